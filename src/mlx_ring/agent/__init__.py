@@ -1,0 +1,1 @@
+"""The process that represents a node and supervises its workers."""

@@ -1,0 +1,1 @@
+"""The head's coordinator: state, membership, planner, recovery."""

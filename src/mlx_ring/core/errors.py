@@ -1,0 +1,131 @@
+"""The one exception tree.
+
+    RingError
+    ├── ConfigError                a setting, a flag, a file: the person who started the program mends it
+    │   └── AddressInUse
+    ├── ModelError                 a model folder or hub id
+    │   ├── ModelNotFound
+    │   ├── ModelCorrupt           files missing, truncated or contradicting each other
+    │   ├── ModelUnsafe            wants code from its folder to be run
+    │   └── ModelUnsupported       the architecture cannot be cut, or not that way
+    ├── PlanError                  the model cannot be placed as asked
+    ├── RequestError               a client's request; `param` names the field
+    │   ├── ContextExceeded
+    │   ├── UnknownModel
+    │   ├── Refused                foreign Host or Origin
+    │   └── Overloaded             `retry_after_s` says when to try again
+    └── ServingError               the service's own trouble
+        ├── WorkerLost             a worker died or its channel broke
+        ├── WorkerStuck            no progress before the deadline
+        ├── StepFailed             a step raised in a worker
+        ├── StaleMessage           of an older epoch or another instance
+        ├── VersionMismatch        peers of different versions, models or plans
+        ├── ProtocolError          a peer sent what the contract does not allow
+        └── NotReady               no instance can answer now
+
+Each message says what happened, with which value, and what to do. Errors cross
+gRPC in `rpc/failures.py` and HTTP in `api/errors.py`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+
+class RingError(Exception):
+    """Base of every error that mlx-ring raises on purpose. `str(error)` is one clear sentence."""
+
+
+class ConfigError(RingError):
+    """A setting is missing, malformed or out of range."""
+
+
+class AddressInUse(ConfigError):
+    """Another process holds the address to listen on."""
+
+
+class ModelError(RingError):
+    """A model cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """No such folder, built-in name or hub id, or the hub is out of reach."""
+
+
+class ModelCorrupt(ModelError):
+    """Files are missing, truncated, or contradict each other."""
+
+
+class ModelUnsafe(ModelError):
+    """The folder wants its own code to be run, which is never done."""
+
+
+class ModelUnsupported(ModelError):
+    """The architecture is not known to be cut exactly."""
+
+
+class PlanError(RingError):
+    """The model cannot be placed as asked."""
+
+
+class RequestError(RingError):
+    """A client's request is wrong. `param` is the path of the field, where one is at fault."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextExceeded(RequestError):
+    """Prompt and answer do not fit the context: both numbers are given, in tokens."""
+
+    def __init__(self, message: str, *, prompt_tokens: int, context_tokens: int) -> None:
+        super().__init__(message, param="messages")
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
+
+
+class UnknownModel(RequestError):
+    """The request names a model that is not served here."""
+
+
+class Refused(RequestError):
+    """The request comes from a Host or Origin that is not allowed."""
+
+
+class Overloaded(RequestError):
+    """The queue is full; try again in `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ServingError(RingError):
+    """The service itself is in trouble; the request was fine."""
+
+
+class WorkerLost(ServingError):
+    """A worker died or its channel broke."""
+
+
+class WorkerStuck(ServingError):
+    """A worker made no progress before its deadline."""
+
+
+class StepFailed(ServingError):
+    """A step raised inside a worker."""
+
+
+class StaleMessage(ServingError):
+    """The message belongs to an older epoch or to another instance."""
+
+
+class VersionMismatch(ServingError):
+    """Peers disagree on protocol, versions, model or plan."""
+
+
+class ProtocolError(ServingError):
+    """A peer sent what the contract does not allow."""
+
+
+class NotReady(ServingError):
+    """No instance can answer now."""

@@ -1,0 +1,1 @@
+"""The head's engine: scheduler, sequences, detokenizer, streams."""

@@ -1,0 +1,48 @@
+"""Errors across gRPC: the one place where they become messages and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import grpc
+
+from mlx_ring.core import errors
+from mlx_ring.core.errors import RingError, ServingError, StepFailed, WorkerLost
+from mlx_ring.rpc.protos import step_pb2
+
+
+def _tree(root: type[RingError]) -> Iterator[type[RingError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from _tree(child)
+
+
+def _plain(kind: type[RingError]) -> bool:
+    """Whether the class is made from its message alone."""
+    return kind.__init__ is RingError.__init__ or issubclass(kind, errors.RequestError)
+
+
+_BY_NAME = {kind.__name__: kind for kind in _tree(RingError) if _plain(kind)}
+
+
+def error_to_failure(error: BaseException, sequences: Iterable[int] = ()) -> step_pb2.Failure:
+    """Write an error down. What is not of our tree is a `StepFailed` that names its class."""
+    if isinstance(error, RingError):
+        kind, message = type(error).__name__, str(error)
+    else:
+        kind, message = StepFailed.__name__, f"{type(error).__name__}: {error}"
+    return step_pb2.Failure(kind=kind, message=message, sequences=list(sequences))
+
+
+def failure_to_error(failure: step_pb2.Failure) -> RingError:
+    """Read an error back; a kind that this version does not know is a `ServingError`."""
+    kind = _BY_NAME.get(failure.kind, ServingError)
+    if kind in (errors.ContextExceeded, errors.Overloaded):
+        kind = errors.RequestError
+    return kind(failure.message)
+
+
+def channel_error(error: grpc.RpcError, peer: str) -> WorkerLost:
+    """What a broken channel to `peer` means to whoever waits for it."""
+    details = error.details() if isinstance(error, grpc.Call) else None
+    return WorkerLost(f"The connection to {peer} broke: {details or type(error).__name__}.")

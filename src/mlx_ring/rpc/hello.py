@@ -1,0 +1,90 @@
+"""The first message on every channel: who speaks, and whether both mean the same."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from mlx_ring.core.errors import StaleMessage, VersionMismatch
+from mlx_ring.rpc.protos import hello_pb2
+
+PROTOCOL = 1
+
+
+@cache
+def package_version(name: str) -> str:
+    """The installed version of a package, "absent" where there is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def make_hello(
+    *,
+    instance: str = "",
+    epoch: int = 0,
+    model_digest: str = "",
+    plan_digest: str = "",
+    node: str = "",
+    stage: int = 0,
+    rank: int = 0,
+    last_step: int = 0,
+    fencing_id: int = 0,
+) -> hello_pb2.Hello:
+    """This process's own greeting."""
+    return hello_pb2.Hello(
+        protocol=PROTOCOL,
+        mlx_ring=package_version("mlx-ring"),
+        mlx=package_version("mlx"),
+        mlx_lm=package_version("mlx-lm"),
+        model_digest=model_digest,
+        plan_digest=plan_digest,
+        instance=instance,
+        epoch=epoch,
+        last_step=last_step,
+        fencing_id=fencing_id,
+        stage=stage,
+        rank=rank,
+        node=node,
+    )
+
+
+def check_hello(theirs: hello_pb2.Hello, ours: hello_pb2.Hello, peer: str) -> None:
+    """Refuse a peer that would not mean the same by the same bytes.
+
+    Versions must be equal: mlx and mlx-lm decide what a layer computes. Digests are
+    compared where both sides have one.
+
+    Raises:
+        VersionMismatch: naming what differs, both values, and the mend.
+        StaleMessage: the peer speaks for an older epoch, another instance, or a replaced head.
+    """
+    if theirs.protocol != ours.protocol:
+        raise VersionMismatch(
+            f"{peer} speaks protocol {theirs.protocol}, this side {ours.protocol}: "
+            "install the same mlx-ring on both."
+        )
+    for name in ("mlx_ring", "mlx", "mlx_lm"):
+        their_version, our_version = getattr(theirs, name), getattr(ours, name)
+        if their_version != our_version:
+            package = name.replace("_", "-")
+            raise VersionMismatch(
+                f"{peer} has {package} {their_version}, this side {our_version}: "
+                f"install {package} {our_version} on both."
+            )
+    for name in ("model_digest", "plan_digest"):
+        their_digest, our_digest = getattr(theirs, name), getattr(ours, name)
+        if their_digest and our_digest and their_digest != our_digest:
+            what = name.replace("_", " ")
+            raise VersionMismatch(
+                f"{peer} has {what} {their_digest}, this side {our_digest}: load the same model and plan on both."
+            )
+    if theirs.instance and ours.instance and theirs.instance != ours.instance:
+        raise StaleMessage(f"{peer} speaks for instance {theirs.instance}, this side serves {ours.instance}.")
+    if theirs.epoch and ours.epoch and theirs.epoch < ours.epoch:
+        raise StaleMessage(f"{peer} speaks for epoch {theirs.epoch}, epoch {ours.epoch} is in force.")
+    if theirs.fencing_id and ours.fencing_id and theirs.fencing_id < ours.fencing_id:
+        raise StaleMessage(
+            f"{peer} is head {theirs.fencing_id}; head {ours.fencing_id} has taken over."
+        )

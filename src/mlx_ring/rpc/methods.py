@@ -1,0 +1,115 @@
+"""The gRPC methods, each with its types in one line, for clients and servers, sync and asyncio.
+
+Message classes serialise themselves; frames (`rpc/frames.py`) carry an array's
+bytes behind a small header, so that activations are copied once on each side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from mlx_ring.rpc.frames import Frame, decode_frame, encode_frame
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Arity = Literal["unary_unary", "unary_stream", "stream_stream"]
+
+WORKER_SERVICE = "mlx_ring.Worker"
+AGENT_SERVICE = "mlx_ring.Agent"
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Request, Response]):
+    """One method: its path, its arity, and how both directions become bytes."""
+
+    service: str
+    name: str
+    arity: Arity
+    encode_request: Callable[[Request], bytes]
+    decode_request: Callable[[bytes], Request]
+    encode_response: Callable[[Response], bytes]
+    decode_response: Callable[[bytes], Response]
+
+    @property
+    def path(self) -> str:
+        return f"/{self.service}/{self.name}"
+
+    def handler(self, behaviour: Callable[..., object]) -> grpc.RpcMethodHandler[Request, Response]:
+        """Bind a server's function: `behaviour(request or iterator, context)`."""
+        make = getattr(grpc, f"{self.arity}_rpc_method_handler")
+        return make(
+            behaviour, request_deserializer=self.decode_request, response_serializer=self.encode_response
+        )
+
+    def unary_stream(self, channel: grpc.Channel) -> grpc.UnaryStreamMultiCallable[Request, Response]:
+        return channel.unary_stream(self.path, self.encode_request, self.decode_response)
+
+    def unary_unary(self, channel: grpc.Channel) -> grpc.UnaryUnaryMultiCallable[Request, Response]:
+        return channel.unary_unary(self.path, self.encode_request, self.decode_response)
+
+    def stream_stream(self, channel: grpc.Channel) -> grpc.StreamStreamMultiCallable[Request, Response]:
+        return channel.stream_stream(self.path, self.encode_request, self.decode_response)
+
+    def aio_unary_stream(
+        self, channel: grpc.aio.Channel
+    ) -> grpc.aio.UnaryStreamMultiCallable[Request, Response]:
+        return channel.unary_stream(self.path, self.encode_request, self.decode_response)
+
+    def aio_unary_unary(self, channel: grpc.aio.Channel) -> grpc.aio.UnaryUnaryMultiCallable[Request, Response]:
+        return channel.unary_unary(self.path, self.encode_request, self.decode_response)
+
+    def aio_stream_stream(
+        self, channel: grpc.aio.Channel
+    ) -> grpc.aio.StreamStreamMultiCallable[Request, Response]:
+        return channel.stream_stream(self.path, self.encode_request, self.decode_response)
+
+
+Sent = TypeVar("Sent", bound=Message)
+Received = TypeVar("Received", bound=Message)
+
+
+def _method(
+    service: str, name: str, arity: Arity, request: type[Sent], response: type[Received]
+) -> Method[Sent, Received]:
+    return Method(
+        service,
+        name,
+        arity,
+        request.SerializeToString,
+        request.FromString,
+        response.SerializeToString,
+        response.FromString,
+    )
+
+
+LOAD = _method(WORKER_SERVICE, "Load", "unary_stream", worker_pb2.LoadRequest, worker_pb2.LoadProgress)
+STATUS = _method(WORKER_SERVICE, "Status", "unary_unary", worker_pb2.StatusRequest, worker_pb2.WorkerStatus)
+STEPS = _method(WORKER_SERVICE, "Steps", "stream_stream", worker_pb2.StepsRequest, worker_pb2.StepsReply)
+LINK: Method[Frame, worker_pb2.FrameAccepted] = Method(
+    WORKER_SERVICE,
+    "Link",
+    "stream_stream",
+    encode_frame,
+    decode_frame,
+    worker_pb2.FrameAccepted.SerializeToString,
+    worker_pb2.FrameAccepted.FromString,
+)
+
+START = _method(AGENT_SERVICE, "Start", "unary_stream", agent_pb2.StartRequest, agent_pb2.StartProgress)
+WATCH = _method(AGENT_SERVICE, "Watch", "unary_stream", agent_pb2.WatchRequest, agent_pb2.AgentEvent)
+STOP = _method(AGENT_SERVICE, "Stop", "unary_unary", agent_pb2.StopRequest, agent_pb2.StopReply)
+
+
+def service_handler(
+    service: str, behaviours: dict[Method[object, object], Callable[..., object]]
+) -> grpc.GenericRpcHandler[object, object]:
+    """Everything that one service answers, ready for `server.add_generic_rpc_handlers`."""
+    return grpc.method_handlers_generic_handler(
+        service, {method.name: method.handler(behaviour) for method, behaviour in behaviours.items()}
+    )

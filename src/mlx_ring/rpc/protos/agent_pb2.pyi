@@ -1,0 +1,87 @@
+from mlx_ring.rpc.protos import hello_pb2 as _hello_pb2
+from mlx_ring.rpc.protos import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StartRequest(_message.Message):
+    __slots__ = ("hello", "model_path", "assignments")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
+    hello: _hello_pb2.Hello
+    model_path: str
+    assignments: _containers.RepeatedCompositeFieldContainer[_worker_pb2.StageAssignment]
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ...) -> None: ...
+
+class StartProgress(_message.Message):
+    __slots__ = ("stage", "rank", "progress", "address", "pid")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    rank: int
+    progress: _worker_pb2.LoadProgress
+    address: str
+    pid: int
+    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., progress: _Optional[_Union[_worker_pb2.LoadProgress, _Mapping]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("hello", "heartbeat_s")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    hello: _hello_pb2.Hello
+    heartbeat_s: float
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
+
+class AgentEvent(_message.Message):
+    __slots__ = ("hello", "workers", "memory_bytes", "memory_free_bytes")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    hello: _hello_pb2.Hello
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
+    memory_bytes: int
+    memory_free_bytes: int
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ...) -> None: ...
+
+class WorkerState(_message.Message):
+    __slots__ = ("instance", "stage", "rank", "pid", "address", "alive", "exit_reason", "status")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    EXIT_REASON_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    stage: int
+    rank: int
+    pid: int
+    address: str
+    alive: bool
+    exit_reason: str
+    status: _worker_pb2.WorkerStatus
+    def __init__(self, instance: _Optional[str] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., exit_reason: _Optional[str] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatus, _Mapping]] = ...) -> None: ...
+
+class StopRequest(_message.Message):
+    __slots__ = ("hello", "instance")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    hello: _hello_pb2.Hello
+    instance: str
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., instance: _Optional[str] = ...) -> None: ...
+
+class StopReply(_message.Message):
+    __slots__ = ("stopped",)
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    stopped: int
+    def __init__(self, stopped: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""One rank of one stage: the only package that computes with MLX."""
