@@ -1,0 +1,217 @@
+"""What carries activations from one stage to the next.
+
+A link has a sending end in one worker and a receiving end (an `Inbox`) in the
+other. Both are keyed by instance, epoch, step and purpose, so that a message of
+an earlier epoch is dropped and a failed step ends the wait for it at once.
+Tensors travel as raw bytes with dtype and shape: nothing here computes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from mlx_ring.core.errors import ProtocolError, RingError, StaleMessage, WorkerStuck
+from mlx_ring.rpc.channels import open_channel
+from mlx_ring.rpc.failures import channel_error, failure_to_error
+from mlx_ring.rpc.frames import Frame
+from mlx_ring.rpc.methods import LINK
+from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
+
+HIDDEN = worker_pb2.Activation.Purpose.HIDDEN
+SAMPLED = worker_pb2.Activation.Purpose.SAMPLED
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKey:
+    """Which message: what a step's activations, or the tokens it sampled, are filed under."""
+
+    instance: str
+    epoch: int
+    step: int
+    purpose: worker_pb2.Activation.Purpose = HIDDEN
+
+    def __str__(self) -> str:
+        return f"{self.instance} epoch {self.epoch} step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class WireTensor:
+    """An array on the wire: its own dtype, row-major, little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview | bytes
+    tokens: tuple[int, ...] = ()
+    """The step's token ids, where the next stage cannot know them from the step."""
+
+
+class LinkSender(Protocol):
+    """The sending end."""
+
+    def send(self, key: LinkKey, tensor: WireTensor) -> None:
+        """Hand the tensor on; returns before it has arrived. Raises `WorkerLost` on a broken link."""
+        ...
+
+    def send_failure(self, key: LinkKey, failure: step_pb2.Failure) -> None:
+        """Send a tombstone: nobody need wait for `key`. Never raises."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Inbox:
+    """The receiving end: messages wait here under their keys until the compute thread takes them."""
+
+    def __init__(self, instance: str, epoch: int) -> None:
+        self._instance = instance
+        self._epoch = epoch
+        self._arrived = threading.Condition()
+        self._messages: dict[LinkKey, WireTensor | RingError] = {}
+        self._broken: RingError | None = None
+
+    def put(self, key: LinkKey, message: WireTensor | RingError) -> None:
+        """File a message; one of another instance or an older epoch is dropped."""
+        with self._arrived:
+            if key.instance == self._instance and key.epoch >= self._epoch:
+                self._messages[key] = message
+                self._arrived.notify_all()
+
+    def recv(self, key: LinkKey, deadline: float | None = None) -> WireTensor:
+        """Wait for a message.
+
+        Args:
+            key: what to wait for.
+            deadline: on `time.monotonic`'s clock, seconds; None waits until the epoch changes.
+
+        Raises:
+            RingError: the tombstone's error, when the step failed upstream.
+            StaleMessage: the epoch has moved past the key's.
+            WorkerStuck: the deadline passed.
+            WorkerLost: the sending end is gone.
+        """
+        with self._arrived:
+            while True:
+                if key.epoch < self._epoch:
+                    raise StaleMessage(f"Waited for {key}; epoch {self._epoch} is in force.")
+                message = self._messages.pop(key, None)
+                if isinstance(message, RingError):
+                    raise message
+                if message is not None:
+                    return message
+                if self._broken is not None:
+                    raise self._broken
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    raise WorkerStuck(f"No activations arrived for {key} before the deadline.")
+                self._arrived.wait(remaining)
+
+    def take_arrived(self, purpose: worker_pb2.Activation.Purpose) -> list[tuple[LinkKey, WireTensor | RingError]]:
+        """Take every message of a purpose that is here already; waits for none."""
+        with self._arrived:
+            keys = [key for key in self._messages if key.purpose == purpose]
+            return [(key, self._messages.pop(key)) for key in keys]
+
+    def advance(self, epoch: int) -> None:
+        """Put a new epoch in force: older messages are dropped, waits for them end."""
+        with self._arrived:
+            self._epoch = max(self._epoch, epoch)
+            self._messages = {key: kept for key, kept in self._messages.items() if key.epoch >= self._epoch}
+            self._broken = None
+            self._arrived.notify_all()
+
+    def break_off(self, error: RingError) -> None:
+        """The sending end is gone: what has arrived can still be taken, other waits end."""
+        with self._arrived:
+            self._broken = error
+            self._arrived.notify_all()
+
+
+class InProcessLink:
+    """Both ends in one process: the twin that tests use, under the same contract."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+
+    def send(self, key: LinkKey, tensor: WireTensor) -> None:
+        self._inbox.put(key, tensor)
+
+    def send_failure(self, key: LinkKey, failure: step_pb2.Failure) -> None:
+        self._inbox.put(key, failure_to_error(failure))
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class GrpcLink:
+    """The sending end of a stream between two workers. gRPC's own thread does the sending."""
+
+    def __init__(self, address: str, hello: hello_pb2.Hello, timeout_s: float = 30.0) -> None:
+        self._peer = address
+        self._channel = open_channel(address)
+        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._frames.put(Frame(worker_pb2.FrameHeader(hello=hello)))
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout_s)
+        except grpc.FutureTimeoutError:
+            self._channel.close()
+            raise WorkerStuck(f"No worker answered at {address} within {timeout_s:g} s.") from None
+        self._call = LINK.stream_stream(self._channel)(iter(self._frames.get, None))
+        self._await_hello()
+
+    def _await_hello(self) -> None:
+        try:
+            accepted = next(self._call)
+        except grpc.RpcError as error:
+            raise channel_error(error, self._peer) from error
+        if accepted.HasField("failure"):
+            raise failure_to_error(accepted.failure)
+
+    def send(self, key: LinkKey, tensor: WireTensor) -> None:
+        if not self._call.is_active():
+            raise channel_error(self._ended(), self._peer)
+        activation = worker_pb2.Activation(
+            instance=key.instance,
+            epoch=key.epoch,
+            step=key.step,
+            purpose=key.purpose,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            tokens=tensor.tokens,
+        )
+        self._frames.put(Frame(worker_pb2.FrameHeader(activation=activation), tensor.data))
+
+    def _ended(self) -> grpc.RpcError:
+        return self._call if isinstance(self._call, grpc.RpcError) else grpc.RpcError()
+
+    def send_failure(self, key: LinkKey, failure: step_pb2.Failure) -> None:
+        tombstone = worker_pb2.Tombstone(
+            instance=key.instance, epoch=key.epoch, step=key.step, purpose=key.purpose, failure=failure
+        )
+        self._frames.put(Frame(worker_pb2.FrameHeader(tombstone=tombstone)))
+
+    def close(self) -> None:
+        self._frames.put(None)
+        self._channel.close()
+
+
+def deliver_frames(frames: Iterator[Frame], inbox: Inbox) -> None:
+    """File what arrives on a link, until its sender ends it. Raises `ProtocolError` for a malformed frame."""
+    for frame in frames:
+        header = frame.header
+        if header.HasField("activation"):
+            head = header.activation
+            key = LinkKey(head.instance, head.epoch, head.step, head.purpose)
+            inbox.put(key, WireTensor(head.dtype, tuple(head.shape), frame.payload, tuple(head.tokens)))
+        elif header.HasField("tombstone"):
+            stone = header.tombstone
+            key = LinkKey(stone.instance, stone.epoch, stone.step, stone.purpose)
+            inbox.put(key, failure_to_error(stone.failure))
+        else:
+            raise ProtocolError("A link frame has neither activations nor a tombstone.")

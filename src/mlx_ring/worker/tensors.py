@@ -1,0 +1,60 @@
+"""Arrays to wire tensors and back: the array's own bytes, never through another dtype."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+
+from mlx_ring.core.errors import ProtocolError
+from mlx_ring.rpc.links import WireTensor
+from mlx_ring.rpc.protos import tensor_pb2
+
+_DTYPES = {
+    str(dtype).removeprefix("mlx.core."): dtype
+    for dtype in (
+        mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64,
+        mx.float16, mx.bfloat16, mx.float32,
+    )
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def dtype_by_name(name: str) -> mx.Dtype:
+    """MLX's dtype of that name. Raises `ProtocolError` for one that does not travel."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ProtocolError(f"dtype {name!r} is not one that travels: {', '.join(_DTYPES)}.") from None
+
+
+def to_wire(array: mx.array, tokens: tuple[int, ...] = ()) -> WireTensor:
+    """Read an array's bytes in place; it is evaluated first if need be."""
+    array = mx.contiguous(array)
+    mx.eval(array)
+    data = memoryview(array).cast("B") if array.size else b""
+    return WireTensor(_NAMES[array.dtype], tuple(array.shape), data, tokens)
+
+
+def from_wire(tensor: WireTensor) -> mx.array:
+    """Make the array. Raises `ProtocolError` when bytes, shape and dtype disagree."""
+    dtype = dtype_by_name(tensor.dtype)
+    expected = math.prod(tensor.shape) * dtype.size
+    if len(tensor.data) != expected:
+        raise ProtocolError(
+            f"A {tensor.dtype} tensor of shape {tensor.shape} has {expected} bytes; {len(tensor.data)} came."
+        )
+    if not expected:
+        return mx.zeros(tensor.shape, dtype)
+    return mx.array(memoryview(tensor.data)).view(dtype).reshape(tensor.shape)
+
+
+def to_message(array: mx.array) -> tensor_pb2.Tensor:
+    """An array inside a message, for results that are small."""
+    wire = to_wire(array)
+    return tensor_pb2.Tensor(dtype=wire.dtype, shape=wire.shape, data=bytes(wire.data))
+
+
+def from_message(message: tensor_pb2.Tensor) -> mx.array:
+    """The array of a message."""
+    return from_wire(WireTensor(message.dtype, tuple(message.shape), message.data))
