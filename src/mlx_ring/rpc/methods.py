@@ -6,9 +6,9 @@ bytes behind a small header, so that activations are copied once on each side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -91,6 +91,8 @@ def _method(
 LOAD = _method(WORKER_SERVICE, "Load", "unary_stream", worker_pb2.LoadRequest, worker_pb2.LoadProgress)
 STATUS = _method(WORKER_SERVICE, "Status", "unary_unary", worker_pb2.StatusRequest, worker_pb2.WorkerStatus)
 STEPS = _method(WORKER_SERVICE, "Steps", "stream_stream", worker_pb2.StepsRequest, worker_pb2.StepsReply)
+STEPS_RAW: Method[bytes, worker_pb2.StepsReply] = replace(STEPS, encode_request=bytes, decode_request=bytes)
+"""`STEPS` for a client that sends the same serialised `StepsRequest` to several ranks."""
 LINK: Method[Frame, worker_pb2.FrameAccepted] = Method(
     WORKER_SERVICE,
     "Link",
@@ -107,9 +109,9 @@ STOP = _method(AGENT_SERVICE, "Stop", "unary_unary", agent_pb2.StopRequest, agen
 
 
 def service_handler(
-    service: str, behaviours: dict[Method[object, object], Callable[..., object]]
+    service: str, behaviours: Iterable[tuple[Method[Any, Any], Callable[..., object]]]
 ) -> grpc.GenericRpcHandler[object, object]:
     """Everything that one service answers, ready for `server.add_generic_rpc_handlers`."""
     return grpc.method_handlers_generic_handler(
-        service, {method.name: method.handler(behaviour) for method, behaviour in behaviours.items()}
+        service, {method.name: method.handler(behaviour) for method, behaviour in behaviours}
     )
