@@ -1,0 +1,311 @@
+"""The fast BLAS computes what NumPy computes, and stays away where it cannot work.
+
+What is redirected stays redirected for the life of a process, so each scenario runs in a process of
+its own: a function of this module, named on its command line.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# (scenarios break one part on purpose to see the rest cope; the stubs of mlx leave arrays untyped)
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_ring.worker.blas import BlasReport, front, install, install_fast_blas, openblas, selfcheck
+from mlx_ring.worker.blas.unavailable import Unavailable
+
+on_linux_x86_64 = pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+    reason="OpenBLAS is brought in on Linux x86-64 only",
+)
+
+
+def run_alone(scenario: str, core_type: str | None = None) -> str:
+    """Run a function of this module in a process of its own; return what it printed."""
+    environment = {"OPENBLAS_CORETYPE": core_type} if core_type else {}
+    process = subprocess.run(
+        [sys.executable, __file__, scenario],
+        env={"HOME": "/nonexistent", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+# --- scenarios: each runs alone -------------------------------------------------------------------
+
+extents = st.one_of(st.just(1), st.integers(1, 9), st.sampled_from([33, 64, 130, 700]))
+layouts = st.sampled_from(["plain", "transposed", "strided"])
+
+
+def products_equal_numpys() -> None:
+    """Draw shapes and layouts; every product by MLX is NumPy's."""
+    report = install_fast_blas()
+    assert report.active, report
+
+    import mlx.core as mx
+    import numpy as np
+
+    def operand(
+        generator: np.random.Generator, shape: tuple[int, ...], layout: str
+    ) -> tuple[mx.array, np.ndarray]:
+        rows, columns = shape[-2:]
+        if layout == "transposed":
+            stored = generator.standard_normal((*shape[:-2], columns, rows), dtype=np.float32)
+            return mx.array(stored).swapaxes(-1, -2), stored.swapaxes(-1, -2)
+        if layout == "strided":
+            stored = generator.standard_normal((*shape[:-1], 2 * columns), dtype=np.float32)
+            return mx.array(stored)[..., ::2], stored[..., ::2]
+        stored = generator.standard_normal(shape, dtype=np.float32)
+        return mx.array(stored), stored
+
+    @settings(max_examples=300, deadline=None, database=None)
+    @given(extents, extents, extents, layouts, layouts, st.integers(0, 3), st.integers(0, 2**32 - 1))
+    def check(rows: int, columns: int, inner: int, left: str, right: str, batch: int, seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        batches = (batch,) if batch else ()
+        a, a_expected = operand(generator, (*batches, rows, inner), left)
+        b, b_expected = operand(generator, (*batches, inner, columns), right)
+        c, c_expected = operand(generator, (*batches, rows, columns), "plain")
+        expected = a_expected.astype(np.float64) @ b_expected.astype(np.float64)
+        np.testing.assert_allclose(np.array(a @ b), expected, rtol=1e-4, atol=1e-3)
+        added = np.array(mx.addmm(c, a, b, alpha=0.5, beta=-2.0))
+        np.testing.assert_allclose(added, 0.5 * expected - 2.0 * c_expected, rtol=1e-4, atol=1e-3)
+
+    check()
+
+
+def narrow_products_equal_numpys_at_the_bounds_of_every_way() -> None:
+    """Around one row, the most rows in blocks, the least K for blocks, and the size of a block."""
+    report = install_fast_blas()
+    assert report.active and not report.detail, report
+
+    import mlx.core as mx
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    for rows, columns, inner in product((1, 2, 5, 8, 9), (1, 149, 150, 151, 1201), (1, 31, 32, 33, 1024)):
+        a = generator.standard_normal((rows, inner), dtype=np.float32)
+        b = generator.standard_normal((columns, inner), dtype=np.float32)
+        np.testing.assert_allclose(np.array(mx.array(a) @ mx.array(b).T), a @ b.T, rtol=1e-4, atol=1e-3)
+
+
+def double_and_complex_products_equal_numpys() -> None:
+    assert install_fast_blas().active
+
+    import mlx.core as mx
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    a, b = generator.standard_normal((2, 24, 24))
+    doubles = mx.matmul(mx.array(a, dtype=mx.float64), mx.array(b, dtype=mx.float64), stream=mx.cpu)
+    np.testing.assert_allclose(np.array(doubles), a @ b, rtol=1e-12)
+    z, w = (a + 1j * b).astype(np.complex64), (b - 2j * a).astype(np.complex64)
+    np.testing.assert_allclose(np.array(mx.array(z) @ mx.array(w)), z @ w, rtol=1e-3, atol=1e-3)
+
+
+def a_second_call_changes_only_the_threads() -> None:
+    first = install_fast_blas()
+    slots = sgemm_slots()
+    functions = [slot.read() for slot in slots]
+    second = install_fast_blas(threads=2)
+    assert (second.library, second.active, second.detail) == (first.library, first.active, first.detail)
+    assert (first.threads, second.threads) == (1, 2)
+    assert [slot.read() for slot in slots] == functions
+
+
+def it_takes_hold_after_mlx_was_imported_and_used() -> None:
+    import mlx.core as mx
+
+    ones = mx.ones((4, 4))
+    mx.eval(ones @ ones)
+    before = [slot.read() for slot in sgemm_slots()]
+    assert install_fast_blas().active
+    assert all(old != slot.read() for old, slot in zip(before, sgemm_slots(), strict=True))
+    assert (ones @ ones).tolist() == [[4.0] * 4] * 4
+
+
+def a_wrong_front_is_left_out() -> None:
+    """A front that computes nothing fails its products, and sgemm is called directly."""
+    nothing = selfcheck._SGEMM(lambda *_: None)
+    install.load_front = lambda *_: ctypes.cast(nothing, ctypes.c_void_p).value or 0
+    report = install_fast_blas()
+    assert report.active
+    assert "wrong product" in report.detail
+    assert report.detail.endswith(".")
+    assert [slot.read() for slot in sgemm_slots()] == [openblas.load_openblas().address("cblas_sgemm")]
+
+
+def memory_that_must_not_be_executable_leaves_the_front_out() -> None:
+    def refuse(*_: int) -> int:
+        raise Unavailable("this system lets no page become executable")
+
+    install.load_front = refuse
+    report = install_fast_blas()
+    assert report.active
+    assert "executable" in report.detail
+
+
+def a_wrong_product_after_redirecting_is_undone() -> None:
+    """The check through the slots is the last word: what it finds wrong is taken back."""
+    before = [slot.read() for slot in sgemm_slots()]
+    verdicts = iter([None, selfcheck.PRODUCTS[0]])
+    install.first_wrong_product = lambda _: next(verdicts)
+    report = install_fast_blas()
+    assert_inactive(report, "wrong product")
+    assert [slot.read() for slot in sgemm_slots()] == before
+    mlx_still_multiplies()
+
+
+def a_wrong_library_is_not_put_in_place() -> None:
+    before = [slot.read() for slot in sgemm_slots()]
+    nothing = selfcheck._SGEMM(lambda *_: None)
+    address = ctypes.cast(nothing, ctypes.c_void_p).value or 0
+    openblas.OpenBlas.address = lambda self, function: address  # noqa: ARG005 - the method's own names
+    assert_inactive(install_fast_blas(), "wrong product")
+    assert [slot.read() for slot in sgemm_slots()] == before
+    mlx_still_multiplies()
+
+
+def a_missing_package_is_said() -> None:
+    openblas.PACKAGE = "no_such_package_of_openblas"
+    assert_inactive(install_fast_blas(), "no_such_package_of_openblas is not installed")
+    mlx_still_multiplies()
+
+
+def a_missing_slot_is_said() -> None:
+    install.find_slots = lambda *_: []
+    assert_inactive(install_fast_blas(), "does not call cblas_sgemm")
+    mlx_still_multiplies()
+
+
+def a_missing_symbol_of_openblas_is_said() -> None:
+    install._PRODUCTS = frozenset({"cblas_sgemm", "cblas_no_such_product"})
+    assert_inactive(install_fast_blas(), "has no cblas_no_such_product")
+    mlx_still_multiplies()
+
+
+def a_protected_slot_is_opened_and_closed_again() -> None:
+    """A library linked with `-z relro -z now` keeps its slots read-only."""
+    from mlx_ring.worker.blas import slots
+
+    (slot,) = sgemm_slots()
+    page = slot.address & -4096
+    slots._protect(page, 1)
+    assert install_fast_blas().active
+    assert not slots._is_writable(slot.address)
+    slots._protect(page, 3)
+    mlx_still_multiplies()
+
+
+# --- what scenarios share -------------------------------------------------------------------------
+
+
+def sgemm_slots() -> list[install.Slot]:
+    return install.find_slots(openblas.load_from_package("mlx", "lib/libmlx.so"), frozenset({"cblas_sgemm"}))
+
+
+def assert_inactive(report: BlasReport, reason: str) -> None:
+    assert not report.active
+    assert reason in report.detail
+    assert report.detail.endswith(".")
+
+
+def mlx_still_multiplies() -> None:
+    import mlx.core as mx
+
+    assert (mx.ones((3, 5)) @ mx.ones((5, 2))).tolist() == [[5.0, 5.0]] * 3
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
+SCENARIOS = [
+    double_and_complex_products_equal_numpys,
+    a_second_call_changes_only_the_threads,
+    it_takes_hold_after_mlx_was_imported_and_used,
+    a_wrong_front_is_left_out,
+    memory_that_must_not_be_executable_leaves_the_front_out,
+    a_wrong_product_after_redirecting_is_undone,
+    a_wrong_library_is_not_put_in_place,
+    a_missing_package_is_said,
+    a_missing_slot_is_said,
+    a_missing_symbol_of_openblas_is_said,
+    a_protected_slot_is_opened_and_closed_again,
+]
+
+
+@on_linux_x86_64
+@pytest.mark.parametrize("scenario", [function.__name__ for function in SCENARIOS])
+def test_alone_in_a_process(scenario: str) -> None:
+    run_alone(scenario)
+
+
+@on_linux_x86_64
+@pytest.mark.parametrize("core_type", [None, "SkylakeX", "Haswell", "SandyBridge", "Nehalem", "Prescott"])
+@pytest.mark.parametrize(
+    "scenario", [products_equal_numpys, narrow_products_equal_numpys_at_the_bounds_of_every_way]
+)
+def test_with_the_kernels_of_each_processor(core_type: str | None, scenario: Callable[[], None]) -> None:
+    """OpenBLAS ignores a core type that this processor cannot run."""
+    run_alone(scenario.__name__, core_type)
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "library"),
+    [
+        ("Darwin", "arm64", "Accelerate"),
+        ("Linux", "aarch64", "the BLAS of the mlx wheel"),
+        ("Windows", "AMD64", "the BLAS of the mlx wheel"),
+    ],
+)
+def test_another_platform_keeps_its_own_blas(
+    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, library: str
+) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    report = install_fast_blas()
+    assert_inactive(report, "MLX keeps its own BLAS")
+    assert report.library == library
+
+
+def test_another_c_library_keeps_its_own_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert_inactive(install_fast_blas(), "not glibc")
+
+
+def test_importing_it_imports_no_mlx() -> None:
+    code = "import sys, mlx_ring.worker.blas; sys.exit('mlx.core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not (shutil.which("as") and shutil.which("objcopy")), reason="needs GNU binutils")
+@on_linux_x86_64
+def test_the_machine_code_is_what_an_assembler_makes_of_its_listing(tmp_path: Path) -> None:
+    lines = [line.split("#")[0] for line in front.LISTING.splitlines()]
+    source = [line.split(maxsplit=1)[1] if line.startswith(" ") else line for line in lines]
+    (tmp_path / "front.s").write_text(".intel_syntax noprefix\n" + "\n".join(source) + "\n")
+    subprocess.run(["as", "front.s", "-o", "front.o"], cwd=tmp_path, check=True)
+    subprocess.run(
+        ["objcopy", "-O", "binary", "-j", ".text", "front.o", "front.bin"], cwd=tmp_path, check=True
+    )
+    assert front.machine_code(0, 0, 0) == (tmp_path / "front.bin").read_bytes()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
