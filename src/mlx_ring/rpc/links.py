@@ -97,6 +97,7 @@ class Inbox:
             WorkerLost: the sending end is gone.
         """
         with self._arrived:
+            self._drop_before(key)
             while True:
                 if key.epoch < self._epoch:
                     raise StaleMessage(f"Waited for {key}; epoch {self._epoch} is in force.")
@@ -111,6 +112,11 @@ class Inbox:
                 if remaining is not None and remaining <= 0:
                     raise WorkerStuck(f"No activations arrived for {key} before the deadline.")
                 self._arrived.wait(remaining)
+
+    def _drop_before(self, key: LinkKey) -> None:
+        """Steps are taken in order: what an earlier, failed step left behind is wanted no more."""
+        for old in [old for old in self._messages if old.purpose == key.purpose and old.step < key.step]:
+            del self._messages[old]
 
     def take_arrived(self, purpose: worker_pb2.Activation.Purpose) -> list[tuple[LinkKey, WireTensor | RingError]]:
         """Take every message of a purpose that is here already; waits for none."""

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from mlx_ring.core import errors
+from mlx_ring.rpc.failures import error_to_failure, failure_to_error
+from mlx_ring.rpc.protos import step_pb2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.StepFailed("a"),
+        errors.WorkerLost("b"),
+        errors.ModelCorrupt("c"),
+        errors.PlanError("d"),
+        errors.ProtocolError("e"),
+        errors.RequestError("f", param="x"),
+    ],
+)
+def test_an_error_of_the_tree_keeps_its_class_and_sentence(error: errors.RingError) -> None:
+    back = failure_to_error(error_to_failure(error))
+    assert type(back) is type(error)
+    assert str(back) == str(error)
+
+
+def test_a_foreign_error_becomes_a_failed_step_that_names_it() -> None:
+    back = failure_to_error(error_to_failure(ZeroDivisionError("division by zero"), sequences=[3]))
+    assert type(back) is errors.StepFailed
+    assert str(back) == "ZeroDivisionError: division by zero"
+
+
+def test_errors_that_need_more_than_a_sentence_stay_request_errors() -> None:
+    error = errors.ContextExceeded("too long", prompt_tokens=9, context_tokens=8)
+    assert type(failure_to_error(error_to_failure(error))) is errors.RequestError
+
+
+def test_a_kind_from_another_version_is_a_serving_error() -> None:
+    back = failure_to_error(step_pb2.Failure(kind="FromTheFuture", message="hm"))
+    assert type(back) is errors.ServingError

@@ -1,0 +1,154 @@
+"""Every kind of link under one contract."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from mlx_ring.core.errors import ProtocolError, StaleMessage, StepFailed, WorkerLost, WorkerStuck
+from mlx_ring.rpc.channels import make_server
+from mlx_ring.rpc.failures import error_to_failure
+from mlx_ring.rpc.frames import Frame
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.links import (
+    SAMPLED,
+    GrpcLink,
+    Inbox,
+    InProcessLink,
+    LinkKey,
+    LinkSender,
+    WireTensor,
+    deliver_frames,
+)
+from mlx_ring.rpc.methods import LINK, WORKER_SERVICE, service_handler
+from mlx_ring.rpc.protos import worker_pb2
+
+TENSOR = WireTensor("float32", (2, 3), bytes(range(24)), (7, 8))
+
+
+def key(step: int, epoch: int = 1) -> LinkKey:
+    return LinkKey("demo", epoch, step)
+
+
+@pytest.fixture
+def inbox() -> Inbox:
+    return Inbox("demo", epoch=1)
+
+
+def _serve(inbox: Inbox, address: str) -> tuple[grpc.Server, int]:
+    def take(frames: Iterator[Frame], _context: grpc.ServicerContext) -> Iterator[worker_pb2.FrameAccepted]:
+        next(frames)
+        yield worker_pb2.FrameAccepted(hello=make_hello())
+        try:
+            deliver_frames(frames, inbox)
+        except grpc.RpcError as error:
+            inbox.break_off(WorkerLost(str(error)))
+        else:
+            inbox.break_off(WorkerLost("closed"))
+
+    server = make_server(4)
+    server.add_generic_rpc_handlers((service_handler(WORKER_SERVICE, ((LINK, take),)),))
+    port = server.add_insecure_port(address)
+    server.start()
+    return server, port
+
+
+@pytest.fixture(params=["in process", "grpc over a Unix socket", "grpc over TCP"])
+def link(request: pytest.FixtureRequest, inbox: Inbox, tmp_path: Path) -> Iterator[LinkSender]:
+    if request.param == "in process":
+        yield InProcessLink(inbox)
+        return
+    unix = f"unix:{tmp_path}/s"
+    server, port = _serve(inbox, unix if "Unix" in request.param else "127.0.0.1:0")
+    sender = GrpcLink(unix if "Unix" in request.param else f"127.0.0.1:{port}", make_hello())
+    yield sender
+    sender.close()
+    server.stop(None).wait()
+
+
+def test_a_tensor_arrives_with_its_bytes_shape_and_tokens(link: LinkSender, inbox: Inbox) -> None:
+    link.send(key(1), TENSOR)
+    got = inbox.recv(key(1))
+    assert (got.dtype, got.shape, bytes(got.data), got.tokens) == ("float32", (2, 3), TENSOR.data, (7, 8))
+
+
+def test_messages_are_taken_by_key_and_those_of_passed_steps_are_dropped(link: LinkSender, inbox: Inbox) -> None:
+    for step in (1, 2, 3):
+        link.send(key(step), WireTensor("uint8", (1,), bytes([step])))
+    assert [bytes(inbox.recv(key(step)).data)[0] for step in (1, 3)] == [1, 3]
+    with pytest.raises(WorkerStuck):
+        inbox.recv(key(2), deadline=0.0)
+
+
+def test_a_tombstone_ends_the_wait_with_the_steps_error(link: LinkSender, inbox: Inbox) -> None:
+    link.send_failure(key(4), error_to_failure(StepFailed("matmul went wrong")))
+    with pytest.raises(StepFailed, match="matmul went wrong"):
+        inbox.recv(key(4))
+
+
+def test_an_older_epochs_message_is_dropped(link: LinkSender, inbox: Inbox) -> None:
+    inbox.advance(2)
+    link.send(key(5, epoch=1), TENSOR)
+    link.send(key(5, epoch=2), TENSOR)
+    assert inbox.recv(key(5, epoch=2)).shape == (2, 3)
+    with pytest.raises(StaleMessage, match="epoch 2 is in force"):
+        inbox.recv(key(5, epoch=1))
+
+
+def test_a_large_tensor_arrives_whole(link: LinkSender, inbox: Inbox) -> None:
+    data = bytes(range(256)) * (1 << 15)
+    link.send(key(6), WireTensor("uint8", (len(data),), data))
+    assert bytes(inbox.recv(key(6)).data) == data
+
+
+def test_sampled_tokens_do_not_mix_with_activations(link: LinkSender, inbox: Inbox) -> None:
+    link.send(LinkKey("demo", 1, 7, SAMPLED), WireTensor("uint32", (0,), b"", (42,)))
+    link.send(key(7), TENSOR)
+    assert inbox.recv(key(7)).shape == (2, 3)
+    assert [message.tokens for _, message in inbox.take_arrived(SAMPLED) if isinstance(message, WireTensor)] == [
+        (42,)
+    ]
+    assert inbox.take_arrived(SAMPLED) == []
+
+
+def test_a_wait_past_its_deadline_says_which_step(inbox: Inbox) -> None:
+    with pytest.raises(WorkerStuck, match="demo epoch 1 step 9"):
+        inbox.recv(key(9), deadline=0.0)
+
+
+def test_a_new_epoch_ends_waits_for_the_old_one(inbox: Inbox) -> None:
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            inbox.recv(key(1))
+        except StaleMessage as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    inbox.advance(2)
+    waiter.join(timeout=10)
+    assert [type(error) for error in errors] == [StaleMessage]
+
+
+def test_what_arrived_before_a_break_can_still_be_taken(inbox: Inbox) -> None:
+    inbox.put(key(1), TENSOR)
+    inbox.break_off(WorkerLost("stage 0 is gone"))
+    assert inbox.recv(key(1)) is TENSOR
+    with pytest.raises(WorkerLost, match="stage 0 is gone"):
+        inbox.recv(key(2))
+
+
+def test_a_link_to_nobody_says_so(tmp_path: Path) -> None:
+    with pytest.raises(WorkerStuck, match="No worker answered at unix:"):
+        GrpcLink(f"unix:{tmp_path}/nobody", make_hello(), timeout_s=0.2)
+
+
+def test_a_frame_without_content_is_refused(inbox: Inbox) -> None:
+    with pytest.raises(ProtocolError, match="neither activations nor a tombstone"):
+        deliver_frames(iter([Frame(worker_pb2.FrameHeader())]), inbox)
