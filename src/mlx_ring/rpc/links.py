@@ -97,11 +97,12 @@ class Inbox:
             WorkerLost: the sending end is gone.
         """
         with self._arrived:
-            self._drop_before(key)
             while True:
                 if key.epoch < self._epoch:
                     raise StaleMessage(f"Waited for {key}; epoch {self._epoch} is in force.")
                 message = self._messages.pop(key, None)
+                if message is not None:
+                    self._drop_before(key)
                 if isinstance(message, RingError):
                     raise message
                 if message is not None:
