@@ -1,0 +1,81 @@
+"""Logit bias, `min_tokens` and penalties: the changes that depend on a row's parameters and history.
+
+Only the entries that change are read and written: at most the tokens of the sequence, not the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mlx_ring.worker.sampler.parameters import SamplerRow
+
+
+@dataclass(slots=True)
+class _Edits:
+    """Columns of equal length: an entry's place in the flattened logits and what happens to it."""
+
+    place: list[int] = field(default_factory=list[int])
+    bias: list[float] = field(default_factory=list[float])
+    factor: list[float] = field(default_factory=list[float])
+    penalty: list[float] = field(default_factory=list[float])
+    barred: list[bool] = field(default_factory=list[bool])
+
+
+def adjust(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
+    """(rows, vocabulary) float32 with, in order, for each row
+
+    - its bias added (OpenAI, `logit_bias`);
+    - the tokens of prompt and answer divided by the repetition penalty where positive, multiplied where not
+      (Keskar et al. 2019, arXiv:1909.05858, as Hugging Face and vLLM have it);
+    - frequency penalty times the count in the answer, and presence penalty where that is not 0,
+      subtracted (OpenAI);
+    - its EOS set at -inf while the answer is shorter than `min_tokens`.
+
+    Tokens of the history that the vocabulary does not have are passed over. Raises RequestError for
+    parameters that cannot be applied.
+    """
+    vocabulary = logits.shape[1]
+    edits = _Edits()
+    for index, row in enumerate(rows):
+        row.sampling.check(vocabulary)
+        _collect(edits, index * vocabulary, vocabulary, row)
+    if not edits.place:
+        return logits
+    flat = logits.reshape(-1)
+    place = mx.array(edits.place, dtype=mx.int64)
+    value = flat[place] + mx.array(edits.bias, dtype=mx.float32)
+    factor = mx.array(edits.factor, dtype=mx.float32)
+    value = mx.where(value > 0, value / factor, value * factor)
+    value = value - mx.array(edits.penalty, dtype=mx.float32)
+    value = mx.where(mx.array(edits.barred), -mx.inf, value)
+    return mx.put_along_axis(flat, place, value, axis=0).reshape(logits.shape)
+
+
+def _collect(edits: _Edits, offset: int, vocabulary: int, row: SamplerRow) -> None:
+    sampling = row.sampling
+    bias = dict(sampling.logit_bias)
+    barred = row.eos if row.position - row.prompt_length < sampling.min_tokens else frozenset[int]()
+    answer: Counter[int] = Counter()
+    repeated: set[int] = set()
+    if sampling.penalises:
+        answer.update(row.tokens[row.prompt_length : row.position])
+    if sampling.repetition_penalty != 1.0:
+        repeated.update(row.tokens[: row.position])
+    for token in sorted(bias.keys() | barred | answer.keys() | repeated):
+        if not 0 <= token < vocabulary:
+            continue
+        count = answer[token]
+        edits.place.append(offset + token)
+        edits.bias.append(bias.get(token, 0.0))
+        edits.factor.append(sampling.repetition_penalty if token in repeated else 1.0)
+        edits.penalty.append(
+            sampling.frequency_penalty * count + (sampling.presence_penalty if count else 0.0)
+        )
+        edits.barred.append(token in barred)

@@ -1,0 +1,135 @@
+"""The three ways to draw a token, each over rows (rows, vocabulary) in float32 -> (rows,) int32.
+
+All noise is Gumbel noise, of which the largest `logit / temperature + noise` is a draw from the
+softmax (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, cast
+
+import mlx.core as mx
+
+from mlx_ring.worker.sampler.noise import gumbel, keys
+from mlx_ring.worker.sampler.weights import exponential, in_blocks, largest, maximum, sum_strided, total
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mlx_ring.worker.sampler.parameters import SamplerRow
+
+_CANDIDATES = (256, 8192)
+"""How many of the largest logits are looked at before the whole vocabulary is sorted."""
+
+
+def greedy(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
+    """The largest logit's token, the lowest of equals."""
+    del rows
+    return mx.argmax(logits, axis=-1).astype(mx.int32)
+
+
+def in_two_levels(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
+    """Draws from all tokens, or all that min-p leaves, with noise for a few hundred of them.
+
+    A block of tokens is drawn by its total weight, then a token in it. The blocks depend on the
+    vocabulary's size alone. That is the exact distribution: the maximum of a block's Gumbel scores is itself
+    a Gumbel score, of the log of the block's sum, and independent of which token attains it.
+    """
+    key = _keys(rows)
+    scaled = (logits - maximum(logits)) / _column([row.sampling.temperature for row in rows])
+    min_p = _column([row.sampling.min_p for row in rows])
+    weights = exponential(scaled)
+    if any(row.sampling.min_p > 0 for row in rows):
+        weights = mx.where(weights >= min_p, weights, 0.0)
+    mass = sum_strided(weights)
+    blocks = mass.shape[1]
+    score = mx.log(mass) + gumbel(key[:, 2:], mx.arange(blocks)[None])
+    block = mx.argmax(score, axis=-1, keepdims=True)
+    inside = mx.take_along_axis(in_blocks(scaled, -mx.inf), block[:, None], axis=2)[:, :, 0]
+    ids = block.astype(mx.int32) + blocks * mx.arange(inside.shape[1], dtype=mx.int32)
+    kept = exponential(inside) >= min_p
+    score = mx.where(kept, inside + gumbel(key[:, :2], ids), -mx.inf)
+    picked = mx.take_along_axis(ids, mx.argmax(score, axis=-1, keepdims=True), axis=-1)[:, 0]
+    return mx.minimum(picked, logits.shape[1] - 1)
+
+
+def among_largest(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
+    """Draws from what min-p, top-k and top-p leave, looking at as few candidates as settle it.
+
+    How many that takes changes no token: the noise is each token id's.
+    """
+    vocabulary = logits.shape[1]
+    parts: list[tuple[list[int], mx.array]] = []
+    pending = list(range(len(rows)))
+    for size in (*(size for size in _CANDIDATES if size < vocabulary), vocabulary):
+        tokens, settled = _draw_among(take(logits, pending), [rows[index] for index in pending], size)
+        if all(_bounded(rows[index], size, vocabulary) for index in pending):
+            parts.append((pending, tokens))
+            break
+        flags = cast("list[bool]", settled.tolist())
+        done = [place for place, flag in enumerate(flags) if flag]
+        if done:
+            parts.append(([pending[place] for place in done], take(tokens, done)))
+        pending = [index for index, flag in zip(pending, flags, strict=True) if not flag]
+        if not pending:
+            break
+    return reassemble(parts)
+
+
+def take(rows: mx.array, chosen: list[int]) -> mx.array:
+    """The chosen rows, which are in ascending order; no copy where that is all of them."""
+    return rows if len(chosen) == rows.shape[0] else rows[mx.array(chosen)]
+
+
+def reassemble(parts: list[tuple[list[int], mx.array]]) -> mx.array:
+    """Tokens in row order from (row numbers, tokens) parts that cover every row once."""
+    if len(parts) == 1:
+        return parts[0][1]
+    order = [index for chosen, _ in parts for index in chosen]
+    place = sorted(range(len(order)), key=order.__getitem__)
+    return mx.concatenate([tokens for _, tokens in parts])[mx.array(place)]
+
+
+def _draw_among(logits: mx.array, rows: Sequence[SamplerRow], size: int) -> tuple[mx.array, mx.array]:
+    """Tokens (rows,) drawn among the `size` largest, and whether those were enough (rows,)."""
+    limits = [_top_k(row, size, logits.shape[1]) for row in rows]
+    temperature = _column([row.sampling.temperature for row in rows])
+    min_p = _column([row.sampling.min_p for row in rows])
+    top_p = _column([row.sampling.top_p if row.sampling.top_p < 1.0 else math.inf for row in rows])
+    values, ids = largest(logits, size)
+    top = maximum(values)
+    scaled = (values - top) / temperature
+    weights = exponential(scaled)
+    kept = (weights >= min_p) & (mx.arange(size) < mx.array([limit or size for limit in limits])[:, None])
+    weights = mx.where(kept, weights, 0.0)
+    mass = total(weights)
+    if not all(limits):
+        everything = exponential((logits - top) / temperature)
+        everything = total(mx.where(everything >= min_p, everything, 0.0))
+        mass = mx.where(mx.array([limit > 0 for limit in limits])[:, None], mass, everything)
+    before = mx.cumsum(weights, axis=-1, inclusive=False)
+    kept = kept & (before < top_p * mass)
+    score = mx.where(kept, scaled + gumbel(_keys(rows)[:, :2], ids), -mx.inf)
+    tokens = mx.take_along_axis(ids, mx.argmax(score, axis=-1, keepdims=True), axis=-1)[:, 0]
+    bounded = mx.array([_bounded(row, size, logits.shape[1]) for row in rows])
+    return tokens, bounded | ~kept[:, -1]
+
+
+def _top_k(row: SamplerRow, size: int, vocabulary: int) -> int:
+    """The row's top-k where `size` candidates hold them all, else 0."""
+    top_k = row.sampling.top_k
+    return top_k if 0 < top_k <= size and top_k < vocabulary else 0
+
+
+def _bounded(row: SamplerRow, size: int, vocabulary: int) -> bool:
+    """Whether `size` candidates are known to be enough without looking at them."""
+    return size == vocabulary or _top_k(row, size, vocabulary) > 0
+
+
+def _keys(rows: Sequence[SamplerRow]) -> mx.array:
+    return keys((row.seed, row.position) for row in rows)
+
+
+def _column(values: list[float]) -> mx.array:
+    return mx.array(values, dtype=mx.float32)[:, None]
