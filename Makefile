@@ -1,0 +1,53 @@
+# `make demo` serves the demo model from nothing; `make test` runs the tests. `make help` lists the rest.
+# Everything is set up inside the checkout (.uv, .venv); no root, no uv on the PATH.
+
+BIN := .venv/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check conformance bench protos format clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+# A stamp each, so that a second `make` starts at once.
+.venv/.ready-run: pyproject.toml uv.lock scripts/setup
+	@scripts/setup
+	@touch $@
+
+.venv/.ready-dev: pyproject.toml uv.lock scripts/setup
+	@scripts/setup --dev
+	@touch $@ .venv/.ready-run
+
+setup: .venv/.ready-dev ## set up .venv with all that the tests and checks need
+
+demo: .venv/.ready-run ## set up from nothing, serve the demo model over two stages (ARGS="--port 8200")
+	@$(BIN)/mlx-ring serve demo --stages 2 $(ARGS)
+
+test: .venv/.ready-dev ## set up and run the tests (ARGS="-k scheduler")
+	$(BIN)/pytest -m "not conformance" $(ARGS)
+	@echo "Not run here: the conformance run over every architecture (make conformance)."
+
+check: .venv/.ready-dev ## lint, format, types, import contracts, generated code
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/generate_protos.py --check
+
+conformance: .venv/.ready-dev ## cut every architecture and compare with the whole; rewrites docs/architectures.md
+	$(BIN)/pytest -m conformance $(ARGS)
+
+bench: .venv/.ready-dev ## compare with mlx-lm on this machine, side by side
+	$(BIN)/python bench/compare.py $(ARGS)
+
+protos: .venv/.ready-dev ## generate the messages' code from the protos
+	$(BIN)/python scripts/generate_protos.py
+
+format: .venv/.ready-dev ## format, and mend what ruff can mend
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean: ## remove what was set up and built
+	rm -rf .uv .venv dist build logs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests bench scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,48 @@
+"""Generate the messages' Python from src/mlx_ring/rpc/protos/*.proto, or check that they are up to date.
+
+`python scripts/generate_protos.py` writes them beside the protos; with `--check` it
+generates into a temporary folder, compares, and exits 1 where something differs.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+from grpc_tools import protoc
+
+SOURCES = Path(__file__).resolve().parent.parent / "src"
+PROTOS = SOURCES / "mlx_ring" / "rpc" / "protos"
+
+
+def generate(target: Path) -> None:
+    """Write `*_pb2.py` and `*_pb2.pyi` under `target`, laid out as under `src`."""
+    well_known = str(files("grpc_tools").joinpath("_proto"))
+    protos = [str(path) for path in sorted(PROTOS.glob("*.proto"))]
+    arguments = ["protoc", f"-I{SOURCES}", f"-I{well_known}", f"--python_out={target}", f"--pyi_out={target}"]
+    if protoc.main([*arguments, *protos]) != 0:
+        sys.exit("protoc refused the protos; its message stands above.")
+
+
+def stale() -> list[str]:
+    """Names of generated files that differ from what the protos give now, missing and left-over ones included."""
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        fresh = {path.name: path.read_bytes() for path in Path(folder).rglob("*_pb2.py*")}
+    kept = {path.name: path.read_bytes() for path in PROTOS.glob("*_pb2.py*")}
+    return sorted(name for name in fresh.keys() | kept.keys() if fresh.get(name) != kept.get(name))
+
+
+def main() -> None:
+    """Run as the module's docstring says."""
+    if sys.argv[1:] == ["--check"]:
+        if names := stale():
+            sys.exit(f"Out of date: {', '.join(names)}. Run `make protos`.")
+        return
+    generate(SOURCES)
+
+
+if __name__ == "__main__":
+    main()

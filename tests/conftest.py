@@ -1,0 +1,25 @@
+"""What the whole suite shares. Fixtures are listed in tests/README.md."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fail-on-skip", action="store_true", help="a skipped test fails the run")
+
+
+def _skipped(config: pytest.Config) -> int:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    return len(reporter.stats.get("skipped", [])) if isinstance(reporter, pytest.TerminalReporter) else 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--fail-on-skip") and _skipped(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--fail-on-skip") and (count := _skipped(config)):
+        terminalreporter.write_line(f"{count} skipped, and --fail-on-skip lets none be.", red=True)
