@@ -4,9 +4,9 @@ import mlx.core as mx
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.worker.sampler import reference
 
 from mlx_ring.worker.sampler import noise
-from tests.worker.sampler import reference
 
 seeds = st.integers(0, 2**64 - 1)
 

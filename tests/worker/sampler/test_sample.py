@@ -5,12 +5,13 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.worker.sampler import reference
 
 from mlx_ring.core.errors import RequestError
+from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.sampler import Parameters, SamplerRow, sample
-from tests.worker.sampler import reference
 
 VOCABULARY = 300
 EOS = frozenset({0, 7})
@@ -45,8 +46,11 @@ def sampler_rows(draw: st.DrawFn) -> SamplerRow:
     )
 
 
-def row(seed: int = 0, position: int = 4, **sampling: float) -> SamplerRow:
-    return SamplerRow(Parameters(**sampling), seed, position, [3, 1, 4, 1], 2)  # pyright: ignore[reportArgumentType]  # top_k is whole
+GREEDY = Parameters()
+
+
+def row(sampling: Parameters = GREEDY, seed: int = 0, position: int = 4) -> SamplerRow:
+    return SamplerRow(sampling, seed, position, [3, 1, 4, 1], 2)
 
 
 def random_logits(rows: int, seed: int, vocabulary: int = VOCABULARY, scale: float = 3.0) -> mx.array:
@@ -73,8 +77,8 @@ def test_tokens_are_those_of_the_plain_chain(rows: list[SamplerRow], seed: int) 
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(sampler_rows(), min_size=2, max_size=6), st.integers(0, 1000), st.randoms())
-def test_a_row_draws_the_same_token_in_any_batch(rows: list[SamplerRow], seed: int, order: object) -> None:
+@given(st.lists(sampler_rows(), min_size=2, max_size=6), st.integers(0, 1000))
+def test_a_row_draws_the_same_token_in_any_batch(rows: list[SamplerRow], seed: int) -> None:
     logits = random_logits(len(rows), seed)
     together = drawn(logits, *rows)
     assert together == [drawn(logits[i : i + 1], rows[i])[0] for i in range(len(rows))]
@@ -84,14 +88,13 @@ def test_a_row_draws_the_same_token_in_any_batch(rows: list[SamplerRow], seed: i
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 8.0])
 @pytest.mark.parametrize(
-    "sampling", [{"top_p": 0.9}, {"top_p": 0.6, "min_p": 0.01}, {"top_k": 3000}, {"min_p": 0.2}]
+    "sampling",
+    [Parameters(top_p=0.9), Parameters(top_p=0.6, min_p=0.01), Parameters(top_k=3000), Parameters(min_p=0.2)],
 )
-def test_large_vocabularies_need_as_many_candidates_as_settle_it(
-    scale: float, sampling: dict[str, float]
-) -> None:
+def test_large_vocabularies_need_as_many_candidates_as_settle_it(scale: float, sampling: Parameters) -> None:
     vocabulary = 32 * 400
     logits = random_logits(3, 5, vocabulary, scale)
-    rows = [row(seed, temperature=1.0, **sampling) for seed in (1, 2, 3)]
+    rows = [row(replace(sampling, temperature=1.0), seed) for seed in (1, 2, 3)]
     tokens = drawn(logits, *rows)
     for index, each in enumerate(rows):
         expected, lead = reference.token(np.array(logits[index], dtype=np.float64), each)
@@ -102,22 +105,21 @@ def test_large_vocabularies_need_as_many_candidates_as_settle_it(
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"temperature": 1.0},
-        {"temperature": 0.7},
-        {"temperature": 2.0, "min_p": 0.1},
-        {"temperature": 1.0, "top_p": 0.8},
-        {"temperature": 1.5, "top_k": 7},
-        {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-        {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        Parameters(temperature=1.0),
+        Parameters(temperature=0.7),
+        Parameters(temperature=2.0, min_p=0.1),
+        Parameters(temperature=1.0, top_p=0.8),
+        Parameters(temperature=1.5, top_k=7),
+        Parameters(temperature=1.0, top_k=20, top_p=0.9, min_p=0.02),
+        Parameters(temperature=1.0, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5),
     ],
 )
-def test_frequencies_follow_the_exact_probabilities(sampling: dict[str, float]) -> None:
+def test_frequencies_follow_the_exact_probabilities(sampling: Parameters) -> None:
     draws = 20_000
     logits = random_logits(1, 3, vocabulary=60, scale=1.5)
-    rows = [row(seed % 100, 4 + seed // 100, **sampling) for seed in range(draws)]
-    rows = [replace(each, tokens=[3, 1, 4, 1], prompt_length=2) for each in rows]
-    tokens = np.array(sample(mx.repeat(logits, draws, axis=0), rows))
-    exact = reference.probabilities(np.array(logits[0], dtype=np.float64), row(**sampling))
+    rows = [row(sampling, seed % 100, 4 + seed // 100) for seed in range(draws)]
+    tokens = drawn(mx.repeat(logits, draws, axis=0), *rows)
+    exact = reference.probabilities(np.array(logits[0], dtype=np.float64), row(sampling))
     counts = np.bincount(tokens, minlength=60)
     assert counts[exact == 0].sum() == 0
     expected = exact[exact > 0] * draws
@@ -129,9 +131,11 @@ def test_frequencies_follow_the_exact_probabilities(sampling: dict[str, float]) 
 
 def test_successive_positions_and_seeds_are_not_correlated() -> None:
     logits = mx.zeros((4096, 16))
-    by_seed = np.array(sample(logits, [row(seed, 9, temperature=1.0) for seed in range(4096)]))
-    by_position = np.array(sample(logits, [row(9, position, temperature=1.0) for position in range(4096)]))
-    for tokens in (by_seed, by_position):
+    anything = Parameters(temperature=1.0)
+    by_seed = drawn(logits, *(row(anything, seed, 9) for seed in range(4096)))
+    by_position = drawn(logits, *(row(anything, 9, position) for position in range(4096)))
+    for drawn_tokens in (by_seed, by_position):
+        tokens = np.array(drawn_tokens, dtype=np.int64)
         pairs = np.bincount(tokens[:-1] * 16 + tokens[1:], minlength=256)
         expected = 4095 / 256
         assert ((pairs - expected) ** 2 / expected).sum() < 255 + 4 * np.sqrt(2 * 255)
@@ -152,12 +156,12 @@ def test_greedy_takes_the_lowest_of_equals_and_so_does_top_k_1() -> None:
     logits = mx.zeros((2, VOCABULARY))
     logits[:, 17] = 2.0
     logits[:, 250] = 2.0
-    assert drawn(logits, row(), row(temperature=1.0, top_k=1)) == [17, 17]
+    assert drawn(logits, row(), row(Parameters(temperature=1.0, top_k=1))) == [17, 17]
 
 
 def test_ties_at_the_top_k_threshold_keep_the_lowest_ids() -> None:
     logits = mx.repeat(mx.zeros((1, VOCABULARY)), 500, axis=0)
-    tokens = drawn(logits, *(row(seed, temperature=1.0, top_k=3) for seed in range(500)))
+    tokens = drawn(logits, *(row(Parameters(temperature=1.0, top_k=3), seed) for seed in range(500)))
     assert set(tokens) == {0, 1, 2}
 
 
@@ -165,53 +169,76 @@ def test_negative_zero_ties_with_zero() -> None:
     logits = mx.full((1, 64), -1.0)
     logits[0, 5] = -0.0
     logits[0, 9] = 0.0
-    assert drawn(logits, row(temperature=1.0, top_k=1)) == [5]
-
-
-@pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 1e-300}, {"temperature": 2e-5}, {"temperature": 2e-5, "top_p": 0.5}]
-)
-def test_tiny_temperatures_are_greedy_and_do_not_overflow(sampling: dict[str, float]) -> None:
-    logits = random_logits(1, 2, scale=100.0)
-    assert drawn(logits, row(**sampling)) == [int(np.array(logits).argmax())]
-
-
-@pytest.mark.parametrize("sampling", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 10**9}])
-@pytest.mark.parametrize("fill", [0.0, -1e30, float("-inf")])
-def test_flat_logits_draw_a_token_of_the_vocabulary(fill: float, sampling: dict[str, float]) -> None:
-    for vocabulary in (1, 2, 31, 300):
-        logits = mx.full((1, vocabulary), fill)
-        assert 0 <= drawn(logits, row(temperature=1.0, **sampling))[0] < vocabulary
+    assert drawn(logits, row(Parameters(temperature=1.0, top_k=1))) == [5]
 
 
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"temperature": 5.0}, {"temperature": 5.0, "top_p": 0.9999}, {"temperature": 5.0, "top_k": 50}],
+    [
+        Parameters(),
+        Parameters(temperature=1e-300),
+        Parameters(temperature=2e-5),
+        Parameters(temperature=2e-5, top_p=0.5),
+    ],
 )
-def test_tokens_at_minus_infinity_are_never_drawn(sampling: dict[str, float]) -> None:
+def test_tiny_temperatures_are_greedy_and_do_not_overflow(sampling: Parameters) -> None:
+    logits = random_logits(1, 2, scale=100.0)
+    assert drawn(logits, row(sampling)) == [int(np.array(logits).argmax())]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Parameters(),
+        Parameters(top_k=3),
+        Parameters(top_p=0.9),
+        Parameters(min_p=0.1),
+        Parameters(top_k=10**9),
+    ],
+)
+@pytest.mark.parametrize("fill", [0.0, -1e30, float("-inf")])
+def test_flat_logits_draw_a_token_of_the_vocabulary(fill: float, sampling: Parameters) -> None:
+    for vocabulary in (1, 2, 31, 300):
+        logits = mx.full((1, vocabulary), fill)
+        assert 0 <= drawn(logits, row(replace(sampling, temperature=1.0)))[0] < vocabulary
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Parameters(),
+        Parameters(temperature=5.0),
+        Parameters(temperature=5.0, top_p=0.9999),
+        Parameters(temperature=5.0, top_k=50),
+    ],
+)
+def test_tokens_at_minus_infinity_are_never_drawn(sampling: Parameters) -> None:
     allowed = [4, 8, 200]
     logits = mx.full((200, VOCABULARY), -mx.inf)
     logits[:, mx.array(allowed)] = mx.array([0.0, 1.0, -1.0])
-    assert set(drawn(logits, *(row(seed, **sampling) for seed in range(200)))) <= set(allowed)
+    assert set(drawn(logits, *(row(sampling, seed) for seed in range(200)))) <= set(allowed)
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_half_precision_logits_are_computed_in_float32(dtype: mx.Dtype) -> None:
     logits = random_logits(3, 4).astype(dtype)
-    rows = [row(1, temperature=0.8), row(2, temperature=0.8, top_p=0.9), row(3)]
+    rows = [row(Parameters(temperature=0.8), 1), row(Parameters(temperature=0.8, top_p=0.9), 2), row()]
     assert drawn(logits, *rows) == drawn(logits.astype(mx.float32), *rows)
 
 
 def test_the_callers_logits_stay_as_they_were() -> None:
     logits = random_logits(1, 1)
-    before = np.array(logits)
-    drawn(logits, row(repetition_penalty=2.0, presence_penalty=1.0))
+    before = np.array(logits, dtype=np.float32)
+    drawn(logits, row(Parameters(repetition_penalty=2.0, presence_penalty=1.0)))
     assert (np.array(logits) == before).all()
 
 
 def test_greedy_and_bounded_rows_stay_lazy() -> None:
     logits = random_logits(3, 1)
-    tokens = sample(logits, [row(), row(temperature=1.0), row(temperature=1.0, top_k=20, top_p=0.5)])
+    tokens = sample(
+        logits,
+        [row(), row(Parameters(temperature=1.0)), row(Parameters(temperature=1.0, top_k=20, top_p=0.5))],
+    )
     follower = mx.take_along_axis(logits, tokens[:, None], axis=-1)
     assert follower.shape == (3, 1)
 
@@ -229,7 +256,7 @@ def test_greedy_and_bounded_rows_stay_lazy() -> None:
 )
 def test_parameters_that_cannot_be_applied_are_refused_by_name(sampling: Parameters, param: str) -> None:
     with pytest.raises(RequestError, match=param) as raised:
-        sample(random_logits(1, 0), [replace(row(), sampling=sampling)])
+        sample(random_logits(1, 0), [row(sampling)])
     assert raised.value.param == param
 
 
@@ -237,8 +264,22 @@ def test_parameters_that_cannot_be_applied_are_refused_by_name(sampling: Paramet
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32))
 def test_another_seed_or_position_is_another_draw(seed: int, position: int) -> None:
     other = (seed + 1) % 2**64
-    assume(other != seed)
     logits = mx.zeros((3, 2**20))
-    rows = [row(seed, position), row(other, position), row(seed, position + 1)]
-    tokens = drawn(logits, *(replace(each, sampling=Parameters(temperature=1.0)) for each in rows))
+    anything = Parameters(temperature=1.0)
+    rows = [row(anything, seed, position), row(anything, other, position), row(anything, seed, position + 1)]
+    tokens = drawn(logits, *rows)
     assert len(set(tokens)) == 3
+
+
+def test_no_rows_are_no_tokens() -> None:
+    assert drawn(mx.zeros((0, VOCABULARY))) == []
+
+
+def test_the_wire_message_becomes_parameters_with_every_off_in_one_form() -> None:
+    assert Parameters.from_message(step_pb2.Sampling()) == Parameters()
+    message = step_pb2.Sampling(
+        temperature=0.5, top_p=0.25, top_k=3, logit_bias={9: 1.5, 2: -1.0}, min_tokens=4
+    )
+    assert Parameters.from_message(message) == Parameters(
+        temperature=0.5, top_p=0.25, top_k=3, logit_bias=((2, -1.0), (9, 1.5)), min_tokens=4
+    )

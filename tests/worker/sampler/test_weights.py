@@ -11,14 +11,14 @@ from mlx_ring.worker.sampler import weights
 
 def test_exponential_is_exp_to_2e_7() -> None:
     x = -np.linspace(0, 86, 100_001, dtype=np.float32)
-    ours = np.array(weights.exponential(mx.array(x)[None]))[0]
+    ours = np.array(weights.exponential(mx.array(x)[None]), dtype=np.float64)[0]
     assert np.abs(ours / np.exp(x.astype(np.float64)) - 1).max() < 8e-6
     assert np.abs(ours[:2000] / np.exp(x[:2000].astype(np.float64)) - 1).max() < 3e-7
     assert ours[0] == 1.0
 
 
 def test_exponential_of_very_negative_numbers_weighs_nothing() -> None:
-    far = np.array(weights.exponential(mx.array([[-87.0, -1e30, -mx.inf]])))
+    far = np.array(weights.exponential(mx.array([[-87.0, -1e30, -mx.inf]])), dtype=np.float64)
     assert (far >= 0).all()
     assert (far < 1e-37).all()
 
@@ -39,22 +39,28 @@ def test_largest_are_those_of_a_full_sort_with_ties_by_lowest_id(
     found, ids = weights.largest(mx.array(values), count)
     for row in range(2):
         order = np.lexsort((np.arange(columns), -values[row]))[:count]
-        assert np.array(ids)[row].tolist() == order.tolist()
-        assert np.array(found)[row].tolist() == values[row][order].tolist()
+        assert np.array(ids, dtype=np.int64)[row].tolist() == order.tolist()
+        assert np.array(found, dtype=np.float64)[row].tolist() == values[row][order].tolist()
 
 
 @pytest.mark.parametrize("columns", [1, 5, 128, 1000, 128 * 129, 40_001])
 def test_totals_are_exact_sums_with_the_same_bits_in_any_batch(columns: int) -> None:
     values = np.random.default_rng(columns).random((7, columns)).astype(np.float32)
-    totals = np.array(weights.total(mx.array(values)))
+    totals = np.array(weights.total(mx.array(values)), dtype=np.float64)
     assert np.allclose(totals[:, 0], values.astype(np.float64).sum(axis=1), rtol=1e-6)
     for row in range(7):
-        assert np.array(weights.total(mx.array(values[row : row + 1])))[0, 0] == totals[row, 0]
+        assert (
+            np.array(weights.total(mx.array(values[row : row + 1])), dtype=np.float64)[0, 0] == totals[row, 0]
+        )
 
 
 def test_log_total_is_logsumexp_also_of_minus_infinities() -> None:
     values = np.random.default_rng(1).normal(size=(2, 1000)).astype(np.float32) * 10
     expected = np.log(np.exp(values.astype(np.float64)).sum(axis=1))
-    assert np.allclose(np.array(weights.log_total(mx.array(values)))[:, 0], expected, atol=1e-5)
+    assert np.allclose(
+        np.array(weights.log_total(mx.array(values)), dtype=np.float64)[:, 0], expected, atol=1e-5
+    )
     values[0, 1:] = -np.inf
-    assert np.array(weights.log_total(mx.array(values)))[0, 0] == pytest.approx(values[0, 0], abs=1e-6)
+    assert np.array(weights.log_total(mx.array(values)), dtype=np.float64)[0, 0] == pytest.approx(
+        values[0, 0], abs=1e-6
+    )

@@ -29,14 +29,14 @@ class _Edits:
 
 
 def adjust(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
-    """(rows, vocabulary) float32 with, in order, for each row
+    """Applies to (rows, vocabulary) float32, in this order and for each row alone.
 
-    - its bias added (OpenAI, `logit_bias`);
-    - the tokens of prompt and answer divided by the repetition penalty where positive, multiplied where not
-      (Keskar et al. 2019, arXiv:1909.05858, as Hugging Face and vLLM have it);
-    - frequency penalty times the count in the answer, and presence penalty where that is not 0,
-      subtracted (OpenAI);
-    - its EOS set at -inf while the answer is shorter than `min_tokens`.
+    - Logit bias is added (OpenAI).
+    - The logits of tokens in prompt and answer are divided by the repetition penalty where positive, else
+      multiplied by it (Keskar et al. 2019, arXiv:1909.05858, as Hugging Face and vLLM have it).
+    - The frequency penalty times a token's count in the answer, and the presence penalty where that is not
+      0, are subtracted (OpenAI).
+    - The EOS set is -inf while the answer is shorter than `min_tokens`.
 
     Tokens of the history that the vocabulary does not have are passed over. Raises RequestError for
     parameters that cannot be applied.
@@ -48,14 +48,14 @@ def adjust(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
         _collect(edits, index * vocabulary, vocabulary, row)
     if not edits.place:
         return logits
-    flat = logits.reshape(-1)
+    flat = mx.flatten(logits)
     place = mx.array(edits.place, dtype=mx.int64)
     value = flat[place] + mx.array(edits.bias, dtype=mx.float32)
     factor = mx.array(edits.factor, dtype=mx.float32)
     value = mx.where(value > 0, value / factor, value * factor)
     value = value - mx.array(edits.penalty, dtype=mx.float32)
     value = mx.where(mx.array(edits.barred), -mx.inf, value)
-    return mx.put_along_axis(flat, place, value, axis=0).reshape(logits.shape)
+    return mx.reshape(mx.put_along_axis(flat, place, value, axis=0), logits.shape)
 
 
 def _collect(edits: _Edits, offset: int, vocabulary: int, row: SamplerRow) -> None:

@@ -37,16 +37,15 @@ def token_logprobs(
         pairs = zip(_ints(chosen), _floats(own), strict=True)
         return [step_pb2.TokenLogprobs(token=token, logprob=value) for token, value in pairs]
     values, ids = largest(logits, most)
-    values = values - total
-    mx.eval(own, values, ids)
+    top_tokens = cast("list[list[int]]", ids.tolist())
+    top_logprobs = cast("list[list[float]]", (values - total).tolist())
     return [
         step_pb2.TokenLogprobs(
-            token=token,
-            logprob=value,
-            top_tokens=_ints(ids[row, :count]),
-            top_logprobs=_floats(values[row, :count]),
+            token=token, logprob=value, top_tokens=near[:count], top_logprobs=theirs[:count]
         )
-        for row, (token, value, count) in enumerate(zip(_ints(chosen), _floats(own), tops, strict=True))
+        for token, value, count, near, theirs in zip(
+            _ints(chosen), _floats(own), tops, top_tokens, top_logprobs, strict=True
+        )
     ]
 
 

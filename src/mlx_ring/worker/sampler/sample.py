@@ -23,6 +23,8 @@ def sample(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
     The result is lazy unless a row has top-p without a top-k of at most 256, where the number of
     candidates must be looked at. Raises RequestError for parameters that cannot be applied.
     """
+    if not rows:
+        return mx.zeros((0,), dtype=mx.int32)
     vocabulary = logits.shape[1]
     logits = adjust(logits.astype(mx.float32), rows)
     kinds: dict[_Draw, list[int]] = {}

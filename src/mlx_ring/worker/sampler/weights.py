@@ -57,7 +57,7 @@ def in_blocks(values: mx.array, fill: float) -> mx.array:
     padding = -columns % _SUM_BLOCKS
     if padding:
         values = mx.pad(values, [(0, 0), (0, padding)], constant_values=fill)
-    return values.reshape(rows, _SUM_BLOCKS, -1)
+    return mx.reshape(values, (rows, _SUM_BLOCKS, -1))
 
 
 def total(weights: mx.array) -> mx.array:
@@ -83,11 +83,11 @@ def largest(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
     if count * _SELECT_WIDTH * 2 > columns or columns % _SELECT_WIDTH:
         ids = mx.broadcast_to(mx.arange(columns, dtype=mx.int32), (rows, columns))
         return _first(logits, ids, count)
-    blocks = logits.reshape(rows, -1, _SELECT_WIDTH)
+    blocks = mx.reshape(logits, (rows, -1, _SELECT_WIDTH))
     maxima = mx.max(blocks, axis=-1)
     index = mx.broadcast_to(mx.arange(maxima.shape[1], dtype=mx.int32), maxima.shape)
     chosen = mx.partition(_keys(maxima, index), count - 1, axis=-1)[:, :count].astype(mx.int32)
-    ids = (chosen[:, :, None] * _SELECT_WIDTH + mx.arange(_SELECT_WIDTH)).reshape(rows, -1)
+    ids = mx.flatten(chosen[:, :, None] * _SELECT_WIDTH + mx.arange(_SELECT_WIDTH), start_axis=1)
     return _first(mx.take_along_axis(logits, ids, axis=-1), ids, count, source=logits)
 
 
