@@ -1,0 +1,118 @@
+"""Token ids to text, one at a time, never half a character.
+
+A token may be a part of a character, and what it says may hang on the one before it (some
+tokenizers drop the space before the first word). So the last few tokens are decoded anew
+with each one that comes, and what the text has gained goes out. An end that shows
+replacement characters may still become a character and is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+_REPLACEMENT = "\ufffd"
+_LONG_WINDOW = 16
+"""Tokens after which the front of the window is let go."""
+_SHORTEST_CONTEXT = 4
+"""Tokens, and characters of a broken end, that always stay: one character has at most four bytes."""
+_LONGEST_CONTEXT = 8
+
+
+class AddedToken(Protocol):
+    """A token that was added to a vocabulary by name."""
+
+    @property
+    def special(self) -> bool: ...
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer, or of mlx-lm's wrapper of one, that makes text."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+
+    def __len__(self) -> int: ...
+
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What tokens say. Made once per model and shared by every sequence."""
+
+    decode: Callable[[Sequence[int]], str]
+    special: frozenset[int]
+    """Tokens that add nothing to the text."""
+    size: int
+    """Ids from here on name no token: models pad their vocabulary."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+        """Text as the model meant it: special tokens left out, spaces left alone."""
+
+        def decode(tokens: Sequence[int]) -> str:
+            return tokenizer.decode(
+                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+
+        special = (token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
+        return cls(decode, frozenset(special), len(tokenizer))
+
+    def is_silent(self, token: int) -> bool:
+        return token >= self.size or token in self.special
+
+
+class Detokenizer:
+    """One sequence's text: all pieces joined are the decoding of all tokens."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._window: list[int] = []
+        self._emitted = 0
+        """Characters of the window's text that are out."""
+        self._broken = 0
+        """Tokens since the text last ended cleanly."""
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is incomplete."""
+        if self._vocabulary.is_silent(token):
+            return ""
+        self._window.append(token)
+        text = self._vocabulary.decode(self._window)
+        whole = len(text.rstrip(_REPLACEMENT))
+        self._broken = 0 if whole == len(text) else self._broken + 1
+        piece = self._emit(text, whole)
+        if (self._broken or len(self._window)) >= _LONG_WINDOW:
+            piece += self._shorten(text)
+        return piece
+
+    def flush(self) -> str:
+        """What was held back, at the end: an incomplete character shows as U+FFFD."""
+        text = self._vocabulary.decode(self._window)
+        return self._emit(text, len(text))
+
+    def _emit(self, text: str, end: int) -> str:
+        piece = text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
+        return piece
+
+    def _shorten(self, text: str) -> str:
+        """Keep the last tokens alone, where that leaves their text as it is; what they don't say goes out.
+
+        Bytes that never become a character would otherwise be decoded again for ever.
+        """
+        least = _SHORTEST_CONTEXT if self._broken else 1
+        for length in range(_SHORTEST_CONTEXT, _LONGEST_CONTEXT + 1):
+            context = self._window[-length:]
+            said = self._vocabulary.decode(context)
+            if len(said) >= least and text.endswith(said):
+                gone = len(text) - len(said)
+                piece = self._emit(text, gone)
+                self._window = context
+                self._emitted -= gone
+                return piece
+        return ""

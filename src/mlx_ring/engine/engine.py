@@ -1,0 +1,235 @@
+"""The head's engine: requests in, steps out, answers in, text out.
+
+`submit` and `answered` are the only ways anything happens, both in the event loop, and both
+end in the same line: schedule → send. An answer is read top to bottom:
+`answered` → `Scheduler.answer` → `_postprocess` → the request's stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from mlx_ring.core.errors import NotReady, Overloaded, ProtocolError, RingError, ServingError
+from mlx_ring.core.types import FinishReason, TokenLogprob
+from mlx_ring.engine.answer_text import AnswerText, Reading
+from mlx_ring.engine.detokenizer import Vocabulary
+from mlx_ring.engine.executor import Executor
+from mlx_ring.engine.scheduler import Advance, Scheduler
+from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
+from mlx_ring.engine.stats import EngineStats, Unanswered
+from mlx_ring.engine.streams import Delta, RequestStream, RequestTimings
+from mlx_ring.rpc.protos import step_pb2
+
+_log = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that is being answered."""
+
+    sequence: Sequence
+    stream: RequestStream
+    text: AnswerText
+    completion_tokens: int = 0
+    is_first: bool = True
+
+
+class Engine:
+    """Serves one instance, for one epoch. Everything runs in the event loop; nothing here blocks."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        vocabulary: Vocabulary,
+        limits: Limits,
+        *,
+        instance: str,
+        epoch: int,
+        max_num_seqs: int = 16,
+        max_waiting: int = 256,
+        prefill_chunk: int = 512,
+        step_deadline_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._instance = instance
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._scheduler = Scheduler(
+            executor.ranks,
+            instance=instance,
+            epoch=epoch,
+            max_num_seqs=max_num_seqs,
+            prefill_chunk=prefill_chunk,
+            step_deadline_s=step_deadline_s,
+        )
+        self._live: dict[int, _Live] = {}
+        self._sequence_ids = count(1)
+        self._ended: str | None = None
+        """Why nothing is answered any more."""
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._finished: Counter[FinishReason] = Counter()
+        executor.set_listener(self)
+
+    # ---- from the API
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        """Start to answer a request.
+
+        Raises:
+            RequestError: the model cannot take it.
+            Overloaded: too many requests wait already.
+            NotReady: the instance is lost or closed.
+        """
+        self._check_open()
+        now = self._clock()
+        sequence = make_sequence(next(self._sequence_ids), request, self._limits, now)
+        stream = RequestStream(abort=lambda: self._abort(sequence))
+        text = AnswerText(self._vocabulary, request.sampling, sequence.ends)
+        self._live[sequence.id] = _Live(sequence, stream, text)
+        self._scheduler.add(sequence)
+        self._send_steps(now)
+        return stream
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise NotReady(f"Instance {self._instance} cannot answer: {self._ended}")
+        if self._scheduler.num_waiting >= self._max_waiting:
+            raise Overloaded(
+                f"{self._max_waiting} requests wait already; try again in {_RETRY_AFTER_S:g} s.",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    def _abort(self, sequence: Sequence) -> None:
+        """The client left: stop, and free the KV at once."""
+        if self._live.pop(sequence.id, None) is not None:
+            self._finished["abort"] += 1
+            self._scheduler.finish(sequence)
+            self._send_steps(self._clock())
+
+    # ---- schedule → send → postprocess
+
+    def _send_steps(self, now: float) -> None:
+        for step in self._scheduler.schedule(now):
+            self._executor.send(step)
+
+    def answered(self, done: step_pb2.StepDone) -> None:
+        """One rank has executed one step."""
+        if self._ended is not None:
+            return
+        now = self._clock()
+        try:
+            advances = self._scheduler.answer(done, now)
+        except ProtocolError as error:
+            self.fail(error)
+            return
+        for advance in advances:
+            self._postprocess(advance, now)
+        self._send_steps(now)
+
+    def _postprocess(self, advance: Advance, now: float) -> None:
+        """Turn a sequence's new tokens into a delta, and end what has come to an end."""
+        live = self._live[advance.sequence.id]
+        if advance.error is not None:
+            self._end_with_error(live, advance.error)
+            return
+        finish_reason = live.sequence.finish_reason
+        try:
+            reading = live.text.read([token.token for token in advance.tokens], finish_reason)
+        except Exception as error:  # noqa: BLE001 - a tokenizer's own trouble is one request's, not everyone's
+            _log.exception("Request %s: its tokens cannot be read", live.sequence.request.request_id)
+            self._end_with_error(live, ServingError(f"The answer's tokens cannot be read: {error!r}."))
+            return
+        if reading.stop_match is not None:
+            finish_reason = "stop"
+        live.stream.put(self._delta(live, advance.tokens[: reading.tokens], reading, finish_reason, now))
+        if finish_reason is not None:
+            self._retire(live, finish_reason)
+
+    def _delta(
+        self,
+        live: _Live,
+        tokens: tuple[TokenLogprob, ...],
+        reading: Reading,
+        finish_reason: FinishReason | None,
+        now: float,
+    ) -> Delta:
+        sequence, request = live.sequence, live.sequence.request
+        is_first, live.is_first = live.is_first, False
+        if is_first:
+            self._prompt_tokens += sequence.prompt_length
+        self._generated_tokens += len(tokens)
+        live.completion_tokens += len(tokens)
+        scored = is_first and request.prompt_logprobs is not None
+        return Delta(
+            text=reading.text,
+            token_ids=tuple(token.token for token in tokens),
+            logprobs=tokens if request.sampling.logprobs else (),
+            prompt_tokens=sequence.prompt_length,
+            completion_tokens=live.completion_tokens,
+            finish_reason=finish_reason,
+            stop_match=reading.stop_match,
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if scored else None,
+            timings=None if finish_reason is None else _timings(sequence, now),
+        )
+
+    def _retire(self, live: _Live, reason: FinishReason) -> None:
+        del self._live[live.sequence.id]
+        self._finished[reason] += 1
+        self._scheduler.finish(live.sequence)
+
+    def _end_with_error(self, live: _Live, error: RingError) -> None:
+        live.stream.fail(error)
+        self._retire(live, "error")
+
+    # ---- trouble, and the end
+
+    def failed(self, error: RingError) -> None:
+        """The executor has lost the instance."""
+        self.fail(error)
+
+    def fail(self, error: RingError) -> None:
+        """End every request with `error`, and refuse what comes: this instance and epoch are over."""
+        if self._ended is not None:
+            return
+        self._ended = str(error)
+        for live in list(self._live.values()):
+            self._end_with_error(live, error)
+
+    async def close(self) -> None:
+        """End every request and free its KV, so that workers that live on hold nothing."""
+        if self._ended is not None:
+            return
+        self.fail(NotReady("The server is shutting down."))
+        self._send_steps(self._clock())
+
+    # ---- how it stands
+
+    def oldest_unanswered(self) -> Unanswered | None:
+        """The rank that has owed an answer longest: what the health check compares with its deadline."""
+        return None if self._ended is not None else self._scheduler.oldest_unanswered(self._clock())
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            scheduler=self._scheduler.stats(),
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            finished=dict(self._finished),
+        )
+
+
+def _timings(sequence: Sequence, now: float) -> RequestTimings:
+    opened = sequence.submitted_at if sequence.opened_at is None else sequence.opened_at
+    first = now if sequence.first_token_at is None else sequence.first_token_at
+    last = now if sequence.last_token_at is None else sequence.last_token_at
+    return RequestTimings(opened - sequence.submitted_at, first - opened, last - first)

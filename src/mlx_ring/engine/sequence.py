@@ -1,0 +1,157 @@
+"""A request as the engine takes it, and the sequence that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mlx_ring.core.errors import ContextExceeded, RequestError
+from mlx_ring.core.types import FinishReason, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Tokens in, tokens out: templates, tools and formats are the API's."""
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    prompt_logprobs: int | None = None
+    """None: off; else how many alternatives to give beside each prompt token's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a model can take."""
+
+    context_length: int
+    """Most tokens of prompt and answer together."""
+    vocab_size: int
+    eos: frozenset[int]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's tokens, and how far they are computed. Only the scheduler changes it."""
+
+    id: int
+    request: GenerateRequest
+    max_length: int
+    """Most tokens of prompt and answer."""
+    ends: frozenset[int]
+    """Tokens that end the answer."""
+    submitted_at: float
+    """On the engine's clock, seconds, as are the others."""
+    output: list[int] = field(default_factory=list[int])
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])
+    """One for each prompt token, where asked for; nothing scores the first."""
+    scheduled: int = 0
+    """KV length after the last step that was sent."""
+    opened_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_tokens)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Every prompt token is in a step that was sent."""
+        return self.scheduled >= self.prompt_length
+
+    @property
+    def wants_tokens(self) -> bool:
+        """False where only the prompt's log-probabilities are asked for."""
+        return self.max_length > self.prompt_length
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the tokens alone end the answer, if they do. Stop strings are found in the text."""
+        if self.output and self.output[-1] in self.ends:
+            return "stop"
+        if self.prompt_length + len(self.output) >= self.max_length:
+            return "length"
+        return None
+
+    def commit(self, sampled: Iterable[TokenLogprob], now: float) -> tuple[TokenLogprob, ...]:
+        """Take sampled tokens; those past the end of the answer are dropped. Returns what was taken."""
+        taken: list[TokenLogprob] = []
+        for token in sampled:
+            if self.finish_reason is not None:
+                break
+            self.output.append(token.token)
+            taken.append(token)
+        if taken:
+            self.last_token_at = now
+            self.first_token_at = now if self.first_token_at is None else self.first_token_at
+        return tuple(taken)
+
+
+def make_sequence(sequence_id: int, request: GenerateRequest, limits: Limits, now: float) -> Sequence:
+    """Check a request against the model and make its sequence.
+
+    Raises:
+        RequestError: a value that no worker could take.
+        ContextExceeded: no room for a prompt of that length and one token.
+    """
+    _check_length(request, limits)
+    _check_tokens(request, limits.vocab_size)
+    _check_counts(request)
+    sampling = request.sampling
+    room = limits.context_length - len(request.prompt_tokens)
+    answer = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    model_ends = frozenset[int]() if sampling.ignore_eos else limits.eos
+    return Sequence(
+        id=sequence_id,
+        request=request,
+        max_length=len(request.prompt_tokens) + answer,
+        ends=model_ends | frozenset(sampling.stop_token_ids),
+        submitted_at=now,
+        prompt_logprobs=[] if request.prompt_logprobs is None else [None],
+    )
+
+
+def _check_length(request: GenerateRequest, limits: Limits) -> None:
+    prompt_tokens = len(request.prompt_tokens)
+    if not prompt_tokens:
+        raise RequestError("The prompt is empty; give it at least one token.", param="prompt")
+    least_answer = 0 if request.sampling.max_tokens == 0 else 1
+    if prompt_tokens + least_answer > limits.context_length:
+        raise ContextExceeded(
+            f"The prompt has {prompt_tokens} tokens, and the context holds {limits.context_length} "
+            "of prompt and answer together: shorten the prompt.",
+            prompt_tokens=prompt_tokens,
+            context_tokens=limits.context_length,
+        )
+
+
+def _check_tokens(request: GenerateRequest, vocab_size: int) -> None:
+    sampling = request.sampling
+    given = {
+        "prompt": request.prompt_tokens,
+        "logit_bias": tuple(token for token, _ in sampling.logit_bias),
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    for name, tokens in given.items():
+        for token in {min(tokens, default=0), max(tokens, default=0)}:
+            if not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"Token id {token} in {name} is not in the vocabulary, "
+                    f"whose ids go from 0 to {vocab_size - 1}.",
+                    param=name,
+                )
+
+
+def _check_counts(request: GenerateRequest) -> None:
+    sampling = request.sampling
+    given = {
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "top_k": sampling.top_k,
+        "top_logprobs": sampling.top_logprobs,
+        "prompt_logprobs": request.prompt_logprobs,
+    }
+    for name, count in given.items():
+        if count is not None and count < 0:
+            raise RequestError(f"{name} is {count}; it must be 0 or more.", param=name)

@@ -1,0 +1,71 @@
+"""What the engine tells of itself: to `/health`, to metrics, and to whoever watches for stuck workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mlx_ring.core.types import FinishReason
+from mlx_ring.engine.executor import RankId
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """How one rank spent one step. Microseconds; `started_us` is on its machine's monotonic clock."""
+
+    step: int
+    rank: RankId
+    rows: int
+    tokens: int
+    started_us: int
+    finished_us: int
+    queue_us: int
+    link_wait_us: int
+    compute_us: int
+    link_send_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """The rank that owes an answer longest."""
+
+    rank: RankId
+    step: int
+    waited_s: float
+    """Since the step was sent, or since the rank's last answer where that is later."""
+    deadline_s: float
+    """0: none."""
+
+    @property
+    def is_late(self) -> bool:
+        return 0 < self.deadline_s < self.waited_s
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Where steps and sequences stand."""
+
+    running: int
+    waiting: int
+    sequences_held: int
+    """Whose KV some rank may still hold: until every rank has answered the step that frees it."""
+    kv_bytes: Mapping[RankId, int]
+    """As each rank said last."""
+    steps_sent: int
+    steps_completed: int
+    """Answered by every rank."""
+    steps_failed: int
+    """On one rank at least, whole or in part."""
+    recent: tuple[StepTiming, ...]
+    """Of the last steps, in order of arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Steps and sequences now, and what became of requests since the start."""
+
+    scheduler: SchedulerStats
+    prompt_tokens: int
+    """Computed, of requests that got as far as an answer."""
+    generated_tokens: int
+    finished: Mapping[FinishReason, int]

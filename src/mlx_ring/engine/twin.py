@@ -1,0 +1,232 @@
+"""An executor whose ranks live in the process, for tests: tokens for KV, a function for a model.
+
+It keeps the contract that real ranks keep: steps in stream order on each rank, a stage after
+the one before it, `start` checked against what is held, an answer for every step from every
+rank. With `automatic=False` a test decides which rank goes on when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mlx_ring.core.errors import ProtocolError, RingError
+from mlx_ring.engine.executor import Listener, RankId
+from mlx_ring.rpc.failures import error_to_failure
+from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos.step_pb2 import Want
+
+NextToken = Callable[[Sequence[int]], int]
+"""The token that follows a history of tokens."""
+Trouble = Callable[[step_pb2.Step, RankId], step_pb2.Failure | None]
+"""Whether a rank fails in a step, and how."""
+
+KV_BYTES_PER_TOKEN = 8
+
+
+def hash_token(vocab_size: int) -> NextToken:
+    """A model of that vocabulary: whatever came before decides, and decides alike everywhere."""
+
+    def next_token(history: Sequence[int]) -> int:
+        return zlib.crc32(",".join(map(str, history)).encode()) % vocab_size
+
+    return next_token
+
+
+@dataclass(slots=True)
+class _Held:
+    """A sequence on a rank."""
+
+    opened: step_pb2.Open
+    tokens: list[int]
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank's steps to come, answers to give, and KV."""
+
+    id: RankId
+    queue: deque[step_pb2.Step] = field(default_factory=deque[step_pb2.Step])
+    answers: deque[step_pb2.StepDone] = field(default_factory=deque[step_pb2.StepDone])
+    held: dict[int, _Held] = field(default_factory=dict[int, _Held])
+    executed: int = 0
+
+    def apply(self, operations: Sequence[step_pb2.CacheOperation]) -> None:
+        for operation in operations:
+            match operation.WhichOneof("operation"):
+                case "open":
+                    if operation.open.sequence in self.held:
+                        raise ProtocolError(f"Sequence {operation.open.sequence} is open already.")
+                    self.held[operation.open.sequence] = _Held(operation.open, list(operation.open.tokens))
+                case "free":
+                    if self.held.pop(operation.free.sequence, None) is None:
+                        raise ProtocolError(f"Sequence {operation.free.sequence} is not open.")
+                case "reset":
+                    self.held.clear()
+                case other:
+                    raise ProtocolError(f"The twin knows no operation {other}.")
+
+    def feed(self, row: step_pb2.Row) -> _Held:
+        held = self.held.get(row.sequence)
+        if held is None:
+            raise ProtocolError(f"Sequence {row.sequence} is not open.")
+        if len(held.tokens) != row.start:
+            raise ProtocolError(f"Sequence {row.sequence} has {len(held.tokens)} tokens, not {row.start}.")
+        held.tokens += row.tokens.ids if row.HasField("tokens") else [row.token]
+        if len(held.tokens) > held.opened.max_length:
+            raise ProtocolError(f"Sequence {row.sequence} outgrows its {held.opened.max_length} tokens.")
+        return held
+
+    @property
+    def kv_bytes(self) -> int:
+        return KV_BYTES_PER_TOKEN * sum(len(held.tokens) for held in self.held.values())
+
+
+class TwinExecutor:
+    """Ranks in the process. `tp_sizes` gives the ranks of each stage."""
+
+    def __init__(
+        self,
+        tp_sizes: Sequence[int] = (1,),
+        *,
+        next_token: NextToken | None = None,
+        trouble: Trouble | None = None,
+        automatic: bool = True,
+    ) -> None:
+        self._ranks = {
+            RankId(stage, rank): _Rank(RankId(stage, rank))
+            for stage, size in enumerate(tp_sizes)
+            for rank in range(size)
+        }
+        self._last = RankId(len(tp_sizes) - 1, 0)
+        self._next_token = next_token or hash_token(256)
+        self._trouble = trouble
+        self._automatic = automatic
+        self._woken = False
+        self._listener: Listener | None = None
+        self._failures: dict[int, step_pb2.Failure] = {}
+        self.sent: list[step_pb2.Step] = []
+        """Every step, in order."""
+
+    @property
+    def ranks(self) -> Sequence[RankId]:
+        return tuple(self._ranks)
+
+    def set_listener(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def send(self, step: step_pb2.Step) -> None:
+        self.sent.append(step)
+        for rank in self._ranks.values():
+            rank.queue.append(step)
+        if self._automatic and not self._woken:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._run_all)
+
+    def lose(self, error: RingError) -> None:
+        """Tell the listener that the instance is lost; nothing is answered any more."""
+        for rank in self._ranks.values():
+            rank.queue.clear()
+            rank.answers.clear()
+        if self._listener is not None:
+            self._listener.failed(error)
+
+    def held(self) -> dict[RankId, set[int]]:
+        """The sequences that each rank holds."""
+        return {id_: set(rank.held) for id_, rank in self._ranks.items()}
+
+    # ---- one thing at a time
+
+    def runnable(self) -> list[RankId]:
+        """Ranks that can execute their next step: with rows, after the stage before."""
+        return [id_ for id_, rank in self._ranks.items() if rank.queue and self._has_input(rank)]
+
+    def _has_input(self, rank: _Rank) -> bool:
+        if rank.id.stage == 0 or not rank.queue[0].rows:
+            return True
+        return self._ranks[RankId(rank.id.stage - 1, 0)].executed >= rank.queue[0].step
+
+    def run(self, rank_id: RankId) -> None:
+        """Let a rank execute its next step; its answer waits until it is delivered."""
+        rank = self._ranks[rank_id]
+        step = rank.queue.popleft()
+        rank.answers.append(self._execute(rank, step))
+        rank.executed = step.step
+
+    def answering(self) -> list[RankId]:
+        """Ranks whose answers are on their way."""
+        return [id_ for id_, rank in self._ranks.items() if rank.answers]
+
+    def deliver(self, rank_id: RankId) -> step_pb2.StepDone:
+        """Let a rank's oldest answer arrive."""
+        done = self._ranks[rank_id].answers.popleft()
+        if self._listener is not None:
+            self._listener.answered(done)
+        return done
+
+    def _run_all(self) -> None:
+        self._woken = False
+        while runnable := self.runnable():
+            for rank_id in runnable:
+                self.run(rank_id)
+        for rank_id in self.answering():
+            while self._ranks[rank_id].answers:
+                self.deliver(rank_id)
+
+    # ---- what a rank does
+
+    def _execute(self, rank: _Rank, step: step_pb2.Step) -> step_pb2.StepDone:
+        done = step_pb2.StepDone(
+            instance=step.instance, epoch=step.epoch, step=step.step, stage=rank.id.stage, rank=rank.id.rank
+        )
+        try:
+            rank.apply(step.operations)
+            failure = self._failure(step, rank.id)
+            if failure is not None:
+                done.failure.CopyFrom(failure)
+            for row in step.rows:
+                if failure is not None and (not failure.sequences or row.sequence in failure.sequences):
+                    continue
+                held = rank.feed(row)
+                if rank.id == self._last and row.wants:
+                    done.results.append(self._result(row, held))
+        except ProtocolError as error:
+            done.ClearField("results")
+            done.failure.CopyFrom(self._failures.setdefault(step.step, error_to_failure(error)))
+        done.kv_bytes = rank.kv_bytes
+        return done
+
+    def _failure(self, step: step_pb2.Step, rank: RankId) -> step_pb2.Failure | None:
+        """Whether the rank fails: of its own, or because the stage before it did."""
+        if step.step not in self._failures and self._trouble is not None:
+            failure = self._trouble(step, rank)
+            if failure is not None:
+                self._failures[step.step] = failure
+        return self._failures.get(step.step)
+
+    def _result(self, row: step_pb2.Row, held: _Held) -> step_pb2.RowResult:
+        result = step_pb2.RowResult(sequence=row.sequence)
+        for want in row.wants:
+            if want.what == Want.TOKEN:
+                result.tokens.append(self._sample(held))
+            elif want.what == Want.LOGPROBS:
+                result.logprobs.extend(
+                    step_pb2.TokenLogprobs(token=token, logprob=-1.0) for token in want.targets
+                )
+        return result
+
+    def _sample(self, held: _Held) -> step_pb2.TokenLogprobs:
+        token = self._next_token(held.tokens)
+        sampling, answer = held.opened.sampling, len(held.tokens) - held.opened.prompt_length
+        while answer < sampling.min_tokens and token in held.opened.eos:
+            token += 1
+        top = sampling.top_logprobs if sampling.logprobs else 0
+        return step_pb2.TokenLogprobs(
+            token=token,
+            logprob=-0.5 if sampling.logprobs else 0.0,
+            top_tokens=range(top),
+            top_logprobs=[-1.0] * top,
+        )
