@@ -13,6 +13,7 @@
     │   ├── ContextExceeded
     │   ├── UnknownModel
     │   ├── Refused                foreign Host or Origin
+    │   ├── BodyTooLarge
     │   └── Overloaded             `retry_after_s` says when to try again
     └── ServingError               the service's own trouble
         ├── WorkerLost             a worker died or its channel broke
@@ -89,6 +90,10 @@ class UnknownModel(RequestError):
 
 class Refused(RequestError):
     """The request comes from a Host or Origin that is not allowed."""
+
+
+class BodyTooLarge(RequestError):
+    """The request's body is longer than the server reads."""
 
 
 class Overloaded(RequestError):
