@@ -1,0 +1,138 @@
+"""A child process: started with a lifeline, listened to, its end told with the reason, ended for sure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from mlx_ring.core.logs import is_tagged
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 3.0
+"""From SIGTERM to SIGKILL."""
+_LINE_LIMIT = 1 << 20
+
+
+class ChildProcess:
+    """One child. It leads a session of its own, so that a Ctrl-C in the terminal reaches the parent alone."""
+
+    def __init__(
+        self, name: str, rank: int | None, process: asyncio.subprocess.Process, lifeline: int
+    ) -> None:
+        self.name = name
+        self._tag = {"child_process": name, "child_rank": "-" if rank is None else str(rank)}
+        self._process = process
+        self._lifeline = lifeline
+        self._last_lines: deque[str] = deque(maxlen=20)
+        self._output = asyncio.create_task(self._relay_output(), name=f"output of {name}")
+        self._end = asyncio.create_task(self._wait(), name=f"end of {name}")
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        name: str,
+        rank: int | None,
+        environment: Mapping[str, str],
+    ) -> ChildProcess:
+        """Run `python -m module arguments --lifeline-fd N`.
+
+        Args:
+            name: the process's name in log lines.
+            rank: of a worker; None for a process without one.
+            environment: the whole of it.
+        """
+        reading, writing = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", module, *arguments, "--lifeline-fd", str(reading)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(reading,),
+                start_new_session=True,
+                env=dict(environment),
+                limit=_LINE_LIMIT,
+            )
+        except BaseException:
+            os.close(writing)
+            raise
+        finally:
+            os.close(reading)
+        return cls(name, rank, process, writing)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_reason(self) -> str:
+        """Why it ended; empty while it runs."""
+        return self._end.result() if self._end.done() else ""
+
+    async def wait(self) -> str:
+        """Its end, with the reason. Any number may wait."""
+        return await asyncio.shield(self._end)
+
+    async def stop(self, grace_s: float = GRACE_S) -> str:
+        """End it: SIGTERM, then SIGKILL; returns the reason once the kernel has confirmed that it is gone."""
+        if not self._end.done():
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(self.wait(), grace_s)
+            log.warning(
+                "%s (pid %d) did not end within %g s of SIGTERM: killing it.", self.name, self.pid, grace_s
+            )
+            self._signal(signal.SIGKILL)
+        return await self.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def _wait(self) -> str:
+        code = await self._process.wait()
+        os.close(self._lifeline)
+        # A grandchild may hold the pipe open; the process's own last words are there at once.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._output, 1.0)
+        return self._reason(code)
+
+    def _reason(self, code: int) -> str:
+        if code < 0:
+            return f"ended by signal {-code} ({signal.Signals(-code).name})"
+        last = next((line for line in reversed(self._last_lines) if line.strip()), "")
+        return f"exit code {code}: {last}" if code and last else f"exit code {code}"
+
+    async def _relay_output(self) -> None:
+        stream = self._process.stdout
+        if stream is None:
+            return
+        while line := await _read_line(stream):
+            text = line.decode("utf-8", errors="replace").rstrip("\n")
+            self._last_lines.append(text)
+            if is_tagged(text):
+                # In the child's own file already.
+                sys.stderr.write(text + "\n")
+            elif text:
+                log.warning("%s", text, extra=self._tag)
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """A line, or as much of an overlong one as fits the buffer; empty at the end."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.readexactly(error.consumed)

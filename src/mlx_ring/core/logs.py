@@ -1,0 +1,146 @@
+"""Log lines: every line of every process says where it comes from.
+
+    2026-11-20T22:45:08.123 INFO node=mini process=worker-1-0 rank=0 epoch=1 mlx_ring.worker.front: ...
+
+Lines go to stderr and to `<log_dir>/<process>.log`, which rotates. Third-party loggers
+have no handlers of their own here: whatever they attach is dropped, so that their lines
+take the same way. Each line of a traceback carries the tag too.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from types import TracebackType
+
+FILE_BYTES = 10 << 20
+FILES_KEPT = 3
+_CHATTY = ("httpx", "httpcore", "huggingface_hub", "transformers", "grpc", "asyncio", "filelock", "urllib3")
+"""Loggers whose INFO lines say nothing to whoever runs a server."""
+
+
+class TagFormatter(logging.Formatter):
+    """Puts time, level, node, process, rank and epoch before each line of a record."""
+
+    def __init__(self, node: str, process: str, rank: int | None) -> None:
+        super().__init__()
+        self.node, self.process = node, process
+        self.rank = "-" if rank is None else str(rank)
+        self.epoch = "-"
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
+        process = getattr(record, "child_process", self.process)
+        rank = getattr(record, "child_rank", self.rank)
+        tag = (
+            f"{moment}.{int(record.msecs):03d} {record.levelname} node={self.node} process={process} "
+            f"rank={rank} epoch={self.epoch} {record.name}: "
+        )
+        return "\n".join(tag + line for line in text.splitlines() or [""])
+
+
+class _CentralLogger(logging.Logger):
+    """A logger that leaves its lines to the root's handlers, whatever its library attaches."""
+
+    def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802 - logging's own name
+        del hdlr
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, True if name == "propagate" else value)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever `sys.stderr` is now: progress bars replace it while they are drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+def configure_logging(*, process: str, node: str, rank: int | None, level: str, log_dir: Path | None) -> None:
+    """Send every log line of this process, tagged, to stderr and to its file. Call it once, first thing.
+
+    Args:
+        process: "head", "agent", "worker-<stage>-<rank>"; names the file.
+        node: this machine's name.
+        rank: of a worker; None for a process without one.
+        level: "debug", "info", "warning" or "error".
+        log_dir: folder for the file; None for stderr alone. One that cannot be written is a warning.
+    """
+    formatter = TagFormatter(node, process, rank)
+    handlers: list[logging.Handler] = [_StderrHandler()]
+    trouble = ""
+    if log_dir is not None:
+        try:
+            handlers.append(_file_handler(log_dir / f"{process}.log"))
+        except OSError as error:
+            trouble = f"The log folder {log_dir} cannot be written ({error}): lines go to stderr alone."
+    _make_central(handlers, formatter, level)
+    _quieten(level)
+    logging.captureWarnings(capture=True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_uncaught_in_thread
+    if trouble:
+        logging.getLogger(__name__).warning("%s", trouble)
+
+
+def set_log_epoch(epoch: int) -> None:
+    """From now on this process's lines carry this epoch."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, TagFormatter):
+            handler.formatter.epoch = str(epoch)
+
+
+def is_tagged(line: str) -> bool:
+    """Whether a line that a child wrote to its stderr is already one of ours."""
+    return " node=" in line and " process=" in line and " rank=" in line
+
+
+def _file_handler(path: Path) -> RotatingFileHandler:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=FILES_KEPT, encoding="utf-8")
+
+
+def _make_central(handlers: Sequence[logging.Handler], formatter: TagFormatter, level: str) -> None:
+    root = logging.getLogger()
+    root.handlers = list(handlers)
+    root.setLevel(level.upper())
+    for handler in handlers:
+        handler.setFormatter(formatter)
+    logging.setLoggerClass(_CentralLogger)
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.handlers.clear()
+            logger.propagate = True
+            logger.__class__ = _CentralLogger
+
+
+def _quieten(level: str) -> None:
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel("DEBUG" if level == "debug" else "WARNING")
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    logging.getLogger("mlx_ring").critical("Ended by an error.", exc_info=(kind, error, trace))
+
+
+def _log_uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
+    if arguments.exc_value is None or issubclass(arguments.exc_type, SystemExit):
+        return
+    name = arguments.thread.name if arguments.thread is not None else "?"
+    logging.getLogger("mlx_ring").critical(
+        "Thread %s ended by an error.",
+        name,
+        exc_info=(arguments.exc_type, arguments.exc_value, arguments.exc_traceback),
+    )
