@@ -1,0 +1,316 @@
+"""Settings: flags over `MLX_RING_*` over `.env` over a YAML or JSON file, each value checked by one model.
+
+This is the one module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    DotEnvSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from mlx_ring.core.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "MLX_RING_"
+_FOREIGN_VARIABLES = {"mlx_ring_verbose"}
+"""MLX's own ring backend reads this one."""
+_CONFIG_VARIABLE = "config"
+SOCKET_PATH_LIMIT = 103
+"""Bytes of a Unix socket's path: 104 with its end on macOS, 108 on Linux."""
+
+
+def _split(value: object) -> object:
+    """`a,b` from a flag or a variable; a file may hold a list."""
+    return (
+        tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    )
+
+
+def _yaml_off(value: object) -> object:
+    """An unquoted `off` is a false in YAML."""
+    return "off" if value is False else value
+
+
+def _short_enough(path: Path | None) -> Path | None:
+    if path is not None and len(os.fsencode(path.absolute())) > SOCKET_PATH_LIMIT - 40:
+        raise ValueError
+    return path
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+
+
+class Settings(BaseSettings):
+    """What the person who starts a server decides. A field's description is its line in `--help`."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=ENVIRONMENT_PREFIX, protected_namespaces=()
+    )
+
+    model: Annotated[str, Field(min_length=1)] = Field(
+        "demo", description="A built-in model's name, a folder, or a Hugging Face id such as Qwen/Qwen3-0.6B."
+    )
+    served_model_name: Names = Field(
+        (), description="The name that clients see, and others that they may use; the model's own otherwise."
+    )
+    stages: Annotated[int, Field(ge=1, le=1024)] = Field(
+        1, description="Worker processes to split the layers over."
+    )
+    host: Annotated[str, Field(min_length=1)] = Field(
+        "127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in."
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        8100, description="Port to listen on; 0 takes a free one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="What to compute in; auto is float32 on a CPU and the model's own on a GPU."
+    )
+    max_model_len: Annotated[int | None, Field(ge=1, le=1 << 30)] = Field(
+        None, description="Most tokens of prompt and answer together; the model's own limit otherwise."
+    )
+    default_max_tokens: Annotated[int | None, Field(ge=1, le=1 << 30)] = Field(
+        None, description="Length of a chat answer that sets no limit; to the end of the context otherwise."
+    )
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = Field(
+        16, description="Requests that are computed at the same time; more wait."
+    )
+    prefill_chunk: Annotated[int, Field(ge=1, le=65536)] = Field(
+        512, description="Tokens of a prompt in one step; smaller keeps other answers flowing."
+    )
+    max_request_mb: Annotated[int, Field(ge=1, le=4096)] = Field(
+        16, description="Largest body of a request, in MiB."
+    )
+    allowed_hosts: Names = Field(
+        (), description="More names that clients may reach this server by; * allows all."
+    )
+    allowed_origins: Names = Field(
+        (), description="Web origins whose pages may use this server; * allows all."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much to log.")
+    log_dir: Path = Field(Path("logs"), description="Folder for one log file per process.")
+    run_dir: Annotated[Path | None, AfterValidator(_short_enough)] = Field(
+        None, description="Folder for sockets, at most 63 bytes long; a private temporary one otherwise."
+    )
+    blas: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_off)] = Field(
+        "auto", description="On a CPU, let MLX compute with OpenBLAS (auto) or as it comes (off)."
+    )
+    blas_threads: Annotated[int, Field(ge=0, le=1024)] = Field(
+        0, description="Threads of each worker's BLAS; 0 shares the cores between the stages."
+    )
+    model_load_timeout: Annotated[float, Field(gt=0, le=86400)] = Field(
+        600.0, description="Seconds that loading may take."
+    )
+    file_descriptor_limit: Annotated[int, Field(ge=256, le=1 << 20)] = Field(
+        4096, description="Open files and connections to ask the operating system for."
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """`load_settings` reads the sources itself, to be able to say where a value came from."""
+        del settings_cls, env_settings, dotenv_settings, file_secret_settings
+        return (init_settings,)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_values(cls, value: object) -> object:
+        # Python takes True for 1, and a file's `port: yes` is a mistake.
+        if value is True:
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value, with the words that say where it was given."""
+
+    value: object
+    place: str
+
+
+def load_settings(
+    flags: Mapping[str, object], *, config: Path | None = None, folder: Path | None = None
+) -> Settings:
+    """Merge every source.
+
+    Args:
+        flags: by field name; None stands for a flag that was not given.
+        config: the file of `--config`; else the one that `MLX_RING_CONFIG` names.
+        folder: whose `.env` is read; the working directory otherwise.
+
+    Raises:
+        ConfigError: naming the setting, its value, where it was given, and what is allowed.
+    """
+    dotenv = (folder or Path.cwd()) / ".env"
+    environment, local = _variables(EnvSettingsSource(Settings)), _variables(_dotenv_source(dotenv))
+    named = environment.pop(_CONFIG_VARIABLE, None) or local.pop(_CONFIG_VARIABLE, None)
+    local.pop(_CONFIG_VARIABLE, None)
+    path = config if config is not None else Path(named).expanduser() if named else None
+    given: dict[str, _Given] = {}
+    if path is not None:
+        given |= _from_file(path)
+    given |= _from_variables(local, f" in {dotenv}")
+    given |= _from_variables(environment, "")
+    given |= {name: _Given(value, flag_name(name)) for name, value in flags.items() if value is not None}
+    return _check(given)
+
+
+def flag_name(field: str) -> str:
+    """The flag of a field of `Settings`."""
+    return "--" + field.replace("_", "-")
+
+
+def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process with changes: what a child is started with."""
+    return dict(os.environ) | dict(changes)
+
+
+def allowed_values(field: FieldInfo) -> str:
+    """What a field takes, in words: "a whole number from 0 to 65535"."""
+    kind, constraints = _unwrap(field.annotation, list(field.metadata))
+    if get_origin(kind) is Literal:
+        *most, last = (str(choice) for choice in get_args(kind))
+        return f"{', '.join(most)} or {last}"
+    if kind is int:
+        return _number_range("a whole number", constraints)
+    if kind is float:
+        return _number_range("a number", constraints)
+    if kind is Path:
+        return "a path"
+    return "names separated by commas" if get_origin(kind) is tuple else "a text that is not empty"
+
+
+def _unwrap(annotation: object, constraints: list[object]) -> tuple[object, list[object]]:
+    """The type inside `Annotated[... | None, ...]`, and every constraint on the way."""
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        found: list[object] = []
+        for item in more:
+            found += item.metadata if isinstance(item, FieldInfo) else [item]
+        return _unwrap(inner, constraints + found)
+    if get_origin(annotation) in (Union, UnionType):
+        return _unwrap(next(part for part in get_args(annotation) if part is not type(None)), constraints)
+    return annotation, constraints
+
+
+def _number_range(noun: str, constraints: list[object]) -> str:
+    low = next((str(item.ge) for item in constraints if isinstance(item, Ge)), "")
+    above = next((str(item.gt) for item in constraints if isinstance(item, Gt)), "")
+    high = next((str(item.le) for item in constraints if isinstance(item, Le)), "")
+    return f"{noun} above {above}, at most {high}" if above else f"{noun} from {low} to {high}"
+
+
+def _dotenv_source(path: Path) -> DotEnvSettingsSource:
+    try:
+        return DotEnvSettingsSource(Settings, env_file=path, env_file_encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+
+
+def _variables(source: EnvSettingsSource) -> dict[str, str]:
+    """`{field: text}` of every variable with our prefix; an empty one counts as not set."""
+    prefix = ENVIRONMENT_PREFIX.lower()
+    return {
+        name.removeprefix(prefix): value
+        for name, value in source.env_vars.items()
+        if name.startswith(prefix) and name not in _FOREIGN_VARIABLES and value
+    }
+
+
+def _from_variables(variables: Mapping[str, str], where: str) -> dict[str, _Given]:
+    given: dict[str, _Given] = {}
+    for name, value in variables.items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if name not in Settings.model_fields:
+            raise ConfigError(f"{variable}{where} is no setting{_suggest(name, ENVIRONMENT_PREFIX)}")
+        given[name] = _Given(value, f"{variable}{where}")
+    return given
+
+
+def _from_file(path: Path) -> dict[str, _Given]:
+    given: dict[str, _Given] = {}
+    for key, value in _read_file(path).items():
+        name = str(key).replace("-", "_")
+        if name not in Settings.model_fields:
+            raise ConfigError(f"{path} has the key {key!r}, which is no setting{_suggest(name, '')}")
+        if name in given:
+            raise ConfigError(
+                f"{path} gives {flag_name(name)[2:]!r} twice, with a dash and with an underscore."
+            )
+        if value is not None:
+            given[name] = _Given(value, f"{str(key)!r} in {path}")
+    return given
+
+
+def _read_file(path: Path) -> dict[object, object]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content: object = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+    except FileNotFoundError as error:
+        raise ConfigError(f"The settings file {path} does not exist.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The settings file {path} cannot be read: {error}.") from error
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"The settings file {path} is no valid YAML or JSON: {reason}.") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"The settings file {path} must hold names and values, not {type(content).__name__}."
+        )
+    return cast("dict[object, object]", content)
+
+
+def _suggest(name: str, prefix: str) -> str:
+    """How the sentence about an unknown name ends."""
+    close = difflib.get_close_matches(name, Settings.model_fields, n=1)
+    if not close:
+        return "; `mlx-ring serve --help` lists them."
+    return f"; did you mean {prefix + close[0].upper() if prefix else close[0].replace('_', '-')}?"
+
+
+def _check(given: Mapping[str, _Given]) -> Settings:
+    values: dict[str, Any] = {name: item.value for name, item in given.items()}
+    try:
+        settings = Settings(**values)
+    except ValidationError as error:
+        raise ConfigError(" ".join(_sentences(error, given))) from error
+    return settings.model_copy(
+        update={
+            "log_dir": settings.log_dir.expanduser().absolute(),
+            "run_dir": settings.run_dir and settings.run_dir.expanduser().absolute(),
+        }
+    )
+
+
+def _sentences(error: ValidationError, given: Mapping[str, _Given]) -> Iterator[str]:
+    """One for each setting at fault."""
+    for name in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
+        field, item = Settings.model_fields[name], given[name]
+        shown = item.value if isinstance(item.value, str) and item.value else repr(item.value)
+        limit = "a path of at most 63 bytes" if name == "run_dir" else allowed_values(field)
+        yield f"{item.place} is {shown}; it must be {limit}."
