@@ -1,0 +1,172 @@
+"""The programs that are compared: each runs in processes of its own and answers the same jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import httpx
+import psutil
+from machine import ONE_THREAD, pin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LIMIT_S = 600
+_STOP_LIMIT_S = 20
+_WORKER = "mlx_ring.worker"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second, seen from outside; `own_*` as the program itself reports them, where it does."""
+
+    prefill: float
+    decode: float
+    own_prefill: float | None = None
+    own_decode: float | None = None
+
+
+class Contestant(Protocol):
+    """A model that answers one job at a time. Making one starts its processes, pinned to `cores` in turn."""
+
+    name: str
+    load_s: float
+    """From the start of the first process until the model can answer."""
+
+    def run(self, prompt: list[int], new_tokens: int) -> Speed: ...
+
+    def stop(self) -> None: ...
+
+
+class Stock:
+    """mlx-lm in one process, with the BLAS that its wheel brings."""
+
+    def __init__(self, model: Path, cores: list[int], *, dtype: str) -> None:
+        self.name = f"mlx-lm, {dtype}"
+        script = str(Path(__file__).with_name("stock.py"))
+        command = ["env", "-u", "LD_PRELOAD", *ONE_THREAD, sys.executable, script, str(model), dtype]
+        started = time.perf_counter()
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if cores:
+            pin(self._process.pid, cores[0])
+        self._answer()
+        self.load_s = time.perf_counter() - started
+
+    def run(self, prompt: list[int], new_tokens: int) -> Speed:
+        print(json.dumps({"prompt": prompt, "new_tokens": new_tokens}), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        return Speed(len(prompt) / answer["prefill_s"], (new_tokens - 1) / answer["decode_s"])
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        line = next(iter(self._process.stdout or []), None)
+        if line is None:
+            raise SystemExit(f"{self.name} ended with exit code {self._process.wait()}.")
+        return json.loads(line)
+
+
+class Ring:
+    """`mlx-ring serve`, asked over HTTP; each worker is pinned to a core of its own, the head to none."""
+
+    def __init__(self, model: Path, cores: list[int], *, stages: int) -> None:
+        self.name = "mlx-ring, one worker" if stages == 1 else f"mlx-ring, {stages} stages"
+        program = shutil.which("mlx-ring", path=str(Path(sys.executable).parent)) or "mlx-ring"
+        port = _free_port()
+        serve = [program, "serve", str(model), "--stages", str(stages), "--port", str(port)]
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=_LIMIT_S)
+        started = time.perf_counter()
+        self._process = subprocess.Popen(["env", *ONE_THREAD, *serve], stdout=subprocess.DEVNULL)
+        try:
+            self._wait_until_ready(started + _LIMIT_S)
+            self.load_s = time.perf_counter() - started
+            self._pin_workers(stages, cores)
+        except BaseException:
+            self.stop()
+            raise
+
+    def run(self, prompt: list[int], new_tokens: int) -> Speed:
+        job = {
+            "prompt": prompt,
+            "max_tokens": new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        arrivals: list[float] = []
+        usage: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        started = time.perf_counter()
+        with self._client.stream("POST", "/v1/completions", json=job) as response:
+            if response.status_code != httpx.codes.OK:
+                raise SystemExit(f"{self.name} answered {response.status_code}: {response.read().decode()}")
+            for event in _events(response):
+                if any(choice.get("text") for choice in event.get("choices", [])):
+                    arrivals.append(time.perf_counter())
+                usage = event.get("usage") or usage
+                own = event.get("performance") or own
+        if usage.get("completion_tokens") != new_tokens:
+            raise SystemExit(f"{self.name} gave {usage} for {new_tokens} tokens asked.")
+        return Speed(
+            prefill=len(prompt) / (arrivals[0] - started),
+            decode=(new_tokens - 1) / (arrivals[-1] - arrivals[0]),
+            own_prefill=own.get("prompt_tokens_per_second"),
+            own_decode=own.get("generation_tokens_per_second"),
+        )
+
+    def stop(self) -> None:
+        self._client.close()
+        if self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(_STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        while time.perf_counter() < deadline:
+            if self._process.poll() is not None:
+                raise SystemExit(f"{self.name} ended with exit code {self._process.returncode}.")
+            with contextlib.suppress(httpx.TransportError):
+                if self._client.get("/health/ready").status_code == httpx.codes.OK:
+                    return
+            time.sleep(0.02)
+        raise SystemExit(f"{self.name} was not ready after {_LIMIT_S} s.")
+
+    def _pin_workers(self, stages: int, cores: list[int]) -> None:
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        workers = [child for child in children if _WORKER in child.cmdline()]
+        if len(workers) != stages:
+            raise SystemExit(f"{self.name} runs {len(workers)} workers, not {stages}.")
+        for index, worker in enumerate(workers if cores else []):
+            pin(worker.pid, cores[index % len(cores)])
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise SystemExit(f"The stream ended with an error: {event['error']}")
+            yield event
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,44 @@
+"""mlx-lm as it comes, in a process of its own: reads jobs as JSON lines, answers with seconds.
+
+    python bench/stock.py MODEL float32|stored
+
+Prefill ends at the first token and decode is what follows, as mlx-lm counts its own tokens per second.
+"""
+
+from __future__ import annotations
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# (the stubs of mlx leave `eval` and its trees without types)
+import json
+import sys
+import time
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm import load
+from mlx_lm.generate import generate_step
+
+
+def main() -> None:
+    folder, dtype = sys.argv[1:]
+    model, _ = load(folder)
+    if dtype == "float32":
+        model.update(tree_map(lambda array: array.astype(mx.float32), model.parameters()))
+    mx.eval(model.parameters())
+    _answer({"ready": True})
+    for line in sys.stdin:
+        job = json.loads(line)
+        started = time.perf_counter()
+        steps = generate_step(mx.array(job["prompt"]), model, max_tokens=job["new_tokens"])
+        tokens = [next(steps)[0]]
+        first = time.perf_counter()
+        tokens += [token for token, _ in steps]
+        _answer({"prefill_s": first - started, "decode_s": time.perf_counter() - first, "tokens": tokens})
+
+
+def _answer(message: dict[str, object]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    main()
