@@ -1,0 +1,5 @@
+"""The KV cache of one rank: rows of any length, each of which joins, leaves, is cut and forked by itself."""
+
+from mlx_ring.worker.kv.store import Batch, KVStore
+
+__all__ = ["Batch", "KVStore"]

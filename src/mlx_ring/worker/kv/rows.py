@@ -1,0 +1,236 @@
+"""What a forward pass sees: rows of one bank, with mlx-lm's cache interface for each layer.
+
+A batch whose rows all start at the same position behaves bit for bit as mlx-lm's own cache: the offset is
+an integer and the mask is mlx-lm's. Otherwise the offset is an array `(batch,)` and the mask is boolean,
+`(batch, 1, queries, keys)`. Padding is on the right: a padded query sees finite leftovers, and no query of a
+row sees beyond that row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, Literal, cast
+
+import mlx.core as mx
+from mlx_lm.models import base as mlx_lm_base
+from mlx_lm.models import cache as mlx_lm_cache
+
+from mlx_ring.core.errors import StepFailed
+from mlx_ring.worker.kv.bank import Bank, Row
+from mlx_ring.worker.kv.layers import Layout, RowPart
+
+Mask = mx.array | Literal["causal"] | None
+
+_full_mask = cast("Callable[..., Mask]", mlx_lm_cache.create_attention_mask)
+_causal_mask = cast("Callable[..., mx.array]", mlx_lm_base.create_causal_mask)
+
+
+class Span:
+    """Where a batch's tokens lie in the layers of one window: physical indices into a bank's capacity."""
+
+    def __init__(self, rows: Sequence[Row], counts: Sequence[int], window: int | None) -> None:
+        width = max(counts)
+        starts = [row.length for row in rows]
+        bases = [row.base(window) for row in rows]
+        sees = [start if window is None else min(start, window - 1) for start in starts]
+        self.window = window
+        self.seen = sees[0]
+        """Tokens before the batch that its first row sees."""
+        self.begins = [start - base for start, base in zip(starts, bases, strict=True)]
+        self.low = min(begin - seen for begin, seen in zip(self.begins, sees, strict=True))
+        self.high = max(begin + count for begin, count in zip(self.begins, counts, strict=True))
+        self.uniform = len(set(starts)) == 1 and len(set(bases)) == 1
+        self._starts, self._bases = starts, bases
+        self._width = width
+        self._masks: dict[int | None, mx.array] = {}
+
+    def ragged_mask(self, window: int | None) -> mx.array:
+        """`(batch, 1, queries, keys)`: true where a query sees a key."""
+        if window not in self._masks:
+            begins = mx.array([base + self.low for base in self._bases])[:, None, None, None]
+            keys = begins + mx.arange(self.high - self.low)
+            queries = mx.array(self._starts)[:, None, None, None] + mx.arange(self._width)[:, None]
+            mask = keys <= queries
+            if window is not None:
+                mask = mask & (keys > queries - window)
+            self._masks[window] = mask
+        return self._masks[window]
+
+
+class BatchRows:
+    """Rows side by side in one bank that take part in one forward pass."""
+
+    def __init__(self, layout: Layout, bank: Bank, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        self._layout = layout
+        self.bank = bank
+        self.rows = tuple(rows)
+        self.counts = tuple(counts)
+        self.width = max(counts)
+        starts = [row.length for row in rows]
+        self.offset: int | mx.array = starts[0] if len(set(starts)) == 1 else mx.array(starts, dtype=mx.int32)
+        self.spans = {part.window: Span(rows, counts, part.window) for part in layout.row_parts}
+        self.slots = (rows[0].slot, rows[0].slot + len(rows))
+        self.tails: dict[int, list[mx.array]] = {}
+        """By part: keys and values that a sliding row takes over at the commit, its slot having no room
+        for the chunk and its window at once."""
+
+    def update(self, part: RowPart, keys: mx.array, values: mx.array) -> list[mx.array]:
+        """Append `(batch, heads, tokens, width)` and give back all that the batch sees, as stored."""
+        if keys.shape[0] != len(self.rows) or keys.shape[2] != self.width:
+            raise StepFailed(
+                f"The batch has {len(self.rows)} rows of {self.width} tokens; its keys have shape {keys.shape}."
+            )
+        encoded = part.encode(keys, values)
+        part.learn(encoded)
+        planes = self.bank.ensure_planes(part)
+        span = self.spans[part.window]
+        if span.high > self.bank.capacities[part.window]:
+            return self._append_apart(part, planes, span, encoded)
+        first, last = self.slots
+        for begin, count, low, high in _runs(span.begins, self.counts):
+            for plane, new in zip(planes, encoded, strict=True):
+                rows = new if high - low == len(self.rows) else new[low:high]
+                rows = rows if count == self.width else rows[:, :, :count]
+                plane[first + low : first + high, :, begin : begin + count] = rows
+        high = span.low + span.seen + self.width if span.uniform else span.high
+        return [plane[first:last, :, span.low : high] for plane in planes]
+
+    def _append_apart(
+        self, part: RowPart, planes: list[mx.array], span: Span, encoded: Sequence[mx.array]
+    ) -> list[mx.array]:
+        """A chunk longer than a sliding slot has room for: seen beside the window, stored at the commit."""
+        first, last = self.slots
+        window = cast("int", part.window)
+        begin = span.begins[0]
+        whole = [
+            mx.concatenate([plane[first:last, :, begin - span.seen : begin], new], axis=2)
+            for plane, new in zip(planes, encoded, strict=True)
+        ]
+        keep = min(self._layout.keep(window), whole[0].shape[2])
+        self.tails[part.index] = [array[:, :, -keep:] for array in whole]
+        return whole
+
+    def store_tails(self) -> None:
+        """After the pass: let sliding rows take over what did not fit beside their window."""
+        if not self.tails:
+            return
+        mx.eval(list(self.tails.values()))
+        (row,) = self.rows
+        for index, tail in self.tails.items():
+            for plane, content in zip(self.bank.planes[index], tail, strict=True):
+                plane[row.slot : row.slot + 1, :, : content.shape[2]] = content
+            window = cast("int", self._layout.row_parts[index].window)
+            row.bases[window] = row.length + self.counts[0] - tail[0].shape[2]
+        self.tails.clear()
+
+
+def _runs(begins: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Neighbours that are written at the same place, as one: (begin, count, first row, end row)."""
+    runs: list[tuple[int, int, int, int]] = []
+    row = 0
+    for (begin, count), members in groupby(zip(begins, counts, strict=True)):
+        size = len(list(members))
+        runs.append((begin, count, row, row + size))
+        row += size
+    return runs
+
+
+class RowCache:
+    """One layer's cache in one batch, with the interface that mlx-lm's models use."""
+
+    def __init__(self, rows: BatchRows, part: RowPart) -> None:
+        self._rows = rows
+        self._part = part
+        self._span = rows.spans[part.window]
+        self.offset: int | mx.array = rows.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append `(batch, heads, tokens, width)`; keys and values of all tokens that the batch sees."""
+        stored = self._rows.update(self._part, keys, values)
+        self.offset = self.offset + self._rows.width
+        half = len(stored) // 2
+        if half == 1:
+            return stored[0], stored[1]
+        return tuple(stored[:half]), tuple(stored[half:])
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:  # noqa: N803 - mlx-lm's name
+        """What each query may see: None for everything, "causal", or booleans."""
+        window = self._part.window
+        if not self._span.uniform:
+            narrow = min((w for w in (window, window_size) if w is not None), default=None)
+            return self._span.ragged_mask(narrow)
+        start = self._rows.rows[0].length
+        if window is None:
+            return _full_mask(N, offset=start, return_array=return_array, window_size=window_size)
+        return _sliding_mask(N, start, window, return_array=return_array, window_size=window_size)
+
+    @property
+    def keys(self) -> mx.array:
+        """The whole bank's keys; some models reach for them."""
+        return self._rows.bank.planes[self._part.index][0]
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        self._rows.bank.planes[self._part.index][0] = array
+
+    @property
+    def values(self) -> mx.array:
+        return self._rows.bank.planes[self._part.index][1]
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        self._rows.bank.planes[self._part.index][1] = array
+
+    @property
+    def state(self) -> list[mx.array]:
+        """What to evaluate after the forward pass."""
+        tails = self._rows.tails.get(self._part.index, [])
+        return [*self._rows.bank.planes[self._part.index], *tails]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self._rows.bank.planes[self._part.index])
+
+    def size(self) -> int:
+        return max(row.length for row in self._rows.rows)
+
+    def empty(self) -> bool:
+        return self.size() == 0
+
+    def is_trimmable(self) -> bool:
+        """The store trims, row by row; the model cannot."""
+        return False
+
+
+class QuantizedRowCache(RowCache):
+    """A row cache whose keys and values come back as (data, scales, biases)."""
+
+    @property
+    def bits(self) -> int:
+        return cast("int", self._part.bits)
+
+    @property
+    def group_size(self) -> int:
+        return cast("int", self._part.group_size)
+
+
+def row_cache(rows: BatchRows, part: RowPart) -> RowCache:
+    """The cache for one part of one layer in one batch."""
+    return RowCache(rows, part) if part.bits is None else QuantizedRowCache(rows, part)
+
+
+def _sliding_mask(
+    queries: int, start: int, window: int, *, return_array: bool, window_size: int | None
+) -> Mask:
+    """As mlx-lm's rotating cache makes it, for keys in temporal order."""
+    if queries > 1:
+        size = window_size or window
+        seen = min(window - 1, start)
+        if seen + queries > size or return_array:
+            return _causal_mask(queries, seen, window_size=size)
+        return "causal"
+    if window_size is None or start < window_size or window <= window_size:
+        return None
+    length = min(start + 1, window)
+    return mx.arange(length) >= length - window_size

@@ -1,0 +1,320 @@
+"""The KV store of one rank: sequences, the banks that hold them, and the batches that step them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_ring.core.errors import ProtocolError, StepFailed
+from mlx_ring.worker.kv.bank import BLOCK, Bank, Row
+from mlx_ring.worker.kv.grouping import SHORT_PROMPT_TOKENS, SHORT_TOKENS, Candidate, group_rows
+from mlx_ring.worker.kv.layers import Layer, Layout, ObjectPart, RowPart, read_layout
+from mlx_ring.worker.kv.rows import BatchRows, row_cache
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One forward pass: `(len(rows), max(counts))` tokens, padded on the right."""
+
+    rows: tuple[int, ...]
+    """Indices into the rows that were asked for, in the order of the batch."""
+    counts: tuple[int, ...]
+    """Real tokens of each row."""
+    caches: list[Any]
+    """One for each owned layer, with mlx-lm's cache interface."""
+    offset: int | mx.array
+    """Position of the first token: one for all rows, or `(batch,)`."""
+    members: BatchRows = field(repr=False)
+    states: list[Any] = field(default_factory=list[Any], repr=False)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What to evaluate with the outputs, so that one evaluation does all."""
+        tails = [array for tail in self.members.tails.values() for array in tail]
+        return [*self.members.bank.arrays(), *tails]
+
+
+class KVStore:
+    """KV cache of one stage's layers. One thread calls it; lengths and token ranges are in tokens."""
+
+    def __init__(
+        self,
+        prototypes: Sequence[Any],
+        dtype: mx.Dtype,
+        *,
+        kv_bits: int | None = None,
+        slack: int = 64,
+        ragged: bool = True,
+    ) -> None:
+        """`prototypes` are fresh mlx-lm caches of the owned layers. `ragged` says that the model's forward
+        takes rows of different lengths; without it each row runs alone."""
+        self.dtype = dtype
+        self._layout: Layout = read_layout(prototypes, kv_bits, slack)
+        self._ragged = ragged and not self._layout.object_parts
+        self._longest_chunk = min(
+            (self._layout.block(window) for window in self._layout.windows), default=SHORT_PROMPT_TOKENS
+        )
+        self._rows: dict[int, Row] = {}
+        self._banks: list[Bank] = []
+        self._uncommitted: list[Batch] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now, room for growth included."""
+        states = sum(state.nbytes for row in self._rows.values() for state in row.states)
+        return sum(bank.nbytes for bank in self._banks) + int(states)
+
+    def length(self, sequence: int) -> int:
+        """Committed tokens."""
+        return self._row(sequence).length
+
+    def open(self, sequence: int, max_length: int) -> None:
+        """Make a sequence known. Nothing is allocated before its first token."""
+        if sequence in self._rows:
+            raise ProtocolError(f"Sequence {sequence} is open already.")
+        if max_length <= 0:
+            raise ProtocolError(
+                f"Sequence {sequence} wants room for {max_length} tokens; at least 1 is needed."
+            )
+        self._rows[sequence] = Row(sequence, max_length)
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence and give its memory back."""
+        self._settle()
+        row = self._row(sequence)
+        self._leave(row)
+        del self._rows[sequence]
+
+    def reset(self) -> None:
+        """Forget every sequence."""
+        self._uncommitted.clear()
+        self._rows.clear()
+        self._banks.clear()
+
+    def trim(self, sequence: int, length: int) -> None:
+        """Drop all but the first `length` tokens."""
+        self._settle()
+        row = self._row(sequence)
+        if not 0 <= length <= row.length:
+            raise ProtocolError(f"Sequence {sequence} has {row.length} tokens; it cannot be cut to {length}.")
+        if length == row.length:
+            return
+        if length == 0:
+            self._leave(row)
+            return
+        self._check_reach(row, length, "cut")
+        for part, state in zip(self._layout.object_parts, row.states, strict=True):
+            if not state.is_trimmable():
+                raise StepFailed(
+                    f"Sequence {sequence} cannot be cut from {row.length} to {length} tokens: a "
+                    f"{type(part.prototype).__name__} cannot go back. Free it and prefill again."
+                )
+        for state in row.states:
+            state.trim(row.length - length)
+        row.length = length
+
+    def fork(self, source: int, destination: int, length: int) -> None:
+        """Give `destination`, which is open and empty, the first `length` tokens of `source`."""
+        self._settle()
+        origin, row = self._row(source), self._row(destination)
+        if row.length:
+            raise ProtocolError(
+                f"Sequence {destination} has {row.length} tokens; only an empty one takes a fork."
+            )
+        if not 0 <= length <= min(origin.length, row.max_length):
+            raise ProtocolError(
+                f"Sequence {source} has {origin.length} tokens and {destination} takes {row.max_length}; "
+                f"{length} cannot be forked."
+            )
+        if length == 0:
+            return
+        self._check_reach(origin, length, "forked")
+        if self._layout.object_parts and length != origin.length:
+            raise StepFailed(
+                f"Sequence {source} is recurrent and stands at {origin.length} tokens; "
+                f"it can only be forked there, not at {length}."
+            )
+        self._copy(origin, row, length)
+
+    def _copy(self, origin: Row, row: Row, length: int) -> None:
+        row.length, row.bases = length, dict(origin.bases)
+        row.states = [
+            part.copied(state) for part, state in zip(self._layout.object_parts, origin.states, strict=True)
+        ]
+        bank = self._new_bank(1)
+        for window in {part.window for part in self._layout.row_parts}:
+            self._reserve(bank, [row], [1], window)
+        if origin.bank is not None:
+            bank.take_copy(row, origin.bank, origin.slot)
+
+    def batches(self, rows: Sequence[tuple[int, int]]) -> list[Batch]:
+        """Group rows, given as (sequence, tokens to append), into forward passes, and make room for them."""
+        self._settle()
+        asked = [self._row(sequence) for sequence, _ in rows]
+        self._check_rows(asked, rows)
+        batches: list[Batch] = []
+        for group in self._groups(asked, rows):
+            bank = self._place([asked[index] for index in group])
+            order = sorted(group, key=lambda index: asked[index].slot)
+            counts = [rows[index][1] for index in order]
+            batches.append(self._batch(bank, order, [asked[index] for index in order], counts))
+        self._uncommitted = list(batches)
+        return batches
+
+    def commit(self, batch: Batch) -> None:
+        """After the forward pass: its tokens are part of their sequences."""
+        if batch not in self._uncommitted:
+            raise StepFailed("The batch was not the last one asked for; its tokens are not kept.")
+        mx.eval(batch.arrays)
+        batch.members.store_tails()
+        self._uncommitted.remove(batch)
+        for row, count in zip(batch.members.rows, batch.counts, strict=True):
+            row.length += count
+            if batch.states:
+                row.states = batch.states
+
+    def _row(self, sequence: int) -> Row:
+        try:
+            row = self._rows[sequence]
+        except KeyError:
+            raise ProtocolError(f"Sequence {sequence} is not open here.") from None
+        return row
+
+    def _check_rows(self, asked: Sequence[Row], rows: Sequence[tuple[int, int]]) -> None:
+        if len({sequence for sequence, _ in rows}) != len(rows):
+            raise ProtocolError(f"A step names a sequence twice: {[sequence for sequence, _ in rows]}.")
+        for row, (sequence, count) in zip(asked, rows, strict=True):
+            if row.lost:
+                raise StepFailed(row.lost)
+            if count < 1:
+                raise ProtocolError(f"The row of sequence {sequence} has {count} tokens.")
+            if row.length + count > row.max_length:
+                raise ProtocolError(
+                    f"Sequence {sequence} has {row.length} tokens and was opened for {row.max_length}; "
+                    f"{count} more do not fit."
+                )
+
+    def _check_reach(self, row: Row, length: int, what: str) -> None:
+        """Sliding layers hold a window and some slack: what lies before it is gone."""
+        if row.lost:
+            raise StepFailed(row.lost)
+        for window in self._layout.windows:
+            if row.base(window) > max(0, length - window + 1):
+                raise StepFailed(
+                    f"Sequence {row.sequence} cannot be {what} at {length} tokens: a layer with a window of "
+                    f"{window} holds tokens from {row.base(window)} to {row.length} only. "
+                    "Free it and prefill again."
+                )
+
+    def _groups(self, asked: Sequence[Row], rows: Sequence[tuple[int, int]]) -> list[list[int]]:
+        if not self._ragged:
+            return [[index] for index in range(len(rows))]
+        candidates = [
+            Candidate(index, row.length, count, id(row.bank) if row.bank is not None else 0)
+            for index, (row, (_, count)) in enumerate(zip(asked, rows, strict=True))
+        ]
+        return group_rows(candidates, self._longest_chunk)
+
+    def _place(self, group: list[Row]) -> Bank:
+        """Bring a group side by side into one bank."""
+        banks = {id(row.bank): row.bank for row in group if row.bank is not None}
+        need = max(row.length for row in group)
+        bank = self._target(group, list(banks.values()), need)
+        strangers = [row for row in group if row.bank is not bank]
+        if strangers:
+            room = len(bank.rows) + len(strangers)
+            if room > bank.slots:
+                bank.set_slots(max(room, bank.slots * 3 // 2))
+            for window in {part.window for part in self._layout.row_parts}:
+                self._reserve(bank, strangers, [0] * len(strangers), window)
+            for row in strangers:
+                bank.take(row)
+            self._banks = [bank for bank in self._banks if bank.rows]
+        bank.gather(group)
+        return bank
+
+    def _target(self, group: list[Row], banks: list[Bank], need: int) -> Bank:
+        """The bank with most of the group's tokens, unless its slots are far too long."""
+        fitting = [
+            bank for bank in banks if bank.capacities.get(None, 0) <= max(SHORT_TOKENS, 4 * (need + BLOCK))
+        ]
+        if len(group) == 1 and banks:
+            return banks[0]
+        if not fitting:
+            return self._new_bank(len(group))
+        return max(fitting, key=lambda bank: sum(row.length + 1 for row in group if row.bank is bank))
+
+    def _new_bank(self, slots: int) -> Bank:
+        bank = Bank(self._layout)
+        bank.set_slots(slots)
+        self._banks.append(bank)
+        return bank
+
+    def _batch(self, bank: Bank, order: list[int], rows: list[Row], counts: list[int]) -> Batch:
+        for window in {part.window for part in self._layout.row_parts}:
+            self._reserve(bank, rows, counts, window)
+        members = BatchRows(self._layout, bank, rows, counts)
+        states: list[Any] = []
+        for part in self._layout.object_parts:
+            (row,) = rows
+            state = row.states[part.index] if row.states else part.fresh()
+            states.append(part.copied(state) if part.copies else state)
+        caches = [self._layer_cache(layer, members, states) for layer in self._layout.layers]
+        return Batch(tuple(order), tuple(counts), caches, members.offset, members, states)
+
+    @staticmethod
+    def _layer_cache(layer: Layer, members: BatchRows, states: Sequence[Any]) -> Any:
+        return layer.assemble(
+            [
+                row_cache(members, part) if isinstance(part, RowPart) else states[part.index]
+                for part in layer.parts
+            ]
+        )
+
+    def _reserve(self, bank: Bank, rows: Sequence[Row], counts: Sequence[int], window: int | None) -> None:
+        """Room for the rows' tokens and `counts` more, in the layers of one window."""
+        limit = max(row.max_length for row in [*rows, *bank.rows])
+        if window is None:
+            need = max(row.length + count for row, count in zip(rows, counts, strict=True))
+            bank.reserve(None, need, limit)
+            return
+        most = self._layout.keep(window) + self._layout.block(window)
+        needs: list[int] = []
+        for row, count in zip(rows, counts, strict=True):
+            if row.bank is bank and row.held(window) + count > most:
+                bank.shift(row, window)
+            needs.append(min(most, row.held(window) + count))
+        bank.reserve(window, max(needs), min(limit, most))
+
+    def _leave(self, row: Row) -> None:
+        """Back to an empty sequence that holds nothing."""
+        bank = row.bank
+        if bank is not None:
+            bank.remove(row)
+            if not bank.rows:
+                self._banks.remove(bank)
+        row.length, row.bases, row.states, row.lost = 0, {}, [], ""
+
+    def _settle(self) -> None:
+        """Batches that were never committed failed: make sure that their banks are sound."""
+        failed, self._uncommitted = self._uncommitted, []
+        for batch in failed:
+            bank = batch.members.bank
+            try:
+                mx.eval(bank.arrays())
+            except Exception as error:  # noqa: BLE001 - MLX raises whatever the failed pass did
+                self._lose(bank.rows, str(error))
+                bank.drop()
+            if any(not part.copies for part in self._layout.object_parts):
+                self._lose([row for row in batch.members.rows if row.states], "its state cannot go back")
+
+    @staticmethod
+    def _lose(rows: Sequence[Row], reason: str) -> None:
+        for row in rows:
+            row.lost = (
+                f"Sequence {row.sequence} lost its KV in a step that failed ({reason}). "
+                "Free it and prefill again."
+            )
