@@ -32,7 +32,7 @@ def make_hello(
     last_step: int = 0,
     fencing_id: int = 0,
 ) -> hello_pb2.Hello:
-    """This process's own greeting."""
+    """Greet as this process."""
     return hello_pb2.Hello(
         protocol=PROTOCOL,
         mlx_ring=package_version("mlx-ring"),
@@ -85,6 +85,4 @@ def check_hello(theirs: hello_pb2.Hello, ours: hello_pb2.Hello, peer: str) -> No
     if theirs.epoch and ours.epoch and theirs.epoch < ours.epoch:
         raise StaleMessage(f"{peer} speaks for epoch {theirs.epoch}, epoch {ours.epoch} is in force.")
     if theirs.fencing_id and ours.fencing_id and theirs.fencing_id < ours.fencing_id:
-        raise StaleMessage(
-            f"{peer} is head {theirs.fencing_id}; head {ours.fencing_id} has taken over."
-        )
+        raise StaleMessage(f"{peer} is head {theirs.fencing_id}; head {ours.fencing_id} has taken over.")

@@ -119,7 +119,9 @@ class Inbox:
         for old in [old for old in self._messages if old.purpose == key.purpose and old.step < key.step]:
             del self._messages[old]
 
-    def take_arrived(self, purpose: worker_pb2.Activation.Purpose) -> list[tuple[LinkKey, WireTensor | RingError]]:
+    def take_arrived(
+        self, purpose: worker_pb2.Activation.Purpose
+    ) -> list[tuple[LinkKey, WireTensor | RingError]]:
         """Take every message of a purpose that is here already; waits for none."""
         with self._arrived:
             keys = [key for key in self._messages if key.purpose == purpose]

@@ -7,7 +7,7 @@ bytes behind a small header, so that activations are copied once on each side.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import grpc
@@ -61,7 +61,9 @@ class Method(Generic[Request, Response]):
     ) -> grpc.aio.UnaryStreamMultiCallable[Request, Response]:
         return channel.unary_stream(self.path, self.encode_request, self.decode_response)
 
-    def aio_unary_unary(self, channel: grpc.aio.Channel) -> grpc.aio.UnaryUnaryMultiCallable[Request, Response]:
+    def aio_unary_unary(
+        self, channel: grpc.aio.Channel
+    ) -> grpc.aio.UnaryUnaryMultiCallable[Request, Response]:
         return channel.unary_unary(self.path, self.encode_request, self.decode_response)
 
     def aio_stream_stream(
@@ -91,7 +93,9 @@ def _method(
 LOAD = _method(WORKER_SERVICE, "Load", "unary_stream", worker_pb2.LoadRequest, worker_pb2.LoadProgress)
 STATUS = _method(WORKER_SERVICE, "Status", "unary_unary", worker_pb2.StatusRequest, worker_pb2.WorkerStatus)
 STEPS = _method(WORKER_SERVICE, "Steps", "stream_stream", worker_pb2.StepsRequest, worker_pb2.StepsReply)
-STEPS_RAW: Method[bytes, worker_pb2.StepsReply] = replace(STEPS, encode_request=bytes, decode_request=bytes)
+STEPS_RAW: Method[bytes, worker_pb2.StepsReply] = Method(
+    STEPS.service, STEPS.name, STEPS.arity, bytes, bytes, STEPS.encode_response, STEPS.decode_response
+)
 """`STEPS` for a client that sends the same serialised `StepsRequest` to several ranks."""
 LINK: Method[Frame, worker_pb2.FrameAccepted] = Method(
     WORKER_SERVICE,
@@ -110,7 +114,7 @@ STOP = _method(AGENT_SERVICE, "Stop", "unary_unary", agent_pb2.StopRequest, agen
 
 def service_handler(
     service: str, behaviours: Iterable[tuple[Method[Any, Any], Callable[..., object]]]
-) -> grpc.GenericRpcHandler[object, object]:
+) -> grpc.GenericRpcHandler:
     """Everything that one service answers, ready for `server.add_generic_rpc_handlers`."""
     return grpc.method_handlers_generic_handler(
         service, {method.name: method.handler(behaviour) for method, behaviour in behaviours}

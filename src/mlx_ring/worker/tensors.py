@@ -1,8 +1,12 @@
-"""Arrays to wire tensors and back: the array's own bytes, never through another dtype."""
+"""Arrays to wire tensors and back: the array's own bytes, never through another dtype.
+
+An MLX array is a buffer and is made from one, which its stubs do not say: hence the casts.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import mlx.core as mx
 
@@ -32,7 +36,7 @@ def to_wire(array: mx.array, tokens: tuple[int, ...] = ()) -> WireTensor:
     """Read an array's bytes in place; it is evaluated first if need be."""
     array = mx.contiguous(array)
     mx.eval(array)
-    data = memoryview(array).cast("B") if array.size else b""
+    data = memoryview(cast("bytes", array)).cast("B") if array.size else b""
     return WireTensor(_NAMES[array.dtype], tuple(array.shape), data, tokens)
 
 
@@ -46,7 +50,8 @@ def from_wire(tensor: WireTensor) -> mx.array:
         )
     if not expected:
         return mx.zeros(tensor.shape, dtype)
-    return mx.array(memoryview(tensor.data)).view(dtype).reshape(tensor.shape)
+    octets = mx.array(cast("list[int]", memoryview(tensor.data)))
+    return octets.view(dtype).reshape(tensor.shape)
 
 
 def to_message(array: mx.array) -> tensor_pb2.Tensor:

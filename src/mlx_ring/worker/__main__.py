@@ -1,0 +1,70 @@
+"""`python -m mlx_ring.worker`: one rank of one stage, started by the agent alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from mlx_ring.core.lifeline import watch_lifeline
+from mlx_ring.core.logs import configure_logging
+from mlx_ring.worker.blas import install_fast_blas
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Start the front, then compute in this thread until told to end."""
+    options = _parse(arguments)
+    configure_logging(
+        process=f"worker-{options.stage}-{options.rank}",
+        node=options.node,
+        rank=options.rank,
+        level=options.log_level,
+        log_dir=options.log_dir,
+    )
+    watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    blas = _choose_blas(options.blas, options.blas_threads)
+
+    from mlx_ring.rpc.channels import make_server  # noqa: PLC0415 - MLX must load after the BLAS
+    from mlx_ring.worker.front import WorkerFront, WorkerIdentity  # noqa: PLC0415
+
+    front = WorkerFront(WorkerIdentity(options.node, options.stage, options.rank, blas))
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        front.stop()
+
+    signal.signal(signal.SIGTERM, stop)
+    server = make_server(threads=16)
+    server.add_generic_rpc_handlers((front.handler(),))
+    server.add_insecure_port(f"unix:{options.socket}")
+    server.start()
+    front.compute()
+    server.stop(grace=None)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mlx_ring.worker", description=__doc__)
+    parser.add_argument("--socket", required=True, help="Unix socket to listen on")
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--stage", type=int, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--log-dir", type=Path)
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--lifeline-fd", type=int, required=True)
+    parser.add_argument("--blas", choices=("auto", "off"), default="auto")
+    parser.add_argument("--blas-threads", type=int, default=1)
+    return parser.parse_args(arguments)
+
+
+def _choose_blas(mode: str, threads: int) -> str:
+    if mode == "off":
+        return "as MLX brings it (switched off by --blas off)"
+    report = install_fast_blas(threads)
+    return report.library if report.active else f"{report.library} ({report.detail})"
+
+
+if __name__ == "__main__":
+    main()

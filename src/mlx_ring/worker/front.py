@@ -1,0 +1,261 @@
+"""The worker's gRPC front. Its threads never touch MLX: they hand work to the compute thread and take answers.
+
+The compute thread is the process's main thread: MLX's streams belong to threads,
+so the one that loads is the one that computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import grpc
+import mlx.core as mx
+import psutil
+
+from mlx_ring.core.errors import NotReady, ProtocolError, RingError, StaleMessage, WorkerLost
+from mlx_ring.rpc.failures import error_to_failure
+from mlx_ring.rpc.frames import Frame
+from mlx_ring.rpc.hello import check_hello, make_hello
+from mlx_ring.rpc.links import Inbox, deliver_frames
+from mlx_ring.rpc.methods import LINK, LOAD, STATUS, STEPS, WORKER_SERVICE, service_handler
+from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
+from mlx_ring.worker.runner import StageRunner, monotonic_us
+from mlx_ring.worker.stage import build_stage
+
+log = logging.getLogger(__name__)
+
+_ASSIGNMENT_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who this worker is, for greetings and status."""
+
+    node: str
+    stage: int
+    rank: int
+    blas: str
+
+
+class _StepStream:
+    """The head's stream of steps: its answers, and whether a newer head has taken over."""
+
+    def __init__(self, fencing_id: int) -> None:
+        self.fencing_id = fencing_id
+        self.answers: queue.SimpleQueue[worker_pb2.StepsReply | None] = queue.SimpleQueue()
+
+
+class WorkerFront:
+    """What a worker answers, and the loop in which it computes."""
+
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self._identity = identity
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._runner: StageRunner | None = None
+        self._request: worker_pb2.LoadRequest | None = None
+        self._inbox: Inbox | None = None
+        self._assigned = threading.Event()
+        self._stream: _StepStream | None = None
+        self._lock = threading.Lock()
+        self._phase = "empty"
+        self._dtype = ""
+        self._weight_bytes = 0
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        return service_handler(
+            WORKER_SERVICE,
+            ((LOAD, self.load), (STEPS, self.steps), (LINK, self.link), (STATUS, self.status)),
+        )
+
+    def compute(self) -> None:
+        """Run jobs in the calling thread until `stop`."""
+        for job in iter(self._jobs.get, None):
+            job()
+
+    def stop(self) -> None:
+        """End `compute` after the job in hand."""
+        self._jobs.put(None)
+
+    def hello(self) -> hello_pb2.Hello:
+        """Who this worker is, what it has loaded and how far it has come."""
+        request, runner = self._request, self._runner
+        assignment = request.assignment if request else worker_pb2.StageAssignment()
+        return make_hello(
+            instance=assignment.instance,
+            epoch=assignment.epoch,
+            model_digest=assignment.model_digest,
+            plan_digest=assignment.plan_digest,
+            node=self._identity.node,
+            stage=self._identity.stage,
+            rank=self._identity.rank,
+            last_step=runner.last_step if runner else 0,
+        )
+
+    # Load
+
+    def load(
+        self, request: worker_pb2.LoadRequest, _context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.LoadProgress]:
+        """Load what the plan assigns; the stream ends with `ready` or a failure."""
+        try:
+            check_hello(request.hello, make_hello(node=self._identity.node), "the agent")
+            inbox = self._assign(request)
+        except RingError as error:
+            yield worker_pb2.LoadProgress(failure=error_to_failure(error))
+            return
+        progress: queue.SimpleQueue[worker_pb2.LoadProgress | None] = queue.SimpleQueue()
+        self._jobs.put(lambda: self._build(request, inbox, progress))
+        yield from iter(progress.get, None)
+
+    def _assign(self, request: worker_pb2.LoadRequest) -> Inbox:
+        with self._lock:
+            if self._request is not None:
+                raise ProtocolError(
+                    f"This worker already holds {self._request.assignment.instance}: start another one."
+                )
+            self._request = request
+        assignment = request.assignment
+        self._inbox = Inbox(assignment.instance, assignment.epoch)
+        self._phase = "loading"
+        self._assigned.set()
+        return self._inbox
+
+    def _build(
+        self,
+        request: worker_pb2.LoadRequest,
+        inbox: Inbox,
+        progress: queue.SimpleQueue[worker_pb2.LoadProgress | None],
+    ) -> None:
+        """Compute thread: build the stage, say how it went."""
+
+        def report(message: worker_pb2.LoadProgress) -> None:
+            self._weight_bytes = max(self._weight_bytes, message.bytes_loaded)
+            progress.put(message)
+
+        try:
+            self._runner, self._dtype = build_stage(request, inbox, self.hello(), report)
+            self._phase = "ready"
+            report(worker_pb2.LoadProgress(ready=True, phase="ready", bytes_loaded=self._weight_bytes))
+            log.info(
+                "ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, mx.default_device()
+            )
+        except Exception as error:
+            self._phase = "failed"
+            log.exception("loading failed")
+            progress.put(worker_pb2.LoadProgress(failure=error_to_failure(error)))
+        finally:
+            progress.put(None)
+
+    # Steps
+
+    def steps(
+        self, requests: Iterator[worker_pb2.StepsRequest], _context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.StepsReply]:
+        """Greet, then execute steps in the order they come and answer each."""
+        try:
+            stream = self._open_stream(next(requests).hello)
+        except RingError as error:
+            yield worker_pb2.StepsReply(failure=error_to_failure(error))
+            return
+        yield worker_pb2.StepsReply(hello=self.hello())
+        threading.Thread(target=self._read_steps, args=(requests, stream), name="steps", daemon=True).start()
+        yield from iter(stream.answers.get, None)
+
+    def _open_stream(self, hello: hello_pb2.Hello) -> _StepStream:
+        check_hello(hello, self.hello(), "the head")
+        if self._runner is None:
+            raise NotReady("This worker has not loaded a stage yet.")
+        stream = _StepStream(hello.fencing_id)
+        with self._lock:
+            before, self._stream = self._stream, stream
+            if before is not None and before.fencing_id > hello.fencing_id:
+                self._stream = before
+                raise StaleMessage(f"Head {before.fencing_id} has taken over from head {hello.fencing_id}.")
+        if before is not None:
+            before.answers.put(None)
+        self._jobs.put(self._runner.reset)
+        return stream
+
+    def _read_steps(self, requests: Iterator[worker_pb2.StepsRequest], stream: _StepStream) -> None:
+        try:
+            for request in requests:
+                self._jobs.put(_StepJob(self, stream, request.step, monotonic_us()))
+        except grpc.RpcError:
+            log.info("the head's step stream ended")
+        finally:
+            stream.answers.put(None)
+
+    def execute(self, stream: _StepStream, step: step_pb2.Step, arrived_us: int) -> None:
+        """Compute thread: one step, unless another head has taken over since it came."""
+        if stream is self._stream and self._runner is not None:
+            done = self._runner.run(step, arrived_us)
+            if done.HasField("failure"):
+                log.error("step %d failed: %s", step.step, done.failure.message)
+            stream.answers.put(worker_pb2.StepsReply(done=done))
+
+    # Link
+
+    def link(
+        self, frames: Iterator[Frame], _context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.FrameAccepted]:
+        """Take what another stage sends, until it closes the stream."""
+        try:
+            inbox = self._accept_link(next(frames).header.hello)
+        except RingError as error:
+            yield worker_pb2.FrameAccepted(failure=error_to_failure(error))
+            return
+        yield worker_pb2.FrameAccepted(hello=self.hello())
+        try:
+            deliver_frames(frames, inbox)
+            inbox.break_off(WorkerLost("The stage before closed its link."))
+        except ProtocolError as error:
+            inbox.break_off(error)
+        except grpc.RpcError:
+            inbox.break_off(WorkerLost("The link from the stage before broke."))
+
+    def _accept_link(self, hello: hello_pb2.Hello) -> Inbox:
+        if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None:
+            raise NotReady(f"This worker was given no stage within {_ASSIGNMENT_WAIT_S:g} s.")
+        check_hello(hello, self.hello(), f"stage {hello.stage} on {hello.node}")
+        return self._inbox
+
+    # Status
+
+    def status(
+        self, _request: worker_pb2.StatusRequest, _context: grpc.ServicerContext
+    ) -> worker_pb2.WorkerStatus:
+        """Life and size, told without the compute thread, so that a long step does not look like death."""
+        runner = self._runner
+        return worker_pb2.WorkerStatus(
+            hello=self.hello(),
+            phase=self._phase,
+            rss_bytes=psutil.Process().memory_info().rss,
+            weight_bytes=self._weight_bytes,
+            kv_bytes=runner.kv_bytes if runner else 0,
+            device_memory_bytes=mx.get_active_memory(),
+            peak_memory_bytes=mx.get_peak_memory(),
+            device=str(mx.default_device()),
+            dtype=self._dtype,
+            blas=self._identity.blas,
+            last_step=runner.last_step if runner else 0,
+            sequences=runner.num_sequences if runner else 0,
+            pid=os.getpid(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _StepJob:
+    """A step waiting for the compute thread."""
+
+    front: WorkerFront
+    stream: _StepStream
+    step: step_pb2.Step
+    arrived_us: int
+
+    def __call__(self) -> None:
+        self.front.execute(self.stream, self.step, self.arrived_us)

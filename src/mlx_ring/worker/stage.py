@@ -1,0 +1,107 @@
+"""Builds the stage that a plan assigns to this worker: weights, KV, links, a first pass."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_ring.core.model_folder import ModelFolder, read_model_folder
+from mlx_ring.core.types import LayerRange
+from mlx_ring.rpc.hello import check_hello
+from mlx_ring.rpc.links import GrpcLink, Inbox
+from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+from mlx_ring.worker.kv import KVStore
+from mlx_ring.worker.loading import load_stage
+from mlx_ring.worker.runner import StageLinks, StageRunner
+from mlx_ring.worker.shard import StageModel
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[worker_pb2.LoadProgress], None]
+_WARM_UP_SEQUENCE = (1 << 64) - 1
+
+
+def resolve_dtype(asked: str, folder: ModelFolder) -> str:
+    """What the stage computes in: as asked, or by device.
+
+    On a CPU half precision has scalar kernels and slows quantized products tenfold, so
+    `auto` is float32 there; elsewhere it is the dtype that the model was saved in.
+    """
+    if asked != "auto":
+        return asked
+    if mx.default_device() == mx.Device(mx.cpu):
+        return "float32"
+    saved = folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16"
+    return str(saved) if saved in ("float32", "bfloat16", "float16") else "bfloat16"
+
+
+def build_stage(
+    request: worker_pb2.LoadRequest, inbox: Inbox, hello: hello_pb2.Hello, report: Report
+) -> tuple[StageRunner, str]:
+    """Load the assigned layers and join the links.
+
+    Args:
+        request: the plan's part for this rank.
+        inbox: where the stage before will deliver.
+        hello: this worker's greeting, for the links it opens.
+        report: told of progress, in bytes of weights.
+
+    Returns:
+        The runner, and the dtype it computes in.
+    """
+    assignment = request.assignment
+    folder = read_model_folder(Path(request.model_path))
+    check_hello(
+        hello_pb2.Hello(
+            protocol=hello.protocol,
+            mlx_ring=hello.mlx_ring,
+            mlx=hello.mlx,
+            mlx_lm=hello.mlx_lm,
+            model_digest=folder.digest,
+        ),
+        request.hello,
+        f"the model folder {folder.path}",
+    )
+    dtype = resolve_dtype(assignment.dtype, folder)
+    layers = LayerRange(assignment.first_layer, assignment.end_layer)
+    started = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        report(worker_pb2.LoadProgress(phase="weights", bytes_loaded=done, bytes_total=total))
+
+    model = load_stage(folder, layers, dtype, progress)
+    log.info("loaded layers %s of %s in %s in %.2f s", layers, folder.path, dtype, time.monotonic() - started)
+    kv = KVStore(model.make_layer_caches(), model.dtype, kv_bits=assignment.kv_bits or None)
+    links = _join_links(assignment, inbox, hello, model)
+    runner = StageRunner(assignment, model, kv, links)
+    report(worker_pb2.LoadProgress(phase="warm-up"))
+    _warm_up(model, kv)
+    return runner, dtype
+
+
+def _join_links(
+    assignment: worker_pb2.StageAssignment, inbox: Inbox, hello: hello_pb2.Hello, model: StageModel
+) -> StageLinks:
+    to_next = None if model.is_last else GrpcLink(assignment.next_address, hello)
+    back = GrpcLink(assignment.first_address, hello) if model.is_last and not model.is_first else None
+    return StageLinks(inbox, to_next, back)
+
+
+def _warm_up(model: StageModel, kv: KVStore) -> None:
+    """A first pass of two tokens and then one, so that no request pays for first-time work."""
+    kv.open(_WARM_UP_SEQUENCE, 8)
+    try:
+        for count in (2, 1):
+            (batch,) = kv.batches([(_WARM_UP_SEQUENCE, count)])
+            tokens = mx.zeros((1, count), mx.int32)
+            hidden = None if model.is_first else mx.zeros((1, count, model.hidden_size), model.dtype)
+            positions = mx.array([count - 1], mx.int32) if model.is_last else None
+            values = model.forward(tokens, hidden, batch.caches, positions)
+            mx.eval(values, *batch.arrays)
+            kv.commit(batch)
+    finally:
+        kv.free(_WARM_UP_SEQUENCE)
