@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from contestants import Contestant, Ring, Speed, Stock
 from machine import cores, read_bandwidth
 from random_model import BYTES, Shape, add_shape_arguments, make, shape_of
@@ -107,10 +107,10 @@ def _started(kind: str, shape: Shape, folder: Path, pinned: list[int]) -> Entry:
 def _measure(entries: dict[str, Entry], arguments: argparse.Namespace, vocabulary: int) -> None:
     for entry in entries.values():
         entry.contestant.run(list(range(_WARM_UP)), _WARM_UP)
-    random = np.random.default_rng(0)
+    generator = random.Random(0)
     for number in range(arguments.repeats):
         # A new prompt each round, so that no prefix cache answers for the model.
-        prompt: list[int] = random.integers(0, vocabulary, arguments.prompt_tokens).tolist()
+        prompt = [generator.randrange(vocabulary) for _ in range(arguments.prompt_tokens)]
         for entry in entries.values():
             print(f"round {number + 1} of {arguments.repeats}: {entry.contestant.name}", file=sys.stderr)
             entry.speeds.append(entry.contestant.run(prompt, arguments.new_tokens))

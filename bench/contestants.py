@@ -111,7 +111,7 @@ class Ring:
         own: dict[str, Any] = {}
         started = time.perf_counter()
         with self._client.stream("POST", "/v1/completions", json=job) as response:
-            if response.status_code != httpx.codes.OK:
+            if not response.is_success:
                 raise SystemExit(f"{self.name} answered {response.status_code}: {response.read().decode()}")
             for event in _events(response):
                 if any(choice.get("text") for choice in event.get("choices", [])):
@@ -143,7 +143,7 @@ class Ring:
             if self._process.poll() is not None:
                 raise SystemExit(f"{self.name} ended with exit code {self._process.returncode}.")
             with contextlib.suppress(httpx.TransportError):
-                if self._client.get("/health/ready").status_code == httpx.codes.OK:
+                if self._client.get("/health/ready").is_success:
                     return
             time.sleep(0.02)
         raise SystemExit(f"{self.name} was not ready after {_LIMIT_S} s.")

@@ -162,10 +162,11 @@ def _encoded(numbers: np.ndarray[Any, np.dtype[np.float32]], dtype: str) -> byte
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each size, so that other benchmarks take the same ones."""
     for name, default in asdict(Shape()).items():
-        choices = list(BYTES) if name == "dtype" else None
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=type(default), default=default, choices=choices
-        )
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(default, int):
+            parser.add_argument(flag, type=int, default=default)
+        else:
+            parser.add_argument(flag, choices=list(BYTES), default=default)
     parser.add_argument(
         "--tokenizer", type=Path, default=DEMO, help="model folder to take the tokenizer from"
     )

@@ -14,16 +14,15 @@ import sys
 import time
 
 import mlx.core as mx
-from mlx.utils import tree_map
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
 
 def main() -> None:
     folder, dtype = sys.argv[1:]
-    model, _ = load(folder)
+    model = load(folder)[0]
     if dtype == "float32":
-        model.update(tree_map(lambda array: array.astype(mx.float32), model.parameters()))
+        model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     _answer({"ready": True})
     for line in sys.stdin:
