@@ -12,6 +12,7 @@ from __future__ import annotations
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # (the stubs of mlx leave `eval` and its trees without types)
+# ruff: noqa: PLC0415 - MLX is imported after the BLAS is in place, and never by the parent
 import argparse
 import json
 import os
@@ -87,7 +88,7 @@ def _arguments() -> argparse.Namespace:
 def _measure_apart(variant: str, arguments: argparse.Namespace) -> Measurements:
     """Measure in a process of its own, because a BLAS once in place stays."""
     command = [sys.executable, __file__, "--measure", variant, "--threads", str(arguments.threads)]
-    environment = dict(os.environ)
+    environment = dict(os.environ)  # noqa: TID251 - what a child inherits, with one change
     if arguments.core_type:
         environment["OPENBLAS_CORETYPE"] = arguments.core_type
     if arguments.core_type == "native":

@@ -4,6 +4,7 @@ What is redirected stays redirected for the life of a process, so each scenario 
 its own: a function of this module, named on its command line.
 """
 
+# ruff: noqa: PLC0415 - a scenario imports MLX after the BLAS is in place
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # (scenarios break one part on purpose to see the rest cope; the stubs of mlx leave arrays untyped)
@@ -23,7 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_ring.worker.blas import BlasReport, front, install, install_fast_blas, openblas, selfcheck
+from mlx_ring.worker.blas import BlasReport, front, install, install_fast_blas, openblas, selfcheck, slots
 from mlx_ring.worker.blas.unavailable import Unavailable
 
 on_linux_x86_64 = pytest.mark.skipif(
@@ -83,8 +84,8 @@ def products_equal_numpys() -> None:
         c, c_expected = operand(generator, (*batches, rows, columns), "plain")
         expected = a_expected.astype(np.float64) @ b_expected.astype(np.float64)
         np.testing.assert_allclose(np.array(a @ b), expected, rtol=1e-4, atol=1e-3)
-        added = np.array(mx.addmm(c, a, b, alpha=0.5, beta=-2.0))
-        np.testing.assert_allclose(added, 0.5 * expected - 2.0 * c_expected, rtol=1e-4, atol=1e-3)
+        added = mx.addmm(c, a, b, alpha=0.5, beta=-2.0)
+        np.testing.assert_allclose(np.array(added), 0.5 * expected - 2.0 * c_expected, rtol=1e-4, atol=1e-3)
 
     check()
 
@@ -92,7 +93,8 @@ def products_equal_numpys() -> None:
 def narrow_products_equal_numpys_at_the_bounds_of_every_way() -> None:
     """Around one row, the most rows in blocks, the least K for blocks, and the size of a block."""
     report = install_fast_blas()
-    assert report.active and not report.detail, report
+    assert report.active, report
+    assert not report.detail
 
     import mlx.core as mx
     import numpy as np
@@ -120,12 +122,11 @@ def double_and_complex_products_equal_numpys() -> None:
 
 def a_second_call_changes_only_the_threads() -> None:
     first = install_fast_blas()
-    slots = sgemm_slots()
-    functions = [slot.read() for slot in slots]
+    functions = [slot.read() for slot in sgemm_slots()]
     second = install_fast_blas(threads=2)
     assert (second.library, second.active, second.detail) == (first.library, first.active, first.detail)
     assert (first.threads, second.threads) == (1, 2)
-    assert [slot.read() for slot in slots] == functions
+    assert [slot.read() for slot in sgemm_slots()] == functions
 
 
 def it_takes_hold_after_mlx_was_imported_and_used() -> None:
@@ -201,8 +202,6 @@ def a_missing_symbol_of_openblas_is_said() -> None:
 
 def a_protected_slot_is_opened_and_closed_again() -> None:
     """A library linked with `-z relro -z now` keeps its slots read-only."""
-    from mlx_ring.worker.blas import slots
-
     (slot,) = sgemm_slots()
     page = slot.address & -4096
     slots._protect(page, 1)

@@ -7,8 +7,8 @@ at OpenBLAS, the first through a front for narrow products (`front.py`).
 
 from __future__ import annotations
 
-import ctypes
 import platform
+import sys
 import threading
 from dataclasses import dataclass, replace
 
@@ -88,7 +88,7 @@ def _require_platform() -> None:
     system, machine = platform.system(), platform.machine()
     if system == "Darwin":
         raise Unavailable("Apple's Accelerate is fast")
-    if system != "Linux" or machine not in ("x86_64", "AMD64") or ctypes.sizeof(ctypes.c_void_p) != 8:
+    if system != "Linux" or machine != "x86_64" or sys.maxsize < 2**32:
         raise Unavailable(f"OpenBLAS is brought in on Linux x86-64 only, and this is {system} {machine}")
     if platform.libc_ver()[0] != "glibc":
         raise Unavailable("the C library is not glibc")

@@ -71,9 +71,10 @@ def first_wrong_product(sgemm: int) -> Product | None:
 
 
 def _is_right(call: Callable[..., object], product: Product) -> bool:
-    a = _Stored(product.rows, product.inner, product.transpose_a, product.padding, seed=1)
-    b = _Stored(product.inner, product.columns, product.transpose_b, product.padding, seed=2)
-    c = _Stored(product.rows, product.columns, False, product.padding, seed=3)
+    padding = product.padding
+    a = _Stored(product.rows, product.inner, padding, seed=1, transposed=product.transpose_a)
+    b = _Stored(product.inner, product.columns, padding, seed=2, transposed=product.transpose_b)
+    c = _Stored(product.rows, product.columns, padding, seed=3)
     expected = _expected(product, a, b, c)
     if product.beta == 0:
         c.fill(math.nan)
@@ -113,7 +114,7 @@ def _expected(product: Product, a: _Stored, b: _Stored, c: _Stored) -> Sequence[
 class _Stored:
     """A matrix as BLAS stores it, with entries that a formula makes up."""
 
-    def __init__(self, rows: int, columns: int, transposed: bool, padding: int, seed: int) -> None:
+    def __init__(self, rows: int, columns: int, padding: int, seed: int, *, transposed: bool = False) -> None:
         self.rows = rows
         self.columns = columns
         self.transposed = transposed
