@@ -21,8 +21,8 @@ from mlx_ring.rpc.protos.step_pb2 import Want
 
 NextToken = Callable[[Sequence[int]], int]
 """The token that follows a history of tokens."""
-Trouble = Callable[[step_pb2.Step, RankId], step_pb2.Failure | None]
-"""Whether a rank fails in a step, and how."""
+Trouble = Callable[[step_pb2.Step, int], step_pb2.Failure | None]
+"""Whether a stage, given by its number, fails in a step, and how. Its ranks fail together."""
 
 KV_BYTES_PER_TOKEN = 8
 
@@ -106,8 +106,11 @@ class TwinExecutor:
         self._trouble = trouble
         self._automatic = automatic
         self._woken = False
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._listener: Listener | None = None
-        self._failures: dict[int, step_pb2.Failure] = {}
+        self._failures: dict[tuple[int, int], step_pb2.Failure | None] = {}
+        """By step and stage."""
         self.sent: list[step_pb2.Step] = []
         """Every step, in order."""
 
@@ -124,6 +127,7 @@ class TwinExecutor:
             rank.queue.append(step)
         if self._automatic and not self._woken:
             self._woken = True
+            self._idle.clear()
             asyncio.get_running_loop().call_soon(self._run_all)
 
     def lose(self, error: RingError) -> None:
@@ -133,6 +137,10 @@ class TwinExecutor:
             rank.answers.clear()
         if self._listener is not None:
             self._listener.failed(error)
+
+    async def idle(self) -> None:
+        """Until every rank has answered all that was sent."""
+        await self._idle.wait()
 
     def held(self) -> dict[RankId, set[int]]:
         """The sequences that each rank holds."""
@@ -175,6 +183,8 @@ class TwinExecutor:
         for rank_id in self.answering():
             while self._ranks[rank_id].answers:
                 self.deliver(rank_id)
+        if not self._woken:
+            self._idle.set()
 
     # ---- what a rank does
 
@@ -184,7 +194,7 @@ class TwinExecutor:
         )
         try:
             rank.apply(step.operations)
-            failure = self._failure(step, rank.id)
+            failure = self._failure(step, rank.id.stage)
             if failure is not None:
                 done.failure.CopyFrom(failure)
             for row in step.rows:
@@ -195,17 +205,19 @@ class TwinExecutor:
                     done.results.append(self._result(row, held))
         except ProtocolError as error:
             done.ClearField("results")
-            done.failure.CopyFrom(self._failures.setdefault(step.step, error_to_failure(error)))
+            done.failure.CopyFrom(error_to_failure(error))
+            self._failures[step.step, rank.id.stage] = done.failure
         done.kv_bytes = rank.kv_bytes
         return done
 
-    def _failure(self, step: step_pb2.Step, rank: RankId) -> step_pb2.Failure | None:
-        """Whether the rank fails: of its own, or because the stage before it did."""
-        if step.step not in self._failures and self._trouble is not None:
-            failure = self._trouble(step, rank)
-            if failure is not None:
-                self._failures[step.step] = failure
-        return self._failures.get(step.step)
+    def _failure(self, step: step_pb2.Step, stage: int) -> step_pb2.Failure | None:
+        """How a stage fails: as the stage before it, or of its own."""
+        key = (step.step, stage)
+        if key not in self._failures:
+            before = self._failures.get((step.step, stage - 1))
+            own = self._trouble(step, stage) if self._trouble is not None else None
+            self._failures[key] = before or own
+        return self._failures[key]
 
     def _result(self, row: step_pb2.Row, held: _Held) -> step_pb2.RowResult:
         result = step_pb2.RowResult(sequence=row.sequence)

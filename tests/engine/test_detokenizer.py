@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine.tokenizers_small import END, TOOL, byte_fallback, byte_level
+
+from mlx_ring.engine.detokenizer import Detokenizer, Tokenizer, Vocabulary
+
+BYTE_LEVEL = byte_level()
+BYTE_FALLBACK = byte_fallback()
+BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return cast("Any", tokenizer).encode(text, add_special_tokens=False)
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    return cast("Any", tokenizer).convert_tokens_to_ids(token)
+
+
+def pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    """What comes out with each token, and at the end."""
+    detokenizer = Detokenizer(Vocabulary.of(tokenizer))
+    return [detokenizer.push(token) for token in tokens] + [detokenizer.flush()]
+
+
+@given(st.lists(st.integers(0, len(BYTE_LEVEL) + 3), max_size=60))
+@settings(deadline=None)
+def test_any_byte_level_tokens_give_the_text_of_all_together(tokens: list[int]) -> None:
+    assert "".join(pieces(BYTE_LEVEL, tokens)) == Vocabulary.of(BYTE_LEVEL).decode(tokens)
+
+
+@BOTH
+@given(text=st.text(max_size=60))
+@settings(deadline=None)
+def test_any_text_streams_as_it_decodes(tokenizer: Tokenizer, text: str) -> None:
+    tokens = encode(tokenizer, text)
+    assert "".join(pieces(tokenizer, tokens)) == Vocabulary.of(tokenizer).decode(tokens)
+
+
+@BOTH
+@given(text=st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), max_size=60))
+@settings(deadline=None)
+def test_no_piece_of_a_text_shows_half_a_character(tokenizer: Tokenizer, text: str) -> None:
+    assert not any("\ufffd" in piece for piece in pieces(tokenizer, encode(tokenizer, text)))
+
+
+@BOTH
+def test_a_character_comes_out_with_its_last_byte(tokenizer: Tokenizer) -> None:
+    tokens = encode(tokenizer, "a🚀")
+    assert len(tokens) >= 4
+    *before, last, end = pieces(tokenizer, tokens)
+    assert "".join(before) == "a"
+    assert (last, end) == ("🚀", "")
+
+
+@BOTH
+def test_plain_words_come_out_with_each_token(tokenizer: Tokenizer) -> None:
+    tokens = encode(tokenizer, "a b hello a b hello a b hello")
+    *streamed, end = pieces(tokenizer, tokens)
+    assert end == ""
+    assert sum(1 for piece in streamed if piece) >= len(tokens) - 1
+
+
+@BOTH
+def test_an_incomplete_character_at_the_end_is_shown_as_one_that_is_missing(tokenizer: Tokenizer) -> None:
+    *streamed, end = pieces(tokenizer, encode(tokenizer, "a🚀")[:-2])
+    assert "".join(streamed) == "a"
+    assert set(end) == {"\ufffd"}
+
+
+@BOTH
+def test_special_tokens_and_padding_say_nothing_and_other_added_tokens_speak(tokenizer: Tokenizer) -> None:
+    end, tool = token_id(tokenizer, END), token_id(tokenizer, TOOL)
+    assert "".join(pieces(tokenizer, [end, tool, len(tokenizer) + 7, end])) == TOOL
+
+
+@BOTH
+def test_bytes_that_never_become_a_character_do_not_grow_the_window(tokenizer: Tokenizer) -> None:
+    decoded: list[int] = []
+    vocabulary = Vocabulary.of(tokenizer)
+
+    def decode(tokens: Any) -> str:
+        decoded.append(len(tokens))
+        return vocabulary.decode(tokens)
+
+    detokenizer = Detokenizer(Vocabulary(decode, vocabulary.special, vocabulary.size))
+    stray = encode(tokenizer, "a🚀")[-1]
+    text = "".join([detokenizer.push(stray) for _ in range(500)]) + detokenizer.flush()
+    assert text == "\ufffd" * 500
+    assert max(decoded) <= 20
+
+
+def test_literal_replacement_characters_are_text_like_any_other() -> None:
+    tokens = encode(BYTE_LEVEL, "a\ufffd\ufffdb\ufffd")
+    assert "".join(pieces(BYTE_LEVEL, tokens)) == "a\ufffd\ufffdb\ufffd"
+
+
+def test_a_long_text_is_decoded_in_short_windows() -> None:
+    longest = 0
+    vocabulary = Vocabulary.of(BYTE_LEVEL)
+
+    def decode(tokens: Any) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return vocabulary.decode(tokens)
+
+    detokenizer = Detokenizer(Vocabulary(decode, vocabulary.special, vocabulary.size))
+    text = "naïve 你好 👋🏽 the " * 50
+    assert "".join([detokenizer.push(t) for t in encode(BYTE_LEVEL, text)]) + detokenizer.flush() == text
+    assert longest <= 24

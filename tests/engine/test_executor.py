@@ -1,0 +1,84 @@
+"""What every executor keeps. A new one joins by a parameter of the fixture `executor`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from mlx_ring.core.errors import RingError
+from mlx_ring.engine.executor import Executor, RankId
+from mlx_ring.engine.twin import TwinExecutor
+from mlx_ring.rpc.protos import step_pb2
+
+MakeExecutor = Callable[[], Executor]
+STEPS = 5
+
+
+@pytest.fixture(params=[lambda: TwinExecutor((1, 2))], ids=["twin"])
+def make_executor(request: pytest.FixtureRequest) -> MakeExecutor:
+    """Makes an executor over two stages or more, inside a running event loop."""
+    return request.param
+
+
+class Recorder:
+    """Keeps what it hears, and says when every rank has answered every step."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.heard: list[step_pb2.StepDone] = []
+        self.complete = asyncio.Event()
+        self.sending = False
+        self._expected = STEPS * len(executor.ranks)
+
+    def answered(self, done: step_pb2.StepDone) -> None:
+        assert not self.sending
+        self.heard.append(done)
+        if len(self.heard) == self._expected:
+            self.complete.set()
+
+    def failed(self, error: RingError) -> None:
+        raise error
+
+
+def record(make_executor: MakeExecutor) -> tuple[Executor, list[step_pb2.StepDone]]:
+    """Every answer to a few steps that say nothing but `reset`."""
+
+    async def run() -> tuple[Executor, list[step_pb2.StepDone]]:
+        executor = make_executor()
+        recorder = Recorder(executor)
+        executor.set_listener(recorder)
+        reset = step_pb2.CacheOperation(reset=step_pb2.Reset())
+        recorder.sending = True
+        for number in range(1, STEPS + 1):
+            executor.send(step_pb2.Step(instance="demo", epoch=1, step=number, operations=[reset]))
+        recorder.sending = False
+        await recorder.complete.wait()
+        return executor, recorder.heard
+
+    return asyncio.run(run())
+
+
+def test_every_rank_answers_every_step_once(make_executor: MakeExecutor) -> None:
+    executor, heard = record(make_executor)
+    answers = Counter((done.step, RankId(done.stage, done.rank)) for done in heard)
+    assert answers == {(step, rank): 1 for step in range(1, STEPS + 1) for rank in executor.ranks}
+
+
+def test_each_rank_answers_in_stream_order(make_executor: MakeExecutor) -> None:
+    executor, heard = record(make_executor)
+    for rank in executor.ranks:
+        steps = [done.step for done in heard if (done.stage, done.rank) == rank]
+        assert steps == list(range(1, STEPS + 1))
+
+
+def test_an_answer_says_whose_it_is(make_executor: MakeExecutor) -> None:
+    _, heard = record(make_executor)
+    assert {(done.instance, done.epoch) for done in heard} == {("demo", 1)}
+
+
+def test_ranks_are_in_order_of_stage_and_rank(make_executor: MakeExecutor) -> None:
+    executor, _ = record(make_executor)
+    assert list(executor.ranks) == sorted(executor.ranks)
+    assert executor.ranks[0] == RankId(0, 0)

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_ring.engine.stops import StopMatcher
+
+LETTERS = st.text("ab", max_size=30)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
+
+
+def cut(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
+    """All text that gets out, and the stop string that ended it."""
+    matcher = StopMatcher(stops)
+    out = ""
+    for piece in pieces:
+        text, match = matcher.push(piece)
+        out += text
+        if match is not None:
+            return out, match
+    return out + matcher.flush(), None
+
+
+def cut_plainly(stops: list[str], text: str) -> tuple[str, str | None]:
+    """The same by the definition: the first end of any stop string, and there the longest."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            stop = max(complete, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+@given(STOPS, st.lists(LETTERS, max_size=8))
+def test_text_is_cut_alike_however_it_is_split(stops: list[str], pieces: list[str]) -> None:
+    assert cut(stops, pieces) == cut_plainly(stops, "".join(pieces))
+
+
+@given(STOPS, st.lists(LETTERS, max_size=8))
+def test_only_what_may_become_a_stop_string_is_held_back(stops: list[str], pieces: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    given_text = out = ""
+    for piece in pieces:
+        text, match = matcher.push(piece)
+        given_text, out = given_text + piece, out + text
+        if match is not None:
+            return
+        held = given_text[len(out) :]
+        assert not held or any(len(held) < len(stop) and stop.startswith(held) for stop in stops)
+
+
+def test_a_stop_string_may_span_many_pieces() -> None:
+    assert cut(["</end>"], ["a <", "/", "e", "nd", "> b"]) == ("a ", "</end>")
+
+
+def test_a_beginning_that_breaks_off_comes_out() -> None:
+    matcher = StopMatcher(["</end>"])
+    assert matcher.push("a </en") == ("a ", None)
+    assert matcher.push("try") == ("</entry", None)
+
+
+@pytest.mark.parametrize("stops", [[], [""]])
+def test_without_stop_strings_all_text_passes_at_once(stops: list[str]) -> None:
+    assert StopMatcher(stops).push("text") == ("text", None)
