@@ -8,43 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.worker.sampler import reference
+from tests.worker.sampler.strategies import VOCABULARY, sampler_rows
 
 from mlx_ring.core.errors import RequestError
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.sampler import Parameters, SamplerRow, sample
-
-VOCABULARY = 300
-EOS = frozenset({0, 7})
-
-parameters = st.builds(
-    Parameters,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 3.0]),
-    top_p=st.sampled_from([1.0, 0.5, 0.9, 0.999]),
-    top_k=st.sampled_from([0, 1, 5, 40, 299, 10_000]),
-    min_p=st.sampled_from([0.0, 0.05, 0.5]),
-    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
-    presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.25]),
-    logit_bias=st.dictionaries(
-        st.integers(0, VOCABULARY - 1), st.floats(-100, 100, width=32), max_size=4
-    ).map(lambda bias: tuple(sorted(bias.items()))),
-    min_tokens=st.sampled_from([0, 3, 30]),
-)
-
-
-@st.composite
-def sampler_rows(draw: st.DrawFn) -> SamplerRow:
-    tokens = draw(st.lists(st.integers(0, VOCABULARY + 5), min_size=1, max_size=20))
-    position = draw(st.integers(1, len(tokens)))
-    return SamplerRow(
-        sampling=draw(parameters),
-        seed=draw(st.integers(0, 2**64 - 1)),
-        position=position,
-        tokens=tokens,
-        prompt_length=draw(st.integers(1, position)),
-        eos=EOS,
-    )
-
 
 GREEDY = Parameters()
 
@@ -127,6 +95,25 @@ def test_frequencies_follow_the_exact_probabilities(sampling: Parameters) -> Non
     chi_square = ((seen - expected) ** 2 / expected).sum()
     freedom = len(expected) - 1
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def test_top_p_counts_the_mass_that_top_k_left_beside_a_row_without_top_k() -> None:
+    # Of eight equal tokens two are left, and half of their mass is the first alone.
+    narrow = Parameters(temperature=1.0, top_k=2, top_p=0.5)
+    wide = Parameters(temperature=1.0, top_p=0.5)
+    logits = mx.repeat(mx.zeros((1, 8)), 200, axis=0)
+    tokens = drawn(logits, *(row(narrow if seed % 2 else wide, seed) for seed in range(200)))
+    assert set(tokens[1::2]) == {0}
+    assert set(tokens[::2]) == {0, 1, 2, 3}
+
+
+def test_top_p_counts_the_mass_that_min_p_left() -> None:
+    # The second token has 0.4 of the first's weight: half of the mass is the first alone only without the rest.
+    logits = mx.repeat(mx.log(mx.array([[1.0, 0.4, 0.3, 0.3, 0.3]])), 200, axis=0)
+    both = Parameters(temperature=1.0, min_p=0.35, top_p=0.6)
+    assert set(drawn(logits, *(row(both, seed) for seed in range(200)))) == {0}
+    without = Parameters(temperature=1.0, top_p=0.6)
+    assert set(drawn(logits, *(row(without, seed) for seed in range(200)))) == {0, 1}
 
 
 def test_successive_positions_and_seeds_are_not_correlated() -> None:

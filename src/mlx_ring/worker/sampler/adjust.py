@@ -68,14 +68,11 @@ def _collect(edits: _Edits, offset: int, vocabulary: int, row: SamplerRow) -> No
         answer.update(row.tokens[row.prompt_length : row.position])
     if sampling.repetition_penalty != 1.0:
         repeated.update(row.tokens[: row.position])
-    for token in sorted(bias.keys() | barred | answer.keys() | repeated):
-        if not 0 <= token < vocabulary:
-            continue
-        count = answer[token]
-        edits.place.append(offset + token)
-        edits.bias.append(bias.get(token, 0.0))
-        edits.factor.append(sampling.repetition_penalty if token in repeated else 1.0)
-        edits.penalty.append(
-            sampling.frequency_penalty * count + (sampling.presence_penalty if count else 0.0)
-        )
-        edits.barred.append(token in barred)
+    changed = repeated | answer.keys() | bias.keys() | barred
+    tokens = [token for token in changed if 0 <= token < vocabulary]
+    edits.place += [offset + token for token in tokens]
+    edits.bias += [bias.get(token, 0.0) for token in tokens]
+    edits.factor += [sampling.repetition_penalty if token in repeated else 1.0 for token in tokens]
+    frequency, presence = sampling.frequency_penalty, sampling.presence_penalty
+    edits.penalty += [frequency * answer[token] + presence if token in answer else 0.0 for token in tokens]
+    edits.barred += [token in barred for token in tokens]
