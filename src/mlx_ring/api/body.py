@@ -1,0 +1,199 @@
+"""Request bodies: JSON whatever the Content-Type says, read with limits, checked against a schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from mlx_ring.core.errors import BodyTooLarge, RequestError
+
+_DEEPEST = 64
+"""Levels of lists and objects in a body; no field needs more than a dozen."""
+_DRAIN = 4
+"""A body over the limit is read on, and dropped, to this many times the limit: a client that is
+still sending when the connection closes would see a broken pipe and not the answer."""
+_SHOWN = 60
+"""Characters of a wrong value that an error repeats."""
+_WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
+"""Clients send these (and `prompt_cache_...`), and they promise nothing about the answer."""
+_SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Number|Tuple|Object)\b")
+
+
+class Body(BaseModel):
+    """Base of every request: JSON's own types, nothing converted, nothing unknown."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+async def read_body(request: Request, schema: type[BodyT], max_bytes: int) -> BodyT:
+    """The request's body as `schema`.
+
+    Raises:
+        BodyTooLarge: longer than `max_bytes`.
+        RequestError: not JSON, or not what the schema says; names the field.
+    """
+    value = parse_json(await _read_bytes(request, max_bytes))
+    if not isinstance(value, dict):
+        raise RequestError(f"The body must be a JSON object, not {_show(value)}.")
+    fields = cast("dict[str, object]", value)
+    fields = {name: given for name, given in fields.items() if not _has_no_effect(name)}
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as error:
+        raise _first_error(error, fields) from None
+
+
+def parse_json(data: bytes) -> object:
+    """Strict JSON in UTF-8: no NaN, no infinity, no half of a surrogate pair, no bottomless nesting."""
+    try:
+        value: object = json.loads(data.decode(), parse_constant=_refuse_constant, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"The body is not UTF-8: byte {error.start} is wrong.") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(
+            f"The body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})."
+        ) from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
+        raise RequestError("The body holds a number with too many digits.") from None
+    if data.count(b"[") + data.count(b"{") > _DEEPEST or b"\\u" in data:
+        _check_inside(value)
+    return value
+
+
+async def _read_bytes(request: Request, max_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= max_bytes:
+            chunks.append(chunk)
+        elif size > max_bytes * _DRAIN:
+            break
+    if size > max_bytes:
+        raise BodyTooLarge(f"The body is over {max_bytes} bytes, the most this server reads.")
+    return b"".join(chunks)
+
+
+def _refuse_constant(name: str) -> float:
+    raise RequestError(f"The body holds {name}, which is not JSON; give a finite number.")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise RequestError(f"The number {_cut(digits)} is too large.")
+    return value
+
+
+def _check_inside(value: object) -> None:
+    """Walk the value without recursion; what is wrong is named by its path."""
+    pending: list[tuple[tuple[int | str, ...], object]] = [((), value)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, str):
+            _check_text(value, path)
+        elif isinstance(value, list | dict):
+            if len(path) >= _DEEPEST:
+                raise _too_deep()
+            children = _children(cast("list[object] | dict[str, object]", value))
+            pending.extend(((*path, key), inner) for key, inner in children)
+
+
+def _children(value: list[object] | dict[str, object]) -> Iterator[tuple[int | str, object]]:
+    if isinstance(value, list):
+        return iter(enumerate(value))
+    for key in value:
+        _check_text(key, ())
+    return iter(value.items())
+
+
+def _check_text(text: str, path: tuple[int | str, ...]) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        place = f"'{join_path(path)}'" if path else "A name in the body"
+        raise RequestError(
+            f"{place} holds \\u{code:04x}, half of a surrogate pair, which is no character; leave it out.",
+            param=join_path(path) or None,
+        ) from None
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"The body is nested more than {_DEEPEST} levels deep.")
+
+
+def _has_no_effect(name: str) -> bool:
+    return name in _WITHOUT_EFFECT or name.startswith("prompt_cache_")
+
+
+def _first_error(error: ValidationError, body: object) -> RequestError:
+    detail = error.errors(include_url=False)[0]
+    path = join_path(_real_path(detail, body))
+    return RequestError(_sentence(detail, path), param=path or None)
+
+
+def _real_path(detail: ErrorDetails, body: object) -> tuple[int | str, ...]:
+    """Where in the body the error is: pydantic's location less the tags of unions."""
+    path: list[int | str] = []
+    last = len(detail["loc"]) - 1
+    for place, step in enumerate(detail["loc"]):
+        if isinstance(body, dict) and step in body:
+            body = cast("dict[object, object]", body)[step]
+        elif isinstance(body, list) and isinstance(step, int):
+            body = cast("list[object]", body)[step]
+        elif not (detail["type"] == "missing" and place == last):
+            continue
+        path.append(step)
+    return tuple(path)
+
+
+def _sentence(detail: ErrorDetails, path: str) -> str:
+    match detail["type"]:
+        case "missing":
+            return f"'{path}' is missing."
+        case "extra_forbidden":
+            return f"'{path}' is not supported; leave it out."
+        case "unsupported":
+            return f"'{path}' {detail['msg']}"
+        case "union_tag_invalid" | "union_tag_not_found":
+            context = detail.get("ctx", {})
+            field = str(context.get("discriminator", "")).strip("'")
+            known = context.get("expected_tags", "one that this server knows")
+            return f"'{path}.{field}' should be one of {known}, not {_show(context.get('tag'))}."
+        case _:
+            subject = f"'{path}'" if path else "The body"
+            text = _SUBJECT.sub(subject, detail["msg"]).rstrip(".")
+            if not text.startswith(subject):
+                text = f"{subject}: {text}"
+            given = "" if ", not " in text else f", not {_show(detail['input'])}"
+            return f"{text}{given}."
+
+
+def join_path(path: tuple[int | str, ...]) -> str:
+    """`messages[0].content`, as OpenAI writes it."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return _cut(text.removeprefix("."))
+
+
+def _show(value: object) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    return _cut(json.dumps(value, default=str, ensure_ascii=False))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

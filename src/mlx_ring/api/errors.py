@@ -1,0 +1,115 @@
+"""Errors over HTTP: the one place where the exception tree becomes status codes and OpenAI's error body."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from mlx_ring.core import errors
+from mlx_ring.core.errors import RequestError, RingError
+
+log = logging.getLogger(__name__)
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+CLIENT_GONE = 499
+"""Status of answers that nobody reads, for the log (nginx's number)."""
+_NOT_FOUND = 404
+_METHOD_NOT_ALLOWED = 405
+_SERVER_TROUBLE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    status: int
+    type: str
+    code: str | None = None
+
+
+_REPLIES: Mapping[type[RingError], _Reply] = {
+    RequestError: _Reply(400, INVALID),
+    errors.ContextExceeded: _Reply(400, INVALID, "context_length_exceeded"),
+    errors.UnknownModel: _Reply(404, INVALID, "model_not_found"),
+    errors.Refused: _Reply(403, INVALID, "foreign_request"),
+    errors.BodyTooLarge: _Reply(413, INVALID, "body_too_large"),
+    errors.Overloaded: _Reply(429, "rate_limit_error", "overloaded"),
+    errors.NotReady: _Reply(503, SERVER, "not_ready"),
+    errors.WorkerLost: _Reply(503, SERVER, "worker_lost"),
+    errors.WorkerStuck: _Reply(503, SERVER, "worker_stuck"),
+    errors.StaleMessage: _Reply(503, SERVER, "stale_message"),
+    errors.StepFailed: _Reply(500, SERVER, "step_failed"),
+    RingError: _Reply(500, SERVER, "internal_error"),
+}
+_PASSING = (errors.NotReady, errors.Overloaded, errors.StaleMessage)
+"""Worth another try; clients are told not to repeat what ends in any other 5xx."""
+
+
+def error_body(error: Exception) -> dict[str, dict[str, object]]:
+    """OpenAI's error body. What is not of our tree shows nothing of its inside."""
+    reply = _reply_to(error)
+    if not isinstance(error, RingError):
+        return _body("The server failed on this request; its log says why.", reply)
+    body = _body(str(error), reply, error.param if isinstance(error, RequestError) else None)
+    if isinstance(error, errors.ContextExceeded):
+        body["error"] |= {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
+    return body
+
+
+def error_response(error: Exception) -> Response:
+    """The whole HTTP answer to an error."""
+    status = _reply_to(error).status
+    headers: dict[str, str] = {}
+    if status >= _SERVER_TROUBLE and not isinstance(error, _PASSING):
+        headers["x-should-retry"] = "false"
+    if isinstance(error, errors.Overloaded):
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    return JSONResponse(error_body(error), status, headers)
+
+
+def log_failure(error: Exception, request_id: str) -> None:
+    """Note the service's own trouble; a client's mistake is its own business."""
+    if not isinstance(error, RingError):
+        log.error("request %s failed", request_id, exc_info=error)
+    elif _reply_to(error).status >= _SERVER_TROUBLE:
+        log.warning("request %s failed: %s", request_id, error)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every error that leaves a route, and every unknown path, OpenAI's body."""
+
+    def on_ring_error(request: Request, error: Exception) -> Response:
+        log_failure(error, request.scope.get("request_id", "-"))
+        return error_response(error)
+
+    def on_http_error(request: Request, error: Exception) -> Response:
+        if not isinstance(error, HTTPException):
+            raise error
+        path = request.url.path
+        if error.status_code == _NOT_FOUND:
+            message = f"There is no {path} here; GET / lists the endpoints."
+            body = _body(message, _Reply(_NOT_FOUND, INVALID, "unknown_url"))
+        elif error.status_code == _METHOD_NOT_ALLOWED:
+            message = f"{path} does not take {request.method}; GET / lists the endpoints and their methods."
+            body = _body(message, _Reply(_METHOD_NOT_ALLOWED, INVALID, "method_not_allowed"))
+        else:
+            body = _body(str(error.detail), _Reply(error.status_code, INVALID))
+        return JSONResponse(body, error.status_code, error.headers)
+
+    app.add_exception_handler(RingError, on_ring_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+
+
+def _reply_to(error: Exception) -> _Reply:
+    for kind in type(error).__mro__:
+        if kind in _REPLIES:
+            return _REPLIES[kind]
+    return _REPLIES[RingError]
+
+
+def _body(message: str, reply: _Reply, param: str | None = None) -> dict[str, dict[str, object]]:
+    return {"error": {"message": message, "type": reply.type, "param": param, "code": reply.code}}

@@ -1,0 +1,179 @@
+"""The answers of one HTTP request: several sequences side by side, as one stream, and what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from mlx_ring.api.service import ServingEngine
+from mlx_ring.core.errors import ContextExceeded, NotReady, ProtocolError, RingError
+from mlx_ring.core.types import FinishReason, TokenLogprob
+from mlx_ring.engine.sequence import GenerateRequest
+from mlx_ring.engine.streams import Delta, RequestStream, RequestTimings
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A delta of the answer with that index."""
+
+    index: int
+    delta: Delta
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer, put together."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    timings: RequestTimings | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.prompt_tokens = delta.prompt_tokens
+        self.completion_tokens = delta.completion_tokens
+        self.cached_tokens = delta.cached_tokens
+        self.finish_reason = delta.finish_reason
+        self.timings = delta.timings
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+
+
+class Generation:
+    """Runs the sequences of one request. Leaving `async with` stops those that have not ended."""
+
+    def __init__(self, engine: ServingEngine, requests: Sequence[GenerateRequest], prompt_field: str) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._prompt_field = prompt_field
+        self._streams: list[RequestStream] = []
+        self._readers: list[asyncio.Task[None]] = []
+        self._arrived: list[Piece] = []
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
+        self.answers = [Answer() for _ in requests]
+
+    async def __aenter__(self) -> Self:
+        """Raises the `RingError` with which the engine refuses one of the sequences."""
+        try:
+            for request in self._requests:
+                self._streams.append(self._engine.submit(request))
+        except RingError as error:
+            await self._stop()
+            if isinstance(error, ContextExceeded):
+                error.param = self._prompt_field
+            raise
+        self._readers = [
+            asyncio.create_task(self._read(index, stream)) for index, stream in enumerate(self._streams)
+        ]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop()
+
+    async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:
+        """What has arrived since the last batch, until every answer has ended.
+
+        An empty batch says that nothing came for `quiet_s` seconds.
+
+        Raises:
+            RingError: what ended one of the sequences, after what came before it.
+        """
+        open_answers = len(self.answers)
+        while open_answers:
+            await self._wait(quiet_s)
+            batch, self._arrived = self._arrived, []
+            for piece in batch:
+                self.answers[piece.index].add(piece.delta)
+                open_answers -= piece.delta.finish_reason is not None
+            if batch or self._failure is None:
+                yield batch
+            if self._failure is not None and not self._arrived:
+                raise self._failure
+
+    async def run(self) -> list[Answer]:
+        """All the answers, when they have ended."""
+        async for _ in self.batches():
+            pass
+        return self.answers
+
+    async def _wait(self, quiet_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(quiet_s):
+                await self._news.wait()
+        except TimeoutError:
+            return
+        self._news.clear()
+
+    async def _read(self, index: int, stream: RequestStream) -> None:
+        try:
+            async for delta in stream:
+                _check_end(delta)
+                self._arrived.append(Piece(index, delta))
+                self._news.set()
+                if delta.finish_reason is not None:
+                    return
+            failure: Exception = ProtocolError("An answer stopped without saying why.")
+        except Exception as error:  # noqa: BLE001 - whoever reads `batches` raises it
+            failure = error
+        self._failure = self._failure or failure
+        self._news.set()
+
+    async def _stop(self) -> None:
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        for stream in self._streams:
+            await stream.aclose()
+
+
+def _check_end(delta: Delta) -> None:
+    """The two reasons that are no answer's end."""
+    if delta.finish_reason == "abort":
+        raise NotReady("The server stopped this answer.")
+    if delta.finish_reason == "error":
+        raise RingError("The answer ended with an error.")
+
+
+def usage(answers: Sequence[Answer], answers_per_prompt: int) -> dict[str, object]:
+    """OpenAI's count of tokens: each prompt once, every answer."""
+    prompts = answers[::answers_per_prompt]
+    prompt_tokens = sum(answer.prompt_tokens for answer in prompts)
+    completion_tokens = sum(answer.completion_tokens for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def performance(answers: Iterable[Answer]) -> dict[str, float | None]:
+    """Seconds, and tokens per second.
+
+    Of several answers, which share the machine, it is the longest times and the tokens of all.
+    The first token of each belongs to its prompt's time.
+    """
+    timed = [(answer, answer.timings) for answer in answers if answer.timings is not None]
+    prompt_s = max((timings.prefill_s for _, timings in timed), default=0.0)
+    generation_s = max((timings.decode_s for _, timings in timed), default=0.0)
+    prompt_tokens = sum(answer.prompt_tokens - answer.cached_tokens for answer, _ in timed)
+    generated = sum(max(0, answer.completion_tokens - 1) for answer, _ in timed)
+    return {
+        "queue_s": max((timings.queue_s for _, timings in timed), default=0.0),
+        "prompt_s": prompt_s,
+        "generation_s": generation_s,
+        "prompt_tokens_per_second": prompt_tokens / prompt_s if prompt_s > 0 else None,
+        "generation_tokens_per_second": generated / generation_s if generation_s > 0 else None,
+    }

@@ -1,0 +1,141 @@
+"""What stands before every route: who may ask, a request id, and a last net for what nobody expected.
+
+A page in a browser can make requests to a server on the same machine, and by rebinding a
+name of its own to 127.0.0.1 it can read the answers. Such requests carry the page's `Origin`
+or its name in `Host`; both are refused unless they are ours.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_ring.api.errors import error_response, log_failure
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.errors import Refused
+
+_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+_EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised here, bound elsewhere
+
+
+class Guard:
+    """ASGI middleware round the whole application."""
+
+    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._hosts = _LOCAL | set(map(_bare, settings.allowed_hosts)) | {_bare(settings.host)}
+        self._origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope["request_id"] = f"req_{secrets.token_hex(12)}"
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        started = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                _add_headers(MutableHeaders(scope=message), request_id, origin)
+            await send(message)
+
+        try:
+            self._check(headers)
+            if origin is not None and _is_preflight(scope, headers):
+                await _preflight_response(headers)(scope, receive, send_named)
+            else:
+                await self._app(scope, receive, send_named)
+        except ClientDisconnect:
+            pass
+        except Refused as error:
+            origin = None
+            await error_response(error)(scope, receive, send_named)
+        except Exception as error:
+            log_failure(error, request_id)
+            if started:
+                raise
+            await error_response(error)(scope, receive, send_named)
+
+    def _check(self, headers: Headers) -> None:
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and not self._is_ours(_hostname(f"//{host}")):
+            raise Refused(
+                f"Host '{host}' is not a name of this server; start it with this host allowed, "
+                f"or use one of {_listed(self._hosts)}."
+            )
+        if origin is not None and not self._is_allowed_origin(origin):
+            raise Refused(f"Origin '{origin}' may not use this server; start it with this origin allowed.")
+
+    def _is_allowed_origin(self, origin: str) -> bool:
+        host = _hostname(origin)
+        return (
+            "*" in self._origins
+            or origin.rstrip("/").lower() in self._origins
+            or (host is not None and (host in self._origins or self._is_ours(host)))
+        )
+
+    def _is_ours(self, host: str | None) -> bool:
+        if host is None:
+            return False
+        if "*" in self._hosts or host in self._hosts:
+            return True
+        return _bare(self._settings.host) in _EVERY_ADDRESS and _is_address(host)
+
+
+def _add_headers(headers: MutableHeaders, request_id: str, origin: str | None) -> None:
+    headers["x-request-id"] = request_id
+    if origin is not None:
+        headers["access-control-allow-origin"] = origin
+        headers["access-control-expose-headers"] = "x-request-id"
+        headers.add_vary_header("origin")
+
+
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+
+
+def _preflight_response(headers: Headers) -> Response:
+    allowed = {
+        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-headers": headers.get("access-control-request-headers", "content-type"),
+        "access-control-max-age": "600",
+    }
+    return Response(status_code=204, headers=allowed)
+
+
+def _hostname(url: str) -> str | None:
+    """Lower case, without port and brackets; None where there is none."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return None
+    return None if "@" in parts.netloc or parts.hostname is None else _bare(parts.hostname)
+
+
+def _bare(host: str) -> str:
+    return host.strip().strip("[]").rstrip(".").lower()
+
+
+def _is_address(host: str) -> bool:
+    """An address cannot be rebound: behind one there is no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _listed(hosts: Iterable[str]) -> str:
+    return ", ".join(sorted(hosts))

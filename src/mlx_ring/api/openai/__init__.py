@@ -1,0 +1,1 @@
+"""Routes as OpenAI has them."""

@@ -1,0 +1,155 @@
+"""From sequences to an HTTP answer, whole or streamed: what chat and completions share."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from mlx_ring.api.connection import while_connected
+from mlx_ring.api.errors import error_body, log_failure
+from mlx_ring.api.generation import Answer, Generation, performance, usage
+from mlx_ring.api.service import ServingEngine
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.sequence import GenerateRequest
+from mlx_ring.engine.streams import Delta
+
+_DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
+
+Json = dict[str, object]
+
+
+class Writer(Protocol):
+    """How one endpoint writes its choices. A streamed choice is `opening`, `piece`s, `closing`."""
+
+    def opening(self, index: int) -> Json | None: ...
+    def piece(self, index: int, delta: Delta) -> Json | None:
+        """None: nothing to say of this delta."""
+        ...
+
+    def closing(self, index: int, delta: Delta) -> Json: ...
+    def whole(self, index: int, answer: Answer) -> Json: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """All that is to be done for one HTTP request."""
+
+    id: str
+    model: str
+    object: str
+    chunk_object: str
+    prompts: Sequence[tuple[int, ...]]
+    sampling: Sequence[SamplingParams]
+    """Of the answers to each prompt."""
+    prompt_field: str
+    """What the request calls the prompt, for errors."""
+    prompt_logprobs: int | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def generation(self, engine: ServingEngine) -> Generation:
+        """Answers in order: those to the first prompt, those to the second, and so on."""
+        pairs = [(prompt, params) for prompt in self.prompts for params in self.sampling]
+        requests = [
+            GenerateRequest(f"{self.id}-{index}", prompt, params, self.prompt_logprobs)
+            for index, (prompt, params) in enumerate(pairs)
+        ]
+        return Generation(engine, requests, self.prompt_field)
+
+    def body(self, kind: str, choices: Sequence[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def costs(self, answers: Sequence[Answer]) -> Json:
+        return {"usage": usage(answers, len(self.sampling)), "performance": performance(answers)}
+
+
+async def answer_whole(request: Request, engine: ServingEngine, task: Task, writer: Writer) -> Response:
+    """Every choice in one body, when all have ended; stops at once when the client leaves."""
+    answers = await while_connected(request.receive, run_task(engine, task))
+    choices = [writer.whole(index, answer) for index, answer in enumerate(answers)]
+    return JSONResponse(task.body(task.object, choices) | task.costs(answers))
+
+
+async def run_task(engine: ServingEngine, task: Task) -> list[Answer]:
+    """All the answers; being cancelled stops them."""
+    async with task.generation(engine) as generation:
+        return await generation.run()
+
+
+class AnswerStream(Response):
+    """Server-sent events. Ends with `[DONE]`, or with an event that holds an error."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, engine: ServingEngine, task: Task, writer: Writer, *, usage_chunk: bool, keep_alive_s: float
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._engine = engine
+        self._task = task
+        self._writer = writer
+        self._usage_chunk = usage_chunk
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What the engine refuses is raised before the first byte, and so gets its own status."""
+        await while_connected(receive, self._send(scope, send))
+
+    async def _send(self, scope: Scope, send: Send) -> None:
+        async with self._task.generation(self._engine) as generation:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async with aclosing(self._events(generation)) as events:
+                    async for data in events:
+                        if data:
+                            await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Exception as error:  # noqa: BLE001 - the status is out: the stream itself must say it
+                log_failure(error, scope.get("request_id", "-"))
+                await send(
+                    {"type": "http.response.body", "body": _event(error_body(error)), "more_body": True}
+                )
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[bytes]:
+        writer = self._writer
+        yield self._chunks(writer.opening(index) for index in range(len(generation.answers)))
+        async with aclosing(generation.batches(self._keep_alive_s)) as batches:
+            async for batch in batches:
+                choices: list[Json | None] = []
+                for piece in batch:
+                    choices.append(writer.piece(piece.index, piece.delta))
+                    if piece.delta.finish_reason is not None:
+                        choices.append(writer.closing(piece.index, piece.delta))
+                yield self._chunks(choices) if batch else _KEEP_ALIVE
+        if self._usage_chunk:
+            yield _event(self._task.body(self._task.chunk_object, []) | self._task.costs(generation.answers))
+        yield _DONE
+
+    def _chunks(self, choices: Iterable[Json | None]) -> bytes:
+        """One event for each choice that has something to say."""
+        usage_field: Json = {"usage": None} if self._usage_chunk else {}
+        return b"".join(
+            _event(self._task.body(self._task.chunk_object, [choice]) | usage_field)
+            for choice in choices
+            if choice is not None
+        )
+
+
+def _event(value: Mapping[str, object]) -> bytes:
+    """In ASCII: some clients take U+2028 and its like for the end of a line."""
+    return b"data: %s\n\n" % json.dumps(value, separators=(",", ":")).encode()

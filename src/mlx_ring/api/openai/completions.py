@@ -1,0 +1,217 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, cast
+
+from fastapi import APIRouter, Request
+from pydantic import Discriminator, Field, Tag
+from starlette.responses import Response
+
+from mlx_ring.api.generation import Answer
+from mlx_ring.api.openai.answering import AnswerStream, Json, Task, answer_whole
+from mlx_ring.api.openai.chat import finite_logprob
+from mlx_ring.api.openai.sampling import (
+    AnswerFields,
+    check_model,
+    check_stream_options,
+    finish_reason,
+    sampling_params,
+    with_derived_seed,
+)
+from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openapi import documented
+from mlx_ring.api.routes import ApiContext
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.types import TokenLogprob
+from mlx_ring.engine.streams import Delta
+
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+_MOST_ANSWERS = 128
+"""Prompts times `n`, in one request."""
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+def _prompt_kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = cast("list[object]", value)[0] if value else 0
+    return "texts" if isinstance(first, str) else "ids" if isinstance(first, list) else "tokens"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(min_length=1, max_length=_MOST_ANSWERS), Tag("texts")]
+    | Annotated[list[TokenId], Field(min_length=1), Tag("tokens")]
+    | Annotated[
+        list[Annotated[list[TokenId], Field(min_length=1)]],
+        Field(min_length=1, max_length=_MOST_ANSWERS),
+        Tag("ids"),
+    ],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt",
+        custom_error_message="Input should be a string, a list of strings, token ids or a list of such lists",
+    ),
+]
+
+
+class CompletionRequest(AnswerFields):
+    prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0: the prompt alone, with `echo`."""
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+
+
+def routes(context: ApiContext) -> APIRouter:
+    router = APIRouter()
+
+    async def completions(request: Request) -> Response:
+        fields = await context.read(request, CompletionRequest)
+        service = context.service
+        check_model(fields.model, service)
+        check_stream_options(fields)
+        _check_counts(fields)
+        max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+        sampling = sampling_params(fields, service, max_tokens=max_tokens, top_logprobs=fields.logprobs)
+        engine = context.engine()
+        prompts = [
+            (await context.prompts.encode(service.tokenizer, prompt))
+            if isinstance(prompt, str)
+            else tuple(prompt)
+            for prompt in _each(fields.prompt)
+        ]
+        task = Task(
+            id=f"cmpl-{secrets.token_hex(12)}",
+            model=service.model_id,
+            object="text_completion",
+            chunk_object="text_completion",
+            prompts=prompts,
+            sampling=[with_derived_seed(sampling, choice) for choice in range(fields.n or 1)],
+            prompt_field="prompt",
+            prompt_logprobs=fields.logprobs if fields.echo else None,
+        )
+        writer = CompletionWriter(context, fields, prompts)
+        if fields.stream:
+            return AnswerStream(
+                engine,
+                task,
+                writer,
+                usage_chunk=fields.wants_usage_chunk,
+                keep_alive_s=context.settings.keep_alive_s,
+            )
+        return await answer_whole(request, engine, task, writer)
+
+    for path in ("/v1/completions", "/completions"):
+        documented(router, path, completions, CompletionRequest)
+    return router
+
+
+class CompletionWriter:
+    """Choices with text; with `echo` the prompt's text goes first, and its log-probabilities too."""
+
+    def __init__(
+        self, context: ApiContext, fields: CompletionRequest, prompts: Sequence[tuple[int, ...]]
+    ) -> None:
+        self._texts = TokenTexts(context.service.tokenizer)
+        self._logprobs = fields.logprobs is not None
+        self._prompts = [tokens for tokens in prompts for _ in range(fields.n or 1)]
+        self._echoes = [
+            self._echo(prompt, context) if fields.echo else ""
+            for prompt in _each(fields.prompt)
+            for _ in range(fields.n or 1)
+        ]
+        self._offsets = [0] * len(self._prompts)
+        """Characters of each choice that its scored tokens have covered."""
+
+    def opening(self, index: int) -> Json | None:
+        """The echo goes out at once, or where it is scored with the first delta."""
+        echo = self._echoes[index]
+        return None if not echo or self._logprobs else _choice(index, echo)
+
+    def piece(self, index: int, delta: Delta) -> Json | None:
+        scored = self._scored(index, delta.prompt_logprobs, delta.logprobs)
+        text = delta.text if delta.prompt_logprobs is None else self._echoes[index] + delta.text
+        if not text and (scored is None or not scored["tokens"]):
+            return None
+        return _choice(index, text, scored)
+
+    def closing(self, index: int, delta: Delta) -> Json:
+        return _choice(index, "") | {"finish_reason": finish_reason(delta.finish_reason)}
+
+    def whole(self, index: int, answer: Answer) -> Json:
+        scored = self._scored(index, answer.prompt_logprobs, answer.logprobs)
+        text = self._echoes[index] + answer.text
+        return _choice(index, text, scored) | {"finish_reason": finish_reason(answer.finish_reason)}
+
+    def _echo(self, prompt: str | Sequence[int], context: ApiContext) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return context.service.tokenizer.decode(
+            list(prompt), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def _scored(
+        self,
+        index: int,
+        prompt: Sequence[TokenLogprob | None] | None,
+        answer: Sequence[TokenLogprob],
+    ) -> Json | None:
+        if not self._logprobs:
+            return None
+        pairs = list(zip(self._prompts[index], prompt or (), strict=False))
+        pairs += [(scored.token, scored) for scored in answer]
+        names = [self._texts[token].name for token, _ in pairs]
+        offsets: list[int] = []
+        for token, _ in pairs:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(self._texts[token].text)
+        return {
+            "text_offset": offsets,
+            "tokens": names,
+            "token_logprobs": [
+                None if scored is None else finite_logprob(scored.logprob) for _, scored in pairs
+            ],
+            "top_logprobs": [None if scored is None else self._top(scored) for _, scored in pairs],
+        }
+
+    def _top(self, scored: TokenLogprob) -> Json:
+        """The most likely tokens, and the one at hand where it is not among them."""
+        likely = (*scored.top, (scored.token, scored.logprob))
+        return {self._texts[token].name: finite_logprob(logprob) for token, logprob in likely}
+
+
+def _choice(index: int, text: str, logprobs: Json | None = None) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+
+def _each(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [cast("list[int]", prompt)]
+    return cast("list[str | list[int]]", prompt)
+
+
+def _check_counts(fields: CompletionRequest) -> None:
+    n = fields.n or 1
+    if fields.best_of is not None and fields.best_of != n:
+        raise RequestError(
+            f"'best_of' is {fields.best_of} and 'n' is {n}: choosing among answers is not supported.",
+            param="best_of",
+        )
+    answers = n * len(_each(fields.prompt))
+    if answers > _MOST_ANSWERS:
+        raise RequestError(
+            f"'prompt' and 'n' ask for {answers} answers; the most in one request are {_MOST_ANSWERS}.",
+            param="prompt",
+        )

@@ -1,0 +1,149 @@
+"""The conversation: each role's message as OpenAI has it, and as chat templates read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, cast
+
+from pydantic import Discriminator, Field, Tag
+
+from mlx_ring.api.body import Body, parse_json
+from mlx_ring.api.openai.sampling import one_or_many
+from mlx_ring.core.errors import RequestError
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[TextPart], Field(min_length=1), Tag("many")],
+    Discriminator(
+        one_or_many,
+        custom_error_type="one_or_many",
+        custom_error_message="Input should be a string or a list of text parts",
+    ),
+]
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+    """Clients that put a stream together send it back."""
+
+
+class InstructionMessage(Body):
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Body):
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(Body):
+    """Also as SDKs dump an answer, nulls included."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    refusal: str | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    annotations: Annotated[list[object], Field(max_length=0)] | None = None
+    audio: None = None
+
+
+class ToolMessage(Body):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+class FunctionMessage(Body):
+    role: Literal["function"]
+    content: Content
+    name: str
+
+
+Message = Annotated[
+    InstructionMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
+    Field(discriminator="role"),
+]
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """As chat templates read them.
+
+    Text is a string, arguments of calls are objects, and the roles are the four that templates know.
+    """
+    return [_template_message(index, message) for index, message in enumerate(messages)]
+
+
+def _template_message(index: int, message: Message) -> dict[str, object]:
+    if isinstance(message, AssistantMessage):
+        return _assistant(index, message)
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    plain: dict[str, object] = {"role": role, "content": _text(message.content)}
+    if message.name is not None:
+        plain["name"] = message.name
+    if isinstance(message, ToolMessage):
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
+    content = message.refusal if message.content is None else _text(message.content)
+    calls = [_call(call.function, call.id) for call in message.tool_calls or ()]
+    if message.function_call is not None:
+        calls.append(_call(message.function_call, None))
+    if content is None and not calls:
+        raise RequestError(
+            f"'messages[{index}].content' is missing; an assistant message has content or tool calls.",
+            param=f"messages[{index}].content",
+        )
+    plain: dict[str, object] = {"role": "assistant", "content": content or ""}
+    if calls:
+        plain["tool_calls"] = calls
+    if message.name is not None:
+        plain["name"] = message.name
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
+    return plain
+
+
+def _call(function: FunctionCall, call_id: str | None) -> dict[str, object]:
+    named = {} if call_id is None else {"id": call_id}
+    return {
+        **named,
+        "type": "function",
+        "function": {"name": function.name, "arguments": _arguments(function.arguments)},
+    }
+
+
+def _arguments(text: str) -> object:
+    """What a model wrote as arguments may be no JSON; then the template shows it as it is."""
+    try:
+        value = parse_json(text.encode())
+    except RequestError:
+        return text
+    return cast("dict[str, object]", value) if isinstance(value, dict) else text
+
+
+def _text(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,165 @@
+"""The fields that say how tokens are drawn, and what they mean to the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, StringConstraints, Tag
+
+from mlx_ring.api.body import Body
+from mlx_ring.api.service import ModelService
+from mlx_ring.core.errors import RequestError, UnknownModel
+from mlx_ring.core.types import SamplingParams
+
+_LEAST_TOP_P = 1e-6
+"""What 0 means: the most likely token alone. The engine's own 0 is "off"."""
+_MOST_STOPS = 4
+_LONGEST_STOP = 1024
+_HIGHEST_BIAS = 100.0
+
+
+def one_or_many(value: object) -> str | None:
+    """Which side of a string-or-list union a value is on."""
+    return "one" if isinstance(value, str) else "many" if isinstance(value, list) else None
+
+
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=_LONGEST_STOP)]
+Stop = Annotated[
+    Annotated[StopString, Tag("one")]
+    | Annotated[list[StopString], Field(max_length=_MOST_STOPS), Tag("many")],
+    Discriminator(
+        one_or_many,
+        custom_error_type="one_or_many",
+        custom_error_message="Input should be a string or a list of strings",
+    ),
+]
+Count = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class SamplingFields(Body):
+    """What every endpoint that answers with text takes."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """-1 and 0: off."""
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    stop: Stop | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+class AnswerFields(SamplingFields):
+    """What OpenAI's two text endpoints share besides."""
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def check_model(name: str | None, service: ModelService) -> None:
+    """Without a name, the model that is served answers."""
+    if name is not None and name != service.model_id and name not in service.aliases:
+        raise UnknownModel(
+            f"The model '{name}' is not served here; this server has '{service.model_id}'.", param="model"
+        )
+
+
+def check_stream_options(fields: AnswerFields) -> None:
+    if fields.stream_options is not None and not fields.stream:
+        raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
+
+
+def sampling_params(
+    fields: SamplingFields, service: ModelService, *, max_tokens: int | None, top_logprobs: int | None
+) -> SamplingParams:
+    """The engine's parameters; what the request leaves open is the model's default.
+
+    Args:
+        max_tokens: None: to the end of the context.
+        top_logprobs: None: no log-probabilities; else how many alternatives beside each token's own.
+    """
+    default = service.default_sampling
+    min_tokens = fields.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError(
+            f"'min_tokens' is {min_tokens}, above the limit of {max_tokens} tokens.", param="min_tokens"
+        )
+    return SamplingParams(
+        temperature=_given(fields.temperature, default.temperature),
+        top_p=max(_given(fields.top_p, default.top_p), _LEAST_TOP_P),
+        top_k=_top_k(_given(fields.top_k, default.top_k), service.vocab_size),
+        min_p=_given(fields.min_p, default.min_p),
+        repetition_penalty=_given(fields.repetition_penalty, default.repetition_penalty),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(fields.logit_bias or {}, service.vocab_size),
+        seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+        logprobs=top_logprobs is not None,
+        top_logprobs=min(top_logprobs or 0, service.vocab_size),
+        max_tokens=None if max_tokens is None else min(max_tokens, service.context_length),
+        min_tokens=min(min_tokens, service.context_length),
+        ignore_eos=bool(fields.ignore_eos),
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+    )
+
+
+def with_derived_seed(params: SamplingParams, choice: int) -> SamplingParams:
+    """The parameters of one choice of several. The first keeps the seed, so that `n` changes nothing of it."""
+    if choice == 0:
+        return params
+    digest = hashlib.blake2b(f"{params.seed}/{choice}".encode(), digest_size=8).digest()
+    return replace(params, seed=int.from_bytes(digest))
+
+
+def finish_reason(reason: str | None) -> Literal["stop", "length"] | None:
+    """OpenAI's word for the end of an answer."""
+    return None if reason is None else "length" if reason == "length" else "stop"
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _top_k(value: float, vocab_size: int) -> int:
+    """As many as there are, or more, filters nothing."""
+    return 0 if value < 0 or value >= vocab_size else int(value)
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    for name, bias in given.items():
+        param = f"logit_bias.{name[:20]}"
+        if (
+            not name.isascii()
+            or not name.isdecimal()
+            or int(name[:12]) >= vocab_size
+            or str(int(name[:12])) != name
+        ):
+            raise RequestError(
+                f"'logit_bias' names token '{name[:20]}'; this model's token ids are 0 to {vocab_size - 1}.",
+                param=param,
+            )
+        if abs(bias) > _HIGHEST_BIAS:
+            raise RequestError(
+                f"'logit_bias' of token {name} is {bias:g}; it should be from -100 to 100.", param=param
+            )
+    return tuple((int(name), bias) for name, bias in given.items())

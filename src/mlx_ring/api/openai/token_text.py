@@ -1,0 +1,75 @@
+"""Single tokens as text and as bytes, for log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from mlx_ring.api.service import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_SENTENCEPIECE_SPACE = "\u2581"
+_BYTE_PIECE = 6
+"""Length of `<0x0A>`, SentencePiece's name of a byte."""
+
+
+class TokenText(NamedTuple):
+    text: str
+    data: bytes
+
+    @property
+    def name(self) -> str:
+        """Unlike `text`, another for every token: bytes that are no text are spelt out, as OpenAI does."""
+        if _REPLACEMENT not in self.text:
+            return self.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
+
+
+class TokenTexts:
+    """One tokenizer's tokens. A token may hold a part of a character: its text then shows U+FFFD."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, TokenText] = {}
+
+    def __getitem__(self, token: int) -> TokenText:
+        known = self._known.get(token)
+        if known is None:
+            known = self._known[token] = self._look_up(token)
+        return known
+
+    def _look_up(self, token: int) -> TokenText:
+        text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        piece = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if _REPLACEMENT in text:
+            return TokenText(text, _bytes_of(piece, text))
+        if piece.startswith(_SENTENCEPIECE_SPACE) and not text.startswith(" "):
+            text = f" {text}"
+        return TokenText(text, text.encode(errors="replace"))
+
+
+def _bytes_of(piece: str, text: str) -> bytes:
+    """The bytes behind a token's name: `<0x0A>` in SentencePiece, GPT-2's alphabet in byte-level BPE."""
+    if len(piece) == _BYTE_PIECE and piece.startswith("<0x") and piece.endswith(">"):
+        return bytes([int(piece[3:5], 16)])
+    alphabet = _byte_alphabet()
+    if piece and all(character in alphabet for character in piece):
+        return bytes(alphabet[character] for character in piece)
+    return text.encode(errors="replace")
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: a byte that prints stands for itself, the others are counted from U+0100."""
+    return {character: byte for byte, character in _spelt_bytes()}
+
+
+def _spelt_bytes() -> Iterator[tuple[int, str]]:
+    unprintable = 0
+    for byte in range(256):
+        if ord("!") <= byte <= ord("~") or ord("¡") <= byte <= ord("¬") or ord("®") <= byte:
+            yield byte, chr(byte)
+        else:
+            yield byte, chr(256 + unprintable)
+            unprintable += 1

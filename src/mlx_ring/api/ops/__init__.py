@@ -1,0 +1,1 @@
+"""Routes for people and machines that look after the service."""

@@ -1,0 +1,55 @@
+"""`/` and `/model/info`: what this is, and what it serves."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import APIRouter
+
+from mlx_ring.api.routes import ApiContext
+
+_ENDPOINTS = {
+    "POST /v1/chat/completions": "a chat answer, whole or streamed",
+    "POST /v1/completions": "a continuation, whole or streamed",
+    "GET /v1/models": "the models that are served",
+    "GET /v1/models/{model}": "one of them",
+    "POST /generate": "a prompt in, its continuation out",
+    "GET /model/info": "the model: metadata, context length, devices",
+    "GET /cluster/status": "the devices, their layers and memory",
+    "GET /cache/stats": "what the KV caches hold",
+    "GET /health": "measured state; 503 when the model cannot answer",
+    "GET /health/live": "the process runs",
+    "GET /health/ready": "the model can answer; 503 with the reason when not",
+    "GET /openapi.json": "all of this for machines",
+}
+
+
+def routes(context: ApiContext) -> APIRouter:
+    router = APIRouter()
+    service = context.service
+
+    async def root() -> dict[str, object]:
+        return {
+            "service": "mlx-ring",
+            "version": version("mlx-ring"),
+            "model": service.model_id,
+            "status": "ready" if service.error is None else "unavailable",
+            "endpoints": _ENDPOINTS,
+        }
+
+    async def model_info() -> dict[str, object]:
+        workers = service.instance().workers
+        return {
+            "model": service.model_id,
+            "aliases": list(service.aliases),
+            "context_length": service.context_length,
+            "vocab_size": service.vocab_size,
+            "device_count": len(workers),
+            "dtype": workers[0].dtype if workers else None,
+            "weight_bytes": sum(worker.weight_bytes for worker in workers),
+            "metadata": dict(service.metadata),
+        }
+
+    router.add_api_route("/", root, methods=["GET"])
+    router.add_api_route("/model/info", model_info, methods=["GET"])
+    return router

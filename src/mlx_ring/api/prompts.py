@@ -1,0 +1,107 @@
+"""Text and messages to tokens, off the event loop: a long prompt takes the tokenizer a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from jinja2 import TemplateError
+
+from mlx_ring.api.service import Tokenizer
+from mlx_ring.core.errors import RequestError
+
+T = TypeVar("T")
+
+_OURS = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+"""Parameters of the tokenizer's own call: a client's `chat_template` would be a program of its making."""
+
+
+class PromptEncoder:
+    """Makes prompts, one at a time, in one thread: tokenizers are not made for several."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    async def encode(self, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+        """A raw prompt, with the special tokens that the model wants before it.
+
+        An empty prompt is the beginning of a text: the model's BOS token, or where it has
+        none the EOS token, which stands between texts.
+        """
+        return await self._run(lambda: _encode(tokenizer, text))
+
+    async def encode_chat(
+        self,
+        tokenizer: Tokenizer,
+        messages: list[dict[str, object]],
+        template_kwargs: Mapping[str, object],
+    ) -> tuple[int, ...]:
+        """The chat template's prompt for the next answer.
+
+        Raises:
+            RequestError: no template, one that refuses these messages, or an argument it may not have.
+        """
+        for name in template_kwargs:
+            if name in _OURS:
+                raise RequestError(
+                    f"'chat_template_kwargs.{name}' is not for the request to set; leave it out.",
+                    param=f"chat_template_kwargs.{name}",
+                )
+        if not tokenizer.has_chat_template:
+            raise RequestError(
+                "This model has no chat template; send the prompt to /v1/completions.", param="messages"
+            )
+        return await self._run(lambda: _encode_chat(tokenizer, messages, template_kwargs))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    tokens = tokenizer.encode(text, add_special_tokens=not has_bos)
+    if not tokens:
+        start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        tokens = [] if start is None else [start]
+    if not tokens:
+        raise RequestError(
+            "The prompt is empty, and this model has no token to start from; give it text.", param="prompt"
+        )
+    return tuple(tokens)
+
+
+def _encode_chat(
+    tokenizer: Tokenizer, messages: list[dict[str, object]], template_kwargs: Mapping[str, object]
+) -> tuple[int, ...]:
+    try:
+        tokens = tokenizer.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=True, **template_kwargs
+        )
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise RequestError(
+            f"The model's chat template does not take these messages: {error}", param="messages"
+        ) from error
+    if isinstance(tokens, str):
+        tokens = tokenizer.encode(tokens, add_special_tokens=False)
+    return tuple(tokens)

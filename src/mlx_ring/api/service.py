@@ -1,0 +1,146 @@
+"""What the API needs of the rest: the contract that the composition root fulfils."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlx_ring.core.errors import RingError
+from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.sequence import GenerateRequest
+from mlx_ring.engine.stats import EngineStats
+from mlx_ring.engine.streams import RequestStream
+
+
+class Tokenizer(Protocol):
+    """The part of mlx-lm's `TokenizerWrapper` that makes prompts and shows tokens."""
+
+    has_chat_template: bool
+
+    @property
+    def bos_token(self) -> str | None: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str: ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **kwargs: object,
+    ) -> list[int] | str: ...
+
+
+class ServingEngine(Protocol):
+    """The engine, as `/v1/...` uses it."""
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        """Raises `RequestError` for values that the model cannot take, `ServingError` when it cannot answer."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Of requests that do not say: OpenAI's, or those of the model's `generation_config.json`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One rank of one stage, as it measured itself last. Bytes."""
+
+    stage: int
+    rank: int
+    layers: LayerRange
+    node: str
+    pid: int
+    device: str
+    dtype: str
+    alive: bool
+    phase: str
+    """`loading`, `ready`, `failed`, as the worker says."""
+    weight_bytes: int
+    device_memory_bytes: int
+    """Held by MLX now."""
+    peak_memory_bytes: int
+    rss_bytes: int
+    kv_bytes: int
+    blas: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """The plan in force and who runs it, in order of stage and rank."""
+
+    name: str
+    epoch: int
+    layers: int
+    """Of the whole model."""
+    workers: tuple[WorkerInfo, ...]
+
+    @property
+    def stages(self) -> int:
+        return len({worker.stage for worker in self.workers})
+
+
+class ModelService(Protocol):
+    """One served model. Everything but `error`, `engine` and `instance()` holds from the start."""
+
+    @property
+    def model_id(self) -> str: ...
+    @property
+    def aliases(self) -> Sequence[str]:
+        """Other names that requests may use."""
+        ...
+
+    @property
+    def created(self) -> int:
+        """When the service began, Unix seconds."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def default_sampling(self) -> SamplingDefaults: ...
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """What `/model/info` tells of the model: architecture, quantization, parameters. Plain JSON."""
+        ...
+
+    @property
+    def engine(self) -> ServingEngine:
+        """Used only while `error` is None."""
+        ...
+
+    @property
+    def error(self) -> RingError | None:
+        """Why the model cannot answer now; None when it can."""
+        ...
+
+    def instance(self) -> InstanceInfo: ...
