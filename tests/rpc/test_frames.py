@@ -11,7 +11,9 @@ from mlx_ring.rpc.protos import worker_pb2
 
 @given(step=st.integers(0, 2**64 - 1), payload=st.binary(max_size=300))
 def test_a_frame_comes_back_as_it_was(step: int, payload: bytes) -> None:
-    header = worker_pb2.FrameHeader(activation=worker_pb2.Activation(step=step, dtype="bfloat16", shape=[2, 3]))
+    header = worker_pb2.FrameHeader(
+        activation=worker_pb2.Activation(step=step, dtype="bfloat16", shape=[2, 3])
+    )
     frame = decode_frame(encode_frame(Frame(header, payload)))
     assert frame.header == header
     assert bytes(frame.payload) == payload

@@ -76,7 +76,9 @@ def test_a_tensor_arrives_with_its_bytes_shape_and_tokens(link: LinkSender, inbo
     assert (got.dtype, got.shape, bytes(got.data), got.tokens) == ("float32", (2, 3), TENSOR.data, (7, 8))
 
 
-def test_messages_are_taken_by_key_and_those_of_passed_steps_are_dropped(link: LinkSender, inbox: Inbox) -> None:
+def test_messages_are_taken_by_key_and_those_of_passed_steps_are_dropped(
+    link: LinkSender, inbox: Inbox
+) -> None:
     for step in (1, 2, 3):
         link.send(key(step), WireTensor("uint8", (1,), bytes([step])))
     assert [bytes(inbox.recv(key(step)).data)[0] for step in (1, 3)] == [1, 3]
@@ -109,9 +111,9 @@ def test_sampled_tokens_do_not_mix_with_activations(link: LinkSender, inbox: Inb
     link.send(LinkKey("demo", 1, 7, SAMPLED), WireTensor("uint32", (0,), b"", (42,)))
     link.send(key(7), TENSOR)
     assert inbox.recv(key(7)).shape == (2, 3)
-    assert [message.tokens for _, message in inbox.take_arrived(SAMPLED) if isinstance(message, WireTensor)] == [
-        (42,)
-    ]
+    assert [
+        message.tokens for _, message in inbox.take_arrived(SAMPLED) if isinstance(message, WireTensor)
+    ] == [(42,)]
     assert inbox.take_arrived(SAMPLED) == []
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.kv import Batch, KVStore
 from mlx_ring.worker.results import RowOutput, wanted_offsets, wants_hidden
-from mlx_ring.worker.shard import StageModel
+from mlx_ring.worker.shard import Output, StageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class StageForward:
         batch: Batch,
         members: Sequence[int],
         wanted: Sequence[Sequence[int]] | None,
-        output: str,
+        output: Output,
     ) -> mx.array:
         """One forward pass, evaluated and committed."""
         width = max(batch.counts)
@@ -89,7 +89,9 @@ class StageForward:
         )
         hidden = self._gather(step, members, width)
         positions = None if wanted is None else _pad_offsets(wanted)
-        values = self._model.forward(tokens, hidden, batch.caches, positions, output=output)
+        values = self._model.forward(
+            tokens, hidden, batch.caches, positions, offset=batch.offset, output=output
+        )
         mx.eval(values, *batch.arrays)
         self._kv.commit(batch)
         return values

@@ -100,7 +100,7 @@ def _warm_up(model: StageModel, kv: KVStore) -> None:
             tokens = mx.zeros((1, count), mx.int32)
             hidden = None if model.is_first else mx.zeros((1, count, model.hidden_size), model.dtype)
             positions = mx.array([count - 1], mx.int32) if model.is_last else None
-            values = model.forward(tokens, hidden, batch.caches, positions)
+            values = model.forward(tokens, hidden, batch.caches, positions, offset=batch.offset)
             mx.eval(values, *batch.arrays)
             kv.commit(batch)
     finally:

@@ -82,8 +82,10 @@ class Bank:
         return planes
 
     def reserve(self, window: int | None, need: int, limit: int) -> None:
-        """Make room for `need` tokens in every row of the layers with this window; `limit` is the most
-        that any row will ever hold."""
+        """Make room for `need` tokens in every row of the layers with this window.
+
+        `limit` is the most that any row will ever hold.
+        """
         present = self.capacities.get(window, 0)
         if need > present:
             self._set_capacity(window, min(grown(present, need), max(limit, need)))

@@ -27,6 +27,8 @@ class Candidate:
     count: int
     bank: int
     """Identity of the bank where it lies; 0: none yet."""
+    bases: tuple[int, ...] = ()
+    """Where what it holds begins, in sliding layers."""
 
     @property
     def end(self) -> int:
@@ -47,6 +49,19 @@ def group_rows(candidates: Sequence[Candidate], longest_chunk: int = SHORT_PROMP
             alone.append(row)
     groups = [*_by_length(decoding), *_by_length(short), *([row] for row in alone)]
     return [[row.index for row in group] for group in groups]
+
+
+def group_even_rows(candidates: Sequence[Candidate]) -> list[list[int]]:
+    """As `group_rows`, for models that take one offset for the whole batch.
+
+    Only rows that are alike in start, count and bases share a pass.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for row in candidates:
+        large = row.count > DECODE_TOKENS
+        key = (row.start, row.count, row.bases, row.index if large else None)
+        groups.setdefault(key, []).append(row.index)
+    return list(groups.values())
 
 
 def _by_length(rows: Sequence[Candidate]) -> list[list[Candidate]]:

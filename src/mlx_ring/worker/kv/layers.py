@@ -1,6 +1,6 @@
 """What each owned layer must keep, read off the fresh caches that the model itself makes.
 
-mlx-lm's plain and sliding caches become rows of a `Bank`. Everything else (recurrent state, cache kinds
+mlx-lm's plain, sliding and chunked caches become rows of a `Bank`. Everything else (recurrent state, cache kinds
 not known here) stays an object of mlx-lm's own, one for each sequence.
 """
 
@@ -18,6 +18,7 @@ from mlx_ring.core.errors import StepFailed
 
 _KVCache = cast("type[Any]", mlx_lm_cache.KVCache)
 _RotatingKVCache = cast("type[Any]", mlx_lm_cache.RotatingKVCache)
+_ChunkedKVCache = cast("type[Any]", mlx_lm_cache.ChunkedKVCache)
 _ArraysCache = cast("type[Any]", mlx_lm_cache.ArraysCache)
 _CacheList = cast("type[Any]", mlx_lm_cache.CacheList)
 
@@ -43,6 +44,8 @@ class RowPart:
     window: int | None
     """Tokens that a position sees, itself included; None: all."""
     bits: int | None
+    chunked: bool = False
+    """Whether the model itself asks where the first key lies, which is one number for the whole batch."""
     group_size: int | None = None
     planes: tuple[Plane, ...] = ()
     """Learned from the first keys and values. Float: keys, values; quantized: data, scales, biases of each."""
@@ -126,8 +129,11 @@ class Layout:
 
 
 def read_layout(prototypes: Sequence[Any], kv_bits: int | None, slack: int) -> Layout:
-    """What the model's fresh caches ask for. Quantization concerns layers that see everything: a sliding
-    layer is bounded anyway, and mlx-lm has no quantized form of it."""
+    """What the model's fresh caches ask for.
+
+    Quantization concerns layers that see everything: a sliding layer is bounded anyway, and mlx-lm has no
+    quantized form of it.
+    """
     layout = Layout((), slack)
     layers: list[Layer] = []
     for prototype in prototypes:
@@ -143,11 +149,14 @@ def _children(prototype: Any) -> tuple[Any, ...]:
 
 
 def _part(prototype: Any, layout: Layout, kv_bits: int | None) -> Part:
-    kind = type(prototype)
+    kind = cast("type[object]", type(prototype))
     if kind is _KVCache:
         part = RowPart(len(layout.row_parts), None, kv_bits)
     elif kind is _RotatingKVCache and prototype.keep == 0:
         part = RowPart(len(layout.row_parts), int(prototype.max_size), None)
+    elif kind is _ChunkedKVCache:
+        # It hands out a chunk's worth of tokens and the new ones; the model's mask cuts at the chunk's edge.
+        part = RowPart(len(layout.row_parts), int(prototype.chunk_size) + 1, None, chunked=True)
     else:
         part = ObjectPart(len(layout.object_parts), prototype)
         layout.object_parts.append(part)

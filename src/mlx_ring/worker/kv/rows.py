@@ -93,8 +93,7 @@ class BatchRows:
                 rows = new if high - low == len(self.rows) else new[low:high]
                 rows = rows if count == self.width else rows[:, :, :count]
                 plane[first + low : first + high, :, begin : begin + count] = rows
-        high = span.low + span.seen + self.width if span.uniform else span.high
-        return [plane[first:last, :, span.low : high] for plane in planes]
+        return [plane[first:last, :, span.low : span.high] for plane in planes]
 
     def _append_apart(
         self, part: RowPart, planes: list[mx.array], span: Span, encoded: Sequence[mx.array]
@@ -154,7 +153,12 @@ class RowCache:
             return stored[0], stored[1]
         return tuple(stored[:half]), tuple(stored[half:])
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:  # noqa: N803 - mlx-lm's name
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 - mlx-lm's name
+        return_array: bool = False,  # noqa: FBT001, FBT002 - mlx-lm's signature
+        window_size: int | None = None,
+    ) -> Mask:
         """What each query may see: None for everything, "causal", or booleans."""
         window = self._part.window
         if not self._span.uniform:
@@ -215,8 +219,22 @@ class QuantizedRowCache(RowCache):
         return cast("int", self._part.group_size)
 
 
+class ChunkedRowCache(RowCache):
+    """A row cache of a layer with chunked attention, for rows that all start at one position."""
+
+    @property
+    def start_position(self) -> int:
+        """Position of the first key that `update_and_fetch` gives."""
+        return self._rows.rows[0].length - self._span.seen
+
+    def maybe_trim_front(self) -> None:
+        """Nothing to do: the store drops what is past the chunk and the slack."""
+
+
 def row_cache(rows: BatchRows, part: RowPart) -> RowCache:
     """The cache for one part of one layer in one batch."""
+    if part.chunked:
+        return ChunkedRowCache(rows, part)
     return RowCache(rows, part) if part.bits is None else QuantizedRowCache(rows, part)
 
 

@@ -10,8 +10,14 @@ import mlx.core as mx
 
 from mlx_ring.core.errors import ProtocolError, StepFailed
 from mlx_ring.worker.kv.bank import BLOCK, Bank, Row
-from mlx_ring.worker.kv.grouping import SHORT_PROMPT_TOKENS, SHORT_TOKENS, Candidate, group_rows
-from mlx_ring.worker.kv.layers import Layer, Layout, ObjectPart, RowPart, read_layout
+from mlx_ring.worker.kv.grouping import (
+    SHORT_PROMPT_TOKENS,
+    SHORT_TOKENS,
+    Candidate,
+    group_even_rows,
+    group_rows,
+)
+from mlx_ring.worker.kv.layers import Layer, Layout, RowPart, read_layout
 from mlx_ring.worker.kv.rows import BatchRows, row_cache
 
 
@@ -49,11 +55,14 @@ class KVStore:
         slack: int = 64,
         ragged: bool = True,
     ) -> None:
-        """`prototypes` are fresh mlx-lm caches of the owned layers. `ragged` says that the model's forward
-        takes rows of different lengths; without it each row runs alone."""
+        """Prepare to hold what `prototypes`, fresh mlx-lm caches of the owned layers, say.
+
+        `ragged` says that the model's forward takes an array of offsets, one for each row; without it only
+        rows of one length share a pass. `slack` is how many tokens sliding layers can go back.
+        """
         self.dtype = dtype
         self._layout: Layout = read_layout(prototypes, kv_bits, slack)
-        self._ragged = ragged and not self._layout.object_parts
+        self._ragged = ragged and not any(part.chunked for part in self._layout.row_parts)
         self._longest_chunk = min(
             (self._layout.block(window) for window in self._layout.windows), default=SHORT_PROMPT_TOKENS
         )
@@ -210,12 +219,21 @@ class KVStore:
                 )
 
     def _groups(self, asked: Sequence[Row], rows: Sequence[tuple[int, int]]) -> list[list[int]]:
-        if not self._ragged:
+        if self._layout.object_parts:
             return [[index] for index in range(len(rows))]
+        windows = self._layout.windows
         candidates = [
-            Candidate(index, row.length, count, id(row.bank) if row.bank is not None else 0)
+            Candidate(
+                index,
+                row.length,
+                count,
+                id(row.bank) if row.bank is not None else 0,
+                tuple(row.base(window) for window in windows),
+            )
             for index, (row, (_, count)) in enumerate(zip(asked, rows, strict=True))
         ]
+        if not self._ragged:
+            return group_even_rows(candidates)
         return group_rows(candidates, self._longest_chunk)
 
     def _place(self, group: list[Row]) -> Bank:

@@ -1,0 +1,232 @@
+"""A model's folder read as files: configuration and safetensors headers, no weights, no MLX.
+
+Everything that a person can get wrong about a folder is found here, before any process
+starts: files that are missing, truncated or contradict each other, and folders that want
+their own code to be run, which is never done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe
+
+_HEADER_LENGTH = struct.Struct("<Q")
+_LONGEST_HEADER = 100 << 20
+"""Bytes, as in the safetensors library."""
+_CONFIGS_WITH_CODE = ("config.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a safetensors file. `offset` and `nbytes` are bytes; `dtype` is safetensors' name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """What a folder says of its model."""
+
+    path: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    tensors: tuple[TensorEntry, ...]
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config["model_type"])
+
+    @cached_property
+    def num_layers(self) -> int:
+        return self._integer("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+
+    @cached_property
+    def hidden_size(self) -> int:
+        return self._integer("hidden_size", "d_model", "n_embd", "dim", "model_dim")
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return self._integer("vocab_size", "padded_vocab_size")
+
+    @cached_property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        names = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "seq_length")
+        found = self._find(*names)
+        return int(found) if isinstance(found, int) else 2048
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every token that ends an answer, from both configuration files."""
+        found: set[int] = set()
+        for source in (self.config, self._text_config, self.generation_config):
+            value = source.get("eos_token_id")
+            found.update(
+                cast("list[int]", value) if isinstance(value, list) else [value] if value is not None else []
+            )
+        return frozenset(token for token in found if isinstance(token, int))
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        found = self._find("quantization", "quantization_config")
+        return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else None
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        return sum(entry.nbytes for entry in self.tensors)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal models, wherever they lie: over configuration, names, shapes and sizes."""
+        described = {
+            "config": self.config,
+            "tensors": sorted((entry.name, entry.dtype, entry.shape, entry.nbytes) for entry in self.tensors),
+        }
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def _text_config(self) -> Mapping[str, Any]:
+        """The language model's part of a multimodal configuration."""
+        nested = self.config.get("text_config") or self.config.get("llm_config")
+        return cast("Mapping[str, Any]", nested) if isinstance(nested, Mapping) else {}
+
+    def _find(self, *names: str) -> object:
+        for source in (self.config, self._text_config):
+            for name in names:
+                if source.get(name) is not None:
+                    return source[name]
+        return None
+
+    def _integer(self, *names: str) -> int:
+        found = self._find(*names)
+        if not isinstance(found, int) or found < 1:
+            raise ModelCorrupt(
+                f"{self.path / 'config.json'} gives {names[0]} as {found!r}; it must be 1 or more."
+            )
+        return found
+
+
+def read_model_folder(path: Path) -> ModelFolder:
+    """Read and check a folder.
+
+    Raises:
+        ModelNotFound: there is no such folder, or it is no model's.
+        ModelUnsafe: it wants Python from the folder to be run.
+        ModelCorrupt: a file is missing, truncated, or contradicts another.
+    """
+    if not path.is_dir():
+        raise ModelNotFound(f"There is no folder {path}.")
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"{path} has no config.json: it is not a model's folder.")
+    config = _read_json(path / "config.json")
+    _refuse_code(path)
+    if not isinstance(config.get("model_type"), str):
+        raise ModelCorrupt(f"{path / 'config.json'} names no model_type.")
+    generation = path / "generation_config.json"
+    generation_config = _read_json(generation) if generation.is_file() else {}
+    return ModelFolder(path, config, generation_config, tuple(_read_tensors(path)))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ModelCorrupt(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelCorrupt(f"{path} holds a {type(value).__name__}, not an object.")
+    return cast("dict[str, Any]", value)
+
+
+def _refuse_code(path: Path) -> None:
+    for name in _CONFIGS_WITH_CODE:
+        if not (path / name).is_file():
+            continue
+        config = _read_json(path / name)
+        for key in ("model_file", "auto_map"):
+            if config.get(key):
+                raise ModelUnsafe(
+                    f"{path / name} asks to run Python of its own ({key}: {config[key]!r}); code from a model's "
+                    "folder is never run. Remove the entry if mlx-lm knows the architecture without it."
+                )
+
+
+def _read_tensors(path: Path) -> Iterator[TensorEntry]:
+    files = sorted(path.glob("model*.safetensors"))
+    _check_index(path, {file.name for file in files})
+    if not files:
+        raise ModelCorrupt(f"{path} has no weights: no model*.safetensors is there.")
+    for file in files:
+        yield from _read_header(file)
+
+
+def _check_index(path: Path, present: set[str]) -> None:
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelCorrupt(f"{index} has no weight_map.")
+    missing = sorted(set(map(str, cast("dict[str, str]", weight_map).values())) - present)
+    if missing:
+        raise ModelCorrupt(
+            f"{index} names {missing[0]}, which is not there ({len(missing)} files are missing)."
+        )
+
+
+def _read_header(file: Path) -> Iterator[TensorEntry]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(_HEADER_LENGTH.size)
+        if len(start) < _HEADER_LENGTH.size:
+            raise ModelCorrupt(f"{file} has {size} bytes: it is truncated, or no safetensors file.")
+        (length,) = _HEADER_LENGTH.unpack(start)
+        begin = _HEADER_LENGTH.size + length
+        if length > _LONGEST_HEADER or begin > size:
+            raise ModelCorrupt(
+                f"{file} announces a header of {length} bytes and has {size}: it is truncated, "
+                "or no safetensors file. Fetch it again."
+            )
+        header = _parse_header(file, stream.read(length))
+    end = begin
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        tensor = _tensor_entry(file, name, entry, begin)
+        end = max(end, tensor.offset + tensor.nbytes)
+        yield tensor
+    if end != size:
+        raise ModelCorrupt(f"{file} should have {end} bytes and has {size}: it is truncated. Fetch it again.")
+
+
+def _parse_header(file: Path, data: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(data)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ModelCorrupt(f"The header of {file} cannot be read: {error}. Fetch it again.") from error
+    if not isinstance(header, dict):
+        raise ModelCorrupt(f"The header of {file} is no object. Fetch it again.")
+    return cast("dict[str, Any]", header)
+
+
+def _tensor_entry(file: Path, name: str, entry: Any, begin: int) -> TensorEntry:
+    try:
+        first, last = entry["data_offsets"]
+        shape = tuple(int(size) for size in entry["shape"])
+        return TensorEntry(
+            name, str(entry["dtype"]), shape, file.name, begin + int(first), int(last) - int(first)
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelCorrupt(f"{file} describes tensor {name!r} as {entry!r}: that cannot be read.") from error

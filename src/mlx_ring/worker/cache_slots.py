@@ -1,0 +1,143 @@
+"""Which cache belongs to which layer, and what stands in for the caches of other stages.
+
+mlx-lm hands a model one list of caches. Models index it as they like: one for each layer, two
+for each layer, none for layers without state. A dry run with every layer passed
+through shows which cache each layer is given.
+
+A model also makes its masks from some layer's cache, and that layer may be another stage's.
+Such a slot is filled with an owned cache of the same kind, or, where the stage owns none, with a
+phantom that knows the position alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+from mlx_ring.core.types import LayerRange
+
+Kind = tuple[Any, ...]
+
+
+class _Phantom:
+    """A cache of another stage where this one owns none of its kind: a position, and masks made from it."""
+
+    def __init__(self, prototype: Any, offset: int | mx.array) -> None:
+        self._prototype = prototype
+        self.offset = offset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._prototype, name)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._prototype[index]
+
+    def make_mask(self, size: int, *_arguments: Any, window_size: int | None = None, **_named: Any) -> Any:
+        """Only layers of its own kind would read it, and this stage has none: any causal mask does."""
+        if not hasattr(self._prototype, "offset"):
+            return self._prototype.make_mask(size)
+        return None if size == 1 else create_causal_mask(size, window_size=window_size)
+
+
+class CacheSlots:
+    """A model's list of caches, of which this stage owns some."""
+
+    def __init__(
+        self, prototypes: Sequence[Any], owned: Sequence[int], make: Callable[[], list[Any]]
+    ) -> None:
+        self._prototypes = prototypes
+        self._owned = tuple(owned)
+        self._make = make
+        first_of_kind: dict[Kind, int] = {}
+        for place, slot in enumerate(self._owned):
+            first_of_kind.setdefault(_kind(prototypes[slot]), place)
+        places = {slot: place for place, slot in enumerate(self._owned)}
+        self._sources = [
+            places.get(slot, first_of_kind.get(_kind(prototype))) for slot, prototype in enumerate(prototypes)
+        ]
+        """For each slot, the owned cache that fills it; None where a phantom must."""
+
+    def make_owned(self) -> list[Any]:
+        caches = self._make()
+        return [caches[slot] for slot in self._owned]
+
+    def complete(self, caches: Sequence[Any], offset: int | mx.array) -> list[Any]:
+        """The whole list, from the owned caches in their order."""
+        return [
+            _phantom(prototype, offset) if source is None else caches[source]
+            for source, prototype in zip(self._sources, self._prototypes, strict=True)
+        ]
+
+
+def find_cache_slots(model: nn.Module, layer_list: list[Any], layers: LayerRange) -> CacheSlots:
+    """Find by a dry run which slots the layers `[start, end)` are given. Computes nothing."""
+
+    def make() -> list[Any]:
+        return cast("list[Any]", make_prompt_cache(model))
+
+    prototypes = make()
+    given = _dry_run(model, layer_list, prototypes)
+    owned = sorted({slot for index in range(layers.start, layers.end) for slot in given[index]})
+    return CacheSlots(make(), owned, make)
+
+
+def _dry_run(model: nn.Module, layer_list: list[Any], caches: Sequence[Any]) -> list[set[int]]:
+    """For each layer, the slots whose caches it is called with."""
+    slots = {id(cache): slot for slot, cache in enumerate(caches)}
+    given: list[set[int]] = [set() for _ in layer_list]
+    originals = list(layer_list)
+    for index, layer in enumerate(originals):
+        layer_list[index] = _Recorder(layer, slots, given[index])
+    try:
+        cast("Callable[..., Any]", model)(mx.zeros((1, 1), mx.int32), cache=list(caches))
+    finally:
+        layer_list[:] = originals
+    return given
+
+
+class _Recorder:
+    """A layer in the dry run."""
+
+    def __init__(self, original: nn.Module, slots: dict[int, int], given: set[int]) -> None:
+        self._original = original
+        self._slots = slots
+        self._given = given
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        for value in _flatten((*arguments, *named.values())):
+            if id(value) in self._slots:
+                self._given.add(self._slots[id(value)])
+        return arguments[0] if arguments else next(iter(named.values()))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def _flatten(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flatten(cast("Sequence[Any]", value))
+        else:
+            yield value
+
+
+def _kind(cache: Any) -> Kind:
+    """Caches of one kind make the same masks."""
+    if isinstance(cache, CacheList):
+        return (CacheList, *(_kind(part) for part in cast("Sequence[Any]", cache.caches)))
+    return (type(cache), getattr(cache, "max_size", None), getattr(cache, "chunk_size", None))
+
+
+def _phantom(prototype: Any, offset: int | mx.array) -> Any:
+    if isinstance(prototype, CacheList):
+        phantom = copy.copy(prototype)
+        parts = cast("Sequence[Any]", prototype.caches)
+        cast("Any", phantom).caches = tuple(_phantom(part, offset) for part in parts)
+        return phantom
+    return _Phantom(prototype, offset)

@@ -1,0 +1,87 @@
+"""Reads a stage's share of a model's weights, and no more.
+
+mlx-lm builds the whole model around lazy arrays; nothing is read until an array is
+evaluated, and only the stage's own are. They are evaluated one by one, the largest first: casting
+needs the old and the new copy of one array at a time, while little else is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
+from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.core.types import DType, LayerRange
+from mlx_ring.worker.shard import StageModel
+
+Progress = Callable[[int, int], None]
+"""(bytes held, bytes in all)"""
+
+_DTYPES: dict[DType, mx.Dtype] = {
+    "float32": mx.float32,
+    "bfloat16": mx.bfloat16,
+    "float16": mx.float16,
+}
+_CLEAR_EVERY_BYTES = 64 << 20
+
+
+def load_stage(folder: ModelFolder, layers: LayerRange, dtype: DType, progress: Progress) -> StageModel:
+    """Load layers `[start, end)` in `dtype`.
+
+    Raises:
+        ModelUnsupported: mlx-lm does not know the architecture, or it cannot be cut.
+        ModelCorrupt: the weights are not the ones that the configuration asks for.
+    """
+    model = _build(folder)
+    stage = StageModel(model, layers, _DTYPES[dtype], folder.vocab_size, folder.hidden_size)
+    parameters = _cast_parameters(stage)
+    model.load_weights(list(parameters.items()), strict=False)
+    model.eval()
+    _read([array for path, array in parameters.items() if stage.needs(path)], progress)
+    return stage
+
+
+def _build(folder: ModelFolder) -> nn.Module:
+    try:
+        model, _ = load_model(folder.path, lazy=True, strict=True)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        message = str(error)
+        if "not supported" in message:
+            raise ModelUnsupported(f"{folder.path}: {message}") from error
+        raise ModelCorrupt(f"{folder.path} cannot be loaded: {message}") from error
+    return cast("nn.Module", model)
+
+
+def _cast_parameters(stage: StageModel) -> dict[str, mx.array]:
+    """Every parameter in the tree, lazily in the stage's dtype; what nobody evaluates stays on disk.
+
+    Scales and biases of quantized weights are cast too: on a CPU half-precision ones slow products tenfold.
+    """
+    flat = cast("dict[str, Any]", tree_flatten(stage.model.parameters(), destination={}))
+    return {path: _cast(array, stage.dtype) for path, array in flat.items() if isinstance(array, mx.array)}
+
+
+def _cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+def _read(arrays: list[mx.array], progress: Progress) -> None:
+    """Evaluate the stage's own arrays."""
+    total = sum(array.nbytes for array in arrays)
+    held = since_clear = 0
+    progress(held, total)
+    for array in sorted(arrays, key=lambda array: -array.nbytes):
+        mx.eval(array)
+        held += array.nbytes
+        since_clear += array.nbytes
+        if since_clear > _CLEAR_EVERY_BYTES:
+            mx.clear_cache()
+            since_clear = 0
+        progress(held, total)
+    mx.clear_cache()

@@ -1,0 +1,191 @@
+"""A stage of any mlx-lm model, without forward code of our own for any architecture.
+
+The model's own forward runs. Its list of layers keeps its length: those of other stages
+become pass-throughs, the first one owned takes in the activations, the last one
+gives them out. What nobody evaluates costs nothing: MLX is lazy, so embedding, norm and
+head are computed only where their results are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+import mlx.core as mx
+from mlx import nn
+
+from mlx_ring.core.errors import ModelUnsupported
+from mlx_ring.core.types import LayerRange
+from mlx_ring.worker.cache_slots import CacheSlots, find_cache_slots
+from mlx_ring.worker.head_tap import HeadTap, find_heads
+
+Output = Literal["logits", "hidden"]
+
+
+class _PassThrough:
+    """Stands for a layer of another stage: hands its input on, and answers for its attributes.
+
+    It is no module, so the original's weights are in nobody's parameters.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        self._original = original
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return arguments[0] if arguments else next(iter(named.values()))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class _Passage:
+    """What one forward pass takes in and gives out at the stage's ends."""
+
+    def __init__(self) -> None:
+        self.hidden: mx.array | None = None
+        self.positions: mx.array | None = None
+        self.taken: mx.array | None = None
+
+
+class _EndLayer(nn.Module):
+    """The first or last layer of a stage, or both: swaps its input, notes or cuts its output."""
+
+    def __init__(self, layer: nn.Module, passage: _Passage, *, is_entry: bool, is_exit: bool) -> None:
+        super().__init__()
+        self["layer"] = layer  # Module.__setattr__ would ask __getattr__ below before it is there
+        object.__setattr__(self, "_passage", passage)
+        object.__setattr__(self, "_ends", (is_entry, is_exit))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self["layer"], name)
+
+    def __call__(self, hidden: mx.array, *arguments: Any, **named: Any) -> Any:
+        passage, (is_entry, is_exit) = self._passage, self._ends
+        if is_entry and passage.hidden is not None:
+            hidden = passage.hidden
+        output = self["layer"](hidden, *arguments, **named)
+        if not is_exit:
+            return output
+        if not isinstance(output, mx.array):
+            raise ModelUnsupported(
+                f"A {type(self['layer']).__name__} gives more than activations, so the model cannot be cut behind it."
+            )
+        passage.taken = output
+        return output if passage.positions is None else _at_positions(output, passage.positions)
+
+
+def _at_positions(output: mx.array, positions: mx.array) -> mx.array:
+    """(batch, n, hidden) at (p,) or (batch, p) offsets."""
+    if positions.ndim == 1:
+        return output[:, positions]
+    return mx.take_along_axis(output, positions[:, :, None], axis=1)
+
+
+class StageModel:
+    """Layers `[start, end)` of a model, with the embedding on the first stage and the head on the last."""
+
+    def __init__(
+        self, model: nn.Module, layers: LayerRange, dtype: mx.Dtype, vocab_size: int, hidden_size: int
+    ) -> None:
+        self._layers_path, originals = _layer_list(model)
+        self.layers = layers
+        self.num_layers = len(originals)
+        if not 0 <= layers.start < layers.end <= self.num_layers:
+            raise ModelUnsupported(f"Layers {layers} are asked for; the model has {self.num_layers}.")
+        self.is_first = layers.start == 0
+        self.is_last = layers.end == self.num_layers
+        self.dtype = dtype
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.model = model
+        self._passage = _Passage()
+        self._heads = find_heads(model, vocab_size)
+        self._embeddings = tuple(
+            f"{name}."
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+        )
+        self._slots: CacheSlots = find_cache_slots(model, originals, layers)
+        self._cut(originals)
+        self._tap = HeadTap(model, self._heads) if self.is_last else None
+
+    def needs(self, path: str) -> bool:
+        """Whether the stage computes with the parameter at `path`, as `model.parameters()` names it."""
+        if path.startswith(self._layers_path):
+            return True
+        if self._is_head(path):
+            return self.is_last
+        if self.is_last and not self.is_first:
+            return not self._heads or not path.startswith(self._embeddings)
+        return self.is_first
+
+    def _is_head(self, path: str) -> bool:
+        return path.startswith(self._heads) if self._heads else False
+
+    def _cut(self, layer_list: list[Any]) -> None:
+        for index in range(len(layer_list)):
+            layer = layer_list[index]
+            if not self.layers.start <= index < self.layers.end:
+                layer_list[index] = _PassThrough(layer)
+                continue
+            is_entry, is_exit = index == self.layers.start, index == self.layers.end - 1
+            if is_entry or is_exit:
+                layer_list[index] = _EndLayer(layer, self._passage, is_entry=is_entry, is_exit=is_exit)
+
+    def make_layer_caches(self) -> list[Any]:
+        """Fresh mlx-lm caches of the owned layers: their kinds and windows say what each layer needs."""
+        return self._slots.make_owned()
+
+    def forward(
+        self,
+        tokens: mx.array,
+        hidden: mx.array | None,
+        caches: Sequence[Any],
+        positions: mx.array | None,
+        *,
+        offset: int | mx.array = 0,
+        output: Output = "logits",
+    ) -> mx.array:
+        """One lazy pass.
+
+        Args:
+            tokens: (batch, n) int32, on every stage: some models read them in later layers too.
+            hidden: (batch, n, hidden) that enters the first owned layer; None embeds the tokens.
+            caches: one for each of `make_layer_caches`, with mlx-lm's cache interface.
+            positions: (p,) or (batch, p) offsets into n whose results are wanted; None: all. Last stage only.
+            offset: position of the first token, one for all rows or (batch,).
+            output: on the last stage, logits or what enters the model's head.
+
+        Returns:
+            (batch, n, hidden) activations; on the last stage (batch, p, vocabulary) logits or
+            (batch, p, hidden).
+        """
+        passage = self._passage
+        passage.hidden = None if hidden is None else hidden.astype(self.dtype)
+        passage.positions = positions if self.is_last else None
+        try:
+            full = self._slots.complete(caches, offset)
+            run = cast("Callable[..., Any]", self.model)
+            if self._tap is not None:
+                return self._tap.run(lambda: run(tokens, cache=full), output)
+            run(tokens, cache=full)
+            if passage.taken is None:
+                raise ModelUnsupported("The model's forward did not run its last owned layer.")
+            return passage.taken
+        finally:
+            passage.hidden = passage.positions = passage.taken = None
+
+
+def _layer_list(model: nn.Module) -> tuple[str, list[Any]]:
+    """The very list in the module tree that holds the model's layers, so that its items can be swapped, and its path."""
+    layers = list(cast("Sequence[nn.Module]", getattr(model, "layers", ())))
+    for path, module in model.named_modules():
+        for name, value in module.items():
+            if isinstance(value, list) and len(value) == len(layers) > 0:
+                held = cast("list[Any]", value)
+                if all(ours is theirs for ours, theirs in zip(held, layers, strict=True)):
+                    return f"{path}.{name}.".lstrip("."), held
+    raise ModelUnsupported(f"{type(model).__module__} keeps its layers in a way that cannot be cut.")

@@ -1,0 +1,278 @@
+"""A pipeline of stage runners in one process, held against mlx-lm's whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache  # pyright: ignore[reportUnknownVariableType] - untyped
+from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - untyped
+from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.worker.loading import load_stage
+from tests.worker.random_models import QWEN3, write_random_model
+
+from mlx_ring.core.types import LayerRange
+from mlx_ring.rpc.links import Inbox, InProcessLink
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.kv import KVStore
+from mlx_ring.worker.runner import StageLinks, StageRunner
+from mlx_ring.worker.tensors import from_message, to_message
+
+Want = step_pb2.Want
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+CUTS = {1: [0, 5], 2: [0, 2, 5], 3: [0, 1, 4, 5]}
+
+
+class Pipeline:
+    """Stages joined by in-process links, driven step by step."""
+
+    def __init__(self, folder: Path, cuts: Sequence[int]) -> None:
+        stages = len(cuts) - 1
+        inboxes = [Inbox("test", 1) for _ in range(stages)]
+        self.runners = [self._stage(folder, cuts, stage, inboxes) for stage in range(stages)]
+        self.step = 0
+
+    @staticmethod
+    def _stage(folder: Path, cuts: Sequence[int], stage: int, inboxes: Sequence[Inbox]) -> StageRunner:
+        last = stage == len(inboxes) - 1
+        model = load_stage(
+            read_model_folder(folder),
+            LayerRange(cuts[stage], cuts[stage + 1]),
+            "float32",
+            lambda _d, _t: None,
+        )
+        links = StageLinks(
+            inboxes[stage],
+            None if last else InProcessLink(inboxes[stage + 1]),
+            InProcessLink(inboxes[0]) if last and stage else None,
+        )
+        assignment = worker_pb2.StageAssignment(instance="test", epoch=1, stage=stage)
+        return StageRunner(assignment, model, KVStore(model.make_layer_caches(), model.dtype), links)
+
+    def run(
+        self,
+        *rows: step_pb2.Row,
+        operations: Iterable[step_pb2.CacheOperation] = (),
+        hand_over: bool = False,
+        epoch: int = 1,
+    ) -> list[step_pb2.StepDone]:
+        self.step += 1
+        step = step_pb2.Step(
+            instance="test",
+            epoch=epoch,
+            step=self.step,
+            operations=operations,
+            rows=rows,
+            deadline_s=5.0,
+            hand_over_tokens=hand_over,
+        )
+        return [runner.run(step, 0) for runner in self.runners]
+
+    def results(self, *rows: step_pb2.Row, **options: Any) -> dict[int, step_pb2.RowResult]:
+        answers = self.run(*rows, **options)
+        assert [answer.failure.message for answer in answers] == [""] * len(answers)
+        return {result.sequence: result for result in answers[-1].results}
+
+
+def open_sequence(sequence: int, **sampling: Any) -> step_pb2.CacheOperation:
+    return step_pb2.CacheOperation(
+        open=step_pb2.Open(
+            sequence=sequence,
+            sampling=step_pb2.Sampling(**sampling),
+            seed=7,
+            prompt_length=len(PROMPT),
+            max_length=256,
+        )
+    )
+
+
+def want(
+    what: step_pb2.Want.What = Want.TOKEN, where: step_pb2.Want.Where = Want.LAST, **more: Any
+) -> step_pb2.Want:
+    return Want(what=what, where=where, **more)
+
+
+def chunk(sequence: int, start: int, ids: Sequence[int], *wants: step_pb2.Want) -> step_pb2.Row:
+    return step_pb2.Row(sequence=sequence, start=start, tokens=step_pb2.Tokens(ids=ids), wants=wants)
+
+
+def decode(sequence: int, start: int, token: int, draft: Sequence[int] = ()) -> step_pb2.Row:
+    where = Want.ALL if draft else Want.LAST
+    return step_pb2.Row(sequence=sequence, start=start, token=token, draft=draft, wants=[want(where=where)])
+
+
+def previous(sequence: int, start: int) -> step_pb2.Row:
+    return step_pb2.Row(sequence=sequence, start=start, previous=True, wants=[want()])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("qwen3"), QWEN3)
+
+
+@pytest.fixture(params=sorted(CUTS), ids=lambda stages: f"{stages} stages")
+def pipeline(request: pytest.FixtureRequest, folder: Path) -> Pipeline:
+    return Pipeline(folder, CUTS[request.param])
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    return load_model(folder)[0]
+
+
+def whole_logits(model: Any, tokens: Sequence[int]) -> mx.array:
+    return model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
+
+
+def greedy(model: Any, tokens: Sequence[int], count: int) -> list[int]:
+    ids = list(tokens)
+    for _ in range(count):
+        ids.append(int(mx.argmax(whole_logits(model, ids)[-1]).item()))
+    return ids[len(tokens) :]
+
+
+def generate(pipeline: Pipeline, sequence: int, count: int, **sampling: Any) -> list[int]:
+    first = pipeline.results(
+        chunk(sequence, 0, PROMPT, want()), operations=[open_sequence(sequence, **sampling)]
+    )
+    tokens = [first[sequence].tokens[0].token]
+    while len(tokens) < count:
+        row = decode(sequence, len(PROMPT) + len(tokens) - 1, tokens[-1])
+        tokens.append(pipeline.results(row)[sequence].tokens[0].token)
+    return tokens
+
+
+def test_greedy_tokens_equal_the_whole_models(pipeline: Pipeline, reference: Any) -> None:
+    assert generate(pipeline, 1, 12) == greedy(reference, PROMPT, 12)
+
+
+def test_chunked_prefill_gives_the_whole_models_logits(pipeline: Pipeline, reference: Any) -> None:
+    pipeline.results(chunk(1, 0, PROMPT[:3]), operations=[open_sequence(1)])
+    got = pipeline.results(chunk(1, 3, PROMPT[3:], want(Want.LOGITS, Want.ALL)))[1]
+    difference = mx.abs(from_message(got.logits) - whole_logits(reference, PROMPT)[3:]).max()
+    assert difference.item() <= 2e-5
+
+
+def test_sequences_in_one_step_do_not_touch_each_other(pipeline: Pipeline, reference: Any) -> None:
+    prompts = {1: PROMPT, 2: PROMPT[:3], 3: [*PROMPT, 5, 6]}
+    rows = [chunk(sequence, 0, ids, want()) for sequence, ids in prompts.items()]
+    first = pipeline.results(*rows, operations=[open_sequence(sequence) for sequence in prompts])
+    tokens = {sequence: [first[sequence].tokens[0].token] for sequence in prompts}
+    for _ in range(5):
+        rows = [
+            decode(sequence, len(prompts[sequence]) + len(ids) - 1, ids[-1])
+            for sequence, ids in tokens.items()
+        ]
+        for sequence, result in pipeline.results(*rows).items():
+            tokens[sequence].append(result.tokens[0].token)
+    assert tokens == {sequence: greedy(reference, ids, 6) for sequence, ids in prompts.items()}
+
+
+def test_steps_with_previous_go_on_without_the_head(pipeline: Pipeline, reference: Any) -> None:
+    first = pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)], hand_over=True)
+    tokens = [first[1].tokens[0].token]
+    for index in range(5):
+        row = previous(1, len(PROMPT) + index)
+        tokens.append(pipeline.results(row, hand_over=True)[1].tokens[0].token)
+    assert tokens == greedy(reference, PROMPT, 6)
+
+
+def test_seeded_tokens_do_not_depend_on_the_number_of_stages(folder: Path) -> None:
+    sampling = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.5}
+    runs = [generate(Pipeline(folder, cuts), 1, 16, **sampling) for cuts in CUTS.values()]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_draft_tokens_are_accepted_as_long_as_they_equal_the_samples(
+    pipeline: Pipeline, reference: Any
+) -> None:
+    expected = greedy(reference, PROMPT, 6)
+    pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)])
+    wrong = (expected[3] + 1) % QWEN3["vocab_size"]
+    row = decode(1, len(PROMPT), expected[0], draft=[expected[1], expected[2], wrong])
+    sampled = [token.token for token in pipeline.results(row)[1].tokens]
+    assert sampled == expected[1:4]
+    trim = step_pb2.CacheOperation(trim=step_pb2.Trim(sequence=1, length=len(PROMPT) + 3))
+    after = pipeline.results(decode(1, len(PROMPT) + 3, sampled[-1]), operations=[trim])
+    assert after[1].tokens[0].token == expected[4]
+
+
+def test_a_fork_goes_on_from_the_shared_prefix(pipeline: Pipeline, reference: Any) -> None:
+    pipeline.results(chunk(1, 0, PROMPT), operations=[open_sequence(1)])
+    fork = step_pb2.CacheOperation(fork=step_pb2.Fork(source=1, destination=2, length=5))
+    result = pipeline.results(chunk(2, 5, [8, 9], want()), operations=[open_sequence(2), fork])
+    assert result[2].tokens[0].token == greedy(reference, [*PROMPT[:5], 8, 9], 1)[0]
+
+
+def test_prompt_log_probabilities_are_the_models_own(pipeline: Pipeline, reference: Any) -> None:
+    wants = want(Want.LOGPROBS, Want.ALL, targets=[*PROMPT[1:], 4], top_logprobs=2)
+    got = pipeline.results(chunk(1, 0, PROMPT, wants), operations=[open_sequence(1)])[1].logprobs
+    logits = whole_logits(reference, PROMPT)
+    expected = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    for position, entry in enumerate(got):
+        assert entry.logprob == pytest.approx(expected[position, entry.token].item(), abs=1e-4)
+        assert entry.top_tokens[0] == mx.argmax(expected[position]).item()
+
+
+def test_hidden_states_come_after_the_final_norm(pipeline: Pipeline, reference: Any) -> None:
+    got = pipeline.results(
+        chunk(1, 0, PROMPT, want(Want.HIDDEN, Want.LISTED, listed=[0, 7])), operations=[open_sequence(1)]
+    )
+    expected = reference.model(mx.array([PROMPT]))[0][mx.array([0, 7])]
+    assert mx.abs(from_message(got[1].hidden) - expected).max().item() <= 2e-5
+
+
+def test_embeddings_may_stand_for_tokens(pipeline: Pipeline, reference: Any) -> None:
+    embeddings = reference.model.embed_tokens(mx.array(PROMPT))
+    row = step_pb2.Row(sequence=1, embeddings=to_message(embeddings), wants=[want()])
+    token = pipeline.results(row, operations=[open_sequence(1)])[1].tokens[0].token
+    assert token == greedy(reference, PROMPT, 1)[0]
+
+
+def test_a_step_that_fails_on_one_stage_fails_on_all_and_the_next_one_works(
+    pipeline: Pipeline, reference: Any
+) -> None:
+    pipeline.results(chunk(1, 0, PROMPT[:4]), operations=[open_sequence(1)])
+    answers = pipeline.run(chunk(1, 6, PROMPT[4:]))
+    assert all("has 4 tokens of KV here; the step expects 6" in answer.failure.message for answer in answers)
+    result = pipeline.results(chunk(1, 4, PROMPT[4:], want()))
+    assert result[1].tokens[0].token == greedy(reference, PROMPT, 1)[0]
+
+
+def test_a_failure_upstream_reaches_the_last_stage_as_a_tombstone(folder: Path) -> None:
+    pipeline = Pipeline(folder, CUTS[3])
+    pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)])
+    answers = pipeline.run(previous(1, len(PROMPT)))
+    messages = {answer.failure.message for answer in answers}
+    assert messages == {"No sampled token was handed over for sequence 1."}
+
+
+def test_a_step_of_another_epoch_is_refused(pipeline: Pipeline) -> None:
+    answers = pipeline.run(chunk(1, 0, PROMPT), epoch=2)
+    assert {answer.failure.kind for answer in answers} == {"StaleMessage"}
+
+
+def test_kv_bytes_fall_to_nothing_when_the_sequence_is_freed(pipeline: Pipeline) -> None:
+    held = pipeline.run(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)])
+    assert all(answer.kv_bytes > 0 for answer in held)
+    freed = pipeline.run(operations=[step_pb2.CacheOperation(free=step_pb2.Free(sequence=1))])
+    assert [answer.kv_bytes for answer in freed] == [0] * len(freed)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (step_pb2.Row(sequence=1), "has no input"),
+        (chunk(9, 0, [1]), "equence 9"),
+        (chunk(1, 0, []), "has no tokens"),
+        (chunk(1, 0, [1], want(Want.LOGITS, Want.LISTED, listed=[4])), "offset 4 of a row of 1"),
+    ],
+)
+def test_a_malformed_row_fails_its_step_with_a_sentence(
+    folder: Path, row: step_pb2.Row, message: str
+) -> None:
+    answers = Pipeline(folder, CUTS[2]).run(row, operations=[open_sequence(1)])
+    assert message in answers[-1].failure.message
