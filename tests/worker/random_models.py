@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType] - the one way to a class
 
 QWEN3: dict[str, Any] = {
@@ -30,10 +30,10 @@ QWEN3: dict[str, Any] = {
 def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """Make the model of `config` with seeded normal weights in float32 and write its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    model_class, arguments_class = _get_classes(config)
+    model_class, arguments_class = cast("tuple[Any, Any]", _get_classes(config))
     mx.random.seed(seed)
     model = model_class(arguments_class.from_dict(config))
-    shapes = tree_flatten(model.parameters(), destination={})
+    shapes = cast("dict[str, mx.array]", tree_flatten(model.parameters(), destination={}))
     weights = {name: 0.3 * mx.random.normal(value.shape) for name, value in shapes.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache  # pyright: ignore[reportUnknownVariableType] - untyped
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - untyped
-from mlx_ring.core.model_folder import read_model_folder
-from mlx_ring.worker.loading import load_stage
 from tests.worker.random_models import QWEN3, write_random_model
 
+from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.links import Inbox, InProcessLink
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv import KVStore
+from mlx_ring.worker.loading import load_stage
 from mlx_ring.worker.runner import StageLinks, StageRunner
 from mlx_ring.worker.tensors import from_message, to_message
 
@@ -130,7 +130,7 @@ def whole_logits(model: Any, tokens: Sequence[int]) -> mx.array:
 def greedy(model: Any, tokens: Sequence[int], count: int) -> list[int]:
     ids = list(tokens)
     for _ in range(count):
-        ids.append(int(mx.argmax(whole_logits(model, ids)[-1]).item()))
+        ids.append(cast("int", mx.argmax(whole_logits(model, ids)[-1]).item()))
     return ids[len(tokens) :]
 
 
@@ -152,8 +152,7 @@ def test_greedy_tokens_equal_the_whole_models(pipeline: Pipeline, reference: Any
 def test_chunked_prefill_gives_the_whole_models_logits(pipeline: Pipeline, reference: Any) -> None:
     pipeline.results(chunk(1, 0, PROMPT[:3]), operations=[open_sequence(1)])
     got = pipeline.results(chunk(1, 3, PROMPT[3:], want(Want.LOGITS, Want.ALL)))[1]
-    difference = mx.abs(from_message(got.logits) - whole_logits(reference, PROMPT)[3:]).max()
-    assert difference.item() <= 2e-5
+    assert mx.allclose(from_message(got.logits), whole_logits(reference, PROMPT)[3:], rtol=0, atol=2e-5)
 
 
 def test_sequences_in_one_step_do_not_touch_each_other(pipeline: Pipeline, reference: Any) -> None:
@@ -222,7 +221,7 @@ def test_hidden_states_come_after_the_final_norm(pipeline: Pipeline, reference: 
         chunk(1, 0, PROMPT, want(Want.HIDDEN, Want.LISTED, listed=[0, 7])), operations=[open_sequence(1)]
     )
     expected = reference.model(mx.array([PROMPT]))[0][mx.array([0, 7])]
-    assert mx.abs(from_message(got[1].hidden) - expected).max().item() <= 2e-5
+    assert mx.allclose(from_message(got[1].hidden), expected, rtol=0, atol=2e-5)
 
 
 def test_embeddings_may_stand_for_tokens(pipeline: Pipeline, reference: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 DType = Literal["float32", "bfloat16", "float16"]
+DTYPES: tuple[DType, ...] = get_args(DType)
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,8 @@ class StageRunner:
         """The rows' tokens on a later stage: from the step, or with the activations where it has `previous`."""
         if not message.tokens:
             return [_said_tokens(row) for row in step.rows]
-        tokens, begin = [], 0
+        tokens: list[list[int]] = []
+        begin = 0
         for row in step.rows:
             end = begin + _row_length(row)
             tokens.append(list(message.tokens[begin:end]))

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.model_folder import ModelFolder, read_model_folder
-from mlx_ring.core.types import LayerRange
+from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.links import GrpcLink, Inbox
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
@@ -25,23 +26,31 @@ Report = Callable[[worker_pb2.LoadProgress], None]
 _WARM_UP_SEQUENCE = (1 << 64) - 1
 
 
-def resolve_dtype(asked: str, folder: ModelFolder) -> str:
+def resolve_dtype(asked: str, folder: ModelFolder) -> DType:
     """What the stage computes in: as asked, or by device.
 
     On a CPU half precision has scalar kernels and slows quantized products tenfold, so
     `auto` is float32 there; elsewhere it is the dtype that the model was saved in.
     """
     if asked != "auto":
-        return asked
+        return parse_dtype(asked)
     if mx.default_device() == mx.Device(mx.cpu):
         return "float32"
-    saved = folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16"
-    return str(saved) if saved in ("float32", "bfloat16", "float16") else "bfloat16"
+    saved = folder.config.get("dtype") or folder.config.get("torch_dtype")
+    return saved if saved in DTYPES else "bfloat16"
+
+
+def parse_dtype(name: str) -> DType:
+    """Raises `ProtocolError` for a name that no stage computes in."""
+    for dtype in DTYPES:
+        if name == dtype:
+            return dtype
+    raise ProtocolError(f"The plan asks for dtype {name!r}; stages compute in {', '.join(DTYPES)}.")
 
 
 def build_stage(
     request: worker_pb2.LoadRequest, inbox: Inbox, hello: hello_pb2.Hello, report: Report
-) -> tuple[StageRunner, str]:
+) -> tuple[StageRunner, DType]:
     """Load the assigned layers and join the links.
 
     Args:
