@@ -1,1 +1,1 @@
-"""The process that represents a node and supervises its workers."""
+"""The process that represents a node: it alone starts, watches and ends workers. It computes nothing."""

@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from mlx_ring.core.logs import is_tagged
+from mlx_ring.core.logs import is_tagged, write_to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class ChildProcess:
             self._last_lines.append(text)
             if is_tagged(text):
                 # In the child's own file already.
-                sys.stderr.write(text + "\n")
+                write_to_stderr(text)
             elif text:
                 log.warning("%s", text, extra=self._tag)
 

@@ -9,6 +9,7 @@ take the same way. Each line of a traceback carries the tag too.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -59,11 +60,7 @@ class _StderrHandler(logging.Handler):
     """Writes to whatever `sys.stderr` is now: progress bars replace it while they are drawn."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
-        except (OSError, ValueError):
-            self.handleError(record)
+        write_to_stderr(self.format(record))
 
 
 def configure_logging(*, process: str, node: str, rank: int | None, level: str, log_dir: Path | None) -> None:
@@ -98,6 +95,13 @@ def set_log_epoch(epoch: int) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, TagFormatter):
             handler.formatter.epoch = str(epoch)
+
+
+def write_to_stderr(line: str) -> None:
+    """Write a line, unless whoever read stderr is gone: a process that cleans up must not end of that."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
 
 def is_tagged(line: str) -> bool:

@@ -1,0 +1,82 @@
+"""`python -m mlx_ring.agent`: one node's agent, started by `mlx-ring serve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_ring.agent.front import AgentFront
+from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
+from mlx_ring.core.lifeline import watch_lifeline
+from mlx_ring.core.logs import configure_logging
+from mlx_ring.rpc.channels import make_aio_server
+
+log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run until the head is gone, asks to stop, or SIGTERM comes; leave no worker and no socket behind."""
+    options = _parse(arguments)
+    configure_logging(
+        process="agent", node=options.node, rank=None, level=options.log_level, log_dir=options.log_dir
+    )
+    try:
+        asyncio.run(_serve(options))
+    finally:
+        shutil.rmtree(options.run_dir, ignore_errors=True)
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    supervisor = Supervisor(
+        WorkerOptions(
+            node=options.node,
+            run_dir=options.run_dir,
+            log_dir=options.log_dir,
+            log_level=options.log_level,
+            blas=options.blas,
+            blas_threads=options.blas_threads,
+        )
+    )
+    front = AgentFront(options.node, supervisor, options.load_timeout)
+    end = front.asked_to_stop
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, end.set)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    watch_lifeline(options.lifeline_fd, lambda: _set_from_thread(loop, end))
+    server = make_aio_server()
+    server.add_generic_rpc_handlers((front.handler(),))
+    server.add_insecure_port(f"unix:{options.run_dir / 'agent.sock'}")
+    await server.start()
+    await end.wait()
+    # The reply to a Stop still has to leave: workers first, then the server.
+    await supervisor.stop()
+    await server.stop(grace=0.5)
+    log.info("ended")
+
+
+def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(event.set)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mlx_ring.agent", description=__doc__)
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, help="private folder; agent.sock is made in it"
+    )
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--log-dir", type=Path, required=True)
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--lifeline-fd", type=int, required=True)
+    parser.add_argument("--blas", choices=("auto", "off"), default="auto")
+    parser.add_argument("--blas-threads", type=int, default=1)
+    parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

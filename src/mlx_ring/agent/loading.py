@@ -1,0 +1,132 @@
+"""Loads a plan into freshly started workers, all at once, and tells how far each is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+
+from mlx_ring.agent.supervisor import Supervisor, Worker
+from mlx_ring.core.errors import RingError, ServingError, WorkerLost, WorkerStuck
+from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
+from mlx_ring.rpc.methods import LOAD
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+_END_WAIT_S = 2.0
+
+
+async def start_workers(
+    supervisor: Supervisor, request: agent_pb2.StartRequest, timeout_s: float
+) -> AsyncIterator[agent_pb2.StartProgress]:
+    """Start one worker for each assignment, tell each where the next one listens, load them together.
+
+    Args:
+        timeout_s: for the whole, from the first process to the last weight.
+
+    Raises:
+        RingError: one could not load; all of the request's workers may still live, for the caller to stop.
+    """
+    workers = await supervisor.start(request.assignments)
+    progress: asyncio.Queue[agent_pb2.StartProgress] = asyncio.Queue()
+    loads = asyncio.gather(
+        *(
+            _load(worker, _load_request(request, assignment, workers), progress)
+            for worker, assignment in zip(workers, request.assignments, strict=True)
+        )
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for report in _until_done(progress, loads):
+                yield report
+    except TimeoutError:
+        raise WorkerStuck(
+            f"The model was not loaded within {timeout_s:g} s: raise --model-load-timeout, or see the logs."
+        ) from None
+    finally:
+        loads.cancel()
+
+
+async def _until_done(
+    progress: asyncio.Queue[agent_pb2.StartProgress], loads: asyncio.Future[list[None]]
+) -> AsyncIterator[agent_pb2.StartProgress]:
+    """What comes in, until `loads` has ended; then its error, where it has one."""
+    while not (loads.done() and progress.empty()):
+        arrival = asyncio.ensure_future(progress.get())
+        await asyncio.wait((arrival, loads), return_when=asyncio.FIRST_COMPLETED)
+        if arrival.done():
+            yield arrival.result()
+        else:
+            arrival.cancel()
+            loads.result()
+    loads.result()
+
+
+async def _load(
+    worker: Worker, request: worker_pb2.LoadRequest, progress: asyncio.Queue[agent_pb2.StartProgress]
+) -> None:
+    """Load one; its death ends the wait at once, and is the reason given."""
+    load = asyncio.ensure_future(_follow(worker, request, progress))
+    end = asyncio.ensure_future(worker.child.wait())
+    try:
+        await asyncio.wait((load, end), return_when=asyncio.FIRST_COMPLETED)
+        if load.done() and isinstance(load.exception(), WorkerLost):
+            # A channel breaks a moment before the process's end is known.
+            await asyncio.wait((end,), timeout=_END_WAIT_S)
+        _raise_if_ended(worker, end)
+        load.result()
+    finally:
+        load.cancel()
+        end.cancel()
+
+
+def _raise_if_ended(worker: Worker, end: asyncio.Future[str]) -> None:
+    if end.done():
+        raise WorkerLost(f"{_name(worker)} {end.result()} while it was loading.")
+
+
+async def _follow(
+    worker: Worker, request: worker_pb2.LoadRequest, progress: asyncio.Queue[agent_pb2.StartProgress]
+) -> None:
+    call = LOAD.aio_unary_stream(worker.channel)(request, wait_for_ready=True)
+    ready = False
+    try:
+        async for report in call:
+            if report.HasField("failure"):
+                raise failure_to_error(report.failure)
+            ready = ready or report.ready
+            progress.put_nowait(_start_progress(worker, report))
+    except grpc.RpcError as error:
+        raise channel_error(error, _name(worker)) from error
+    if not ready:
+        raise WorkerLost(f"{_name(worker)} ended its report before it was ready.")
+
+
+def failed_start(error: Exception) -> agent_pb2.StartProgress:
+    """The last message of a start that failed."""
+    known = error if isinstance(error, RingError) else ServingError(f"{type(error).__name__}: {error}")
+    return agent_pb2.StartProgress(progress=worker_pb2.LoadProgress(failure=error_to_failure(known)))
+
+
+def _start_progress(worker: Worker, report: worker_pb2.LoadProgress) -> agent_pb2.StartProgress:
+    return agent_pb2.StartProgress(
+        stage=worker.stage, rank=worker.rank, progress=report, address=worker.address, pid=worker.child.pid
+    )
+
+
+def _load_request(
+    request: agent_pb2.StartRequest, assignment: worker_pb2.StageAssignment, workers: Sequence[Worker]
+) -> worker_pb2.LoadRequest:
+    """The assignment with addresses filled in for the stages of this node; those the head gave stay."""
+    addresses = {worker.stage: worker.address for worker in workers if worker.rank == 0}
+    filled = worker_pb2.StageAssignment()
+    filled.CopyFrom(assignment)
+    if not filled.next_address:
+        filled.next_address = addresses.get(assignment.stage + 1, "")
+    if not filled.first_address:
+        filled.first_address = addresses.get(0, "")
+    return worker_pb2.LoadRequest(hello=request.hello, model_path=request.model_path, assignment=filled)
+
+
+def _name(worker: Worker) -> str:
+    return f"The worker of stage {worker.stage}, rank {worker.rank}, pid {worker.child.pid}"

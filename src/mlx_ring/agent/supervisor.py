@@ -1,0 +1,165 @@
+"""Workers as processes: started, watched, ended, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import grpc
+
+from mlx_ring.core.child import ChildProcess
+from mlx_ring.core.config import inherited_environment
+from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.methods import STATUS
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
+
+WORKER_MODULE = "mlx_ring.worker"
+_STATUS_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What every worker of this node is started with."""
+
+    node: str
+    run_dir: Path
+    """Private to this agent; holds the sockets."""
+    log_dir: Path
+    log_level: str
+    blas: str
+    blas_threads: int
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker process, and what it said of itself last."""
+
+    instance: str
+    stage: int
+    rank: int
+    socket: Path
+    child: ChildProcess
+    channel: grpc.aio.Channel
+    status: worker_pb2.WorkerStatus | None = None
+
+    @property
+    def address(self) -> str:
+        return f"unix:{self.socket}"
+
+    @property
+    def alive(self) -> bool:
+        return not self.child.exit_reason
+
+    def state(self) -> agent_pb2.WorkerState:
+        return agent_pb2.WorkerState(
+            instance=self.instance,
+            stage=self.stage,
+            rank=self.rank,
+            pid=self.child.pid,
+            address=self.address,
+            alive=self.alive,
+            exit_reason=self.child.exit_reason,
+            status=self.status,
+        )
+
+
+class Supervisor:
+    """Every worker of this node. A dead one stays listed, with its reason, until its instance is stopped."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        self._workers: list[Worker] = []
+        self._watchers: set[asyncio.Event] = set()
+        self._serial = count()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        return tuple(self._workers)
+
+    @contextlib.contextmanager
+    def changes(self) -> Generator[asyncio.Event]:
+        """An event that is set at each change, for one watcher, who clears it."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            yield changed
+        finally:
+            self._watchers.discard(changed)
+
+    async def start(self, assignments: Iterable[worker_pb2.StageAssignment]) -> list[Worker]:
+        """Start a process for each assignment; nothing is loaded yet."""
+        return [await self._start_one(assignment) for assignment in assignments]
+
+    async def _start_one(self, assignment: worker_pb2.StageAssignment) -> Worker:
+        options = self._options
+        socket = options.run_dir / f"worker-{next(self._serial)}.sock"
+        threads = str(options.blas_threads)
+        child = await ChildProcess.start(
+            WORKER_MODULE,
+            [
+                *("--socket", str(socket), "--node", options.node),
+                *("--stage", str(assignment.stage), "--rank", str(assignment.rank)),
+                *("--log-dir", str(options.log_dir), "--log-level", options.log_level),
+                *("--blas", options.blas, "--blas-threads", threads),
+            ],
+            name=f"worker-{assignment.stage}-{assignment.rank}",
+            rank=assignment.rank,
+            # A BLAS reads its threads before any argument is parsed.
+            environment=inherited_environment({"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}),
+        )
+        worker = Worker(
+            assignment.instance,
+            assignment.stage,
+            assignment.rank,
+            socket,
+            child,
+            open_aio_channel(f"unix:{socket}"),
+        )
+        self._workers.append(worker)
+        task = asyncio.create_task(self._report_end(worker), name=f"watch {child.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        log.info("started %s for %s, pid %d", child.name, assignment.instance, child.pid)
+        self._tell()
+        return worker
+
+    async def _report_end(self, worker: Worker) -> None:
+        reason = await worker.child.wait()
+        if worker in self._workers:
+            log.error("%s (pid %d) %s", worker.child.name, worker.child.pid, reason)
+        self._tell()
+
+    async def stop(self, instance: str = "") -> int:
+        """End the workers of an instance, or all; returns how many, once each is verified dead."""
+        leaving = [worker for worker in self._workers if instance in ("", worker.instance)]
+        self._workers = [worker for worker in self._workers if worker not in leaving]
+        for worker in leaving:
+            log.info("stopping %s, pid %d", worker.child.name, worker.child.pid)
+        await asyncio.gather(*(worker.child.stop() for worker in leaving))
+        for worker in leaving:
+            await worker.channel.close()
+            worker.socket.unlink(missing_ok=True)
+        self._tell()
+        return len(leaving)
+
+    async def refresh(self) -> None:
+        """Ask every worker how it is. One that does not answer in time keeps its last status."""
+        await asyncio.gather(*(_ask(worker) for worker in self._workers if worker.alive))
+
+    def _tell(self) -> None:
+        for changed in self._watchers:
+            changed.set()
+
+
+async def _ask(worker: Worker) -> None:
+    call = STATUS.aio_unary_unary(worker.channel)
+    with contextlib.suppress(grpc.RpcError):
+        worker.status = await call(worker_pb2.StatusRequest(), timeout=_STATUS_WAIT_S)

@@ -1,0 +1,34 @@
+"""Which layers go to which stage. Pure."""
+
+from __future__ import annotations
+
+from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import LayerRange
+
+
+def even_split(num_layers: int, stages: int) -> tuple[LayerRange, ...]:
+    """Cut `[0, num_layers)` into stages whose lengths differ by one layer at most.
+
+    The longer ones stand in the middle: the first stage also embeds, and the last also
+    computes scores over the vocabulary and samples.
+
+    Raises:
+        PlanError: there are more stages than layers.
+    """
+    if not 1 <= stages <= num_layers:
+        raise PlanError(
+            f"{stages} stages were asked for and the model has {num_layers} layers: "
+            f"each stage needs a layer, so ask for {num_layers} or fewer."
+        )
+    shortest, longer = divmod(num_layers, stages)
+    # Stages by distance from the middle, the later of two equals last: it has the vocabulary.
+    from_the_middle = sorted(range(stages), key=lambda stage: (abs(2 * stage - (stages - 1)), stage))
+    lengths = [shortest] * stages
+    for stage in from_the_middle[:longer]:
+        lengths[stage] += 1
+    ranges: list[LayerRange] = []
+    start = 0
+    for length in lengths:
+        ranges.append(LayerRange(start, start + length))
+        start += length
+    return tuple(ranges)
