@@ -74,7 +74,7 @@ class Engine:
         )
         self._live: dict[int, _Live] = {}
         self._sequence_ids = count(1)
-        self._ended: str | None = None
+        self._ended: RingError | None = None
         """Why nothing is answered any more."""
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -202,7 +202,7 @@ class Engine:
         """End every request with `error`, and refuse what comes: this instance and epoch are over."""
         if self._ended is not None:
             return
-        self._ended = str(error)
+        self._ended = error
         for live in list(self._live.values()):
             self._end_with_error(live, error)
 
@@ -214,6 +214,11 @@ class Engine:
         self._send_steps(self._clock())
 
     # ---- how it stands
+
+    @property
+    def error(self) -> RingError | None:
+        """Why nothing is answered any more; None while requests are."""
+        return self._ended
 
     def oldest_unanswered(self) -> Unanswered | None:
         """The rank that has owed an answer longest: what the health check compares with its deadline."""
