@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
+from mlx_ring.rpc.protos import worker_pb2
 
 
 def even_split(num_layers: int, stages: int) -> tuple[LayerRange, ...]:
@@ -32,3 +36,39 @@ def even_split(num_layers: int, stages: int) -> tuple[LayerRange, ...]:
         ranges.append(LayerRange(start, start + length))
         start += length
     return tuple(ranges)
+
+
+def make_assignments(
+    ranges: Sequence[LayerRange],
+    *,
+    instance: str,
+    epoch: int,
+    dtype: str,
+    model_digest: str,
+    max_model_len: int,
+) -> tuple[worker_pb2.StageAssignment, ...]:
+    """A plan's stages as messages, one rank each. Addresses are for the agent to fill in."""
+    digest = plan_digest(ranges, dtype, model_digest)
+    return tuple(
+        worker_pb2.StageAssignment(
+            instance=instance,
+            epoch=epoch,
+            stage=stage,
+            stages=len(ranges),
+            rank=0,
+            tp_size=1,
+            first_layer=layers.start,
+            end_layer=layers.end,
+            dtype=dtype,
+            plan_digest=digest,
+            model_digest=model_digest,
+            max_model_len=max_model_len,
+        )
+        for stage, layers in enumerate(ranges)
+    )
+
+
+def plan_digest(ranges: Sequence[LayerRange], dtype: str, model_digest: str) -> str:
+    """Equal for equal plans: which layers where, in what type, of which model."""
+    text = f"{model_digest} {dtype} {' '.join(map(str, ranges))}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,118 @@
+"""The model that a head serves: its folder, its tokenizer, and what can be asked of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from typing import Any
+
+from mlx_lm import tokenizer_utils
+
+from mlx_ring.core.config import Settings
+from mlx_ring.core.errors import ConfigError, ModelCorrupt
+from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.core.model_source import LocalModel, check_memory, find_model
+from mlx_ring.engine.sequence import Limits
+
+log = logging.getLogger(__name__)
+
+_HALF_PRECISION = ("BF16", "F16")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Checked, and ready to be placed."""
+
+    local: LocalModel
+    tokenizer: Any
+    """mlx-lm's wrapper of a Hugging Face tokenizer; the API and the engine each say what they use of it."""
+    limits: Limits
+    names: tuple[str, ...]
+    """What clients may call it; the first is the one they see."""
+
+    @property
+    def folder(self) -> ModelFolder:
+        return self.local.folder
+
+
+def prepare_model(settings: Settings) -> ServedModel:
+    """Find and check the model, and load its tokenizer. May fetch it, and take minutes for that.
+
+    Raises:
+        ModelError, PlanError, ConfigError: it cannot be served as asked.
+    """
+    local = find_model(settings.model)
+    folder = local.folder
+    check_memory(local.name, memory_for_weights(folder, settings.dtype))
+    tokenizer = _load_tokenizer(folder)
+    eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)
+    limits = Limits(_context_length(folder, settings.max_model_len), folder.vocab_size, eos)
+    return ServedModel(local, tokenizer, limits, settings.served_model_name or (local.name,))
+
+
+def describe_model(folder: ModelFolder) -> Mapping[str, object]:
+    """Architecture, size and quantization, as plain JSON."""
+    quantization = folder.quantization or {}
+    return {
+        "model_type": folder.model_type,
+        "architectures": folder.config.get("architectures") or [],
+        "layers": folder.num_layers,
+        "hidden_size": folder.hidden_size,
+        "parameters": _count_parameters(folder),
+        "quantization": {
+            key: quantization[key] for key in ("bits", "group_size", "mode") if key in quantization
+        }
+        or None,
+        "weight_bytes_on_disk": folder.weight_bytes,
+        "digest": folder.digest,
+    }
+
+
+def memory_for_weights(folder: ModelFolder, dtype: str) -> int:
+    """Bytes that the weights take once loaded: on a CPU, half precision becomes float32 unless told otherwise."""
+    widened = dtype == "float32" or (dtype == "auto" and not _has_gpu())
+    return sum(
+        entry.nbytes * (2 if widened and entry.dtype in _HALF_PRECISION else 1) for entry in folder.tensors
+    )
+
+
+def _has_gpu() -> bool:
+    if sys.platform == "darwin":
+        return True
+    return any(str(found.name).startswith("mlx-cuda") for found in distributions())
+
+
+def _count_parameters(folder: ModelFolder) -> int:
+    """Packed integers count for the weights they hold; scales and biases of quantization do not count."""
+    bits = (folder.quantization or {}).get("bits")
+    total = 0
+    for entry in folder.tensors:
+        if entry.name.endswith((".scales", ".biases")) and bits:
+            continue
+        size = math.prod(entry.shape)
+        total += size * 32 // int(bits) if entry.dtype == "U32" and bits else size
+    return total
+
+
+def _context_length(folder: ModelFolder, asked: int | None) -> int:
+    if asked is not None and asked > folder.context_length:
+        raise ConfigError(
+            f"--max-model-len is {asked}; {folder.path.name} reaches {folder.context_length} tokens at most."
+        )
+    return asked or folder.context_length
+
+
+def _load_tokenizer(folder: ModelFolder) -> Any:
+    try:
+        return tokenizer_utils.load(
+            folder.path,
+            {"trust_remote_code": False, "local_files_only": True},
+            eos_token_ids=sorted(folder.eos_token_ids) or None,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelCorrupt(f"The tokenizer in {folder.path} cannot be loaded: {reason}") from error
