@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -133,8 +134,9 @@ class Generation:
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
-        for stream in self._streams:
-            await stream.aclose()
+        async with AsyncExitStack() as closing:
+            for stream in self._streams:
+                closing.push_async_callback(stream.aclose)
 
 
 def _check_end(delta: Delta) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Annotated, cast
 
@@ -21,7 +22,7 @@ from mlx_ring.api.openai.sampling import (
     sampling_params,
     with_derived_seed,
 )
-from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openai.token_text import TokenText, TokenTexts
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.core.errors import RequestError
@@ -130,8 +131,7 @@ class CompletionWriter:
             for prompt in _each(fields.prompt)
             for _ in range(fields.n or 1)
         ]
-        self._offsets = [0] * len(self._prompts)
-        """Characters of each choice that its scored tokens have covered."""
+        self._positions = [_Position() for _ in self._prompts]
 
     def opening(self, index: int) -> Json | None:
         """The echo goes out at once, or where it is scored with the first delta."""
@@ -171,12 +171,9 @@ class CompletionWriter:
         pairs = list(zip(self._prompts[index], prompt or (), strict=False))
         pairs += [(scored.token, scored) for scored in answer]
         names = [self._texts[token].name for token, _ in pairs]
-        offsets: list[int] = []
-        for token, _ in pairs:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(self._texts[token].text)
+        position = self._positions[index]
         return {
-            "text_offset": offsets,
+            "text_offset": [position.pass_token(self._texts[token]) for token, _ in pairs],
             "tokens": names,
             "token_logprobs": [
                 None if scored is None else finite_logprob(scored.logprob) for _, scored in pairs
@@ -188,6 +185,21 @@ class CompletionWriter:
         """The most likely tokens, and the one at hand where it is not among them."""
         likely = (*scored.top, (scored.token, scored.logprob))
         return {self._texts[token].name: finite_logprob(logprob) for token, logprob in likely}
+
+
+class _Position:
+    """Where in a choice's text its scored tokens stand; a character counts with its last byte."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+
+    def pass_token(self, token: TokenText) -> int:
+        """Where the token begins, characters."""
+        offset = self._offset
+        if not token.special:
+            self._offset += len(self._decoder.decode(token.data))
+        return offset
 
 
 def _choice(index: int, text: str, logprobs: Json | None = None) -> Json:

@@ -17,6 +17,8 @@ _BYTE_PIECE = 6
 class TokenText(NamedTuple):
     text: str
     data: bytes
+    special: bool
+    """Left out of answers and of echoed prompts."""
 
     @property
     def name(self) -> str:
@@ -43,10 +45,11 @@ class TokenTexts:
         text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         piece = self._tokenizer.convert_ids_to_tokens(token) or ""
         if _REPLACEMENT in text:
-            return TokenText(text, _bytes_of(piece, text))
+            return TokenText(text, _bytes_of(piece, text), special=False)
         if piece.startswith(_SENTENCEPIECE_SPACE) and not text.startswith(" "):
             text = f" {text}"
-        return TokenText(text, text.encode(errors="replace"))
+        shown = self._tokenizer.decode([token], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return TokenText(text, text.encode(errors="replace"), special=bool(text) and not shown)
 
 
 def _bytes_of(piece: str, text: str) -> bytes:

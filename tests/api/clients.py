@@ -1,0 +1,91 @@
+"""Ways to reach a twin service: in the process, and over a socket as the world does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from tests.api.twins import TwinService
+
+from mlx_ring.api.app import build_app
+from mlx_ring.api.settings import ApiSettings
+
+
+class Api:
+    """The application in the process. Each call runs to its end in an event loop of its own."""
+
+    def __init__(self, service: TwinService | None = None, settings: ApiSettings | None = None) -> None:
+        self.service = TwinService() if service is None else service
+        self._app = build_app(self.service, settings or ApiSettings())
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return self.request("GET", path, headers=headers)
+
+    def post(self, path: str, body: object, **headers: str) -> httpx.Response:
+        return self.request("POST", path, content=json.dumps(body), headers=headers)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(self._app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8100") as client:
+                return await client.request(method, path, **options)
+
+        return asyncio.run(call())
+
+    def chat(self, *, content: object = "Hello.", **fields: object) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        return self.post("/v1/chat/completions", {"messages": messages} | fields)
+
+    def complete(self, **fields: object) -> httpx.Response:
+        return self.post("/v1/completions", {"prompt": "Hello."} | fields)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """OpenAI's error body, whole and well-formed."""
+    body = response.json()
+    assert set(body) == {"error"}
+    assert {"message", "type", "param", "code"} <= set(body["error"])
+    assert isinstance(body["error"]["message"], str)
+    assert body["error"]["message"]
+    assert response.headers["x-request-id"]
+    return body["error"]
+
+
+def refusal(response: httpx.Response, status: int = 400) -> tuple[str | None, str]:
+    """The field that a refusal names, and its sentence."""
+    assert response.status_code == status, response.text
+    error = error_of(response)
+    return error["param"], error["message"]
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """A stream's events, which end with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1] if not line.startswith(":")]
+
+
+@contextmanager
+def serving(service: TwinService, settings: ApiSettings | None = None) -> Iterator[str]:
+    """A real server on a free port of the loopback; gives its URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        build_app(service, settings or ApiSettings()), log_config=None, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()

@@ -1,0 +1,132 @@
+"""`/v1/completions` and `/generate`."""
+
+from __future__ import annotations
+
+import pytest
+from tests.api.clients import Api, events, refusal
+from tests.api.twins import BOS
+
+PROMPT = "Hello."
+AFTER_PROMPT = "hijklmnopqrstuvwxyz"
+"""What the twin goes on with after BOS and six bytes."""
+
+
+def test_sixteen_tokens_are_the_default(api: Api) -> None:
+    body = api.complete().json()
+    assert body["id"].startswith("cmpl-")
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [
+        {"index": 0, "text": AFTER_PROMPT[:16], "logprobs": None, "finish_reason": "length"}
+    ]
+    assert body["usage"]["prompt_tokens"] == 7
+    assert body["usage"]["completion_tokens"] == 16
+
+
+def test_a_stream_carries_the_same_text(api: Api) -> None:
+    choices = [chunk["choices"][0] for chunk in events(api.complete(stream=True, echo=True))]
+    assert "".join(choice["text"] for choice in choices) == PROMPT + AFTER_PROMPT[:16]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("Hello.", ["hi"]),
+        (["Hello.", "Hello, you."], ["hi", "mn"]),
+        ([65, 66, 67], ["de"]),
+        ([[65], [BOS, 66, 67, 68]], ["bc", "ef"]),
+    ],
+)
+def test_each_form_of_prompt_is_answered_in_order(api: Api, prompt: object, texts: list[str]) -> None:
+    body = api.complete(prompt=prompt, max_tokens=2).json()
+    assert [choice["text"] for choice in body["choices"]] == texts
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(texts)))
+
+
+def test_n_answers_each_prompt_n_times_and_counts_each_prompt_once(api: Api) -> None:
+    body = api.complete(prompt=["a", "bc"], n=2, max_tokens=1).json()
+    assert [choice["text"] for choice in body["choices"]] == ["c", "c", "d", "d"]
+    assert body["usage"]["prompt_tokens"] == 2 + 3
+    assert body["usage"]["completion_tokens"] == 4
+
+
+def test_echo_with_logprobs_scores_prompt_and_answer(api: Api) -> None:
+    choice = api.complete(prompt="AB", echo=True, logprobs=1, max_tokens=2).json()["choices"][0]
+    assert choice["text"] == "ABde"
+    scored = choice["logprobs"]
+    assert scored["tokens"] == ["<bos>", "A", "B", "d", "e"]
+    assert scored["token_logprobs"] == [None, -1.0, -1.0, -0.5, -0.5]
+    assert scored["top_logprobs"][0] is None
+    assert scored["top_logprobs"][3]["d"] == -0.5
+    assert len(scored["text_offset"]) == 5
+    assert choice["text"][scored["text_offset"][3]] == "d"
+
+
+def test_streamed_echo_with_logprobs_scores_the_same(api: Api) -> None:
+    fields: dict[str, object] = {"prompt": "AB", "echo": True, "logprobs": 1, "max_tokens": 2}
+    whole = api.complete(**fields).json()["choices"][0]
+    choices = [chunk["choices"][0] for chunk in events(api.complete(stream=True, **fields))]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        pieces = [choice["logprobs"][name] for choice in choices if choice["logprobs"]]
+        assert [value for piece in pieces for value in piece] == whole["logprobs"][name]
+
+
+def test_no_tokens_with_echo_score_the_prompt_alone(api: Api) -> None:
+    body = api.complete(prompt="AB", echo=True, logprobs=0, max_tokens=0).json()
+    assert body["choices"][0]["text"] == "AB"
+    assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+    assert body["usage"]["completion_tokens"] == 0
+
+
+def test_echoed_token_ids_come_back_as_text(api: Api) -> None:
+    assert api.complete(prompt=[65, 66], echo=True, max_tokens=1).json()["choices"][0]["text"] == "ABc"
+
+
+def test_an_empty_prompt_begins_a_text(api: Api) -> None:
+    body = api.complete(prompt="", max_tokens=2).json()
+    assert body["choices"][0]["text"] == "bc"
+    assert body["usage"]["prompt_tokens"] == 1
+
+
+def test_broken_bytes_are_spelt_out_among_logprobs(api: Api) -> None:
+    choice = api.complete(prompt=[0xE2, 0x82], echo=True, logprobs=0, max_tokens=1).json()["choices"][0]
+    assert choice["logprobs"]["tokens"][:2] == ["bytes:\\xe2", "bytes:\\x82"]
+
+
+def test_a_prompt_over_the_context_is_called_prompt(api: Api) -> None:
+    response = api.complete(prompt=[65] * 4096)
+    param, _ = refusal(response)
+    assert param == "prompt"
+    assert response.json()["error"]["n_ctx"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"prompt": list[int]()}, "prompt"),
+        ({"prompt": [list[int]()]}, "prompt[0]"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [320]}, "prompt"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"n": 100, "prompt": ["a", "b"]}, "prompt"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(api: Api, fields: dict[str, object], named: str) -> None:
+    param, message = refusal(api.complete(**fields))
+    assert param == named
+    assert named in message
+
+
+def test_generate_takes_a_prompt_and_gives_text(api: Api) -> None:
+    body = api.post("/generate", {"prompt": PROMPT, "max_tokens": 3}).json()
+    assert (body["text"], body["finish_reason"]) == ("hij", "length")
+    assert body["usage"]["total_tokens"] == 10
+    assert body["performance"]["prompt_s"] >= 0

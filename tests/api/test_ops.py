@@ -1,0 +1,115 @@
+"""What the service tells of itself, well and unwell."""
+
+from __future__ import annotations
+
+import pytest
+from tests.api.clients import Api, error_of, refusal
+
+from mlx_ring.core.errors import NotReady, Overloaded, StepFailed, WorkerLost
+
+
+def test_health_has_the_fields_that_people_know(api: Api) -> None:
+    response = api.get("/health")
+    assert response.status_code == 200
+    body = response.json()
+    assert {"status": "healthy", "rank": 0, "world_size": 2, "model": "org/twin"}.items() <= body.items()
+    assert body["gpu_memory_gb"] == 2.0
+    assert body["distributed"] is True
+    assert body["pipeline"]["stages"] == 2
+    assert [worker["layers"] for worker in body["pipeline"]["workers"]] == [[0, 4], [4, 8]]
+    assert body["requests"] == {"running": 0, "waiting": 0, "finished": {}}
+    assert api.get("/health/live").json()["status"] == "alive"
+    assert api.get("/health/ready").json() == {"status": "ready", "model": "org/twin"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "word"),
+    [
+        (NotReady("The model is loading."), 503, "not_ready", "loading"),
+        (WorkerLost("Worker 1 died."), 503, "worker_lost", "unhealthy"),
+        (StepFailed("Out of memory."), 500, "step_failed", "unhealthy"),
+    ],
+)
+def test_a_service_that_cannot_answer_says_why_everywhere(
+    api: Api, error: Exception, status: int, code: str, word: str
+) -> None:
+    api.service.error = error  # pyright: ignore[reportAttributeAccessIssue] - a RingError, as listed
+    health = api.get("/health")
+    assert health.status_code == 503
+    assert (health.json()["status"], health.json()["reason"]) == (word, str(error))
+    _, reason = refusal(api.get("/health/ready"), 503)
+    assert reason == str(error)
+    assert api.get("/health/live").status_code == 200
+    for path in ("/", "/cluster/status", "/cache/stats", "/model/info", "/v1/models"):
+        assert api.get(path).status_code == 200
+    response = api.chat()
+    _, message = refusal(response, status)
+    assert (message, error_of(response)["code"]) == (str(error), code)
+    assert response.headers.get("x-should-retry") == (None if isinstance(error, NotReady) else "false")
+
+
+def test_a_full_queue_says_when_to_try_again(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise Overloaded("16 requests wait already; try again in 2 s.", retry_after_s=2)
+
+    monkeypatch.setattr(api.service.engine, "submit", refuse)
+    for stream in (False, True):
+        response = api.chat(stream=stream)
+        refusal(response, 429)
+        assert response.headers["retry-after"] == "2"
+
+
+def test_what_nobody_expected_is_500_and_shows_no_inside(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise LookupError("secret detail")
+
+    monkeypatch.setattr(api.service.engine, "submit", fail)
+    _, message = refusal(api.chat(), 500)
+    assert "secret" not in message
+    assert "secret detail" in caplog.text
+
+
+def test_models_are_listed_and_found_by_name_with_and_without_v1(api: Api) -> None:
+    for prefix in ("/v1", ""):
+        listed = api.get(f"{prefix}/models").json()
+        assert listed["object"] == "list"
+        model = listed["data"][0]
+        assert {"id": "org/twin", "object": "model", "max_model_len": 4096}.items() <= model.items()
+        for name in ("org/twin", "twin"):
+            assert api.get(f"{prefix}/models/{name}").json() == model
+        refusal(api.get(f"{prefix}/models/org/other"), 404)
+
+
+def test_the_openai_routes_answer_without_v1(api: Api) -> None:
+    assert api.post("/chat/completions", {"messages": [{"role": "user", "content": "x"}]}).status_code == 200
+    assert api.post("/completions", {"prompt": "x"}).status_code == 200
+
+
+def test_the_cluster_shows_who_runs_which_layers(api: Api) -> None:
+    body = api.get("/cluster/status").json()
+    assert [(device["role"], device["layers"]) for device in body["devices"]] == [
+        ("first", [0, 4]),
+        ("last", [4, 8]),
+    ]
+    assert (body["world_size"], body["nodes"]) == (2, ["here"])
+    assert api.get("/cache/stats").json()["kv_bytes"] == 100
+    assert api.get("/cache/stats").json()["prefix_cache"] == {"enabled": False}
+
+
+def test_the_root_names_endpoints_that_exist(api: Api) -> None:
+    body = api.get("/").json()
+    documented = api.get("/openapi.json").json()["paths"]
+    for endpoint in body["endpoints"]:
+        method, path = endpoint.split(" ")
+        assert path == "/openapi.json" or method.lower() in documented[path]
+    assert api.get("/model/info").json()["device_count"] == 2
+
+
+def test_the_schema_of_a_body_stands_in_the_openapi_document(api: Api) -> None:
+    route = api.get("/openapi.json").json()["paths"]["/v1/chat/completions"]["post"]
+    schema = route["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["required"] == ["messages"]
+    assert "$ref" not in str(schema)
+    assert {"400", "404", "429", "503"} <= set(route["responses"])

@@ -1,0 +1,126 @@
+"""Over a socket: streams as they are sent, clients that leave, errors in mid-stream."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from tests.api.clients import serving
+from tests.api.twins import ANSWER_TEXT, TwinService
+
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.errors import WorkerLost
+
+CHAT = {"messages": [{"role": "user", "content": "Hello."}], "stream": True}
+ENDLESS = {"prompt": "Hello.", "max_tokens": 10**9, "stream": True}
+PATIENCE_S = 20.0
+
+
+def until(happens: Callable[[], bool]) -> None:
+    """Wait for what another thread brings about."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not happens():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def stuck() -> Iterator[tuple[TwinService, str]]:
+    """A server whose workers never answer, and which keeps streams alive every few milliseconds."""
+    service = TwinService(automatic=False)
+    with serving(service, ApiSettings(keep_alive_s=0.005)) as url:
+        yield service, url
+
+
+def waiting(service: TwinService) -> int:
+    stats = service.engine.stats().scheduler
+    return stats.running + stats.waiting
+
+
+def test_a_stream_ends_with_its_reason_and_done() -> None:
+    with serving(TwinService()) as url, httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as got:
+        assert got.headers["content-type"].startswith("text/event-stream")
+        assert got.headers["cache-control"] == "no-cache"
+        lines = [line for line in got.iter_lines() if line]
+    assert '"finish_reason":"stop"' in lines[-2]
+    assert lines[-1] == "data: [DONE]"
+
+
+def test_a_stream_begins_and_stays_alive_before_the_first_token(stuck: tuple[TwinService, str]) -> None:
+    _, url = stuck
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as got:
+        lines = (line for line in got.iter_lines() if line)
+        assert '"role":"assistant"' in next(lines)
+        assert [next(lines), next(lines)] == [": keep-alive"] * 2
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_a_stream_stops_every_sequence(n: int) -> None:
+    service = TwinService(context=10**9)
+    with serving(service) as url:
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"n": n}) as got:
+            for _ in zip(range(5), got.iter_lines(), strict=False):
+                pass
+            assert service.sequences_held == n
+        until(lambda: service.sequences_held == 0)
+        assert waiting(service) == 0
+        assert service.engine.stats().finished == {"abort": n}
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_before_the_first_token_stops_its_sequence(
+    stuck: tuple[TwinService, str], *, stream: bool
+) -> None:
+    service, url = stuck
+    address = httpx.URL(url)
+    body = httpx.Request("POST", f"{url}/v1/chat/completions", json=CHAT | {"stream": stream})
+    with socket.create_connection((address.host, address.port or 0)) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body.content)}\r\n\r\n"
+        connection.sendall(head.encode() + body.content)
+        until(lambda: waiting(service) == 1)
+    until(lambda: waiting(service) == 0)
+    assert service.engine.stats().finished == {"abort": 1}
+
+
+def test_an_error_in_mid_stream_is_an_event_and_the_last(stuck: tuple[TwinService, str]) -> None:
+    service, url = stuck
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as got:
+        lines = (line for line in got.iter_lines() if line and not line.startswith(":"))
+        assert got.status_code == 200
+        next(lines)
+        service.executor.lose(WorkerLost("Worker 0 of stage 1 was ended by signal 9."))
+        rest = list(lines)
+    assert len(rest) == 1
+    assert '{"error":{"message":"Worker 0 of stage 1 was ended by signal 9."' in rest[0]
+    assert '"code":"worker_lost"' in rest[0]
+
+
+def test_streams_run_side_by_side() -> None:
+    service = TwinService(context=10**9)
+    with (
+        serving(service) as url,
+        httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS) as endless,
+    ):
+        next(endless.iter_lines())
+        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False})
+        assert answer.json()["choices"][0]["message"]["content"] == ANSWER_TEXT
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody() -> None:
+    with serving(TwinService()) as url:
+        address = httpx.URL(url)
+        with socket.create_connection((address.host, address.port or 0)) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{"
+            )
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_body_far_over_the_limit_is_answered_and_not_cut_off() -> None:
+    with serving(TwinService(), ApiSettings(max_body_bytes=10_000)) as url:
+        response = httpx.post(f"{url}/v1/completions", content=b"x" * 35_000)
+    assert response.status_code == 413

@@ -1,0 +1,151 @@
+"""A served model without a model: real engine, ranks in the process, one token for each byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mlx_ring.api.service import InstanceInfo, SamplingDefaults, WorkerInfo
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.errors import RingError
+from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.detokenizer import Vocabulary
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.sequence import Limits
+from mlx_ring.engine.twin import TwinExecutor
+
+BOS, EOS, ANSWER = 256, 257, 258
+VOCAB_SIZE = 320
+"""More than the tokenizer knows, as models pad their vocabulary."""
+CONTEXT = 4096
+SPECIAL = {BOS: "<bos>", EOS: "<eos>", ANSWER: "<answer>"}
+ANSWER_TEXT = "Grüße: 日本, and 🙂 to you."
+"""What the twin says to every chat."""
+
+
+def printable(byte: int) -> str:
+    """GPT-2's name of a byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in plain]
+    return chr(byte) if byte in plain else chr(256 + others.index(byte))
+
+
+@dataclass(frozen=True)
+class _Added:
+    special: bool = True
+
+
+class ByteTokenizer:
+    """Bytes for tokens, three special ones, and a template that shows what it was given."""
+
+    has_chat_template = True
+    bos_token = "<bos>"  # noqa: S105 - a token of text
+    bos_token_id = BOS
+    eos_token_id = EOS
+    added_tokens_decoder: Mapping[int, _Added] = {token: _Added() for token in SPECIAL}
+
+    def __init__(self) -> None:
+        self.conversation: list[dict[str, object]] = []
+        self.template_kwargs: dict[str, object] = {}
+
+    def __len__(self) -> int:
+        return 259
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
+        assert not clean_up_tokenization_spaces
+        data = b""
+        for token in token_ids:
+            if token < BOS:
+                data += bytes([token])
+            elif not skip_special_tokens:
+                data += SPECIAL.get(token, "").encode()
+        return data.decode(errors="replace")
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        return printable(ids) if ids < BOS else SPECIAL.get(ids)
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **kwargs: object,
+    ) -> list[int]:
+        assert tokenize
+        assert add_generation_prompt
+        if kwargs.get("refuse"):
+            raise ValueError("roles must alternate")
+        self.conversation, self.template_kwargs = conversation, kwargs
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in conversation)
+        return [*self.encode(text, add_special_tokens=True), ANSWER]
+
+
+def next_token(history: Sequence[int]) -> int:
+    """To a chat: the answer's bytes, then EOS. To other prompts: the alphabet, by position, for ever."""
+    if ANSWER not in history:
+        return ord("a") + len(history) % 26
+    said = len(history) - 1 - max(place for place, token in enumerate(history) if token == ANSWER)
+    answer = ANSWER_TEXT.encode()
+    return answer[said] if said < len(answer) else EOS
+
+
+class TwinService:
+    """Keeps the contract `ModelService`. With `automatic=False` no step is ever answered by itself."""
+
+    model_id = "org/twin"
+    aliases = ("twin",)
+    created = 1_700_000_000
+    context_length = CONTEXT
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, *, automatic: bool = True, stages: int = 2, context: int = CONTEXT) -> None:
+        self.context_length = context
+        self.tokenizer = ByteTokenizer()
+        self.default_sampling = SamplingDefaults()
+        self.metadata: dict[str, object] = {"architecture": "twin"}
+        self.error: RingError | None = None
+        self.stages = stages
+        self.executor = TwinExecutor([1] * stages, next_token=next_token, automatic=automatic)
+        self.engine = Engine(
+            self.executor,
+            Vocabulary.of(self.tokenizer),
+            Limits(context, VOCAB_SIZE, frozenset({EOS})),
+            instance="twin",
+            epoch=1,
+        )
+
+    def instance(self) -> InstanceInfo:
+        workers = tuple(self._worker(stage) for stage in range(self.stages))
+        return InstanceInfo(name="twin-1", epoch=1, layers=4 * self.stages, workers=workers)
+
+    def _worker(self, stage: int) -> WorkerInfo:
+        return WorkerInfo(
+            stage=stage,
+            rank=0,
+            layers=LayerRange(4 * stage, 4 * stage + 4),
+            node="here",
+            pid=1000 + stage,
+            device="cpu",
+            dtype="float32",
+            alive=True,
+            phase="ready",
+            weight_bytes=10,
+            device_memory_bytes=1_000_000_000,
+            peak_memory_bytes=30,
+            rss_bytes=40,
+            kv_bytes=50,
+        )
+
+    @property
+    def sequences_held(self) -> int:
+        return max(len(held) for held in self.executor.held().values())
+
+
+def settings(**changes: object) -> ApiSettings:
+    return ApiSettings(**changes)  # pyright: ignore[reportArgumentType] - a test names the fields it changes
