@@ -22,7 +22,7 @@ from mlx_ring.core.errors import (
     StepFailed,
     WorkerLost,
 )
-from mlx_ring.core.types import SamplingParams, TokenLogprob
+from mlx_ring.core.types import FinishReason, SamplingParams, TokenLogprob
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
@@ -450,7 +450,7 @@ def test_whatever_clients_and_workers_do_every_stream_ends_and_nothing_is_held(
         del step, stage
         return error_to_failure(StepFailed("boom")) if random.random() < 0.02 else None
 
-    async def client(engine: Engine) -> str:
+    async def client(engine: Engine) -> FinishReason:
         request = ask(random.randrange(1, 20), max_tokens=random.randrange(12), stop=("a", "bc"))
         patience = random.randrange(14)
         try:

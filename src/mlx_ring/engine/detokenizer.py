@@ -16,7 +16,7 @@ _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 16
 """Tokens after which the front of the window is let go."""
 _SHORTEST_CONTEXT = 4
-"""Tokens, and characters of a broken end, that always stay: one character has at most four bytes."""
+"""Tokens that always stay: a character has at most four bytes, so an incomplete one begins among them."""
 _LONGEST_CONTEXT = 8
 
 
@@ -105,11 +105,10 @@ class Detokenizer:
 
         Bytes that never become a character would otherwise be decoded again for ever.
         """
-        least = _SHORTEST_CONTEXT if self._broken else 1
         for length in range(_SHORTEST_CONTEXT, _LONGEST_CONTEXT + 1):
             context = self._window[-length:]
             said = self._vocabulary.decode(context)
-            if len(said) >= least and text.endswith(said):
+            if said and text.endswith(said):
                 gone = len(text) - len(said)
                 piece = self._emit(text, gone)
                 self._window = context

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlx_ring.core.errors import ProtocolError, RingError
+from mlx_ring.core.errors import ProtocolError, RingError, ServingError
 from mlx_ring.engine.executor import Listener, RankId
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2
@@ -176,15 +176,21 @@ class TwinExecutor:
         return done
 
     def _run_all(self) -> None:
+        """All that can happen now. A listener that raises has lost the instance: its streams end, no test hangs."""
         self._woken = False
-        while runnable := self.runnable():
-            for rank_id in runnable:
-                self.run(rank_id)
-        for rank_id in self.answering():
-            while self._ranks[rank_id].answers:
-                self.deliver(rank_id)
-        if not self._woken:
-            self._idle.set()
+        try:
+            while runnable := self.runnable():
+                for rank_id in runnable:
+                    self.run(rank_id)
+            for rank_id in self.answering():
+                while self._ranks[rank_id].answers:
+                    self.deliver(rank_id)
+        except Exception as error:
+            self.lose(ServingError(f"The listener raised {error!r}."))
+            raise
+        finally:
+            if not self._woken:
+                self._idle.set()
 
     # ---- what a rank does
 
