@@ -1,1 +1,1 @@
-"""What a person types."""
+"""What a person types: a thin shell over the rest."""

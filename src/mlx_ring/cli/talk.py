@@ -1,0 +1,18 @@
+"""`mlx-ring chat`: the flags of the terminal chat, which is in `chat.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def chat(
+    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8100",
+    model: Annotated[str | None, typer.Option(help="The model to ask, where the server has several.")] = None,
+    system: Annotated[str | None, typer.Option(help="Instructions that stand before the talk.")] = None,
+) -> None:
+    """Talk to a model that is being served, in this terminal."""
+    from mlx_ring.cli.chat import run_chat  # noqa: PLC0415 - the other commands do without its libraries
+
+    raise typer.Exit(run_chat(url, model=model, system=system))
