@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,7 +74,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def serving(service: TwinService, settings: ApiSettings | None = None) -> Iterator[str]:
+def serving(service: TwinService, settings: ApiSettings | None = None) -> Generator[str]:
     """A real server on a free port of the loopback; gives its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(

@@ -94,8 +94,14 @@ def test_the_cluster_shows_who_runs_which_layers(api: Api) -> None:
         ("last", [4, 8]),
     ]
     assert (body["world_size"], body["nodes"]) == (2, ["here"])
-    assert api.get("/cache/stats").json()["kv_bytes"] == 100
-    assert api.get("/cache/stats").json()["prefix_cache"] == {"enabled": False}
+
+
+def test_the_cache_holds_what_runs_and_nothing_else(api: Api) -> None:
+    api.chat()
+    idle = api.get("/cache/stats").json()
+    assert (idle["kv_bytes"], idle["sequences"]) == (0, 0)
+    assert idle["prefix_cache"] == {"enabled": False}
+    assert [worker["stage"] for worker in idle["workers"]] == [0, 1]
 
 
 def test_the_root_names_endpoints_that_exist(api: Api) -> None:

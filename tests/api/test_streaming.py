@@ -62,11 +62,14 @@ def test_a_client_that_leaves_a_stream_stops_every_sequence(n: int) -> None:
     service = TwinService(context=10**9)
     with serving(service) as url:
         with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"n": n}) as got:
-            for _ in zip(range(5), got.iter_lines(), strict=False):
-                pass
+            lines = got.iter_lines()
+            for _ in range(5):
+                next(lines)
             assert service.sequences_held == n
+            assert httpx.get(f"{url}/cache/stats").json()["kv_bytes"] > 0
         until(lambda: service.sequences_held == 0)
         assert waiting(service) == 0
+        assert httpx.get(f"{url}/health").json()["kv_bytes"] == 0
         assert service.engine.stats().finished == {"abort": n}
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
 
@@ -105,9 +108,11 @@ def test_streams_run_side_by_side() -> None:
         serving(service) as url,
         httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS) as endless,
     ):
-        next(endless.iter_lines())
+        lines = endless.iter_lines()
+        next(lines)
         answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False})
         assert answer.json()["choices"][0]["message"]["content"] == ANSWER_TEXT
+        assert next(line for line in lines if line)
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody() -> None:

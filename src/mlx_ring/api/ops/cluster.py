@@ -13,31 +13,31 @@ def routes(context: ApiContext) -> APIRouter:
     service = context.service
 
     async def cluster_status() -> dict[str, object]:
-        instance, error = service.instance(), service.error
+        instance, error, workers = service.instance(), service.error, context.workers()
         return {
             "status": "ready" if error is None else "unavailable",
             "reason": None if error is None else str(error),
             "model": service.model_id,
             "instance": instance.name,
             "epoch": instance.epoch,
-            "nodes": sorted({worker.node for worker in instance.workers}),
+            "nodes": sorted({worker.node for worker in workers}),
             "stages": instance.stages,
             "layers": instance.layers,
-            "world_size": len(instance.workers),
-            "devices": [_device(worker, instance) for worker in instance.workers],
+            "world_size": len(workers),
+            "devices": [_device(worker, instance) for worker in workers],
         }
 
     async def cache_stats() -> dict[str, object]:
         """What exists: KV of running sequences. Nothing is kept between requests."""
-        instance = service.instance()
+        workers = context.workers()
         scheduler = None if service.error is not None else service.engine.stats().scheduler
         return {
-            "kv_bytes": sum(worker.kv_bytes for worker in instance.workers),
+            "kv_bytes": sum(worker.kv_bytes for worker in workers),
             "sequences": 0 if scheduler is None else scheduler.sequences_held,
             "prefix_cache": {"enabled": False},
             "workers": [
                 {"stage": worker.stage, "rank": worker.rank, "kv_bytes": worker.kv_bytes}
-                for worker in instance.workers
+                for worker in workers
             ],
         }
 

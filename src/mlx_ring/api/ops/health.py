@@ -47,24 +47,25 @@ def routes(context: ApiContext) -> APIRouter:
 def _health(context: ApiContext, reason: str | None) -> dict[str, object]:
     service = context.service
     instance = service.instance()
+    workers = context.workers()
     loading = isinstance(service.error, NotReady)
     body: dict[str, object] = {
         "status": "healthy" if reason is None else "loading" if loading else "unhealthy",
         "reason": reason,
         "rank": 0,
-        "world_size": len(instance.workers),
+        "world_size": len(workers),
         "model": service.model_id,
-        "gpu_memory_gb": _gigabytes(sum(worker.device_memory_bytes for worker in instance.workers)),
+        "gpu_memory_gb": _gigabytes(sum(worker.device_memory_bytes for worker in workers)),
         "pipeline": {
             "stages": instance.stages,
             "layers": instance.layers,
             "epoch": instance.epoch,
-            "workers": [_worker(worker) for worker in instance.workers],
+            "workers": [_worker(worker) for worker in workers],
         },
-        "distributed": len(instance.workers) > 1,
+        "distributed": len(workers) > 1,
         "instance": instance.name,
         "context_length": service.context_length,
-        "kv_bytes": sum(worker.kv_bytes for worker in instance.workers),
+        "kv_bytes": sum(worker.kv_bytes for worker in workers),
         "uptime_s": _uptime_s(service.created),
         "version": version("mlx-ring"),
     }
@@ -80,6 +81,7 @@ def _worker(worker: WorkerInfo) -> dict[str, object]:
         "phase": worker.phase,
         "device": worker.device,
         "memory_gb": _gigabytes(worker.device_memory_bytes),
+        "kv_bytes": worker.kv_bytes,
     }
 
 

@@ -38,7 +38,7 @@ def routes(context: ApiContext) -> APIRouter:
         }
 
     async def model_info() -> dict[str, object]:
-        workers = service.instance().workers
+        workers = context.workers()
         return {
             "model": service.model_id,
             "aliases": list(service.aliases),

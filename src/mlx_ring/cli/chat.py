@@ -1,0 +1,291 @@
+"""The terminal chat: streams from a running server over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+_CONNECT_S = 5.0
+_SILENCE_S = 60.0
+"""A server that is alive sends a comment far more often."""
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What would move the cursor or worse: a model's answer is only text."""
+_MISUSE = 2
+_HELP = """[bold]/reset[/]          begin a new talk
+[bold]/system TEXT[/]    give instructions (or none) and begin a new talk
+[bold]/help[/]           this
+[bold]/exit[/], Ctrl-D   leave
+Ctrl-C          stop the answer"""
+
+
+class ChatError(Exception):
+    """One sentence for the person at the terminal."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """What became of one question."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    interrupted: bool = False
+
+
+class ChatServer:
+    """A running server, as far as a chat needs it. Every trouble is a `ChatError`."""
+
+    def __init__(self, base_url: str) -> None:
+        self.url = base_url.rstrip("/").removesuffix("/v1")
+        timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
+        self._client = httpx.Client(timeout=timeout, trust_env=False)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def find_model(self, wanted: str | None) -> str:
+        """The name of the model to ask."""
+        with self._clear_errors():
+            response = self._client.get(f"{self.url}/v1/models")
+            _check(response)
+            served = _models(response)
+        if wanted is None and served:
+            return next(iter(served))
+        for model, names in served.items():
+            if wanted in names:
+                return model
+        raise ChatError(f"{self.url} does not serve '{wanted}'; it has {', '.join(served) or 'no model'}.")
+
+    def stream(self, model: str, messages: list[dict[str, str]]) -> Generator[dict[str, Any]]:
+        """The chunks of an answer; closing the iterator stops the answer."""
+        body = {
+            "model": model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        with (
+            self._clear_errors(),
+            self._client.stream("POST", f"{self.url}/v1/chat/completions", json=body) as response,
+        ):
+            if response.is_error:
+                response.read()
+            _check(response)
+            yield from _chunks(response)
+
+    @contextlib.contextmanager
+    def _clear_errors(self) -> Generator[None]:
+        try:
+            yield
+        except httpx.ConnectError:
+            raise ChatError(f"No server answers at {self.url}. Start one with: mlx-ring serve") from None
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL):
+            raise ChatError(
+                f"'{self.url}' is no address of a server; give one like http://127.0.0.1:8100."
+            ) from None
+        except httpx.TimeoutException:
+            raise ChatError(f"{self.url} does not answer.") from None
+        except httpx.HTTPError as error:
+            raise ChatError(f"The connection to {self.url} broke: {error}.") from None
+        except ValueError:
+            raise ChatError(f"{self.url} answers, but not as an OpenAI API does.") from None
+
+
+@dataclass(slots=True)
+class Talk:
+    """One conversation with one model."""
+
+    server: ChatServer
+    model: str
+    console: Console
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+
+    def reset(self, system: str | None) -> None:
+        self.system = system
+        self.messages.clear()
+
+    def ask(self, question: str) -> Reply:
+        """Print the answer as it comes. What came of it stays in the talk; a question without answer does not.
+
+        Raises:
+            ChatError: the server refused or broke off.
+        """
+        self.messages.append({"role": "user", "content": question})
+        reply = Reply()
+        try:
+            self._print_stream(reply)
+        except KeyboardInterrupt:
+            reply.interrupted = True
+        finally:
+            if reply.text:
+                self.console.print()
+                self.messages.append({"role": "assistant", "content": reply.text})
+            else:
+                self.messages.pop()
+        return reply
+
+    def _print_stream(self, reply: Reply) -> None:
+        instructions = [{"role": "system", "content": self.system}] if self.system else []
+        with contextlib.closing(self.server.stream(self.model, instructions + self.messages)) as chunks:
+            for chunk in chunks:
+                self._take(chunk, reply)
+
+    def _take(self, chunk: dict[str, Any], reply: Reply) -> None:
+        for choice in chunk.get("choices", []):
+            text = choice["delta"].get("content") or ""
+            reply.text += text
+            reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+            shown = _UNPRINTABLE.sub("", text)
+            self.console.print(shown, end="", markup=False, highlight=False, emoji=False, soft_wrap=True)
+        if chunk.get("usage"):
+            reply.tokens = chunk["usage"]["completion_tokens"]
+            reply.tokens_per_second = chunk.get("performance", {}).get("generation_tokens_per_second")
+
+
+def run_chat(
+    base_url: str,
+    model: str | None = None,
+    system: str | None = None,
+    *,
+    console: Console | None = None,
+    read_line: Callable[[], str] | None = None,
+) -> int:
+    """Talk until the person leaves.
+
+    Args:
+        base_url: of the server, with or without `/v1`.
+        model: None: the one that is served.
+        system: instructions that stand before the talk.
+        console: where to print.
+        read_line: gives the next line, or raises `EOFError` at the end.
+
+    Returns:
+        The exit code: 0, or 2 where there is no such server or model.
+    """
+    console = console or Console()
+    read_line = read_line or _read_line
+    server = ChatServer(base_url)
+    try:
+        talk = Talk(server, server.find_model(model), console, system)
+        console.print(
+            f"[bold]{talk.model}[/] at {server.url}. /help tells more; Ctrl-D leaves.", highlight=False
+        )
+        _converse(talk, read_line)
+    except ChatError as error:
+        _print_error(console, error)
+        return _MISUSE
+    finally:
+        server.close()
+    return 0
+
+
+def _converse(talk: Talk, read_line: Callable[[], str]) -> None:
+    while True:
+        try:
+            line = read_line().strip()
+        except KeyboardInterrupt:
+            talk.console.print("\n[dim]Ctrl-D leaves.[/]")
+            continue
+        except EOFError:
+            talk.console.print()
+            return
+        if line in {"/exit", "/quit"}:
+            return
+        if line.startswith("/"):
+            _run_command(talk, line)
+        elif line:
+            _answer(talk, line)
+
+
+def _run_command(talk: Talk, line: str) -> None:
+    command, _, rest = line.partition(" ")
+    match command:
+        case "/reset":
+            talk.reset(talk.system)
+            talk.console.print("[dim]A new talk.[/]")
+        case "/system":
+            talk.reset(rest.strip() or None)
+            talk.console.print(f"[dim]A new talk, with {'these' if talk.system else 'no'} instructions.[/]")
+        case "/help":
+            talk.console.print(_HELP, highlight=False)
+        case _:
+            talk.console.print(f"[dim]There is no {command}; /help lists the commands.[/]", highlight=False)
+
+
+def _answer(talk: Talk, question: str) -> None:
+    try:
+        reply = talk.ask(question)
+    except ChatError as error:
+        _print_error(talk.console, error)
+        return
+    talk.console.print(f"[dim]{_footnote(reply)}[/]", highlight=False)
+
+
+def _footnote(reply: Reply) -> str:
+    if reply.interrupted:
+        return "stopped"
+    parts = [] if reply.tokens is None else [f"{reply.tokens} tokens"]
+    if reply.tokens_per_second is not None:
+        parts.append(f"{reply.tokens_per_second:.1f} tok/s")
+    if reply.finish_reason == "length":
+        parts.append("cut at the longest answer")
+    return ", ".join(parts)
+
+
+def _print_error(console: Console, error: ChatError) -> None:
+    console.print(str(error), style="red", markup=False, highlight=False)
+
+
+def _read_line() -> str:
+    """With history and editing at a terminal; without a prompt in a pipe."""
+    if not sys.stdin.isatty():
+        return input()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # gives `input` its editing
+    return input("> ")
+
+
+def _check(response: httpx.Response) -> None:
+    """Raise what the server says is wrong."""
+    if not response.is_error:
+        return
+    try:
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"{response.url} answered {response.status_code} {response.reason_phrase}."
+    raise ChatError(message)
+
+
+def _models(response: httpx.Response) -> dict[str, set[str]]:
+    """Each model's id and all the names it answers to."""
+    try:
+        return {
+            str(model["id"]): {model["id"], *model.get("aliases", ())} for model in response.json()["data"]
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError from error
+
+
+def _chunks(response: httpx.Response) -> Generator[dict[str, Any]]:
+    for line in response.iter_lines():
+        data = line.removeprefix("data:").strip()
+        if data == line or not data:
+            continue
+        if data == "[DONE]":
+            return
+        chunk: dict[str, Any] = json.loads(data)
+        if "error" in chunk:
+            raise ChatError(str(chunk["error"]["message"]))
+        yield chunk
+    raise ChatError("The server's answer broke off.")

@@ -1,0 +1,151 @@
+"""The terminal chat against a real server over a twin service."""
+
+from __future__ import annotations
+
+import io
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable
+
+import httpx
+import pytest
+from rich.console import Console
+from tests.api.clients import serving
+from tests.api.twins import ANSWER_TEXT, TwinService
+
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.cli.chat import run_chat
+from mlx_ring.core.errors import WorkerLost
+
+
+def lines(*given: str | type[BaseException]) -> Callable[[], str]:
+    """A person who types these lines, or keys, and then Ctrl-D."""
+    rest: Iterable[str | type[BaseException]] = iter((*given, EOFError))
+
+    def read() -> str:
+        line = next(iter(rest))
+        if isinstance(line, str):
+            return line
+        raise line
+
+    return read
+
+
+def chat(url: str, *given: str | type[BaseException], **options: str) -> tuple[int, str]:
+    """The exit code, and what stood on the screen."""
+    screen = io.StringIO()
+    console = Console(file=screen, width=200)
+    code = run_chat(url, console=console, read_line=lines(*given), **options)
+    return code, screen.getvalue()
+
+
+def test_a_talk_prints_answers_and_remembers_them() -> None:
+    service = TwinService()
+    with serving(service) as url:
+        code, screen = chat(f"{url}/v1/", "Hello.", "", "And you?", system="Be kind.")
+    assert code == 0
+    assert screen.count(ANSWER_TEXT) == 2
+    assert f"{len(ANSWER_TEXT.encode()) + 1} tokens" in screen
+    assert [message["content"] for message in service.tokenizer.conversation] == [
+        "Be kind.",
+        "Hello.",
+        ANSWER_TEXT,
+        "And you?",
+    ]
+
+
+def test_reset_forgets_and_keeps_the_instructions() -> None:
+    service = TwinService()
+    with serving(service) as url:
+        chat(url, "Hello.", "/system Be brief.", "One.", "/reset", "Two.")
+    assert [message["content"] for message in service.tokenizer.conversation] == ["Be brief.", "Two."]
+
+
+def test_help_and_unknown_commands_ask_the_model_nothing() -> None:
+    service = TwinService()
+    with serving(service) as url:
+        _, screen = chat(url, "/help", "/nonsense [b]", "/exit", "never read")
+    assert "/reset" in screen
+    assert "no /nonsense" in screen
+    assert not service.executor.sent
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_talk() -> None:
+    service = TwinService(automatic=False)
+
+    def press() -> None:
+        while not (scheduler := service.engine.stats().scheduler).running + scheduler.waiting:
+            threading.Event().wait(0.002)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with serving(service, ApiSettings(keep_alive_s=0.01)) as url:
+        presser = threading.Thread(target=press)
+        presser.start()
+        code, screen = chat(url, "Hello.", KeyboardInterrupt, "/help")
+        presser.join()
+    assert code == 0
+    assert "stopped" in screen
+    assert "Ctrl-D leaves" in screen
+    assert "/system TEXT" in screen
+    assert service.engine.stats().finished == {"abort": 1}
+
+
+def test_an_error_is_told_and_the_talk_goes_on() -> None:
+    service = TwinService()
+    with serving(service) as url:
+        service.error = WorkerLost("Worker 1 of stage 0 died [exit 9].")
+        code, screen = chat(url, "Hello.", "/help")
+    assert code == 0
+    assert "Worker 1 of stage 0 died [exit 9]." in screen
+    assert "/system TEXT" in screen
+
+
+def test_a_question_without_answer_is_forgotten() -> None:
+    service = TwinService()
+    with serving(service) as url:
+        _, screen = chat(url, "x" * 5000, "Hello.")
+    assert "context" in screen
+    assert [message["content"] for message in service.tokenizer.conversation] == ["Hello."]
+
+
+def test_no_server_is_said_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    code, screen = chat(f"http://127.0.0.1:{port}")
+    assert code == 2
+    assert screen == f"No server answers at http://127.0.0.1:{port}. Start one with: mlx-ring serve\n"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8100", "ftp://x", ""])
+def test_an_address_that_is_none_is_said_in_one_line(url: str) -> None:
+    code, screen = chat(url)
+    assert code == 2
+    assert "no address" in screen
+    assert screen.count("\n") == 1
+
+
+def test_a_model_that_is_not_served_is_named_beside_those_that_are() -> None:
+    with serving(TwinService()) as url:
+        assert chat(url, model="twin")[0] == 0
+        code, screen = chat(url, model="other")
+    assert code == 2
+    assert "'other'" in screen
+    assert "org/twin" in screen
+
+
+def test_an_answer_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(_: object, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        content = (
+            b'data: {"choices":[{"delta":{"content":"a\\u001b[2J\\u009bb[bold]\\n"}}]}\n\ndata: [DONE]\n\n'
+        )
+        return httpx.Response(200, content=content)
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", send)
+    _, screen = chat("http://127.0.0.1:1", "Hello.")
+    assert "a[2Jb[bold]\n" in screen
+    assert "\x1b" not in screen
