@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 
@@ -23,3 +25,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if config.getoption("--fail-on-skip") and (count := _skipped(config)):
         terminalreporter.write_line(f"{count} skipped, and --fail-on-skip lets none be.", red=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a random model with a tokenizer of bytes; see tests/tiny_model.py."""
+    # Tests without a model start without MLX.
+    from tests.tiny_model import write_tiny_model  # noqa: PLC0415
+
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

@@ -16,7 +16,7 @@ from mlx_ring.core.lifeline import watch_lifeline
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.rpc.channels import make_aio_server
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("mlx_ring.agent")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

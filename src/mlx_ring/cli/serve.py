@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from mlx_ring.core.config import Settings, allowed_values, flag_name, load_settings
+from mlx_ring.core.config import Settings, allowed_values, flag_name, load_settings, quieten_grpc
 from mlx_ring.core.fitting_models import largest_fitting
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import listen, node_name
@@ -91,6 +91,7 @@ def serve(
     configure_logging(
         process="head", node=node_name(), rank=None, level=settings.log_level, log_dir=settings.log_dir
     )
+    quieten_grpc()
     # What follows brings mlx-lm and its libraries in, which takes a second: mistakes above are told at once.
     from mlx_ring.engine.served_model import prepare_model  # noqa: PLC0415
     from mlx_ring.node import Head  # noqa: PLC0415

@@ -183,6 +183,14 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def quieten_grpc() -> None:
+    """Keep gRPC's C library from writing its own untagged lines, in this process and in its children.
+
+    To be called before gRPC is first used. What matters it also tells through its errors.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process with changes: what a child is started with."""
     return dict(os.environ) | dict(changes)

@@ -21,7 +21,17 @@ from types import TracebackType
 
 FILE_BYTES = 10 << 20
 FILES_KEPT = 3
-_CHATTY = ("httpx", "httpcore", "huggingface_hub", "transformers", "grpc", "asyncio", "filelock", "urllib3")
+_CHATTY = (
+    "asyncio",
+    "filelock",
+    "grpc",
+    "httpcore",
+    "httpx",
+    "huggingface_hub",
+    "transformers",
+    "urllib3",
+    "uvicorn.error",
+)
 """Loggers whose INFO lines say nothing to whoever runs a server."""
 
 

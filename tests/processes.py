@@ -1,0 +1,116 @@
+"""Real processes of this project, for tests: `mlx-ring` as a person starts it, and who belongs to it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from mlx_ring.core.config import inherited_environment
+
+MLX_RING = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
+READY_WAIT_S = 120.0
+
+
+def run_cli(
+    *arguments: str, folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in `folder`."""
+    return subprocess.run(
+        [*MLX_RING, *arguments],
+        cwd=folder,
+        env=clean_environment() | dict(environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=READY_WAIT_S,
+        check=False,
+    )
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment of the tests, less every setting of ours."""
+    inherited = inherited_environment({})
+    return {name: value for name, value in inherited.items() if not name.startswith("MLX_RING_")}
+
+
+@dataclass(slots=True)
+class Server:
+    """A running `mlx-ring serve`."""
+
+    process: subprocess.Popen[str]
+    url: str
+    folder: Path
+    family: Sequence[psutil.Process]
+    """Agent and workers, as they were when it was ready."""
+
+    def one(self, module: str, *arguments: str) -> psutil.Process:
+        """The process of a module with these arguments."""
+        return next(found for found in self.family if _is(found, module, arguments))
+
+    def stop(self) -> int:
+        """Ctrl-C, and its exit code."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(READY_WAIT_S)
+
+    def all_gone(self) -> bool:
+        """Whether agent and workers end, waiting as long as the slowest of machines needs."""
+        _, alive = psutil.wait_procs(self.family, timeout=30)
+        return not alive
+
+
+@contextlib.contextmanager
+def serving(model: Path | str, *arguments: str, folder: Path) -> Generator[Server]:
+    """`mlx-ring serve` in `folder` on a free port, ready; nothing of it is left afterwards."""
+    with (folder / "stderr.txt").open("w") as errors:
+        process = subprocess.Popen(
+            [*MLX_RING, "serve", str(model), "--port", "0", *arguments],
+            cwd=folder,
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    family: list[psutil.Process] = []
+    try:
+        url = _wait_until_ready(process, folder)
+        family = psutil.Process(process.pid).children(recursive=True)
+        yield Server(process, url, folder, family)
+    finally:
+        process.kill()
+        process.wait()
+        _close(process.stdout)
+        for left in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+
+
+def _wait_until_ready(process: subprocess.Popen[str], folder: Path) -> str:
+    """The address it says; reads on to the last line of what it prints when ready."""
+    url = ""
+    for line in process.stdout or ():
+        found = re.search(r"at (http://\S+)", line)
+        url = found.group(1) if found else url
+        if line.startswith("Ctrl-C"):
+            return url
+    message = f"The server ended before it was ready:\n{(folder / 'stderr.txt').read_text()}"
+    raise AssertionError(message)
+
+
+def _is(process: psutil.Process, module: str, arguments: Sequence[str]) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        line = process.cmdline()
+        return module in line and " ".join(arguments) in " ".join(line)
+    return False
+
+
+def _close(stream: IO[str] | None) -> None:
+    if stream is not None:
+        stream.close()

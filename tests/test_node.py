@@ -1,0 +1,111 @@
+"""`mlx-ring serve` as one run of real processes: ready, answering, ended, and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.processes import Server, serving
+
+
+def ask(server: Server) -> httpx.Response:
+    question = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
+    return httpx.post(f"{server.url}/v1/chat/completions", json=question, timeout=60)
+
+
+def wait_until_lost(server: Server) -> httpx.Response:
+    """Health after the next change: asked again until it has heard, since a death takes a moment to arrive."""
+    with httpx.Client() as client:
+        while (answer := client.get(f"{server.url}/health/ready")).status_code == 200:
+            pass
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run left: served two stages, answered, ended by Ctrl-C."""
+
+    folder: Path
+    processes: int
+    answer: int
+    exit_code: int
+    all_gone: bool
+    sockets_left: list[Path]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    with serving(tiny_model, "--stages", "2", "--run-dir", str(folder / "r"), folder=folder) as server:
+        answer = ask(server).status_code
+        code = server.stop()
+        gone = server.all_gone()
+        return Run(folder, len(server.family), answer, code, gone, list((folder / "r").iterdir()))
+
+
+def test_two_stages_are_an_agent_and_two_workers_that_answer(run: Run) -> None:
+    assert (run.processes, run.answer) == (3, 200)
+
+
+def test_ctrl_c_ends_every_process_and_leaves_no_socket(run: Run) -> None:
+    assert run.exit_code == 0
+    assert run.all_gone
+    assert run.sockets_left == []
+
+
+def test_every_line_of_every_log_carries_node_process_rank_and_epoch(run: Run) -> None:
+    logs = sorted(path.name for path in (run.folder / "logs").iterdir())
+    assert logs == ["agent.log", "head.log", "worker-0-0.log", "worker-1-0.log"]
+    lines = [line for name in logs for line in (run.folder / "logs" / name).read_text().splitlines()]
+    lines += [line for line in (run.folder / "stderr.txt").read_text().splitlines() if line]
+    assert any("uvicorn.access" in line for line in lines)
+    untagged = [
+        line for line in lines if not all(f" {key}=" in line for key in ("node", "process", "rank", "epoch"))
+    ]
+    assert untagged == []
+
+
+def test_a_head_that_is_killed_takes_agent_and_workers_along(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
+        server.process.kill()
+        assert server.all_gone()
+
+
+def test_an_agent_that_is_killed_takes_its_workers_along_and_health_says_so(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
+        agent = server.one("mlx_ring.agent")
+        agent.kill()
+        assert server.all_gone()
+        answer = wait_until_lost(server)
+        assert answer.status_code == 503
+        assert server.stop() == 0
+
+
+def test_a_worker_that_is_killed_makes_requests_fail_with_its_name_and_the_signal(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
+        worker = server.one("mlx_ring.worker", "--stage", "1")
+        worker.kill()
+        answer = wait_until_lost(server)
+        assert answer.status_code == 503
+        failed = ask(server)
+        assert failed.status_code == 503
+        assert server.stop() == 0
+        assert server.all_gone()
+    log = (tmp_path / "logs" / "head.log").read_text()
+    assert f"(pid {worker.pid}) ended by signal 9 (SIGKILL)" in log
+
+
+def test_a_head_that_is_terminated_while_it_serves_ends_with_success(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with serving(tiny_model, folder=tmp_path) as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert server.all_gone()
