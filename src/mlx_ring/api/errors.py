@@ -17,8 +17,6 @@ log = logging.getLogger(__name__)
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
-CLIENT_GONE = 499
-"""Status of answers that nobody reads, for the log (nginx's number)."""
 _NOT_FOUND = 404
 _METHOD_NOT_ALLOWED = 405
 _SERVER_TROUBLE = 500

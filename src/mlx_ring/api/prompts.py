@@ -78,6 +78,18 @@ class PromptEncoder:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
+_TEMPLATE_TROUBLE = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
+"""What a template raises, of itself or by stumbling, over messages that it was not written for."""
+
+
 def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     tokens = tokenizer.encode(text, add_special_tokens=not has_bos)
@@ -98,7 +110,7 @@ def _encode_chat(
         tokens = tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=True, **template_kwargs
         )
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except _TEMPLATE_TROUBLE as error:
         raise RequestError(
             f"The model's chat template does not take these messages: {error}", param="messages"
         ) from error

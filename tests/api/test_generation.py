@@ -1,0 +1,118 @@
+"""Several sequences as one stream, and what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.api.twins import TwinService
+
+from mlx_ring.api.generation import Answer, Generation, performance, usage
+from mlx_ring.core.errors import ContextExceeded, NotReady, StepFailed
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.sequence import GenerateRequest
+from mlx_ring.engine.streams import Delta, RequestStream, RequestTimings
+
+
+def asking(*lengths: int) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(f"r{index}", (65,) * length, SamplingParams(max_tokens=3))
+        for index, length in enumerate(lengths)
+    ]
+
+
+def test_a_refused_sequence_takes_the_others_with_it_and_names_the_clients_field() -> None:
+    service = TwinService(automatic=False)
+
+    async def run() -> None:
+        async with Generation(service.engine, asking(1, 2, 9999), "messages[7]"):
+            pytest.fail("a prompt over the context was taken")
+
+    with pytest.raises(ContextExceeded) as refused:
+        asyncio.run(run())
+    assert refused.value.param == "messages[7]"
+    assert service.engine.stats().finished == {"abort": 2}
+
+
+def test_leaving_early_stops_every_sequence() -> None:
+    service = TwinService(automatic=False)
+
+    async def run() -> None:
+        async with Generation(service.engine, asking(1, 1), "prompt") as generation:
+            batches = generation.batches(quiet_s=0.001)
+            assert await anext(batches) == []
+
+    asyncio.run(run())
+    assert service.engine.stats().finished == {"abort": 2}
+
+
+class ScriptedEngine:
+    """Gives one delta to each sequence, and then trouble to the second."""
+
+    def __init__(self, trouble: Delta | Exception) -> None:
+        self._trouble = trouble
+        self._streams: list[RequestStream] = []
+        self.aborted = 0
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        stream = RequestStream(abort=self._count)
+        stream.put(Delta("a", (97,), (), len(request.prompt_tokens), 1))
+        self._streams.append(stream)
+        if len(self._streams) == 2:
+            if isinstance(self._trouble, Delta):
+                stream.put(self._trouble)
+            else:
+                stream.fail(self._trouble)  # pyright: ignore[reportArgumentType] - a RingError, as listed
+        return stream
+
+    def stats(self) -> None:
+        raise NotImplementedError
+
+    def _count(self) -> None:
+        self.aborted += 1
+
+
+@pytest.mark.parametrize(
+    ("trouble", "raised"),
+    [
+        (StepFailed("It broke."), StepFailed),
+        (Delta("", (), (), 1, 1, finish_reason="abort"), NotReady),
+    ],
+)
+def test_the_trouble_of_one_ends_all_after_what_came_before_it(
+    trouble: Delta | Exception, raised: type[Exception]
+) -> None:
+    engine = ScriptedEngine(trouble)
+
+    async def run() -> list[str]:
+        async with Generation(engine, asking(1, 1), "prompt") as generation:  # pyright: ignore[reportArgumentType] - no stats are asked for
+            with pytest.raises(raised):
+                await generation.run()
+            return [answer.text for answer in generation.answers]
+
+    assert asyncio.run(run()) == ["a", "a"]
+    assert engine.aborted == 1
+
+
+def answer(prompt: int, completion: int, cached: int, prefill_s: float, decode_s: float) -> Answer:
+    return Answer(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        cached_tokens=cached,
+        timings=RequestTimings(0.5, prefill_s, decode_s),
+    )
+
+
+def test_usage_counts_each_prompt_once_and_every_answer() -> None:
+    answers = [answer(10, 1, 4, 1, 1), answer(10, 2, 10, 1, 1), answer(7, 3, 0, 1, 1), answer(7, 4, 7, 1, 1)]
+    counted = usage(answers, 2)
+    assert (counted["prompt_tokens"], counted["completion_tokens"], counted["total_tokens"]) == (17, 10, 27)
+    assert counted["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+def test_performance_is_tokens_over_the_longest_time() -> None:
+    measured = performance([answer(10, 5, 4, 2, 4), answer(10, 3, 0, 1, 2)])
+    assert measured["prompt_tokens_per_second"] == 16 / 2
+    assert measured["generation_tokens_per_second"] == 6 / 4
+    assert performance([answer(10, 1, 0, 1, 0)])["generation_tokens_per_second"] is None
+    assert performance([])["prompt_tokens_per_second"] is None

@@ -1,0 +1,45 @@
+"""Single tokens as text and bytes."""
+
+from __future__ import annotations
+
+from tests.api.twins import ByteTokenizer
+
+from mlx_ring.api.openai.token_text import TokenTexts
+
+
+class SentencePieces(ByteTokenizer):
+    """Words with their space before them, and bytes by name."""
+
+    pieces = ("\u2581the", "re", "<0xE2>", "<0x0A>")
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        return self.pieces[ids] if ids < len(self.pieces) else None
+
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
+        del skip_special_tokens, clean_up_tokenization_spaces
+        return {0: "the", 1: "re", 2: "\ufffd", 3: "\n"}.get(token_ids[0], "")
+
+
+def test_every_byte_of_a_byte_level_vocabulary_is_itself() -> None:
+    texts = TokenTexts(ByteTokenizer())
+    assert [texts[byte].data for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert len({texts[byte].name for byte in range(256)}) == 256
+
+
+def test_special_tokens_show_their_name_and_are_known_as_such() -> None:
+    texts = TokenTexts(ByteTokenizer())
+    assert texts[257] == ("<eos>", b"<eos>", True)
+    assert not texts[65].special
+
+
+def test_padding_of_the_vocabulary_says_nothing() -> None:
+    assert TokenTexts(ByteTokenizer())[300] == ("", b"", False)
+
+
+def test_sentencepiece_words_keep_their_space_and_bytes_their_value() -> None:
+    texts = TokenTexts(SentencePieces())
+    assert [texts[token].data for token in range(4)] == [b" the", b"re", b"\xe2", b"\n"]
+    assert texts[2].name == "bytes:\\xe2"
+    assert texts[9] == ("", b"", False)
