@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,10 +86,15 @@ class Ring:
         self.name = "mlx-ring, one worker" if stages == 1 else f"mlx-ring, {stages} stages"
         program = shutil.which("mlx-ring", path=str(Path(sys.executable).parent)) or "mlx-ring"
         port = _free_port()
+        self._logs = tempfile.TemporaryDirectory(prefix="mlx-ring-bench-")
         serve = [program, "serve", str(model), "--stages", str(stages), "--port", str(port)]
+        serve += ["--blas-threads", "1", "--log-dir", self._logs.name]
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=_LIMIT_S)
         started = time.perf_counter()
-        self._process = subprocess.Popen(["env", *ONE_THREAD, *serve], stdout=subprocess.DEVNULL)
+        self._output = Path(self._logs.name) / "output"
+        with self._output.open("wb") as output:
+            command = ["env", *ONE_THREAD, *serve]
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             self._wait_until_ready(started + _LIMIT_S)
             self.load_s = time.perf_counter() - started
@@ -129,23 +135,24 @@ class Ring:
 
     def stop(self) -> None:
         self._client.close()
-        if self._process.poll() is not None:
-            return
-        self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(_STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(_STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._logs.cleanup()
 
     def _wait_until_ready(self, deadline: float) -> None:
         while time.perf_counter() < deadline:
             if self._process.poll() is not None:
-                raise SystemExit(f"{self.name} ended with exit code {self._process.returncode}.")
+                output = self._output.read_text(errors="replace")
+                raise SystemExit(f"{self.name} ended with exit code {self._process.returncode}:\n{output}")
             with contextlib.suppress(httpx.TransportError):
                 if self._client.get("/health/ready").is_success:
                     return
-            time.sleep(0.02)
+            time.sleep(0.1)
         raise SystemExit(f"{self.name} was not ready after {_LIMIT_S} s.")
 
     def _pin_workers(self, stages: int, cores: list[int]) -> None:
