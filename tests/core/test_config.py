@@ -1,0 +1,194 @@
+"""Settings: which source wins, and what a person reads who got one wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_ring.core.config import Settings, allowed_values, flag_name, load_settings
+from mlx_ring.core.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"MLX_RING_{name.upper()}", raising=False)
+    monkeypatch.delenv("MLX_RING_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def message(**flags: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(flags)
+    return str(caught.value)
+
+
+def test_without_any_source_the_defaults_serve_the_demo_on_this_machine() -> None:
+    settings = load_settings({})
+    assert (settings.model, settings.host, settings.port, settings.stages) == ("demo", "127.0.0.1", 8100, 1)
+
+
+def test_a_flag_wins_over_the_environment_that_over_dotenv_and_that_over_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "ring.yaml"
+    file.write_text("port: 1\nstages: 1\nhost: file\nmodel: file\n")
+    (tmp_path / ".env").write_text("MLX_RING_PORT=2\nMLX_RING_STAGES=2\nMLX_RING_HOST=dotenv\n")
+    monkeypatch.setenv("MLX_RING_PORT", "3")
+    monkeypatch.setenv("MLX_RING_STAGES", "3")
+    settings = load_settings({"port": "4", "host": None}, config=file)
+    assert (settings.port, settings.stages, settings.host, settings.model) == (4, 3, "dotenv", "file")
+
+
+@pytest.mark.parametrize("source", ["flag", "environment", "dotenv", "yaml", "json"])
+def test_each_source_alone_is_heard(source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags: dict[str, object] = {}
+    config: Path | None = None
+    match source:
+        case "flag":
+            flags["max_num_seqs"] = "7"
+        case "environment":
+            monkeypatch.setenv("MLX_RING_MAX_NUM_SEQS", "7")
+        case "dotenv":
+            (tmp_path / ".env").write_text("OTHER=1\nMLX_RING_MAX_NUM_SEQS='7'\n")
+        case "yaml":
+            config = tmp_path / "ring.yml"
+            config.write_text("max-num-seqs: 7\n")
+        case _:
+            config = tmp_path / "ring.json"
+            config.write_text(json.dumps({"max_num_seqs": 7}))
+    assert load_settings(flags, config=config).max_num_seqs == 7
+
+
+def test_the_environment_may_name_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ring.yaml").write_text("port: 9\n")
+    monkeypatch.setenv("MLX_RING_CONFIG", "ring.yaml")
+    assert load_settings({}).port == 9
+
+
+def test_a_list_is_written_with_commas_or_as_a_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "ring.yaml"
+    file.write_text("allowed-hosts: [a.local, b.local]\n")
+    monkeypatch.setenv("MLX_RING_SERVED_MODEL_NAME", "one, two")
+    settings = load_settings({}, config=file)
+    assert settings.allowed_hosts == ("a.local", "b.local")
+    assert settings.served_model_name == ("one", "two")
+
+
+def test_an_unquoted_off_in_yaml_means_off(tmp_path: Path) -> None:
+    file = tmp_path / "ring.yaml"
+    file.write_text("blas: off\n")
+    assert load_settings({}, config=file).blas == "off"
+
+
+def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_RING_PORT", "")
+    assert load_settings({}).port == 8100
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("port", "70000", "a whole number from 0 to 65535"),
+        ("port", "abc", "a whole number from 0 to 65535"),
+        ("port", "-1", "a whole number from 0 to 65535"),
+        ("stages", "0", "a whole number from 1 to 1024"),
+        ("stages", "1.5", "a whole number from 1 to 1024"),
+        ("dtype", "int4", "auto, float32, bfloat16 or float16"),
+        ("log_level", "loud", "debug, info, warning or error"),
+        ("model_load_timeout", "0", "a number above 0, at most 86400"),
+        ("model_load_timeout", "nan", "a number above 0, at most 86400"),
+        ("max_model_len", "99999999999999999999", "a whole number from 1 to 1073741824"),
+        ("model", "", "a text that is not empty"),
+    ],
+)
+def test_a_bad_value_is_one_sentence_with_name_value_and_range(name: str, value: str, allowed: str) -> None:
+    assert message(**{name: value}) == f"{flag_name(name)} is {value or repr(value)}; it must be {allowed}."
+
+
+def test_the_sentence_says_where_the_value_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLX_RING_PORT", "x")
+    assert message().startswith("MLX_RING_PORT is x;")
+    monkeypatch.delenv("MLX_RING_PORT")
+    (tmp_path / ".env").write_text("MLX_RING_PORT=y\n")
+    assert message().startswith(f"MLX_RING_PORT in {tmp_path / '.env'} is y;")
+    (tmp_path / ".env").unlink()
+    (tmp_path / "ring.yaml").write_text("port: [1]\n")
+    monkeypatch.setenv("MLX_RING_CONFIG", "ring.yaml")
+    assert message().startswith("'port' in ring.yaml is [1];")
+
+
+def test_a_truth_value_is_no_number(tmp_path: Path) -> None:
+    file = tmp_path / "ring.yaml"
+    file.write_text("port: yes\n")
+    with pytest.raises(ConfigError, match=r"'port' in .* is True; it must be a whole number"):
+        load_settings({}, config=file)
+
+
+def test_several_bad_values_are_told_together() -> None:
+    assert message(port="a", stages="b").count("it must be") == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("prot: 1\n", "the key 'prot', which is no setting; did you mean port?"),
+        ("devices: []\n", "the key 'devices', which is no setting"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2\n", "twice"),
+        ("- 1\n", "must hold names and values, not list"),
+        ("a: [\n", "is no valid YAML or JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused_by_name(content: str, part: str, tmp_path: Path) -> None:
+    file = tmp_path / "ring.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_settings({}, config=file)
+    assert part in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml does not exist"):
+        load_settings({}, config=tmp_path / "none.yaml")
+
+
+def test_a_misspelt_variable_is_refused_and_the_right_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_RING_PROT", "1")
+    assert message() == "MLX_RING_PROT is no setting; did you mean MLX_RING_PORT?"
+
+
+def test_a_variable_of_mlx_itself_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_RING_VERBOSE", "1")
+    assert load_settings({}).port == 8100
+
+
+def test_folders_become_absolute_so_that_every_process_means_the_same(tmp_path: Path) -> None:
+    assert load_settings({"log_dir": "mine"}).log_dir == tmp_path / "mine"
+    assert load_settings({"log_dir": "~/mine"}).log_dir == Path.home() / "mine"
+
+
+def test_a_folder_too_long_for_a_socket_is_refused() -> None:
+    assert load_settings({"run_dir": "/run/" + 58 * "x"}).run_dir == Path("/run/" + 58 * "x")
+    assert message(run_dir="/run/" + 59 * "x").endswith("it must be a path of at most 63 bytes.")
+
+
+@given(st.integers(-(10**6), 10**6))
+def test_a_port_is_taken_exactly_when_it_is_one(port: int) -> None:
+    if 0 <= port <= 65535:
+        assert load_settings({"port": str(port)}).port == port
+    else:
+        with pytest.raises(ConfigError):
+            load_settings({"port": str(port)})
+
+
+@pytest.mark.parametrize("name", sorted(Settings.model_fields))
+def test_every_setting_says_what_it_is_and_what_it_takes(name: str) -> None:
+    field = Settings.model_fields[name]
+    assert field.description
+    assert field.description.endswith(".")
+    assert allowed_values(field)

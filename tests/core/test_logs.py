@@ -1,0 +1,110 @@
+"""Log lines, each in a process of its own: logging belongs to a whole process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_ring.core.config import inherited_environment
+
+TAG = re.compile(
+    r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL) "
+    r"node=mini process=worker-1-0 rank=0 epoch=(-|\d+) \S+: "
+)
+CONFIGURE = (
+    "import logging, sys, warnings, threading; from pathlib import Path; "
+    "from mlx_ring.core.logs import configure_logging, set_log_epoch; "
+    "configure_logging(process='worker-1-0', node='mini', rank=0, level='info', log_dir=Path(sys.argv[1])); "
+)
+
+
+def lines_of(code: str, log_dir: Path, *, before: str = "") -> list[str]:
+    """What such a process writes to stderr; its file must say the same."""
+    done = subprocess.run(
+        [sys.executable, "-c", before + CONFIGURE + code, str(log_dir)],
+        capture_output=True,
+        text=True,
+        env=inherited_environment({"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}),
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    file = log_dir / "worker-1-0.log"
+    if file.exists():
+        assert file.read_text().splitlines() == lines
+    return lines
+
+
+def test_a_line_carries_node_process_rank_and_epoch(tmp_path: Path) -> None:
+    (line, later) = lines_of(
+        "log = logging.getLogger('a.b'); log.info('hello %d', 1); set_log_epoch(3); log.info('again')",
+        tmp_path,
+    )
+    assert TAG.match(line)
+    assert line.endswith("rank=0 epoch=- a.b: hello 1")
+    assert later.endswith("rank=0 epoch=3 a.b: again")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("name", "bring_in"),
+    [
+        ("uvicorn.access", "import uvicorn.config; "),
+        ("transformers", "import transformers.utils.logging as t; t.get_logger('transformers'); "),
+        ("huggingface_hub", "import huggingface_hub.utils.logging as h; h.get_logger('huggingface_hub'); "),
+        ("grpc", "import grpc; "),
+        ("httpx", "import httpx; "),
+    ],
+)
+def test_third_party_loggers_take_the_same_way_whenever_they_were_made(
+    name: str, bring_in: str, when: str, tmp_path: Path
+) -> None:
+    code = f"logging.getLogger({name!r}).warning('theirs')"
+    (line,) = (
+        lines_of(code, tmp_path, before=bring_in) if when == "before" else lines_of(bring_in + code, tmp_path)
+    )
+    assert TAG.match(line)
+    assert line.endswith(f"{name}: theirs")
+
+
+def test_a_handler_that_a_library_attaches_later_writes_nothing_of_its_own(tmp_path: Path) -> None:
+    code = (
+        "theirs = logging.getLogger('theirs'); theirs.addHandler(logging.StreamHandler()); "
+        "theirs.propagate = False; theirs.warning('once')"
+    )
+    assert len(lines_of(code, tmp_path)) == 1
+
+
+def test_warnings_are_lines_of_the_log(tmp_path: Path) -> None:
+    lines = lines_of("warnings.warn('careful')", tmp_path)
+    assert lines
+    assert all(TAG.match(line) for line in lines)
+    assert "py.warnings" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "1 / 0",
+        "exec('try: 1 / 0\\nexcept ZeroDivisionError: logging.exception(\"caught\")')",
+        "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()",
+    ],
+)
+def test_each_line_of_a_traceback_carries_the_tag(code: str, tmp_path: Path) -> None:
+    lines = lines_of(code, tmp_path)
+    assert "ZeroDivisionError" in lines[-1]
+    assert all(TAG.match(line) for line in lines)
+
+
+def test_below_the_level_nothing_is_written(tmp_path: Path) -> None:
+    assert lines_of("logging.debug('no'); logging.getLogger('httpx').info('no')", tmp_path) == []
+
+
+def test_a_log_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    lines = lines_of("logging.info('goes on')", tmp_path / "file" / "logs")
+    assert "cannot be written" in lines[0]
+    assert lines[1].endswith("goes on")
