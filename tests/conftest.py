@@ -6,6 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from mlx_ring.core.config import quieten_grpc
+from mlx_ring.worker.blas import install_fast_blas
+
+quieten_grpc()
+install_fast_blas()
+"""The tests' own products, mlx-lm's among them, need not wait for the reference BLAS."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fail-on-skip", action="store_true", help="a skipped test fails the run")

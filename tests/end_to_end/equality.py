@@ -45,7 +45,9 @@ async def compare(
     while done < len(expected):
         before = (*prompt, *expected[:done])
         got = await generate(before, len(expected) - done)
-        assert len(got) == len(expected) - done, f"{len(got)} tokens came, {len(expected) - done} were asked for"
+        assert len(got) == len(expected) - done, (
+            f"{len(got)} tokens came, {len(expected) - done} were asked for"
+        )
         same = next((index for index, token in enumerate(got) if token != expected[done + index]), None)
         if same is None:
             break

@@ -26,11 +26,23 @@ QWEN3: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+QWEN3_MOE: dict[str, Any] = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+
 
 def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """Make the model of `config` with seeded normal weights in float32 and write its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    model_class, arguments_class = cast("tuple[Any, Any]", _get_classes(config))
+    classes: Any = _get_classes(config)
+    model_class, arguments_class = classes
     mx.random.seed(seed)
     model = model_class(arguments_class.from_dict(config))
     shapes = cast("dict[str, mx.array]", tree_flatten(model.parameters(), destination={}))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import ProtocolError, RingError, ServingError, WorkerLost, WorkerStuck
 from mlx_ring.engine.executor import Listener, RankId
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
@@ -109,6 +109,9 @@ class GrpcExecutor:
             self._fail(error)
         except grpc.RpcError as error:
             self._fail(_stream_error(error, stream.peer))
+        except Exception as error:
+            log.exception("an answer of %s could not be taken", stream.peer)
+            self._fail(ServingError(f"An answer of {stream.peer} could not be taken: {error!r}."))
 
     def _deliver(self, reply: object) -> None:
         if not isinstance(reply, worker_pb2.StepsReply):

@@ -1,0 +1,126 @@
+"""A real instance for tests: an agent process, its workers, and an engine over them; no HTTP."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from mlx_ring.cluster.placement import even_split
+from mlx_ring.core.child import ChildProcess
+from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.model_folder import ModelFolder, read_model_folder
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.detokenizer import Vocabulary
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.grpc_executor import GrpcExecutor
+from mlx_ring.engine.sequence import GenerateRequest, Limits
+from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.failures import failure_to_error
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.methods import START
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+NO_TEXT = Vocabulary(decode=lambda _tokens: "", special=frozenset(), size=1 << 30)
+"""Tests that compare tokens need no text."""
+
+
+def assignments(folder: ModelFolder, stages: int, dtype: str) -> list[worker_pb2.StageAssignment]:
+    return [
+        worker_pb2.StageAssignment(
+            instance="test",
+            epoch=1,
+            stage=stage,
+            stages=stages,
+            tp_size=1,
+            first_layer=layers.start,
+            end_layer=layers.end,
+            dtype=dtype,
+            model_digest=folder.digest,
+            plan_digest=f"{stages} stages",
+            max_model_len=folder.context_length,
+        )
+        for stage, layers in enumerate(even_split(folder.num_layers, stages))
+    ]
+
+
+@asynccontextmanager
+async def running_agent(log_dir: Path) -> AsyncGenerator[tuple[ChildProcess, str]]:
+    """An agent process and its address. Its sockets' folder is short enough for any system."""
+    run_dir = Path(tempfile.mkdtemp(prefix="ring-"))
+    arguments = ["--run-dir", str(run_dir), "--node", "test", "--log-dir", str(log_dir)]
+    agent = await ChildProcess.start(
+        "mlx_ring.agent", arguments, name="agent", rank=None, environment=inherited_environment({})
+    )
+    try:
+        yield agent, f"unix:{run_dir}/agent.sock"
+    finally:
+        await agent.stop()
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+async def start_workers(
+    address: str, folder: ModelFolder, stages: int, dtype: str = "float32"
+) -> dict[RankId, tuple[str, int]]:
+    """Have the agent load the model; returns each rank's address and process id."""
+    async with open_aio_channel(address) as channel:
+        hello = make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages")
+        request = agent_pb2.StartRequest(
+            hello=hello, model_path=str(folder.path), assignments=assignments(folder, stages, dtype)
+        )
+        ready: dict[RankId, tuple[str, int]] = {}
+        async for message in START.aio_unary_stream(channel)(request, wait_for_ready=True):
+            if message.progress.HasField("failure"):
+                raise failure_to_error(message.progress.failure)
+            if message.progress.ready:
+                ready[RankId(message.stage, message.rank)] = (message.address, message.pid)
+        return dict(sorted(ready.items()))
+
+
+@asynccontextmanager
+async def running_engine(
+    path: Path, stages: int, log_dir: Path, *, max_num_seqs: int = 16, dtype: str = "float32"
+) -> AsyncGenerator[tuple[Engine, list[int]]]:
+    """An engine over real worker processes, and their process ids in order of stages."""
+    folder = read_model_folder(path)
+    limits = Limits(folder.context_length, folder.vocab_size, folder.eos_token_ids)
+    async with running_agent(log_dir) as (_, address):
+        workers = await start_workers(address, folder, stages, dtype)
+        executor = await GrpcExecutor.connect(
+            [(rank, address) for rank, (address, _) in workers.items()],
+            make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages", fencing_id=os.getpid()),
+        )
+        engine = Engine(executor, NO_TEXT, limits, instance="test", epoch=1, max_num_seqs=max_num_seqs)
+        try:
+            yield engine, [pid for _, pid in workers.values()]
+        finally:
+            await engine.close()
+            await executor.close()
+
+
+async def generate(
+    engine: Engine, prompt: Sequence[int], count: int, sampling: SamplingParams | None = None
+) -> list[int]:
+    """Exactly `count` tokens: the end of an answer is ignored."""
+    given = sampling or SamplingParams()
+    request = GenerateRequest(
+        request_id="test",
+        prompt_tokens=tuple(prompt),
+        sampling=SamplingParams(
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            seed=given.seed,
+            repetition_penalty=given.repetition_penalty,
+            max_tokens=count,
+            ignore_eos=True,
+        ),
+    )
+    tokens: list[int] = []
+    async for delta in engine.submit(request):
+        tokens += delta.token_ids
+    return tokens

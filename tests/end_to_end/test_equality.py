@@ -1,0 +1,114 @@
+"""However a model is split, its tokens are those of the whole: real processes, greedy and seeded."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from tests.end_to_end.equality import Agreement, ScoreGap, compare
+from tests.end_to_end.instance import generate, running_engine
+from tests.end_to_end.reference import WholeModel
+from tests.worker.random_models import QWEN3, QWEN3_MOE, write_random_model
+
+from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.core.model_source import find_model
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.engine import Engine
+from mlx_ring.worker.sampler.noise import gumbel, keys
+
+PROMPTS, TOKENS = 50, 128
+GREEDY = SamplingParams()
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=1234)
+RANDOM_MODELS = {"random-qwen3": QWEN3, "random-qwen3-moe": QWEN3_MOE}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A model, prompts for it, and the tokens that must come."""
+
+    folder: Path
+    whole: WholeModel
+    prompts: list[tuple[int, ...]]
+    greedy: list[list[int]]
+    """mlx-lm's."""
+    seeded: list[list[int]]
+    """Our own with one worker."""
+
+    def seeded_gap(self, before: Sequence[int], first: int, second: int) -> float:
+        """How far apart two tokens' scores are: logits over temperature, and the position's noise."""
+        logits = self.whole.logits(before)[mx.array([first, second])] / SEEDED.temperature
+        noise = gumbel(keys([(SEEDED.seed, len(before))])[:, :2], mx.array([[first, second]]))[0]
+        scores = logits + noise
+        return abs(cast("float", (scores[0] - scores[1]).item()))
+
+
+async def _all(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
+) -> list[list[int]]:
+    return await asyncio.gather(*(generate(engine, prompt, TOKENS, sampling) for prompt in prompts))
+
+
+@pytest.fixture(scope="module", params=["demo", "demo-moe", *RANDOM_MODELS])
+def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    name = cast("str", request.param)
+    folder = tmp_path_factory.mktemp(name)
+    if name in RANDOM_MODELS:
+        write_random_model(folder, RANDOM_MODELS[name])
+    else:
+        folder = find_model(name).folder.path
+    numbers = random.Random(5)
+    vocabulary = read_model_folder(folder).vocab_size
+    prompts = [
+        tuple(numbers.randrange(vocabulary) for _ in range(numbers.randint(1, 40))) for _ in range(PROMPTS)
+    ]
+    whole = WholeModel(folder)
+
+    async def one_worker() -> list[list[int]]:
+        async with running_engine(folder, 1, tmp_path_factory.mktemp("logs"), max_num_seqs=PROMPTS) as (
+            engine,
+            _,
+        ):
+            return await _all(engine, prompts, SEEDED)
+
+    greedy = [whole.greedy(prompt, TOKENS) for prompt in prompts]
+    return Expected(folder, whole, prompts, greedy, asyncio.run(one_worker()))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_tokens_equal_the_whole_models_however_it_is_split(
+    expected: Expected, stages: int, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
+    async def run() -> dict[str, Agreement]:
+        async with running_engine(expected.folder, stages, tmp_path, max_num_seqs=PROMPTS) as (engine, _):
+            return {
+                "greedy, against mlx-lm": await _agree(engine, expected, GREEDY),
+                "seeded, against one worker": await _agree(engine, expected, SEEDED),
+            }
+
+    for kind, agreement in asyncio.run(run()).items():
+        print(f"{kind}: {agreement}")  # noqa: T201 - how often tokens tie is part of the result
+        record_property(kind, str(agreement))
+        assert agreement.tokens == PROMPTS * TOKENS
+
+
+async def _agree(engine: Engine, expected: Expected, sampling: SamplingParams) -> Agreement:
+    is_greedy = sampling is GREEDY
+    reference = expected.greedy if is_greedy else expected.seeded
+    gap: ScoreGap = expected.whole.gap if is_greedy else expected.seeded_gap
+
+    def again(before: tuple[int, ...], count: int) -> Awaitable[list[int]]:
+        return generate(engine, before, count, sampling)
+
+    found = await asyncio.gather(
+        *(
+            compare(prompt, tokens, again, gap)
+            for prompt, tokens in zip(expected.prompts, reference, strict=True)
+        )
+    )
+    return sum(found, start=Agreement())

@@ -1,0 +1,104 @@
+"""Real worker processes at work together, and one of them gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from itertools import product
+from pathlib import Path
+
+import pytest
+from tests.end_to_end.instance import generate, running_agent, running_engine, start_workers
+from tests.worker.random_models import QWEN3, write_random_model
+
+from mlx_ring.core.errors import ModelCorrupt, NotReady, PlanError, WorkerLost
+from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.stats import StepTiming
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("qwen3"), QWEN3)
+
+
+def _overlap(one: StepTiming, other: StepTiming) -> bool:
+    return one.started_us < other.finished_us and other.started_us < one.finished_us
+
+
+def test_with_two_sequences_both_stages_compute_at_once(folder: Path, tmp_path: Path) -> None:
+    async def run() -> tuple[StepTiming, ...]:
+        async with running_engine(folder, 2, tmp_path) as (engine, _):
+            await asyncio.gather(*(generate(engine, [first, 2, 3], 60) for first in (4, 5)))
+            return engine.stats().scheduler.recent
+
+    recent = asyncio.run(run())
+    first, last = (
+        [timing for timing in recent if timing.rank == RankId(stage, 0) and timing.rows] for stage in (0, 1)
+    )
+    # A step that waits on its link has begun; only computing counts.
+    computing = [timing for timing in last if timing.link_wait_us < timing.compute_us]
+    overlaps = [
+        (one.step, other.step)
+        for one, other in product(first, computing)
+        if one.step != other.step and _overlap(one, other)
+    ]
+    assert overlaps
+
+
+def test_all_kv_is_given_back_when_requests_end(folder: Path, tmp_path: Path) -> None:
+    async def run() -> dict[RankId, int]:
+        async with running_engine(folder, 2, tmp_path) as (engine, _):
+            await asyncio.gather(*(generate(engine, [first, 2, 3], 20) for first in range(1, 7)))
+            await _until_nothing_is_held(engine)
+            return dict(engine.stats().scheduler.kv_bytes)
+
+    assert asyncio.run(run()) == {RankId(0, 0): 0, RankId(1, 0): 0}
+
+
+async def _until_nothing_is_held(engine: Engine) -> None:
+    async with asyncio.timeout(30):
+        while engine.stats().scheduler.sequences_held:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_a_worker_is_killed_streams_end_with_its_loss(folder: Path, tmp_path: Path, victim: int) -> None:
+    async def run() -> None:
+        async with running_engine(folder, 2, tmp_path) as (engine, pids):
+            answers = [asyncio.create_task(generate(engine, [first, 2, 3], 4000)) for first in (4, 5)]
+            while engine.stats().generated_tokens < 10:
+                await asyncio.sleep(0)
+            os.kill(pids[victim], signal.SIGKILL)
+            for answer in answers:
+                with pytest.raises(WorkerLost, match="of stage"):
+                    await asyncio.wait_for(answer, 30)
+            with pytest.raises(NotReady, match="cannot answer"):
+                await generate(engine, [1], 1)
+
+    asyncio.run(run())
+
+
+def test_a_start_whose_weights_are_cut_off_fails_with_one_sentence(tmp_path: Path) -> None:
+    broken = write_random_model(tmp_path / "model", QWEN3)
+    weights = broken / "model.safetensors"
+    folder = read_model_folder(broken)
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    async def run() -> None:
+        async with running_agent(tmp_path / "logs") as (_, address):
+            with pytest.raises(ModelCorrupt, match="truncated"):
+                await start_workers(address, folder, 2)
+
+    asyncio.run(run())
+
+
+def test_more_stages_than_layers_are_refused_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_engine(folder, 6, tmp_path):
+            pass
+
+    with pytest.raises(PlanError, match="6 stages were asked for and the model has 5 layers"):
+        asyncio.run(run())
