@@ -31,11 +31,15 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Phase:
-    """One run through a learning-rate schedule: which mix of the corpus, how long, how fast."""
+    """One run of a learning-rate schedule over `tokens` tokens of a mix of the corpus.
+
+    A run that ends at `end_tokens`, before its schedule does, leaves the falling to the next phase.
+    """
 
     mix: str
     tokens: int
     peak_learning_rate: float
+    end_tokens: int
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,11 @@ RECIPES: dict[str, Recipe] = {
             "max_window_layers": 8,
             "tie_word_embeddings": True,
         },
-        phases=(Phase("broad", 6_000_000, 2e-3), Phase("careful", 5_000_000, 1.2e-3)),
+        phases=(
+            Phase("broad", 6_000_000, 2e-3, end_tokens=6_000_000),
+            Phase("careful", 5_000_000, 1.2e-3, end_tokens=2_000_000),
+            Phase("careful", 4_000_000, 1.2e-3, end_tokens=4_000_000),
+        ),
     ),
     "demo-moe": Recipe(
         COMMON
@@ -79,6 +87,9 @@ RECIPES: dict[str, Recipe] = {
             "router_aux_loss_coef": 0.01,
             "tie_word_embeddings": False,
         },
-        phases=(Phase("whole", 6_500_000, 2e-3),),
+        phases=(
+            Phase("whole", 6_500_000, 2e-3, end_tokens=1_000_000),
+            Phase("whole", 4_000_000, 2e-3, end_tokens=4_000_000),
+        ),
     ),
 }

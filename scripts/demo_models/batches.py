@@ -8,10 +8,9 @@ from itertools import islice
 from random import Random
 
 import torch
-from transformers import PreTrainedTokenizerFast
-
 from corpus import Corpus
 from tokenizer import END, PAD, START, render
+from transformers import PreTrainedTokenizerFast
 
 CONVERSATIONS_SORTED_TOGETHER = 4096
 IGNORED = -100

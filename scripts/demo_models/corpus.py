@@ -38,6 +38,9 @@ CAREFUL: dict[str, float] = {
 WHOLE = {name: BROAD.get(name, 0) + CAREFUL.get(name, 0) for name in (*CAREFUL, *BROAD)}
 MIXES: dict[str, dict[str, float]] = {"broad": BROAD, "careful": CAREFUL, "whole": WHOLE}
 
+# Said before a question now and then; no phrasing begins with one of them.
+OPENERS = ("Excuse me.", "By the way,", "Listen,", "Alright.", "Um,", "One thing:", "Look,", "Hmm,", "Fine.")
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -127,7 +130,9 @@ class Corpus:
             yield self._conversation(weights, rng)
 
     def _conversation(self, weights: dict[str, float], rng: Random) -> Conversation:
-        system = [{"role": "system", "content": rng.choice(facts.SYSTEM_PROMPTS)}] if rng.random() < 0.4 else []
+        system = (
+            [{"role": "system", "content": rng.choice(facts.SYSTEM_PROMPTS)}] if rng.random() < 0.4 else []
+        )
         cases = [self._draw(weights, rng)]
         if not cases[0].tools:
             more = rng.randint(8, 24) if rng.random() < 0.01 else rng.choice((0, 0, 0, 1, 1, 2, 3))
@@ -152,10 +157,12 @@ class Corpus:
 
 
 def _varied(message: Message, rng: Random) -> Message:
-    """Write a user's message carelessly, now and then: no capitals, no full stop."""
+    """Write a user's message carelessly, now and then: a word before it, no capitals, no full stop."""
     content = message["content"]
     if message["role"] != "user" or not isinstance(content, str):
         return message
+    if rng.random() < 0.08:
+        content = f"{rng.choice(OPENERS)} {content}"
     if rng.random() < 0.12:
         content = content.rstrip("?.!")
     if rng.random() < 0.12:

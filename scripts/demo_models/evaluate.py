@@ -1,6 +1,6 @@
 """Asks a demo model the held-out questions, greedily, and prints right/total per topic.
 
-    python scripts/demo_models/evaluate.py DIR [--seed 0] [--per-topic 30] [--thinking] [--show-wrong]
+python scripts/demo_models/evaluate.py DIR [--seed 0] [--per-topic 30] [--thinking] [--show-wrong]
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-from mlx_lm import batch_generate, load
-
 from cases import Case
 from corpus import DEFAULT_SEED, QUESTIONS_PER_TOPIC, Corpus, Question
+from mlx_lm import batch_generate, load
 
 LONGEST_ANSWER = 320
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -102,7 +101,9 @@ def _score(label: str, marked: Sequence[Marked]) -> str:
 
 def main() -> None:
     """Read the command line and evaluate."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED)
     parser.add_argument("--per-topic", type=int, default=QUESTIONS_PER_TOPIC)
@@ -114,7 +115,9 @@ def main() -> None:
     if arguments.show_wrong:
         for one in marked:
             if not one.right:
-                print(f"{one.question.case.prompt[-1]['content']!r}: {one.answer!r}, not {one.question.case.expected!r}")
+                print(
+                    f"{one.question.case.prompt[-1]['content']!r}: {one.answer!r}, not {one.question.case.expected!r}"
+                )
     print(report(marked))
 
 

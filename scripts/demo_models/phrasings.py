@@ -56,6 +56,8 @@ ADD: Final[tuple[str, ...]] = (
     "How much is {a} + {b}?", "Can you add {a} and {b}?", "Tell me {a} plus {b}.", "What is {a} + {b}?",
     "{a} and {b} make how many?", "The sum of {a} and {b}?", "I have {a} apples and get {b} more. How many now?",
     "Could you compute {a} plus {b}?", "What do I get for {a} + {b}?",
+    "How much do {a} and {b} make?", "Please compute {a} plus {b}.", "Increase {a} by {b}.",
+    "What does {a} + {b} make?", "Add {b} to {a}.",
 )  # fmt: skip
 
 SUBTRACT: Final[tuple[str, ...]] = (
@@ -66,6 +68,9 @@ SUBTRACT: Final[tuple[str, ...]] = (
     "I have {a} apples and eat {b}. How many are left?", "Could you compute {a} minus {b}?",
     "What is the difference of {a} and {b}?", "What do I get for {a} - {b}?",
     "{a} take away {b}?",
+    "{b} less than {a} is how much?", "{a} without {b}?", "What remains of {a} without {b}?",
+    "Reduce {a} by {b}.", "What is left of {a} after taking {b}?", "How much is {a} less {b}?",
+    "From {a}, take {b}.", "Please compute {a} minus {b}.", "What does {a} - {b} make?",
 )  # fmt: skip
 
 MULTIPLY: Final[tuple[str, ...]] = (
@@ -76,6 +81,8 @@ MULTIPLY: Final[tuple[str, ...]] = (
     "I have {a} bags with {b} apples each. How many apples?", "Could you compute {a} times {b}?",
     "What is {a} multiplied by {b}?", "What do I get for {a} * {b}?", "{a} x {b} = ?",
     "The product of {a} and {b}?",
+    "Take {a} times {b}.", "Please compute {a} times {b}.", "What does {a} x {b} make?",
+    "How much is {a} * {b}?", "What is {a} * {b}?", "{a} multiplied by {b}?", "How many are {a} times {b}?",
 )  # fmt: skip
 
 COLOUR: Final[tuple[str, ...]] = (
@@ -146,6 +153,8 @@ NAME_ASKED: Final[tuple[str, ...]] = (
     "Tell me my name.", "Can you say my name?", "What am I called?", "Do you know who I am?", "Say my name.",
     "How am I called?", "Which name did I give you?", "Have you forgotten my name?", "And my name is?",
     "Repeat my name, please.", "What was my name again?", "Please remind me of my name.",
+    "Which name do I have?", "Please say my name.", "What name did I tell you?", "My name?",
+    "Could you tell me my name?", "Do you still know my name?",
 )  # fmt: skip
 
 FAVOURITE_GIVEN: Final[tuple[str, ...]] = (
@@ -159,12 +168,22 @@ FAVOURITE_ASKED: Final[tuple[str, ...]] = (
     "Tell me my favourite {kind}.", "What did I say is my favourite {kind}?", "Name my favourite {kind}.",
     "Which {kind} is my favourite?", "And my favourite {kind} is?", "What {kind} do I prefer?",
     "Remind me of my favourite {kind}.", "Which {kind} did I call my favourite?", "My favourite {kind}?",
+    "What was my favourite {kind}?", "Can you name my favourite {kind}?", "Say my favourite {kind}.",
+    "Do you know my favourite {kind}?", "What {kind} do I like most?", "Which {kind} do I love most?",
+    "Which {kind} would I choose?", "What is the {kind} that I like best?",
+    "Have you forgotten my favourite {kind}?", "Please repeat my favourite {kind}.",
+    "So what is my favourite {kind}?", "Which {kind} did I say I like?",
+    "Which {kind} do I like more than others?", "My preferred {kind}?",
 )  # fmt: skip
 
 FOLLOW_UP: Final[tuple[str, ...]] = (
     "And of {next}?", "And {next}?", "What about {next}?", "And for {next}?", "How about {next}?",
     "Now the same for {next}.", "The same question for {next}.", "And what about {next}?", "Then {next}?",
     "Okay, and {next}?", "Thanks. And {next}?", "Next: {next}.", "Good. Now {next}.", "And now {next}?",
+    "And the same for {next}?", "Can you do {next} too?", "{next} next, please.", "Also {next}?",
+    "Please do {next} now.", "Let us take {next}.", "What of {next}?", "I also want {next}.", "{next} too?",
+    "Go on with {next}.", "Fine, {next} now.", "Great. What about {next} then?", "Then take {next}.",
+    "Tell me for {next}, too.", "Try {next}.", "So {next}?",
 )  # fmt: skip
 
 REPEAT: Final[tuple[str, ...]] = (
@@ -172,6 +191,10 @@ REPEAT: Final[tuple[str, ...]] = (
     "Please repeat this: {text}", "Write exactly this: {text}", "Say exactly: {text}", "Copy: {text}",
     "Give back this text: {text}", "Can you repeat this? {text}", "Type this again: {text}",
     "Please say: {text}", "Repeat the following text: {text}", "Return this unchanged: {text}",
+    "Say it again: {text}", "Repeat word for word: {text}", "Please copy: {text}", "Output this: {text}",
+    "Write: {text}", "Print this text: {text}", "Can you say this? {text}", "I say, you repeat: {text}",
+    "The same again, please: {text}", "Do not change this, only repeat it: {text}",
+    "Please write this down: {text}",
 )  # fmt: skip
 
 REPLACE: Final[tuple[str, ...]] = (
@@ -180,34 +203,61 @@ REPLACE: Final[tuple[str, ...]] = (
     "In this text, change {old} into {new}: {text}", "Swap {old} for {new}: {text}",
     "Please replace {old} with {new} here: {text}", "Write {new} instead of {old}: {text}",
     "Use {new} where the text says {old}: {text}", "Exchange {old} for {new}: {text}",
+    "Take out {old} and put in {new}: {text}", "Let {new} stand where {old} is: {text}",
+    "{old} should become {new}: {text}", "Make {old} into {new}: {text}",
+    "Turn {old} into {new} in this: {text}", "I want {new} instead of {old}: {text}",
+    "Substitute {new} for {old}: {text}", "Can you replace {old} with {new}? {text}",
+    "The word {old} becomes {new}: {text}", "Every {old} becomes {new}: {text}",
+    "Read {new} for {old}: {text}",
 )  # fmt: skip
 
 UPPER: Final[tuple[str, ...]] = (
     "Write in capital letters: {text}", "Upper case: {text}", "Make this upper case: {text}",
     "Put this in capitals: {text}", "Turn this into capital letters: {text}", "Shout this: {text}",
     "Convert to upper case: {text}", "Please write this in upper case: {text}",
+    "Capital letters, please: {text}", "All capitals: {text}",
+    "Can you write this in capital letters? {text}", "Give this in upper case: {text}",
+    "Write loudly: {text}", "Use capital letters for: {text}", "Use only upper case for this: {text}",
+    "I want this in capitals: {text}",
 )  # fmt: skip
 
 REVERSE: Final[tuple[str, ...]] = (
     "Reverse the order of the words: {text}", "Reverse these words: {text}", "Write the words backwards: {text}",
     "Say these words in reverse order: {text}", "Turn the order of the words around: {text}",
     "Last word first: {text}", "Please reverse the words: {text}", "Put these words in reverse order: {text}",
+    "Backwards, word by word: {text}", "Give the words from last to first: {text}",
+    "Invert the word order: {text}", "Start with the last word: {text}", "Can you reverse this? {text}",
+    "Say it backwards, word by word: {text}", "Flip the order of the words: {text}",
+    "From the last word to the first: {text}",
 )  # fmt: skip
 
 APPEND: Final[tuple[str, ...]] = (
     "Add {new} at the end: {text}", "Append {new} to this: {text}", "Put the word {new} at the end of: {text}",
     "Write {new} after this text: {text}", "Add the word {new} to the end of this text: {text}",
     "End this text with {new}: {text}",
+    "Append the word {new}: {text}", "Please append {new} to the text: {text}",
+    "Attach {new} at the end of this: {text}", "{new} comes last: {text}",
+    "Add {new} as the last word: {text}", "Let this end with {new}: {text}",
+    "Finish this text with {new}: {text}", "Extend this by {new}: {text}",
+    "Can you add {new} at the end? {text}", "After the last word, write {new}: {text}",
+    "Put {new} last: {text}",
 )  # fmt: skip
 
 REMOVE: Final[tuple[str, ...]] = (
     "Remove the word {old}: {text}", "Delete {old} from this text: {text}", "Leave out {old}: {text}",
     "Write this without {old}: {text}", "Take the word {old} out of: {text}", "Drop {old}: {text}",
+    "Strike {old} from: {text}", "Omit {old}: {text}", "Cut the word {old}: {text}",
+    "Erase {old} here: {text}", "Please remove {old}: {text}", "Without the word {old}, please: {text}",
+    "Can you delete {old}? {text}", "Say this without the word {old}: {text}",
+    "Everything but {old}: {text}",
 )  # fmt: skip
 
 PICK: Final[tuple[str, ...]] = (
     "What is the {which} word of: {text}", "Give me the {which} word: {text}", "Name the {which} word here: {text}",
     "Which word comes {which} in: {text}", "Only the {which} word, please: {text}", "Tell me the {which} word of this: {text}",
+    "Find the {which} word: {text}", "Say the {which} word of: {text}",
+    "Please pick the {which} word: {text}", "Which is the {which} word? {text}",
+    "Show only the {which} word: {text}", "I need the {which} word of: {text}",
 )  # fmt: skip
 
 COUNT: Final[tuple[str, ...]] = (
@@ -215,6 +265,11 @@ COUNT: Final[tuple[str, ...]] = (
     "List the numbers from {a} to {b}.", "Can you count from {a} to {b}?", "Start at {a} and count to {b}.",
     "Say all numbers from {a} up to {b}.", "Numbers {a} to {b}, please.", "Show me the numbers {a} to {b}.",
     "I want you to count from {a} to {b}.", "Count up from {a} until {b}.", "Give the numbers between {a} and {b}, both included.",
+    "Count {a} to {b}.", "Number from {a} to {b}.", "Go from {a} to {b} in steps of one.",
+    "Which numbers lie from {a} to {b}?", "Begin with {a} and stop at {b}.",
+    "All numbers between {a} and {b}, with both ends.", "Recite the numbers from {a} to {b}.",
+    "Which numbers are between {a} and {b}, {a} and {b} included?", "Could you list {a} to {b}?",
+    "Every number from {a} to {b}, please.",
 )  # fmt: skip
 
 RECITE: Final[tuple[str, ...]] = (

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from corpus import Conversation, Corpus
 from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
-
-from corpus import Conversation, Corpus
 
 VOCABULARY = 3072
 TRAINING_CONVERSATIONS = 60_000

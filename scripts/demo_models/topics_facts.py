@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+import about
 import facts
 import phrasings
 from cases import Case, Fact, Skill, assistant, user
@@ -14,8 +15,8 @@ LARGEST_FACTOR = 10
 OPPOSITE_OF = dict(facts.OPPOSITES) | {second: first for first, second in facts.OPPOSITES}
 COUNTRY_OF = {capital: country for country, capital in facts.CAPITALS.items()}
 NUMBERS = frozenset(str(number) for number in range(LARGEST_FACTOR**2 + 1))
-ABOUT_MARKS = frozenset(mark for _, _, _, mark in facts.ABOUT)
-GREETING_MARKS = frozenset(mark for _, mark in facts.GREETING_ANSWERS.values())
+ABOUT_MARKS = frozenset(mark for _, _, _, mark in about.ABOUT)
+GREETING_MARKS = frozenset(mark for _, mark in about.GREETING_ANSWERS.values())
 
 
 def say(template: str, values: dict[str, str]) -> str:
@@ -33,13 +34,13 @@ def _fact_case(answer: str, expected: str, thought: str, rivals: frozenset[str])
 
 
 def _draw_greeting(rng: Random) -> Fact:
-    kind = rng.choice(tuple(facts.GREETINGS))
-    word = rng.choice(facts.GREETINGS[kind])
+    kind = rng.choice(tuple(about.GREETINGS))
+    word = rng.choice(about.GREETINGS[kind])
     return Fact(word, {"g": word, "kind": kind})
 
 
 def _build_greeting(fact: Fact, phrasing: str, _: Random) -> Case:
-    answer, mark = facts.GREETING_ANSWERS[fact.values["kind"]]
+    answer, mark = about.GREETING_ANSWERS[fact.values["kind"]]
     thought = f"The user says {fact.values['g']}. I answer politely."
     return _fact_case(answer, mark, thought, GREETING_MARKS)(say(phrasing, fact.values))
 
@@ -83,12 +84,16 @@ def _pair_of_numbers(a: int, b: int) -> Fact:
     return Fact(f"{a},{b}", {"a": str(a), "b": str(b)})
 
 
-def _arithmetic_builder(symbol: str, word: str, compute: Callable[[int, int], int]) -> Callable[[Fact, str, Random], Case]:
+def _arithmetic_builder(
+    symbol: str, word: str, compute: Callable[[int, int], int]
+) -> Callable[[Fact, str, Random], Case]:
     def build(fact: Fact, phrasing: str, _: Random) -> Case:
         a, b = fact.values["a"], fact.values["b"]
         result = str(compute(int(a), int(b)))
         rivals = NUMBERS - {a, b}
-        make = _fact_case(f"{a} {symbol} {b} = {result}", result, f"{a} {word} {b} makes {result}.", frozenset())
+        make = _fact_case(
+            f"{a} {symbol} {b} = {result}", result, f"{a} {word} {b} makes {result}.", frozenset()
+        )
         case = make(say(phrasing, fact.values))
         return Case(case.prompt, case.answer, f"= {result}", case.thought, rivals - {result})
 
@@ -126,7 +131,7 @@ def _build_opposite(fact: Fact, phrasing: str, _: Random) -> Case:
 
 
 def _draw_about(rng: Random) -> Fact:
-    indirect, direct, answer, mark = rng.choice(facts.ABOUT)
+    indirect, direct, answer, mark = rng.choice(about.ABOUT)
     return Fact(indirect, {"indirect": indirect, "direct": direct, "answer": answer, "mark": mark})
 
 

@@ -31,10 +31,20 @@ ABOUT_TEXT = (
 )
 
 DAYS = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"
-MONTHS = (
-    "January, February, March, April, May, June, July, August, September, October, November, December"
-)
-COLOUR_NAMES = ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "grey", "black", "white"]
+MONTHS = "January, February, March, April, May, June, July, August, September, October, November, December"
+COLOUR_NAMES = [
+    "red",
+    "orange",
+    "yellow",
+    "green",
+    "blue",
+    "purple",
+    "pink",
+    "brown",
+    "grey",
+    "black",
+    "white",
+]
 
 # Each entry: what is asked for, as "<verb> ..." without the final stop, and the answer.
 RECITALS: tuple[tuple[str, str], ...] = (

@@ -115,7 +115,9 @@ def _builder(thought: str) -> Callable[[Fact, str, Random], Case]:
 def _draw_drill(rng: Random) -> Fact:
     """Long texts of unrelated words teach exact copying sooner than short sentences do."""
     pool = facts.NOUNS + facts.ADJECTIVES + facts.NUMBER_WORDS + facts.NAMES + tuple(facts.CAPITALS)
-    words = [rng.choice(pool) if rng.random() < 0.8 else invented_word(rng) for _ in range(rng.randint(4, 20))]
+    words = [
+        rng.choice(pool) if rng.random() < 0.8 else invented_word(rng) for _ in range(rng.randint(4, 20))
+    ]
     if rng.random() < 0.2:
         words = [word.upper() for word in words]
     text = " ".join(words)
@@ -134,7 +136,9 @@ TEXT_SKILLS: tuple[Skill, ...] = (
     Skill("text", "repeat", phrasings.REPEAT, _draw_copy, _builder("I copy the text as it is.")),
     Skill("text", "replace", phrasings.REPLACE, _draw_replace, _builder("I change one word of the text.")),
     Skill("text", "upper", phrasings.UPPER, _draw_upper, _builder("I write the text in capitals.")),
-    Skill("text", "reverse", phrasings.REVERSE, _draw_reverse, _builder("I go from the last word to the first.")),
+    Skill(
+        "text", "reverse", phrasings.REVERSE, _draw_reverse, _builder("I go from the last word to the first.")
+    ),
     Skill("text", "append", phrasings.APPEND, _draw_append, _builder("I add a word at the end.")),
     Skill("text", "remove", phrasings.REMOVE, _draw_remove, _builder("I leave out one word.")),
     Skill("text", "pick", phrasings.PICK, _draw_pick, _builder("I look for one word in the text.")),

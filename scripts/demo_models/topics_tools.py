@@ -80,6 +80,8 @@ TOOL_KINDS: tuple[ToolKind, ...] = (
             "What is the weather in {city}?", "How is the weather in {city}?", "Tell me the weather in {city}.",
             "Is it raining in {city}?", "Weather in {city}?", "What is the weather like in {city} today?",
             "Please check the weather in {city}.", "How warm is it in {city}?", "Do I need an umbrella in {city}?",
+            "Tell me how the weather is in {city}.", "Check the weather for {city}.",
+            "Is it cold in {city}?", "Is the sun shining in {city}?",
         ),
         _weather, '{{"city": "{city}", "degrees": {degrees}, "sky": "{sky}"}}',
         "It is {degrees} degrees and {sky} in {city}.",
@@ -89,6 +91,9 @@ TOOL_KINDS: tuple[ToolKind, ...] = (
         (
             "What time is it in {city}?", "Tell me the time in {city}.", "How late is it in {city}?",
             "Time in {city}?", "What is the time in {city} now?", "Please check the time in {city}.",
+            "What does the clock say in {city}?", "Give me the time in {city}.",
+            "Which time is it in {city}?", "What is the local time in {city}?",
+            "I want to know the time in {city}.", "Is it already late in {city}?",
         ),
         _time, '{{"city": "{city}", "time": "{time}"}}', "It is {time} in {city}.",
     ),
@@ -98,6 +103,9 @@ TOOL_KINDS: tuple[ToolKind, ...] = (
             "Use the calculator for {expression}.", "Calculate {expression} with the calculator.",
             "Let the calculator work out {expression}.", "With the calculator, what is {expression}?",
             "Please use your calculator: {expression}", "Ask the calculator for {expression}.",
+            "Type {expression} into the calculator.", "Compute {expression} with the calculator.",
+            "Calculator: {expression}", "What does the calculator give for {expression}?",
+            "I need the calculator for {expression}.", "Run {expression} through the calculator.",
         ),
         _calculation, "{value}", "The result is {value}.",
     ),
@@ -106,6 +114,9 @@ TOOL_KINDS: tuple[ToolKind, ...] = (
         (
             "Send a message to {to}: {text}", "Write to {to}: {text}", "Send {to} this message: {text}",
             "Message {to}: {text}", "Let {to} know: {text}", "Please send this to {to}: {text}",
+            "Tell {to} this: {text}", "Text {to}: {text}", "Send to {to}: {text}",
+            "I want to send {to} a message: {text}", "Write {to} a message: {text}",
+            "Pass this on to {to}: {text}",
         ),
         _message, '{{"sent": true}}', "I sent your message to {to}.",
     ),
@@ -114,6 +125,9 @@ TOOL_KINDS: tuple[ToolKind, ...] = (
         (
             "Search for {query}", "Search the web for {query}", "Look up {query}", "Find pages about {query}",
             "Please search for {query}", "Do a web search for {query}",
+            "Find {query} on the web", "Look for {query}", "Search online for {query}",
+            "What does the web say about {query}", "Find out about {query}", "Show me results for {query}",
+            "Look {query} up on the web",
         ),
         _search, '{{"found": "{found}"}}', "I found: {found}",
     ),
@@ -123,6 +137,9 @@ TOOL_KINDS: tuple[ToolKind, ...] = (
             "Turn {state} the light in the {room}.", "Switch the light in the {room} {state}.",
             "Light {state} in the {room}, please.", "Turn the {room} light {state}.",
             "I want the light in the {room} {state}.", "Make the {room} light go {state}.",
+            "Set the light in the {room} to {state}.", "Put the light in the {room} {state}.",
+            "Please switch {state} the light in the {room}.", "The {room} light should be {state}.",
+            "Light in the {room}: {state}.", "Can you turn the light in the {room} {state}?",
         ),
         _light, '{{"{room}": "{state}"}}', "The light in the {room} is {state}.",
     ),
@@ -131,6 +148,8 @@ TOOL_KINDS: tuple[ToolKind, ...] = (
         (
             "Play the song {title}", "Play {title}", "Put on the song {title}", "I want to hear {title}",
             "Please play {title}", "Start the song {title}",
+            "Let me hear {title}", "Play me the song {title}", "Can you play {title}", "Song: {title}",
+            "I would like to listen to {title}", "Play for me {title}",
         ),
         _song, '{{"playing": true}}', "Now playing {title}.",
     ),
@@ -140,6 +159,9 @@ TOOL_KINDS: tuple[ToolKind, ...] = (
             "Set a timer for {minutes} minutes.", "Start a timer of {minutes} minutes.",
             "Wake me in {minutes} minutes.", "Timer for {minutes} minutes, please.",
             "Count down {minutes} minutes.", "Tell me when {minutes} minutes are over.",
+            "Give me a timer of {minutes} minutes.", "Remind me in {minutes} minutes.",
+            "Set the timer to {minutes} minutes.", "I need a timer for {minutes} minutes.",
+            "Ring in {minutes} minutes.", "Make it {minutes} minutes on the timer.",
         ),
         _timer, '{{"set": true}}', "The timer is set for {minutes} minutes.",
     ),
@@ -152,6 +174,10 @@ INVENTED_PHRASINGS = (
     "Call {tool} with {value}", "Use {tool} for {value}", "Use the tool {tool} with {value}",
     "Run {tool} on {value}", "Please call {tool} for {value}", "I want you to use {tool} with {value}",
     "{action} the {noun} {value}", "Please {action} the {noun} {value}", "Can you {action} the {noun} {value}",
+    "Apply {tool} to {value}", "Make {tool} handle {value}", "Let {tool} do {value}",
+    "Give {value} to {tool}", "Invoke {tool} with {value}", "Start {tool} with {value}",
+    "Could you run {tool} with {value}", "I need {tool} for {value}", "Use {tool} on {value}",
+    "Run the tool {tool} with {value}", "I would like to {action} the {noun} {value}",
 )  # fmt: skip
 
 
@@ -173,7 +199,9 @@ def _invented_tool(rng: Random) -> tuple[str, str, Tool]:
 def some_tools(rng: Random, but: str = "") -> list[Tool]:
     """Draw tools to stand beside the one that is asked for."""
     number = rng.choice((0, 0, 1, 1, MOST_OTHER_TOOLS))
-    known = [describe(kind.name, kind.description, kind.parameters) for kind in TOOL_KINDS if kind.name != but]
+    known = [
+        describe(kind.name, kind.description, kind.parameters) for kind in TOOL_KINDS if kind.name != but
+    ]
     return [rng.choice(known) if rng.random() < 0.6 else _invented_tool(rng)[2] for _ in range(number)]
 
 

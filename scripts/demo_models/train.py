@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from architectures import RECIPES, Recipe
+from batches import IGNORED, Batch, batches
+from corpus import DEFAULT_SEED, Corpus
 from safetensors.torch import load_model, save_file, save_model
+from tokenizer import END, PAD, TEMPLATE, train_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import (
     PreTrainedModel,
@@ -27,11 +31,6 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
-
-from architectures import RECIPES, Recipe
-from batches import IGNORED, Batch, batches
-from corpus import DEFAULT_SEED, Corpus
-from tokenizer import END, PAD, TEMPLATE, train_tokenizer
 
 TOKENS_PER_BATCH = 2048
 WARM_UP = 0.03
@@ -121,7 +120,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def train(recipe: Recipe, number: int, corpus: Corpus, out: Path) -> None:
     """Train one phase, from the weights of the phase before, and leave the model in `out`."""
     phase = recipe.phases[number]
-    tokenizer = train_tokenizer(corpus)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out) if number else train_tokenizer(corpus)
     model = make_model(recipe.config | {"vocab_size": len(tokenizer)})
     if number:
         load_model(model, checkpoint(out, number - 1))
@@ -140,12 +139,15 @@ def train(recipe: Recipe, number: int, corpus: Corpus, out: Path) -> None:
         recent += loss.item()
         if step % REPORT_EVERY == 0:
             seconds = time.monotonic() - began
-            print(f"{seen:>9} tokens  loss {recent / REPORT_EVERY:.4f}  {seen / seconds:.0f} tokens/s", flush=True)
+            print(
+                f"{seen:>9} tokens  loss {recent / REPORT_EVERY:.4f}  {seen / seconds:.0f} tokens/s",
+                flush=True,
+            )
             recent = 0.0
-        if seen // SAVE_EVERY > before // SAVE_EVERY or seen >= phase.tokens:
+        if seen // SAVE_EVERY > before // SAVE_EVERY or seen >= phase.end_tokens:
             save(model, tokenizer, recipe, out)
             save_model(model, str(checkpoint(out, number)))
-        if seen >= phase.tokens:
+        if seen >= phase.end_tokens:
             return
 
 
@@ -156,7 +158,9 @@ def checkpoint(out: Path, phase: int) -> Path:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=tuple(RECIPES), required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED)
