@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from mlx_ring.cluster.placement import even_split
@@ -102,25 +103,17 @@ async def running_engine(
             await executor.close()
 
 
+def request(prompt: Sequence[int], count: int, sampling: SamplingParams | None = None) -> GenerateRequest:
+    """For exactly `count` tokens: the end of an answer is ignored."""
+    given = replace(sampling or SamplingParams(), max_tokens=count, ignore_eos=True)
+    return GenerateRequest(request_id="test", prompt_tokens=tuple(prompt), sampling=given)
+
+
 async def generate(
     engine: Engine, prompt: Sequence[int], count: int, sampling: SamplingParams | None = None
 ) -> list[int]:
-    """Exactly `count` tokens: the end of an answer is ignored."""
-    given = sampling or SamplingParams()
-    request = GenerateRequest(
-        request_id="test",
-        prompt_tokens=tuple(prompt),
-        sampling=SamplingParams(
-            temperature=given.temperature,
-            top_p=given.top_p,
-            top_k=given.top_k,
-            seed=given.seed,
-            repetition_penalty=given.repetition_penalty,
-            max_tokens=count,
-            ignore_eos=True,
-        ),
-    )
+    """The answer to `request`, whole."""
     tokens: list[int] = []
-    async for delta in engine.submit(request):
+    async for delta in engine.submit(request(prompt, count, sampling)):
         tokens += delta.token_ids
     return tokens

@@ -41,8 +41,7 @@ QWEN3_MOE: dict[str, Any] = {
 def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """Make the model of `config` with seeded normal weights in float32 and write its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    classes: Any = _get_classes(config)
-    model_class, arguments_class = classes
+    model_class, arguments_class = cast("tuple[Any, Any]", cast("object", _get_classes(config)))
     mx.random.seed(seed)
     model = model_class(arguments_class.from_dict(config))
     shapes = cast("dict[str, mx.array]", tree_flatten(model.parameters(), destination={}))
