@@ -4,8 +4,9 @@
 
 All answer the same prompts on the same random-weight model, in turn, so that whatever else the machine
 does touches all alike. Each worker has a core of its own where the system pins, and one BLAS thread. Ratios
-are medians over the rounds; absolute numbers belong to the machine and the minute. mlx-lm is measured inside
-its process, mlx-ring from outside over HTTP, the wire included.
+are medians over the rounds, except that of the fastest eight tokens, which is between the best of all rounds;
+absolute numbers belong to the machine and the minute. mlx-lm is measured inside its process, mlx-ring from
+outside over HTTP, the wire included.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ _TARGETS = [
     Target("one", "stored", "decode", 2.0),
     Target("two", "one", "prefill", 0.0),
     Target("two", "one", "decode", 0.95),
+    Target("two", "one", "decode_fastest", 0.95),
 ]
 
 
@@ -81,6 +83,7 @@ def main() -> None:
     finally:
         for entry in entries.values():
             entry.contestant.stop()
+    bandwidth = max(bandwidth, read_bandwidth(pinned[0] if pinned else None))
     report = _report(entries, shape, bandwidth, arguments)
     _print(report)
     if arguments.json:
@@ -143,6 +146,7 @@ def _row(entry: Entry, shape: Shape, bandwidth: float, arguments: argparse.Names
         "load_s": entry.contestant.load_s,
         "prefill_tokens_per_s": entry.median("prefill"),
         "decode_tokens_per_s": entry.median("decode"),
+        "decode_fastest_tokens_per_s": max(speed.decode_fastest for speed in entry.speeds),
         "bytes_per_token": bytes_per_token,
         "decode_limit_tokens_per_s": limit,
         "decode_of_limit": entry.median("decode") / limit,
@@ -151,6 +155,9 @@ def _row(entry: Entry, shape: Shape, bandwidth: float, arguments: argparse.Names
 
 
 def _ratio(better: Entry, base: Entry, speed: str) -> float:
+    if speed == "decode_fastest":
+        ours, theirs = (max(each.decode_fastest for each in entry.speeds) for entry in (better, base))
+        return ours / theirs
     pairs = zip(better.speeds, base.speeds, strict=True)
     return statistics.median(getattr(ours, speed) / getattr(theirs, speed) for ours, theirs in pairs)
 
@@ -162,11 +169,13 @@ def _print(report: dict[str, Any]) -> None:
         f" {report['prompt_tokens']} tokens, answer {report['new_tokens']}; one thread reads"
         f" {report['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s\n"
     )
-    print(f"{'':24}{'load s':>9}{'prefill tok/s':>15}{'decode tok/s':>14}{'of what memory allows':>24}")
+    print(
+        f"{'':24}{'load s':>9}{'prefill tok/s':>15}{'decode tok/s':>14}{'fastest 8':>11}{'of what memory allows':>24}"
+    )
     for row in report["contestants"].values():
         print(
             f"{row['name']:24}{row['load_s']:9.2f}{row['prefill_tokens_per_s']:15.1f}"
-            f"{row['decode_tokens_per_s']:14.2f}{row['decode_of_limit']:16.0%} of {row['decode_limit_tokens_per_s']:.1f}"
+            f"{row['decode_tokens_per_s']:14.2f}{row['decode_fastest_tokens_per_s']:11.2f}{row['decode_of_limit']:16.0%} of {row['decode_limit_tokens_per_s']:.1f}"
         )
     print()
     names = {kind: row["name"] for kind, row in report["contestants"].items()}
@@ -177,7 +186,7 @@ def _print(report: dict[str, Any]) -> None:
                 f"  target {ratio['ratio']:g}: {'met' if ratio['measured'] >= ratio['ratio'] else 'missed'}"
             )
         pair = f"{names[ratio['better']]} / {names[ratio['base']]}"
-        print(f"{pair:48}{ratio['speed']:>8}{ratio['measured']:8.2f}x{target}")
+        print(f"{pair:48}{ratio['speed'].replace('_', ' '):>15}{ratio['measured']:8.2f}x{target}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _LIMIT_S = 600
 _STOP_LIMIT_S = 20
+_WINDOW = 8
 _WORKER = "mlx_ring.worker"
 
 
@@ -32,9 +33,27 @@ class Speed:
     """Tokens per second, seen from outside; `own_*` as the program itself reports them, where it does."""
 
     prefill: float
+    """Prompt tokens over the time to the first token."""
     decode: float
+    decode_fastest: float
+    """Over the fastest eight tokens in a row: what the program can do when nothing else disturbs it."""
     own_prefill: float | None = None
     own_decode: float | None = None
+
+
+def _speed(
+    prompt_tokens: int, arrivals_s: list[float], new_tokens: int, own: dict[str, float] | None = None
+) -> Speed:
+    """The speed of an answer of `new_tokens` whose pieces arrived so many seconds after the request."""
+    decode = (new_tokens - 1) / (arrivals_s[-1] - arrivals_s[0])
+    spans = [later - earlier for earlier, later in zip(arrivals_s, arrivals_s[_WINDOW:], strict=False)]
+    return Speed(
+        prefill=prompt_tokens / arrivals_s[0],
+        decode=decode,
+        decode_fastest=_WINDOW / min(spans) if len(arrivals_s) == new_tokens and spans else decode,
+        own_prefill=(own or {}).get("prompt_tokens_per_second"),
+        own_decode=(own or {}).get("generation_tokens_per_second"),
+    )
 
 
 class Contestant(Protocol):
@@ -65,8 +84,7 @@ class Stock:
 
     def run(self, prompt: list[int], new_tokens: int) -> Speed:
         print(json.dumps({"prompt": prompt, "new_tokens": new_tokens}), file=self._process.stdin, flush=True)
-        answer = self._answer()
-        return Speed(len(prompt) / answer["prefill_s"], (new_tokens - 1) / answer["decode_s"])
+        return _speed(len(prompt), self._answer()["arrivals_s"], new_tokens)
 
     def stop(self) -> None:
         self._process.kill()
@@ -121,17 +139,12 @@ class Ring:
                 raise SystemExit(f"{self.name} answered {response.status_code}: {response.read().decode()}")
             for event in _events(response):
                 if any(choice.get("text") for choice in event.get("choices", [])):
-                    arrivals.append(time.perf_counter())
+                    arrivals.append(time.perf_counter() - started)
                 usage = event.get("usage") or usage
                 own = event.get("performance") or own
         if usage.get("completion_tokens") != new_tokens:
             raise SystemExit(f"{self.name} gave {usage} for {new_tokens} tokens asked.")
-        return Speed(
-            prefill=len(prompt) / (arrivals[0] - started),
-            decode=(new_tokens - 1) / (arrivals[-1] - arrivals[0]),
-            own_prefill=own.get("prompt_tokens_per_second"),
-            own_decode=own.get("generation_tokens_per_second"),
-        )
+        return _speed(len(prompt), arrivals, new_tokens, own)
 
     def stop(self) -> None:
         self._client.close()
