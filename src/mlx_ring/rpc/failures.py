@@ -44,5 +44,5 @@ def failure_to_error(failure: step_pb2.Failure) -> RingError:
 
 def channel_error(error: grpc.RpcError, peer: str) -> WorkerLost:
     """What a broken channel to `peer` means to whoever waits for it."""
-    details = error.details() if isinstance(error, grpc.Call) else None
+    details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
     return WorkerLost(f"The connection to {peer} broke: {details or type(error).__name__}.")

@@ -205,18 +205,19 @@ class WorkerFront:
     ) -> Iterator[worker_pb2.FrameAccepted]:
         """Take what another stage sends, until it closes the stream."""
         try:
-            inbox = self._accept_link(next(frames).header.hello)
+            theirs = next(frames).header.hello
+            inbox = self._accept_link(theirs)
         except RingError as error:
             yield worker_pb2.FrameAccepted(failure=error_to_failure(error))
             return
         yield worker_pb2.FrameAccepted(hello=self.hello())
         try:
             deliver_frames(frames, inbox)
-            inbox.break_off(WorkerLost("The stage before closed its link."))
+            inbox.break_off(WorkerLost(f"Stage {theirs.stage} on {theirs.node} closed its link."))
         except ProtocolError as error:
             inbox.break_off(error)
         except grpc.RpcError:
-            inbox.break_off(WorkerLost("The link from the stage before broke."))
+            inbox.break_off(WorkerLost(f"The link from stage {theirs.stage} on {theirs.node} broke."))
 
     def _accept_link(self, hello: hello_pb2.Hello) -> Inbox:
         if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None:
