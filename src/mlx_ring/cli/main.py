@@ -7,7 +7,6 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
-from click.exceptions import Abort, ClickException, Exit
 from typer.main import get_command
 
 from mlx_ring.cli.models import app as models_app
@@ -56,12 +55,12 @@ def main() -> None:
     """The console script. Never ends with a traceback for what a person did."""
     try:
         code = get_command(app).main(prog_name="mlx-ring", standalone_mode=False)
-    except Exit as error:
+    except typer.Exit as error:
         sys.exit(error.exit_code)
-    except (Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
-    except ClickException as error:
-        _complain(f"{error.format_message()} See `mlx-ring --help`.")
+    except typer.TyperException as error:
+        _complain(f"{str(error).rstrip('.')}. `mlx-ring --help` tells what there is.")
         sys.exit(WRONG_INPUT)
     except RingError as error:
         _complain(str(error))

@@ -92,11 +92,11 @@ def serve(
         process="head", node=node_name(), rank=None, level=settings.log_level, log_dir=settings.log_dir
     )
     quieten_grpc()
-    # What follows brings mlx-lm and its libraries in, which takes a second: mistakes above are told at once.
-    from mlx_ring.engine.served_model import prepare_model  # noqa: PLC0415
-    from mlx_ring.node import Head  # noqa: PLC0415
+    from mlx_ring.engine.served_model import prepare_model  # noqa: PLC0415 - needs none of what follows
 
     served = prepare_model(settings)
+    # The API's libraries take a second to come in: what is wrong above is told before.
+    from mlx_ring.node import Head  # noqa: PLC0415
 
     async def run() -> None:
         with LoadingBars(settings.stages) as bars:
@@ -142,7 +142,8 @@ class LoadingBars:
             self._progress.update(task, description=f"stage {started.stage} ready")
 
     def stop(self) -> None:
-        self._progress.stop()
+        if self._progress.live.is_started:
+            self._progress.stop()
 
 
 def ready_text(running: Running) -> str:

@@ -129,7 +129,12 @@ def _complete_in_cache(name: str) -> ModelFolder | None:
         folder = read_model_folder(_snapshot(name, offline=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError, ModelNotFound, ModelCorrupt):
         return None
-    return folder if any((folder.path / file).is_file() for file in _TOKENIZERS) else None
+    return folder if has_tokenizer(folder) else None
+
+
+def has_tokenizer(folder: ModelFolder) -> bool:
+    """Whether there is one at all: transformers makes an empty one up where there is none."""
+    return any((folder.path / file).is_file() for file in _TOKENIZERS)
 
 
 def _snapshot(name: str, *, offline: bool) -> Path:

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from typing import Any
 
-from mlx_lm import tokenizer_utils
-
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
 from mlx_ring.core.model_folder import ModelFolder
-from mlx_ring.core.model_source import LocalModel, check_memory, find_model
+from mlx_ring.core.model_source import LocalModel, check_memory, find_model, has_tokenizer
 from mlx_ring.engine.sequence import Limits
 
 log = logging.getLogger(__name__)
@@ -107,6 +105,13 @@ def _context_length(folder: ModelFolder, asked: int | None) -> int:
 
 
 def _load_tokenizer(folder: ModelFolder) -> Any:
+    if not has_tokenizer(folder):
+        raise ModelCorrupt(
+            f"{folder.path} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json is missing."
+        )
+    # mlx-lm's libraries take seconds to come in: what is wrong with the model is told before.
+    from mlx_lm import tokenizer_utils  # noqa: PLC0415
+
     try:
         return tokenizer_utils.load(
             folder.path,

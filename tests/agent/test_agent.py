@@ -1,0 +1,216 @@
+"""A real agent with real workers, as a head speaks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from mlx_ring.cluster.placement import even_split, make_assignments
+from mlx_ring.core.child import ChildProcess
+from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.methods import START, STOP, WATCH
+from mlx_ring.rpc.protos import agent_pb2
+
+WAIT_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent process and a channel to it."""
+
+    child: ChildProcess
+    channel: grpc.aio.Channel
+    run_dir: Path
+
+    async def start_all(self, request: agent_pb2.StartRequest) -> list[agent_pb2.StartProgress]:
+        return [
+            progress async for progress in START.aio_unary_stream(self.channel)(request, wait_for_ready=True)
+        ]
+
+    async def watch(self) -> AsyncGenerator[agent_pb2.AgentEvent]:
+        """Its events; only a change brings another one, since the heartbeat is an hour away."""
+        request = agent_pb2.WatchRequest(hello=make_hello(), heartbeat_s=3600.0)
+        async for event in WATCH.aio_unary_stream(self.channel)(request, wait_for_ready=True):
+            yield event
+
+    async def stop(self, instance: str = "") -> int:
+        reply = await STOP.aio_unary_unary(self.channel)(agent_pb2.StopRequest(instance=instance))
+        return reply.stopped
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.child.pid).children(recursive=True)
+
+
+@asynccontextmanager
+async def running_agent(folder: Path) -> AsyncGenerator[Agent]:
+    run_dir = Path(tempfile.mkdtemp(prefix="ring-"))
+    child = await ChildProcess.start(
+        "mlx_ring.agent",
+        ["--run-dir", str(run_dir), "--node", "here", "--log-dir", str(folder / "logs")],
+        name="agent",
+        rank=None,
+        environment=inherited_environment({}),
+    )
+    channel = open_aio_channel(f"unix:{run_dir / 'agent.sock'}")
+    try:
+        yield Agent(child, channel, run_dir)
+    finally:
+        await channel.close()
+        await child.stop(10.0)
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def with_agent(folder: Path, use: Callable[[Agent], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(WAIT_S), running_agent(folder) as agent:
+            await use(agent)
+
+    asyncio.run(run())
+
+
+def start_request(model: Path, stages: int = 2, instance: str = "one") -> agent_pb2.StartRequest:
+    folder = read_model_folder(model)
+    ranges = even_split(folder.num_layers, stages)
+    return agent_pb2.StartRequest(
+        hello=make_hello(model_digest=folder.digest),
+        model_path=str(model),
+        assignments=make_assignments(
+            ranges, instance=instance, epoch=1, dtype="auto", model_digest=folder.digest, max_model_len=64
+        ),
+    )
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    return not alive
+
+
+def test_a_start_reports_each_stage_until_it_is_ready_and_a_stop_ends_them(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async def use(agent: Agent) -> None:
+        reports = await agent.start_all(start_request(tiny_model))
+        assert {report.stage for report in reports if report.progress.ready} == {0, 1}
+        assert len({(report.address, report.pid) for report in reports}) == 2
+        workers = agent.workers()
+        assert {worker.pid for worker in workers} == {report.pid for report in reports}
+        assert await agent.stop("another") == 0
+        assert await agent.stop("one") == 2
+        assert all_gone(workers)
+        assert agent.child.exit_reason == ""
+        assert [path.name for path in agent.run_dir.iterdir()] == ["agent.sock"]
+
+    with_agent(tmp_path, use)
+
+
+def test_a_stop_of_everything_ends_the_agent_too_and_leaves_no_folder(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async def use(agent: Agent) -> None:
+        await agent.start_all(start_request(tiny_model, stages=1))
+        workers = agent.workers()
+        assert await agent.stop() == 1
+        assert await agent.child.wait() == "exit code 0"
+        assert all_gone(workers)
+        assert not agent.run_dir.exists()
+
+    with_agent(tmp_path, use)
+
+
+def test_a_death_is_told_at_once_with_its_reason_and_the_others_live_on(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async def use(agent: Agent) -> None:
+        reports = await agent.start_all(start_request(tiny_model))
+        victim = next(report for report in reports if report.stage == 1)
+        events = aiter(agent.watch())
+        first = await anext(events)
+        assert [worker.alive for worker in first.workers] == [True, True]
+        assert {worker.status.phase for worker in first.workers} == {"ready"}
+        assert first.memory_bytes > first.memory_free_bytes > 0
+        os.kill(victim.pid, signal.SIGKILL)
+        event = await anext(events)
+        assert [(worker.stage, worker.alive, worker.exit_reason) for worker in event.workers] == [
+            (0, True, ""),
+            (1, False, "ended by signal 9 (SIGKILL)"),
+        ]
+
+    with_agent(tmp_path, use)
+
+
+def test_a_model_that_cannot_be_loaded_is_a_failure_and_no_worker_stays(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model, broken)
+    request = start_request(broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+
+    async def use(agent: Agent) -> None:
+        reports = await agent.start_all(request)
+        assert reports[-1].progress.failure.kind == "ModelCorrupt"
+        assert "truncated" in reports[-1].progress.failure.message
+        assert agent.workers() == []
+        again = await agent.start_all(start_request(tiny_model, stages=1))
+        assert again[-1].progress.ready
+
+    with_agent(tmp_path, use)
+
+
+@pytest.mark.parametrize("trouble", ["version", "twice", "nothing"])
+def test_a_start_that_cannot_be_meant_is_refused(trouble: str, tiny_model: Path, tmp_path: Path) -> None:
+    async def use(agent: Agent) -> None:
+        request = start_request(tiny_model, stages=1)
+        if trouble == "version":
+            request.hello.mlx_ring = "0.0.0"
+        elif trouble == "nothing":
+            del request.assignments[:]
+        else:
+            await agent.start_all(request)
+        (report,) = await agent.start_all(request)
+        expected = {"version": "VersionMismatch", "twice": "ProtocolError", "nothing": "ProtocolError"}
+        assert report.progress.failure.kind == expected[trouble]
+
+    with_agent(tmp_path, use)
+
+
+def test_a_head_that_leaves_while_loading_leaves_no_worker(tiny_model: Path, tmp_path: Path) -> None:
+    async def use(agent: Agent) -> None:
+        events = aiter(agent.watch())
+        await anext(events)
+        call = asyncio.ensure_future(agent.start_all(start_request(tiny_model)))
+        while len((await anext(events)).workers) < 2:
+            pass
+        workers = agent.workers()
+        call.cancel()
+        while (await anext(events)).workers:
+            pass
+        assert all_gone(workers)
+
+    with_agent(tmp_path, use)
+
+
+def test_an_agent_ended_by_sigterm_ends_its_workers_first(tiny_model: Path, tmp_path: Path) -> None:
+    async def use(agent: Agent) -> None:
+        await agent.start_all(start_request(tiny_model))
+        workers = agent.workers()
+        os.kill(agent.child.pid, signal.SIGTERM)
+        assert await agent.child.wait() == "exit code 0"
+        assert not any(worker.is_running() for worker in workers)
+
+    with_agent(tmp_path, use)

@@ -1,0 +1,137 @@
+"""The commands as a person types them: what is wrong is one sentence and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from tests.processes import run_cli
+
+from mlx_ring.core.config import Settings, flag_name
+
+
+def complaint(*arguments: str, folder: Path, **environment: str) -> str:
+    """What a failing command says: one sentence on stderr, log lines aside, and exit code 2."""
+    done = run_cli(*arguments, folder=folder, environment=environment)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    (line,) = [line for line in done.stderr.splitlines() if " process=" not in line]
+    assert line.startswith("mlx-ring: ")
+    return line.removeprefix("mlx-ring: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "--port", "http"], "--port is http; it must be a whole number from 0 to 65535."),
+        (["serve", "--stages", "-1"], "--stages is -1; it must be a whole number from 1 to 1024."),
+        (["serve", "--config", "none.yaml"], "The settings file none.yaml does not exist."),
+        (["serve", "--nope"], "No such option: --nope"),
+        (["sevre"], "No such command 'sevre'."),
+        (["serve", "a", "b"], "Got unexpected extra argument(s) (b)."),
+        (["serve", "./nowhere"], "There is no model './nowhere'"),
+        (["serve", "demmo"], "There is no model 'demmo'"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
+    assert complaint(*arguments, folder=tmp_path).startswith(said)
+
+
+def test_a_misspelt_built_in_name_is_guessed(tmp_path: Path) -> None:
+    assert "Did you mean 'demo'?" in complaint("serve", "demmo", folder=tmp_path)
+
+
+def test_a_busy_port_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        said = complaint("serve", "./nowhere", "--port", str(port), folder=tmp_path)
+    assert said.startswith(f"Port {port} on 127.0.0.1 is held by another process")
+
+
+def test_a_host_that_is_not_this_machine_s_is_refused(tmp_path: Path) -> None:
+    assert "192.0.2.1" in complaint("serve", "--host", "192.0.2.1", folder=tmp_path)
+
+
+def test_a_bad_variable_in_the_environment_is_named(tmp_path: Path) -> None:
+    assert complaint("serve", folder=tmp_path, MLX_RING_STAGES="two").startswith("MLX_RING_STAGES is two;")
+
+
+def test_more_stages_than_layers_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    said = complaint("serve", str(tiny_model), "--stages", "6", "--port", "0", folder=tmp_path)
+    assert said.startswith("6 stages were asked for and the model has 5 layers")
+
+
+def test_a_context_beyond_the_model_s_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    said = complaint("serve", str(tiny_model), "--max-model-len", "5000", "--port", "0", folder=tmp_path)
+    assert said.startswith("--max-model-len is 5000;")
+
+
+@pytest.mark.parametrize("trouble", ["empty", "no weights", "truncated", "no tokenizer", "code"])
+def test_a_folder_that_cannot_be_served_says_why(trouble: str, tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model, broken)
+    canary = tmp_path / "canary"
+    match trouble:
+        case "empty":
+            shutil.rmtree(broken)
+            broken.mkdir()
+            expected = "config.json"
+        case "no weights":
+            (broken / "model.safetensors").unlink()
+            expected = "has no weights"
+        case "truncated":
+            weights = broken / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:1000])
+            expected = "truncated"
+        case "no tokenizer":
+            (broken / "tokenizer.json").unlink()
+            (broken / "tokenizer_config.json").unlink()
+            expected = "tokenizer"
+        case _:
+            config = json.loads((broken / "config.json").read_text())
+            (broken / "config.json").write_text(json.dumps(config | {"model_file": "mine.py"}))
+            (broken / "mine.py").write_text(f"open({str(canary)!r}, 'w')")
+            expected = "never run"
+    assert expected in complaint("serve", str(broken), "--port", "0", folder=tmp_path)
+    assert not canary.exists()
+
+
+def test_a_hub_id_without_network_says_what_to_do(tmp_path: Path) -> None:
+    said = complaint(
+        *("serve", "Qwen/Qwen3-0.6B", "--port", "0"),
+        folder=tmp_path,
+        HF_HOME=str(tmp_path / "cache"),
+        HF_ENDPOINT="http://127.0.0.1:9",
+    )
+    assert said.startswith("Qwen/Qwen3-0.6B is not on this machine and cannot be fetched")
+    assert "mlx-ring models list" in said
+
+
+def test_the_version_is_one_line(tmp_path: Path) -> None:
+    done = run_cli("--version", folder=tmp_path)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "mlx-ring")
+
+
+def test_help_names_the_commands_and_every_setting(tmp_path: Path) -> None:
+    top = run_cli("--help", folder=tmp_path)
+    assert top.returncode == 0
+    assert all(word in top.stdout for word in ("serve", "chat", "models"))
+    serve = run_cli("serve", "--help", folder=tmp_path, environment={"COLUMNS": "200"})
+    missing = [
+        flag_name(name)
+        for name in Settings.model_fields
+        if name != "model" and flag_name(name) not in serve.stdout
+    ]
+    assert missing == []
+
+
+def test_the_list_has_the_built_in_models_with_their_size(tmp_path: Path) -> None:
+    done = run_cli("models", "list", folder=tmp_path, environment={"HF_HOME": str(tmp_path / "cache")})
+    assert done.returncode == 0
+    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}
+    assert rows["demo"][1:3] == ["built-in", "qwen3"]
+    assert rows["demo-moe"][1:3] == ["built-in", "qwen3_moe"]
