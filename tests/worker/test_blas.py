@@ -263,6 +263,13 @@ def test_with_the_kernels_of_each_processor(core_type: str | None, scenario: Cal
     run_alone(scenario.__name__, core_type)
 
 
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing had been installed in this process, where the suite's own products use the fast BLAS."""
+    monkeypatch.setattr(install, "_installed", None)
+
+
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("system", "machine", "library"),
     [
@@ -281,6 +288,7 @@ def test_another_platform_keeps_its_own_blas(
     assert report.library == library
 
 
+@pytest.mark.usefixtures("fresh")
 def test_another_c_library_keeps_its_own_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
