@@ -5,10 +5,10 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check conformance bench protos format clean
+.PHONY: help setup demo test check conformance bench protos docs format clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # A stamp each, so that a second `make` starts at once.
 .venv/.ready-run: pyproject.toml uv.lock scripts/setup
@@ -34,6 +34,7 @@ check: .venv/.ready-dev ## lint, format, types, import contracts, generated code
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/generate_protos.py --check
+	$(BIN)/python scripts/generate_settings_table.py --check
 
 conformance: .venv/.ready-dev ## cut every architecture and compare with the whole; rewrites docs/architectures.md
 	$(BIN)/pytest -m conformance $(ARGS)
@@ -43,6 +44,9 @@ bench: .venv/.ready-dev ## compare with mlx-lm on this machine, side by side
 
 protos: .venv/.ready-dev ## generate the messages' code from the protos
 	$(BIN)/python scripts/generate_protos.py
+
+docs: .venv/.ready-dev ## write the table of settings in docs/configuration.md
+	$(BIN)/python scripts/generate_settings_table.py
 
 format: .venv/.ready-dev ## format, and mend what ruff can mend
 	$(BIN)/ruff format
