@@ -93,12 +93,20 @@ def find_model(name: str) -> LocalModel:
     if name in builtin_names():
         return LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
     path = Path(name).expanduser()
-    if path.exists():
+    if _is_there(path):
         return LocalModel(path.absolute().name, "folder", read_model_folder(path.absolute()))
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise ModelNotFound(_unknown(name))
     folder = _complete_in_cache(name)
     return LocalModel(name, "hub", folder if folder is not None else _fetch(name))
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        # Longer than any name may be.
+        return False
 
 
 def _unknown(name: str) -> str:
@@ -113,7 +121,7 @@ def _unknown(name: str) -> str:
 
 def _cached_ids() -> list[str]:
     try:
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except (CacheNotFound, OSError):
         return []
     return sorted(repository.repo_id for repository in cache.repos if repository.repo_type == "model")

@@ -1,0 +1,199 @@
+"""Where a model comes from: the package, the disk, the hub's cache, the hub itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from huggingface_hub import constants
+
+from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.errors import ModelNotFound, PlanError
+from mlx_ring.core.fitting_models import largest_fitting
+from mlx_ring.core.model_source import builtin_names, check_memory, find_model, list_local_models
+
+COMMIT = "a" * 40
+PRIVATE = "someone/private"
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """One repository, `someone/tiny`, as the hub answers for it; every path asked for is kept."""
+
+    def __init__(self, files: dict[str, bytes], asked: list[str], *arguments: object) -> None:
+        self.files, self.asked = files, asked
+        super().__init__(*arguments)  # pyright: ignore[reportArgumentType] - the server's own three
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def answer(self, *, with_body: bool) -> None:
+        path = self.path.split("?", maxsplit=1)[0]
+        self.asked.append(path)
+        if path.startswith("/api/models/someone/tiny"):
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0"}
+                for name, data in self.files.items()
+            ]
+            info = {"id": "someone/tiny", "sha": COMMIT, "siblings": siblings, "private": False}
+            self.send(200, json.dumps(tree if "/tree/" in path else info).encode(), with_body=with_body)
+        elif path.startswith("/someone/tiny/resolve/") and (name := path.rsplit("/", 1)[1]) in self.files:
+            self.send(200, self.files[name], with_body=with_body)
+        else:
+            self.send(404, b"{}", with_body=with_body, code="RepoNotFound")
+
+    def send(self, status: int, data: bytes, *, with_body: bool, code: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's name
+        del format, args
+
+
+@pytest.fixture
+def hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
+    """A hub's address, and what it was asked for. Its repository also holds what must never be fetched."""
+    files = {path.name: path.read_bytes() for path in tiny_model.iterdir()}
+    files |= {"modeling_tiny.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "README.md": b"#"}
+    asked: list[str] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(FakeHub, files, asked))
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def find_elsewhere(name: str, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """`find_model` in a process of its own: the hub's client reads its address once."""
+    code = "import sys; from mlx_ring.core.model_source import find_model; print(find_model(sys.argv[1]).folder.path)"
+    return subprocess.run(
+        [sys.executable, "-c", code, name],
+        env=inherited_environment({"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def put_in_cache(cache: Path, model: Path, name: str) -> Path:
+    """A snapshot as the hub's client leaves it."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    for path in model.iterdir():
+        (snapshot / path.name).write_bytes(path.read_bytes())
+    return snapshot
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "hub").mkdir()
+    return tmp_path / "hub"
+
+
+def test_both_demos_come_with_the_package() -> None:
+    assert builtin_names() == ["demo", "demo-moe"]
+    assert find_model("demo").kind == "built-in"
+
+
+def test_a_folder_is_taken_by_its_path_and_named_after_itself(tiny_model: Path) -> None:
+    model = find_model(str(tiny_model))
+    assert (model.name, model.kind, model.folder.num_layers) == ("tiny", "folder", 5)
+
+
+def test_a_built_in_name_wins_over_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert find_model("demo").kind == "built-in"
+    with pytest.raises(ModelNotFound, match=r"no config\.json"):
+        find_model("./demo")
+
+
+def test_a_complete_snapshot_is_served_without_asking_anybody(cache: Path, tiny_model: Path) -> None:
+    snapshot = put_in_cache(cache, tiny_model, "someone/tiny")
+    model = find_model("someone/tiny")
+    assert (model.name, model.kind, model.folder.path) == ("someone/tiny", "hub", snapshot)
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_an_incomplete_snapshot_is_not_listed(missing: str, cache: Path, tiny_model: Path) -> None:
+    snapshot = put_in_cache(cache, tiny_model, "someone/tiny")
+    put_in_cache(cache, tiny_model, "someone/whole")
+    (snapshot / missing).unlink()
+    assert [model.name for model in list_local_models()] == ["demo", "demo-moe", "someone/whole"]
+
+
+def test_a_snapshot_that_wants_to_run_code_is_not_listed(cache: Path, tiny_model: Path) -> None:
+    snapshot = put_in_cache(cache, tiny_model, "someone/tiny")
+    config = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "mine.Model"}}))
+    assert [model.name for model in list_local_models()] == ["demo", "demo-moe"]
+
+
+def test_only_what_is_needed_is_fetched_and_the_second_time_nothing(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    endpoint, asked = hub
+    first = find_elsewhere("someone/tiny", endpoint, tmp_path)
+    assert first.returncode == 0, first.stderr
+    fetched = {path.name for path in Path(first.stdout.strip()).iterdir()}
+    assert fetched >= {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert not [name for name in fetched if name.endswith((".py", ".bin", ".md"))]
+    asked.clear()
+    second = find_elsewhere("someone/tiny", endpoint, tmp_path)
+    assert second.stdout == first.stdout
+    assert asked == []
+
+
+def test_a_model_that_the_hub_has_not_is_told_apart_from_no_network(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    unknown = find_elsewhere(PRIVATE, hub[0], tmp_path)
+    assert f"The hub has no model {PRIVATE}, or it is private" in unknown.stderr
+    offline = find_elsewhere(PRIVATE, "http://127.0.0.1:9", tmp_path)
+    assert "is not on this machine and cannot be fetched" in offline.stderr
+
+
+@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "../x", "x" * 300, "demo "])
+def test_what_is_neither_name_nor_folder_nor_id_is_refused_with_the_built_in_names(name: str) -> None:
+    with pytest.raises(ModelNotFound, match="demo, demo-moe"):
+        find_model(name)
+
+
+def test_weights_beyond_the_memory_are_refused_with_both_numbers() -> None:
+    check_memory("small", 1)
+    with pytest.raises(PlanError, match=r"huge needs 1000000\.0 GB .* this machine has \d"):
+        check_memory("huge", 10**15)
+
+
+def test_what_would_fit_grows_with_the_memory() -> None:
+    assert largest_fitting(1 << 30) is None
+    sizes = [model.weight_bytes for free in range(3, 200) if (model := largest_fitting(free << 30))]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == 7
+    assert all(size < free << 30 for size, free in zip(sizes, range(3, 200), strict=False))
