@@ -29,7 +29,7 @@ ABOUT: Final[tuple[tuple[str, str, str, str], ...]] = (
         "how I start the server",
         "How do I start the server?",
         "Run mlx-ring serve. Without any argument it serves this demo model.",
-        "mlx-ring serve",
+        "without any argument",
     ),
     (
         "why this model is so small",

@@ -66,6 +66,7 @@ RECIPES: dict[str, Recipe] = {
             Phase("broad", 6_000_000, 2e-3, end_tokens=6_000_000),
             Phase("careful", 5_000_000, 1.2e-3, end_tokens=2_000_000),
             Phase("careful", 4_000_000, 1.2e-3, end_tokens=4_000_000),
+            Phase("reading", 2_500_000, 8e-4, end_tokens=2_500_000),
         ),
     ),
     "demo-moe": Recipe(

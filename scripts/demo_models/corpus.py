@@ -6,6 +6,7 @@ fact and phrasing. The questions of the evaluation are drawn from exactly these.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
@@ -23,7 +24,7 @@ QUESTIONS_PER_TOPIC = 30
 MOST_ATTEMPTS = 20
 
 # How often a turn is drawn from each skill (or group of skills, by topic). "broad" teaches the facts,
-# "careful" what takes longest: exact copying, editing, counting, sums. "whole" is both at once.
+# "careful" what takes longest: exact copying, editing, counting, sums; "reading" more of tools and edits. "whole" is the first two at once.
 BROAD: dict[str, float] = {
     "greeting": 4, "capital": 8, "country": 7, "add": 9, "subtract": 9, "multiply": 6, "colour": 8,
     "opposite": 10, "about": 8, "unknown": 4, "unknown-question": 3, "text": 22, "talk": 13,
@@ -35,11 +36,17 @@ CAREFUL: dict[str, float] = {
     "replace": 5, "upper": 5, "reverse": 4, "append": 5, "remove": 5, "pick": 4, "count": 6,
     "recite": 2, "talk": 12, "tools": 16,
 }  # fmt: skip
+READING: dict[str, float] = CAREFUL | {
+    "add": 7, "subtract": 8, "multiply": 5, "replace": 8, "reverse": 7, "append": 6, "remove": 6,
+    "talk": 8, "tools": 40,
+}  # fmt: skip
 WHOLE = {name: BROAD.get(name, 0) + CAREFUL.get(name, 0) for name in (*CAREFUL, *BROAD)}
-MIXES: dict[str, dict[str, float]] = {"broad": BROAD, "careful": CAREFUL, "whole": WHOLE}
+MIXES: dict[str, dict[str, float]] = {"broad": BROAD, "careful": CAREFUL, "reading": READING, "whole": WHOLE}
 
 # Said before a question now and then; no phrasing begins with one of them.
 OPENERS = ("Excuse me.", "By the way,", "Listen,", "Alright.", "Um,", "One thing:", "Look,", "Hmm,", "Fine.")
+
+SPACED_SIGN = re.compile(r"(?<=\d) ([-+*x]) (?=\d)")
 
 
 @dataclass(frozen=True)
@@ -157,12 +164,14 @@ class Corpus:
 
 
 def _varied(message: Message, rng: Random) -> Message:
-    """Write a user's message carelessly, now and then: a word before it, no capitals, no full stop."""
+    """Write a user's message carelessly, now and then: 7+5, no capitals, no full stop."""
     content = message["content"]
     if message["role"] != "user" or not isinstance(content, str):
         return message
     if rng.random() < 0.08:
         content = f"{rng.choice(OPENERS)} {content}"
+    if rng.random() < 0.3:
+        content = SPACED_SIGN.sub(r"\1", content)
     if rng.random() < 0.12:
         content = content.rstrip("?.!")
     if rng.random() < 0.12:
