@@ -10,6 +10,7 @@ would make MLX copy the whole of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,8 +95,14 @@ class Bank:
         self.capacities[window] = capacity
         for part in self._layout.row_parts:
             if part.window == window:
-                planes = self.planes[part.index]
-                self.planes[part.index] = [_resized(plane, 2, capacity) for plane in planes]
+                self._resize(part.index, 2, capacity)
+
+    def _resize(self, index: int, axis: int, size: int) -> None:
+        """One plane at a time, so that no more than one is held twice."""
+        planes = self.planes[index]
+        for position in range(len(planes)):
+            planes[position] = _resized(planes[position], axis, size)
+            mx.eval(planes[position])
 
     def set_slots(self, slots: int) -> None:
         """Hold room for this many rows. Copies the bank, so it is asked for in growing steps."""
@@ -103,9 +110,8 @@ class Bank:
             return
         self.slots = slots
         self._used = min(self._used, slots)
-        for index, planes in enumerate(self.planes):
-            self.planes[index] = [_resized(plane, 0, slots) for plane in planes]
-        mx.eval(self.arrays())
+        for index in range(len(self.planes)):
+            self._resize(index, 0, slots)
 
     def take(self, row: Row) -> None:
         """Move a row in from its bank, or give a new row a slot. The caller has made room."""
@@ -159,15 +165,23 @@ class Bank:
             last.slot = row.slot
         if not self.rows:
             self.drop()
-        elif len(self.rows) <= self.slots // 2:
+            return
+        if len(self.rows) <= self.slots // 2:
             self.set_slots(len(self.rows))
+        self.tighten()
+
+    def tighten(self) -> None:
+        """Give back the better part of slots that are four times as long as any row."""
+        longest = max(row.length for row in self.rows)
+        if self.capacities.get(None, 0) > 4 * (longest + BLOCK):
+            self._set_capacity(None, grown(0, longest + 1))
 
     def drop(self) -> None:
         """Give the memory back."""
         self.slots = self._used = 0
         self.planes = [[] for _ in self._layout.row_parts]
 
-    def gather(self, group: list[Row]) -> None:
+    def gather(self, group: Sequence[Row]) -> None:
         """Bring rows of this bank side by side, the others keeping their order."""
         members = set(map(id, group))
         inside = sorted(group, key=lambda row: row.slot)

@@ -119,6 +119,11 @@ class Layout:
     def windows(self) -> tuple[int, ...]:
         return tuple(sorted({part.window for part in self.row_parts if part.window is not None}))
 
+    @property
+    def kinds(self) -> tuple[int | None, ...]:
+        """Windows of all row parts, None for those that see everything."""
+        return tuple({part.window: None for part in self.row_parts})
+
     def keep(self, window: int) -> int:
         """Tokens before the next one that a sliding row keeps: what that one sees, and `slack` to go back."""
         return window - 1 + self.slack
@@ -126,6 +131,10 @@ class Layout:
     def block(self, window: int) -> int:
         """Tokens that a full sliding row takes in before it is shifted down."""
         return max(_MIN_BLOCK, window // 4, self.slack)
+
+    def most(self, window: int) -> int:
+        """Capacity of a full sliding row."""
+        return self.keep(window) + self.block(window)
 
 
 def read_layout(prototypes: Sequence[Any], kv_bits: int | None, slack: int) -> Layout:

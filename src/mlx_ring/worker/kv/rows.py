@@ -40,6 +40,8 @@ class Span:
         self.begins = [start - base for start, base in zip(starts, bases, strict=True)]
         self.low = min(begin - seen for begin, seen in zip(self.begins, sees, strict=True))
         self.high = max(begin + count for begin, count in zip(self.begins, counts, strict=True))
+        self.runs = _runs(self.begins, counts)
+        """Neighbours that are written at the same place, as one: (begin, count, first row, end row)."""
         self.uniform = len(set(starts)) == 1 and len(set(bases)) == 1
         self._starts, self._bases = starts, bases
         self._width = width
@@ -88,10 +90,10 @@ class BatchRows:
         if span.high > self.bank.capacities[part.window]:
             return self._append_apart(part, planes, span, encoded)
         first, last = self.slots
-        for begin, count, low, high in _runs(span.begins, self.counts):
+        whole = len(span.runs) == 1 and self.counts[0] == self.width
+        for begin, count, low, high in span.runs:
             for plane, new in zip(planes, encoded, strict=True):
-                rows = new if high - low == len(self.rows) else new[low:high]
-                rows = rows if count == self.width else rows[:, :, :count]
+                rows = new if whole else new[low:high, :, :count]
                 plane[first + low : first + high, :, begin : begin + count] = rows
         return [plane[first:last, :, span.low : span.high] for plane in planes]
 
@@ -125,7 +127,6 @@ class BatchRows:
 
 
 def _runs(begins: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Neighbours that are written at the same place, as one: (begin, count, first row, end row)."""
     runs: list[tuple[int, int, int, int]] = []
     row = 0
     for (begin, count), members in groupby(zip(begins, counts, strict=True)):

@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_ring.core.errors import ProtocolError, StepFailed
-from mlx_ring.worker.kv.bank import BLOCK, Bank, Row
-from mlx_ring.worker.kv.grouping import (
-    SHORT_PROMPT_TOKENS,
-    SHORT_TOKENS,
-    Candidate,
-    group_even_rows,
-    group_rows,
-)
+from mlx_ring.worker.kv.bank import Bank, Row
+from mlx_ring.worker.kv.batch import Batch
+from mlx_ring.worker.kv.content import Range, read_row, row_parts, write_row
+from mlx_ring.worker.kv.grouping import SHORT_PROMPT_TOKENS, Candidate, group_even_rows, group_rows
 from mlx_ring.worker.kv.layers import Layer, Layout, RowPart, read_layout
+from mlx_ring.worker.kv.placement import Banks
 from mlx_ring.worker.kv.rows import BatchRows, row_cache
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """One forward pass: `(len(rows), max(counts))` tokens, padded on the right."""
-
-    rows: tuple[int, ...]
-    """Indices into the rows that were asked for, in the order of the batch."""
-    counts: tuple[int, ...]
-    """Real tokens of each row."""
-    caches: list[Any]
-    """One for each owned layer, with mlx-lm's cache interface."""
-    offset: int | mx.array
-    """Position of the first token: one for all rows, or `(batch,)`."""
-    members: BatchRows = field(repr=False)
-    states: list[Any] = field(default_factory=list[Any], repr=False)
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """What to evaluate with the outputs, so that one evaluation does all."""
-        tails = [array for tail in self.members.tails.values() for array in tail]
-        return [*self.members.bank.arrays(), *tails]
 
 
 class KVStore:
@@ -67,14 +41,14 @@ class KVStore:
             (self._layout.block(window) for window in self._layout.windows), default=SHORT_PROMPT_TOKENS
         )
         self._rows: dict[int, Row] = {}
-        self._banks: list[Bank] = []
+        self._banks = Banks(self._layout)
         self._uncommitted: list[Batch] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes held now, room for growth included."""
         states = sum(state.nbytes for row in self._rows.values() for state in row.states)
-        return sum(bank.nbytes for bank in self._banks) + int(states)
+        return self._banks.nbytes + int(states)
 
     def length(self, sequence: int) -> int:
         """Committed tokens."""
@@ -94,7 +68,7 @@ class KVStore:
         """Forget a sequence and give its memory back."""
         self._settle()
         row = self._row(sequence)
-        self._leave(row)
+        self._empty(row)
         del self._rows[sequence]
 
     def reset(self) -> None:
@@ -112,7 +86,7 @@ class KVStore:
         if length == row.length:
             return
         if length == 0:
-            self._leave(row)
+            self._empty(row)
             return
         self._check_reach(row, length, "cut")
         for part, state in zip(self._layout.object_parts, row.states, strict=True):
@@ -124,6 +98,8 @@ class KVStore:
         for state in row.states:
             state.trim(row.length - length)
         row.length = length
+        if row.bank is not None:
+            row.bank.tighten()
 
     def fork(self, source: int, destination: int, length: int) -> None:
         """Give `destination`, which is open and empty, the first `length` tokens of `source`."""
@@ -146,18 +122,62 @@ class KVStore:
                 f"Sequence {source} is recurrent and stands at {origin.length} tokens; "
                 f"it can only be forked there, not at {length}."
             )
-        self._copy(origin, row, length)
-
-    def _copy(self, origin: Row, row: Row, length: int) -> None:
         row.length, row.bases = length, dict(origin.bases)
         row.states = [
             part.copied(state) for part, state in zip(self._layout.object_parts, origin.states, strict=True)
         ]
-        bank = self._new_bank(1)
-        for window in {part.window for part in self._layout.row_parts}:
-            self._reserve(bank, [row], [1], window)
+        bank = self._banks.place_alone(row, 1)
         if origin.bank is not None:
             bank.take_copy(row, origin.bank, origin.slot)
+
+    def read(self, sequence: int, layer: int, heads: Range, tokens: Range) -> tuple[mx.array, ...]:
+        """Copies of a layer's content, `(heads, tokens, width)` each, in temporal order."""
+        self._settle()
+        row = self._sound(sequence)
+        return read_row(row, self._layout.layers[layer], heads, tokens)
+
+    def write(
+        self, sequence: int, layer: int, heads: Range, tokens: Range, arrays: Sequence[mx.array]
+    ) -> None:
+        """Put content, as `read` gives it, into a sequence that is being filled.
+
+        Nothing counts before `adopt`. A sliding layer is filled from the first position that is there.
+        """
+        self._settle()
+        row = self._sound(sequence)
+        if not 0 <= row.length <= tokens[0] < tokens[1] <= row.max_length:
+            raise StepFailed(
+                f"Sequence {sequence} has {row.length} tokens of {row.max_length}; "
+                f"content for [{tokens[0]}, {tokens[1]}) does not go behind them."
+            )
+        parts = row_parts(self._layout.layers[layer])
+        bank = row.bank
+        if bank is None:
+            bank = self._banks.place([row])
+        for part in parts:
+            if part.window is not None and row.length == 0:
+                row.bases.setdefault(part.window, tokens[0])
+            self._make_room(row, bank, part.window, tokens)
+        write_row(row, bank, self._layout.layers[layer], heads, tokens, arrays)
+
+    def adopt(self, sequence: int, length: int) -> None:
+        """Count the first `length` tokens as committed: every layer's content has been written."""
+        row = self._sound(sequence)
+        if self._layout.object_parts:
+            raise StepFailed(f"Sequence {sequence} has recurrent layers, which cannot be written.")
+        if not row.length <= length <= row.max_length:
+            raise StepFailed(f"Sequence {sequence} has {row.length} tokens; {length} cannot be adopted.")
+        self._check_reach(row, length, "taken over")
+        row.length = length
+
+    def _make_room(self, row: Row, bank: Bank, window: int | None, tokens: Range) -> None:
+        need = tokens[1] - row.base(window)
+        if tokens[0] < row.base(window) or (window is not None and need > self._layout.most(window)):
+            raise StepFailed(
+                f"Sequence {row.sequence} is filled from {row.base(window)} in a layer with a window of "
+                f"{window}; tokens [{tokens[0]}, {tokens[1]}) do not fit there."
+            )
+        bank.reserve(window, need, max(need, row.max_length))
 
     def batches(self, rows: Sequence[tuple[int, int]]) -> list[Batch]:
         """Group rows, given as (sequence, tokens to append), into forward passes, and make room for them."""
@@ -166,7 +186,7 @@ class KVStore:
         self._check_rows(asked, rows)
         batches: list[Batch] = []
         for group in self._groups(asked, rows):
-            bank = self._place([asked[index] for index in group])
+            bank = self._banks.place([asked[index] for index in group])
             order = sorted(group, key=lambda index: asked[index].slot)
             counts = [rows[index][1] for index in order]
             batches.append(self._batch(bank, order, [asked[index] for index in order], counts))
@@ -190,6 +210,12 @@ class KVStore:
             row = self._rows[sequence]
         except KeyError:
             raise ProtocolError(f"Sequence {sequence} is not open here.") from None
+        return row
+
+    def _sound(self, sequence: int) -> Row:
+        row = self._row(sequence)
+        if row.lost:
+            raise StepFailed(row.lost)
         return row
 
     def _check_rows(self, asked: Sequence[Row], rows: Sequence[tuple[int, int]]) -> None:
@@ -236,44 +262,8 @@ class KVStore:
             return group_even_rows(candidates)
         return group_rows(candidates, self._longest_chunk)
 
-    def _place(self, group: list[Row]) -> Bank:
-        """Bring a group side by side into one bank."""
-        banks = {id(row.bank): row.bank for row in group if row.bank is not None}
-        need = max(row.length for row in group)
-        bank = self._target(group, list(banks.values()), need)
-        strangers = [row for row in group if row.bank is not bank]
-        if strangers:
-            room = len(bank.rows) + len(strangers)
-            if room > bank.slots:
-                bank.set_slots(max(room, bank.slots * 3 // 2))
-            for window in {part.window for part in self._layout.row_parts}:
-                self._reserve(bank, strangers, [0] * len(strangers), window)
-            for row in strangers:
-                bank.take(row)
-            self._banks = [bank for bank in self._banks if bank.rows]
-        bank.gather(group)
-        return bank
-
-    def _target(self, group: list[Row], banks: list[Bank], need: int) -> Bank:
-        """The bank with most of the group's tokens, unless its slots are far too long."""
-        fitting = [
-            bank for bank in banks if bank.capacities.get(None, 0) <= max(SHORT_TOKENS, 4 * (need + BLOCK))
-        ]
-        if len(group) == 1 and banks:
-            return banks[0]
-        if not fitting:
-            return self._new_bank(len(group))
-        return max(fitting, key=lambda bank: sum(row.length + 1 for row in group if row.bank is bank))
-
-    def _new_bank(self, slots: int) -> Bank:
-        bank = Bank(self._layout)
-        bank.set_slots(slots)
-        self._banks.append(bank)
-        return bank
-
     def _batch(self, bank: Bank, order: list[int], rows: list[Row], counts: list[int]) -> Batch:
-        for window in {part.window for part in self._layout.row_parts}:
-            self._reserve(bank, rows, counts, window)
+        self._banks.reserve(bank, rows, counts)
         members = BatchRows(self._layout, bank, rows, counts)
         states: list[Any] = []
         for part in self._layout.object_parts:
@@ -292,28 +282,9 @@ class KVStore:
             ]
         )
 
-    def _reserve(self, bank: Bank, rows: Sequence[Row], counts: Sequence[int], window: int | None) -> None:
-        """Room for the rows' tokens and `counts` more, in the layers of one window."""
-        limit = max(row.max_length for row in [*rows, *bank.rows])
-        if window is None:
-            need = max(row.length + count for row, count in zip(rows, counts, strict=True))
-            bank.reserve(None, need, limit)
-            return
-        most = self._layout.keep(window) + self._layout.block(window)
-        needs: list[int] = []
-        for row, count in zip(rows, counts, strict=True):
-            if row.bank is bank and row.held(window) + count > most:
-                bank.shift(row, window)
-            needs.append(min(most, row.held(window) + count))
-        bank.reserve(window, max(needs), min(limit, most))
-
-    def _leave(self, row: Row) -> None:
+    def _empty(self, row: Row) -> None:
         """Back to an empty sequence that holds nothing."""
-        bank = row.bank
-        if bank is not None:
-            bank.remove(row)
-            if not bank.rows:
-                self._banks.remove(bank)
+        self._banks.leave(row)
         row.length, row.bases, row.states, row.lost = 0, {}, [], ""
 
     def _settle(self) -> None:

@@ -1,0 +1,83 @@
+"""A row's keys and values by layer, KV heads and tokens, for whoever stores them or hands them over.
+
+One layer's content is a tuple of arrays `(heads, tokens, width)` in temporal order: keys and values, or data,
+scales and biases of each where they are quantized; a layer with several caches gives one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_ring.core.errors import StepFailed
+from mlx_ring.worker.kv.bank import Bank, Row
+from mlx_ring.worker.kv.layers import Layer, Plane, RowPart
+
+Range = tuple[int, int]
+"""Half-open."""
+
+
+def row_parts(layer: Layer) -> list[RowPart]:
+    """The layer's parts, all of which must be rows of keys and values."""
+    parts = [part for part in layer.parts if isinstance(part, RowPart)]
+    if len(parts) != len(layer.parts):
+        raise StepFailed("A recurrent layer's state has no token ranges; it moves only as a whole.")
+    return parts
+
+
+def read_row(row: Row, layer: Layer, heads: Range, tokens: Range) -> tuple[mx.array, ...]:
+    """A copy of what a row holds, evaluated."""
+    arrays: list[mx.array] = []
+    for part in row_parts(layer):
+        base = row.base(part.window)
+        if not base <= tokens[0] < tokens[1] <= row.length:
+            raise StepFailed(
+                f"Sequence {row.sequence} holds tokens [{base}, {row.length}) in that layer, "
+                f"not [{tokens[0]}, {tokens[1]})."
+            )
+        planes = row.bank.planes[part.index] if row.bank is not None else []
+        for plane in planes:
+            _check_heads(heads, plane.shape[1])
+            begin, end = tokens[0] - base, tokens[1] - base
+            arrays.append(mx.contiguous(plane[row.slot, heads[0] : heads[1], begin:end]))
+    mx.eval(arrays)
+    return tuple(arrays)
+
+
+def write_row(
+    row: Row, bank: Bank, layer: Layer, heads: Range, tokens: Range, arrays: Sequence[mx.array]
+) -> None:
+    """Put content into a row's slot; its capacity is there."""
+    rest = list(arrays)
+    for part in row_parts(layer):
+        size = 2 if part.bits is None else 6
+        mine, rest = rest[:size], rest[size:]
+        _check_shapes(heads, tokens, mine, size)
+        if not part.planes and heads[0] == 0:
+            part.planes = tuple(Plane(array.shape[0], array.shape[2], array.dtype) for array in mine)
+        base = row.base(part.window)
+        begin, end = tokens[0] - base, tokens[1] - base
+        for plane, known, array in zip(bank.ensure_planes(part), part.planes, mine, strict=True):
+            _check_heads(heads, known.heads)
+            if (array.shape[2], array.dtype) != (known.width, known.dtype):
+                raise StepFailed(
+                    f"The content is {array.dtype} of width {array.shape[2]}; "
+                    f"the layer keeps {known.dtype} of width {known.width}."
+                )
+            plane[row.slot, heads[0] : heads[1], begin:end] = array
+        mx.eval(bank.planes[part.index])
+    if rest:
+        raise StepFailed(f"The layer takes {len(arrays) - len(rest)} arrays; {len(arrays)} came.")
+
+
+def _check_heads(heads: Range, have: int) -> None:
+    if not 0 <= heads[0] < heads[1] <= have:
+        raise StepFailed(f"The layer has KV heads [0, {have}), not [{heads[0]}, {heads[1]}).")
+
+
+def _check_shapes(heads: Range, tokens: Range, arrays: Sequence[mx.array], size: int) -> None:
+    wanted = (heads[1] - heads[0], tokens[1] - tokens[0])
+    if len(arrays) != size or any(array.shape[:2] != wanted or array.ndim != 3 for array in arrays):  # noqa: PLR2004 - (heads, tokens, width)
+        shapes = [tuple(array.shape) for array in arrays]
+        raise StepFailed(f"The layer takes {size} arrays of {wanted} heads and tokens; shapes {shapes} came.")
