@@ -203,6 +203,7 @@ def test_a_head_that_leaves_while_loading_leaves_no_worker(tiny_model: Path, tmp
         assert all_gone(workers)
 
     with_agent(tmp_path, use)
+    assert " ERROR " not in (tmp_path / "logs" / "agent.log").read_text()
 
 
 def test_an_agent_ended_by_sigterm_ends_its_workers_first(tiny_model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,21 @@ def test_a_hub_id_without_network_says_what_to_do(tmp_path: Path) -> None:
     )
     assert said.startswith("Qwen/Qwen3-0.6B is not on this machine and cannot be fetched")
     assert "mlx-ring models list" in said
+
+
+def test_a_ctrl_c_while_the_program_comes_in_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    # The first import of the commands is what the signal meets.
+    code = (
+        "import sys, signal; from mlx_ring.cli.main import main\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'mlx_ring.cli.app': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt()); main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_the_version_is_one_line(tmp_path: Path) -> None:

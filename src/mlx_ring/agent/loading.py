@@ -45,6 +45,7 @@ async def start_workers(
         ) from None
     finally:
         loads.cancel()
+        await asyncio.gather(loads, return_exceptions=True)
 
 
 async def _until_done(

@@ -1,72 +1,18 @@
-"""`mlx-ring`: the commands, and the one place where an error becomes a sentence and an exit code."""
+"""The console script `mlx-ring`. Light, so that a Ctrl-C is heard from the first moment on."""
 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
-from typing import Annotated
 
-import typer
-from typer.main import get_command
-
-from mlx_ring.cli.models import app as models_app
-from mlx_ring.cli.serve import serve
-from mlx_ring.cli.talk import chat
-from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError
-
-WRONG_INPUT = 2
-"""Exit code for what the person can mend; 1 is the program's own trouble."""
-
-app = typer.Typer(
-    name="mlx-ring",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help=(
-        "Serve a large language model from this machine, its layers split over several processes, "
-        "behind an OpenAI-compatible API.\n\n"
-        "Begin with [bold]mlx-ring serve[/bold]: it serves a small built-in model on port 8100. "
-        "Then, in another terminal, [bold]mlx-ring chat[/bold]."
-    ),
-)
-app.command()(serve)
-app.command()(chat)
-app.add_typer(models_app, name="models")
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"mlx-ring {version('mlx-ring')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _common(  # pyright: ignore[reportUnusedFunction] - typer calls it
-    _version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end."),
-    ] = False,
-) -> None:
-    """Options of the program itself."""
+INTERRUPTED = 130
+"""As shells have it: 128 and the number of SIGINT."""
 
 
 def main() -> None:
-    """The console script. Never ends with a traceback for what a person did."""
+    """Run what was typed and end with its exit code."""
     try:
-        code = get_command(app).main(prog_name="mlx-ring", standalone_mode=False)
-    except typer.Exit as error:
-        sys.exit(error.exit_code)
-    except (typer.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except typer.TyperException as error:
-        _complain(f"{str(error).rstrip('.')}. `mlx-ring --help` tells what there is.")
-        sys.exit(WRONG_INPUT)
-    except RingError as error:
-        _complain(str(error))
-        sys.exit(WRONG_INPUT if isinstance(error, (ConfigError, ModelError, PlanError)) else 1)
-    sys.exit(code if isinstance(code, int) else 0)
+        from mlx_ring.cli.app import run  # noqa: PLC0415 - what it brings in takes a second
 
-
-def _complain(sentence: str) -> None:
-    print(f"mlx-ring: {sentence}", file=sys.stderr)
+        sys.exit(run())
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
