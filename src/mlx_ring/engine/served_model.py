@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from typing import Any
 
+from mlx_ring.core.architectures import require_cuttable
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
 from mlx_ring.core.model_folder import ModelFolder
@@ -45,6 +46,7 @@ def prepare_model(settings: Settings) -> ServedModel:
     """
     local = find_model(settings.model)
     folder = local.folder
+    require_cuttable(folder, settings.stages)
     check_memory(local.name, memory_for_weights(folder, settings.dtype))
     tokenizer = _load_tokenizer(folder)
     eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)

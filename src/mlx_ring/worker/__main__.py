@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from types import FrameType
 from mlx_ring.core.lifeline import watch_lifeline
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.worker.blas import install_fast_blas
+
+_END_WITHIN_S = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     server.add_insecure_port(f"unix:{options.socket}")
     server.start()
     front.compute()
-    server.stop(grace=None)
+    server.stop(grace=None).wait(_END_WITHIN_S)
+    logging.shutdown()
+    # gRPC's threads may still hold an open stream; nothing of it is wanted any more.
+    os._exit(0)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

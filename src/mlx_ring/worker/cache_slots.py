@@ -79,7 +79,7 @@ def find_cache_slots(model: nn.Module, layer_list: list[Any], layers: LayerRange
     """Find by a dry run which slots the layers `[start, end)` are given. Computes nothing."""
 
     def make() -> list[Any]:
-        return cast("list[Any]", make_prompt_cache(model))
+        return make_prompt_cache(model)
 
     prototypes = make()
     given = _dry_run(model, layer_list, prototypes)
@@ -131,7 +131,7 @@ def _kind(cache: Any) -> Kind:
     """Caches of one kind make the same masks."""
     if isinstance(cache, CacheList):
         return (CacheList, *(_kind(part) for part in cast("Sequence[Any]", cache.caches)))
-    return (type(cache), getattr(cache, "max_size", None), getattr(cache, "chunk_size", None))
+    return (type(cast("object", cache)), getattr(cache, "max_size", None), getattr(cache, "chunk_size", None))
 
 
 def _phantom(prototype: Any, offset: int | mx.array) -> Any:

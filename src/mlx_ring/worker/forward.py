@@ -28,7 +28,8 @@ class StepInput:
 
     def begins(self) -> list[int]:
         """Where each row begins in the flat activations."""
-        begins, total = [], 0
+        begins: list[int] = []
+        total = 0
         for ids in self.tokens:
             begins.append(total)
             total += len(ids)
@@ -60,7 +61,8 @@ class StageForward:
         ]
         hidden_rows = [index for index, row in enumerate(step.rows) if wants_hidden(row)]
         logit_rows = [index for index in range(len(step.rows)) if index not in set(hidden_rows)]
-        for kind, rows in (("logits", logit_rows), ("hidden", hidden_rows)):
+        kinds: tuple[tuple[Output, list[int]], ...] = (("logits", logit_rows), ("hidden", hidden_rows))
+        for kind, rows in kinds:
             for batch, members in self._batches(step, rows):
                 wanted = [outputs[row].offsets for row in members]
                 values = self._run(step, batch, members, wanted, kind)

@@ -18,6 +18,7 @@ import mlx.core as mx
 import psutil
 
 from mlx_ring.core.errors import NotReady, ProtocolError, RingError, StaleMessage, WorkerLost
+from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello, make_hello
@@ -40,6 +41,11 @@ class WorkerIdentity:
     stage: int
     rank: int
     blas: str
+
+
+def device_name() -> str:
+    """What MLX computes on by default: "cpu" or "gpu"."""
+    return mx.default_device().type.name
 
 
 class _StepStream:
@@ -122,6 +128,7 @@ class WorkerFront:
         assignment = request.assignment
         self._inbox = Inbox(assignment.instance, assignment.epoch)
         self._phase = "loading"
+        set_log_epoch(assignment.epoch)
         self._assigned.set()
         return self._inbox
 
@@ -141,9 +148,7 @@ class WorkerFront:
             self._runner, self._dtype = build_stage(request, inbox, self.hello(), report)
             self._phase = "ready"
             report(worker_pb2.LoadProgress(ready=True, phase="ready", bytes_loaded=self._weight_bytes))
-            log.info(
-                "ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, mx.default_device()
-            )
+            log.info("ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, device_name())
         except Exception as error:
             self._phase = "failed"
             log.exception("loading failed")
@@ -240,7 +245,7 @@ class WorkerFront:
             kv_bytes=runner.kv_bytes if runner else 0,
             device_memory_bytes=mx.get_active_memory(),
             peak_memory_bytes=mx.get_peak_memory(),
-            device=str(mx.default_device()),
+            device=device_name(),
             dtype=self._dtype,
             blas=self._identity.blas,
             last_step=runner.last_step if runner else 0,

@@ -20,14 +20,12 @@ class _TappedHead(nn.Module):
         object.__setattr__(self, "_note", note)
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self["head"], name)
+        held = cast("dict[str, Any]", self)
+        return held[name] if name in held else getattr(held["head"], name)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         self._note(hidden)
-        return self["head"](hidden)
+        return cast("Callable[[mx.array], mx.array]", self["head"])(hidden)
 
 
 class HeadTap:
@@ -36,11 +34,11 @@ class HeadTap:
     def __init__(self, model: nn.Module, heads: Sequence[str]) -> None:
         self._model = model
         self._entered: mx.array | None = None
-        modules = cast("dict[str, nn.Module]", dict(model.named_modules()))
+        modules = dict(cast("list[tuple[str, nn.Module]]", model.named_modules()))
         for path in heads:
             parent, _, name = path.rpartition(".")
             setattr(modules[parent], name, _TappedHead(modules[path], self._note))
-        for module in model.modules():
+        for module in modules.values():
             if hasattr(module, "as_linear"):
                 self._tap_embedding(module)
 
@@ -74,6 +72,6 @@ def find_heads(model: nn.Module, vocab_size: int) -> tuple[str, ...]:
     """Paths of the linear layers that give a vocabulary; none where the embedding serves as the head."""
     return tuple(
         path
-        for path, module in model.named_modules()
+        for path, module in cast("list[tuple[str, nn.Module]]", model.named_modules())
         if isinstance(module, nn.Linear | nn.QuantizedLinear) and module.weight.shape[0] == vocab_size
     )

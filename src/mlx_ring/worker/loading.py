@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model
+from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
+from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.core.model_folder import ModelFolder
@@ -49,13 +49,12 @@ def load_stage(folder: ModelFolder, layers: LayerRange, dtype: DType, progress: 
 
 def _build(folder: ModelFolder) -> nn.Module:
     try:
-        model, _ = load_model(folder.path, lazy=True, strict=True)
+        return load_model(folder.path, lazy=True, strict=True)[0]
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         message = str(error)
         if "not supported" in message:
             raise ModelUnsupported(f"{folder.path}: {message}") from error
         raise ModelCorrupt(f"{folder.path} cannot be loaded: {message}") from error
-    return cast("nn.Module", model)
 
 
 def _cast_parameters(stage: StageModel) -> dict[str, mx.array]:

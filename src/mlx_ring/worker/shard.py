@@ -8,6 +8,7 @@ head are computed only where their results are asked for.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
@@ -57,24 +58,33 @@ class _EndLayer(nn.Module):
         object.__setattr__(self, "_ends", (is_entry, is_exit))
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self["layer"], name)
+        held = cast("dict[str, Any]", self)
+        return held[name] if name in held else getattr(held["layer"], name)
 
-    def __call__(self, hidden: mx.array, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         passage, (is_entry, is_exit) = self._passage, self._ends
         if is_entry and passage.hidden is not None:
-            hidden = passage.hidden
-        output = self["layer"](hidden, *arguments, **named)
+            arguments, named = _with_first(passage.hidden, arguments, named)
+        layer = cast("Callable[..., object]", self["layer"])
+        output = layer(*arguments, **named)
         if not is_exit:
             return output
         if not isinstance(output, mx.array):
             raise ModelUnsupported(
-                f"A {type(self['layer']).__name__} gives more than activations, so the model cannot be cut behind it."
+                f"A {type(layer).__name__} gives more than activations, so the model cannot be cut behind it."
             )
         passage.taken = output
         return output if passage.positions is None else _at_positions(output, passage.positions)
+
+
+def _with_first(
+    hidden: mx.array, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A layer's arguments with its activations replaced: they come first, most often without a name."""
+    if arguments:
+        return (hidden, *arguments[1:]), named
+    first = next(iter(named))
+    return (), {**named, first: hidden}
 
 
 def _at_positions(output: mx.array, positions: mx.array) -> mx.array:
@@ -105,7 +115,7 @@ class StageModel:
         self._heads = find_heads(model, vocab_size)
         self._embeddings = tuple(
             f"{name}."
-            for name, module in model.named_modules()
+            for name, module in cast("list[tuple[str, nn.Module]]", model.named_modules())
             if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
         )
         self._slots: CacheSlots = find_cache_slots(model, originals, layers)
@@ -179,13 +189,16 @@ class StageModel:
             passage.hidden = passage.positions = passage.taken = None
 
 
+def _same(held: Sequence[object], layers: Sequence[object]) -> bool:
+    return len(held) == len(layers) and all(map(operator.is_, held, layers))
+
+
 def _layer_list(model: nn.Module) -> tuple[str, list[Any]]:
     """The very list in the module tree that holds the model's layers, so that its items can be swapped, and its path."""
     layers = list(cast("Sequence[nn.Module]", getattr(model, "layers", ())))
-    for path, module in model.named_modules():
-        for name, value in module.items():
-            if isinstance(value, list) and len(value) == len(layers) > 0:
-                held = cast("list[Any]", value)
-                if all(ours is theirs for ours, theirs in zip(held, layers, strict=True)):
-                    return f"{path}.{name}.".lstrip("."), held
+    for path, module in cast("list[tuple[str, nn.Module]]", model.named_modules()):
+        for name, value in cast("dict[str, object]", module).items():
+            held = cast("list[Any]", value) if isinstance(value, list) else []
+            if held and _same(held, layers):
+                return f"{path}.{name}.".lstrip("."), held
     raise ModelUnsupported(f"{type(model).__module__} keeps its layers in a way that cannot be cut.")

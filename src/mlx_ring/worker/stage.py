@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_ring.core.architectures import require_cuttable
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.model_folder import ModelFolder, read_model_folder
 from mlx_ring.core.types import DTYPES, DType, LayerRange
@@ -84,7 +85,13 @@ def build_stage(
 
     model = load_stage(folder, layers, dtype, progress)
     log.info("loaded layers %s of %s in %s in %.2f s", layers, folder.path, dtype, time.monotonic() - started)
-    kv = KVStore(model.make_layer_caches(), model.dtype, kv_bits=assignment.kv_bits or None)
+    architecture = require_cuttable(folder, assignment.stages)
+    kv = KVStore(
+        model.make_layer_caches(),
+        model.dtype,
+        kv_bits=assignment.kv_bits or None,
+        ragged=architecture.batches,
+    )
     links = _join_links(assignment, inbox, hello, model)
     runner = StageRunner(assignment, model, kv, links)
     report(worker_pb2.LoadProgress(phase="warm-up"))
