@@ -137,9 +137,9 @@ class Corpus:
             yield self._conversation(weights, rng)
 
     def _conversation(self, weights: dict[str, float], rng: Random) -> Conversation:
-        system = (
-            [{"role": "system", "content": rng.choice(facts.SYSTEM_PROMPTS)}] if rng.random() < 0.4 else []
-        )
+        system: list[Message] = []
+        if rng.random() < 0.4:
+            system.append({"role": "system", "content": rng.choice(facts.SYSTEM_PROMPTS)})
         cases = [self._draw(weights, rng)]
         if not cases[0].tools:
             more = rng.randint(8, 24) if rng.random() < 0.01 else rng.choice((0, 0, 0, 1, 1, 2, 3))

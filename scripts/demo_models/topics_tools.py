@@ -189,11 +189,16 @@ def describe(name: str, description: str, parameters: tuple[str, ...]) -> Tool:
     return {"type": "function", "function": function}
 
 
-def _invented_tool(rng: Random) -> tuple[str, str, Tool]:
+def _invented_tool(rng: Random) -> tuple[str, str, str, Tool]:
     action = rng.choice(ACTIONS)
     noun = rng.choice(facts.NOUNS) if rng.random() < 0.7 else invented_word(rng).lower()
     parameter = rng.choice(PARAMETERS)
-    return action, noun, describe(f"{action}_{noun}", f"{action.capitalize()} a {noun}", (parameter,))
+    return (
+        action,
+        noun,
+        parameter,
+        describe(f"{action}_{noun}", f"{action.capitalize()} a {noun}", (parameter,)),
+    )
 
 
 def some_tools(rng: Random, but: str = "") -> list[Tool]:
@@ -202,7 +207,7 @@ def some_tools(rng: Random, but: str = "") -> list[Tool]:
     known = [
         describe(kind.name, kind.description, kind.parameters) for kind in TOOL_KINDS if kind.name != but
     ]
-    return [rng.choice(known) if rng.random() < 0.6 else _invented_tool(rng)[2] for _ in range(number)]
+    return [rng.choice(known) if rng.random() < 0.6 else _invented_tool(rng)[-1] for _ in range(number)]
 
 
 def _shuffled(tool: Tool, others: list[Tool], rng: Random) -> tuple[Tool, ...]:
@@ -254,11 +259,9 @@ def _draw_invented(rng: Random) -> Fact:
 
 
 def _build_invented(fact: Fact, phrasing: str, rng: Random) -> Case:
-    action, noun, tool = _invented_tool(rng)
+    action, noun, parameter, tool = _invented_tool(rng)
     name, value = f"{action}_{noun}", fact.values["value"]
     tools = _shuffled(tool, some_tools(rng, but=name), rng)
-    schema = tool["function"]
-    parameter = schema["parameters"]["required"][0] if isinstance(schema, dict) else ""
     filled = phrasing.format(tool=name, value=value, action=action, noun=noun)
     return _call_case(filled[:1].upper() + filled[1:], name, {parameter: value}, tools)
 

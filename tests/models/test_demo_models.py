@@ -55,7 +55,8 @@ def loaded(name: str) -> tuple[Any, TokenizerWrapper]:
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(FOLDER / name)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(FOLDER / name)  # pyright: ignore[reportUnknownVariableType]  # transformers leaves it open
+    return tokenizer
 
 
 def rendered(messages: list[dict[str, Any]], **options: Any) -> str:
@@ -103,6 +104,7 @@ def test_mlx_lm_finds_tool_calls_thinking_and_the_end(name: str) -> None:
     assert tokenizer.has_thinking
     assert tokenizer.eos_token_ids == {config_of(name)["eos_token_id"]}
     call = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
+    assert tokenizer.tool_parser is not None
     assert tokenizer.tool_parser(call, None) == json.loads(call)
 
 
