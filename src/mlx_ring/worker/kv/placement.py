@@ -24,8 +24,18 @@ class Banks:
         """Give all memory back."""
         self._banks.clear()
 
-    def place(self, group: Sequence[Row]) -> Bank:
-        """Bring a group side by side into one bank: the rows that lie elsewhere are copied, once."""
+    def place(self, groups: Sequence[Sequence[Row]]) -> list[Bank]:
+        """Bring each group side by side into one bank: the rows that lie elsewhere are copied, once.
+
+        First all rows join, for one that leaves a bank changes the order there; then each bank is put in order,
+        which parts no group that is together.
+        """
+        banks = [self._join(group) for group in groups]
+        for bank, group in zip(banks, groups, strict=True):
+            bank.gather(group)
+        return banks
+
+    def _join(self, group: Sequence[Row]) -> Bank:
         bank = self._target(group)
         strangers = [row for row in group if row.bank is not bank]
         if strangers:
@@ -36,7 +46,6 @@ class Banks:
             for row in strangers:
                 bank.take(row)
             self._banks = [bank for bank in self._banks if bank.rows]
-        bank.gather(group)
         return bank
 
     def place_alone(self, row: Row, room: int) -> Bank:

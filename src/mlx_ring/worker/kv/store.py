@@ -153,7 +153,7 @@ class KVStore:
         parts = row_parts(self._layout.layers[layer])
         bank = row.bank
         if bank is None:
-            bank = self._banks.place([row])
+            (bank,) = self._banks.place([[row]])
         for part in parts:
             if part.window is not None and row.length == 0:
                 row.bases.setdefault(part.window, tokens[0])
@@ -184,14 +184,13 @@ class KVStore:
         self._settle()
         asked = [self._row(sequence) for sequence, _ in rows]
         self._check_rows(asked, rows)
-        batches: list[Batch] = []
-        for group in self._groups(asked, rows):
-            bank = self._banks.place([asked[index] for index in group])
+        groups = self._groups(asked, rows)
+        banks = self._banks.place([[asked[index] for index in group] for group in groups])
+        for bank, group in zip(banks, groups, strict=True):
             order = sorted(group, key=lambda index: asked[index].slot)
             counts = [rows[index][1] for index in order]
-            batches.append(self._batch(bank, order, [asked[index] for index in order], counts))
-        self._uncommitted = list(batches)
-        return batches
+            self._uncommitted.append(self._batch(bank, order, [asked[index] for index in order], counts))
+        return list(self._uncommitted)
 
     def commit(self, batch: Batch) -> None:
         """After the forward pass: its tokens are part of their sequences."""

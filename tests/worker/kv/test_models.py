@@ -1,0 +1,190 @@
+"""mlx-lm's models, unmodified, over the store: held against the same models over mlx-lm's own caches."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import QuantizedKVCache
+from tests.worker.kv.passes import ModelRun, apart
+from tests.worker.kv.small_models import CONFIGURATIONS, RAGGED, RECURRENT, SLIDING, small_model, tokens
+
+from mlx_ring.core.errors import StepFailed
+from mlx_ring.worker.kv import KVStore
+
+ROUNDING = 2e-5
+"""Logits are of the order of ten: the same sums in another order."""
+CHUNKS = [tokens(30), tokens(100, 1), tokens(7, 2), *([place] for place in range(40)), tokens(20, 3)]
+
+
+def rounding(family: str) -> float:
+    """mlx-lm's rotating cache decodes over keys in rotated order, the store in temporal order."""
+    return ROUNDING if family in SLIDING else 0.0
+
+
+@pytest.fixture(params=sorted(CONFIGURATIONS))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_logits_depend_on_what_came_before(family: str) -> None:
+    run = ModelRun(small_model(family))
+    assert apart(run.alone([[1, 2, 3], [4]]), run.alone([[1, 5, 3], [4]])) > 1e-3
+
+
+def test_a_single_row_gives_the_logits_of_mlx_lms_own_caches(family: str) -> None:
+    run = ModelRun(small_model(family))
+    run.open(1)
+    caches = run.own_caches()
+    for chunk in CHUNKS:
+        assert apart(run.step({1: chunk})[1], run.alone([chunk], caches)) <= rounding(family)
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_a_sliding_row_prefills_bit_for_bit(family: str) -> None:
+    run = ModelRun(small_model(family))
+    run.open(1)
+    caches = run.own_caches()
+    for chunk in CHUNKS[:3]:
+        assert apart(run.step({1: chunk})[1], run.alone([chunk], caches)) == 0.0
+
+
+def test_rows_of_all_lengths_step_together_as_each_alone(family: str) -> None:
+    run = ModelRun(small_model(family))
+    run.open(*range(5))
+    caches = {row: run.own_caches() for row in range(5)}
+    prefill = {row: tokens(3 + 11 * row, row) for row in range(5)}
+    decode = [{row: [row + place] for row in range(5) if (place + row) % 4} for place in range(12)]
+    drafts = [{row: tokens(1 + row, place) for row in range(5)} for place in range(6)]
+    for work in [prefill, *decode, *drafts]:
+        logits = run.step(work)
+        for row, chunk in work.items():
+            assert apart(logits[row], run.alone([chunk], caches[row])) <= ROUNDING
+
+
+def test_rows_join_and_leave_between_steps(family: str) -> None:
+    run = ModelRun(small_model(family))
+    caches: dict[int, Any] = {}
+    for place in range(16):
+        if place < 12:
+            run.open(place)
+            caches[place] = run.own_caches()
+            prompt = tokens(2 + 9 * (place % 5), place)
+            assert apart(run.step({place: prompt})[place], run.alone([prompt], caches[place])) <= ROUNDING
+        if place >= 4:
+            leaver = sorted(caches)[place % len(caches)]
+            run.store.free(leaver)
+            del caches[leaver]
+        logits = run.step({row: [place] for row in caches})
+        for row, own in caches.items():
+            assert apart(logits[row], run.alone([[place]], own)) <= ROUNDING
+
+
+@pytest.mark.parametrize("family", sorted(set(CONFIGURATIONS) - set(RECURRENT)))
+def test_a_row_that_is_cut_goes_on_as_if_the_rest_had_never_been(family: str) -> None:
+    run = ModelRun(small_model(family))
+    run.open(1, 2)
+    run.step({1: tokens(90), 2: tokens(40, 5)})
+    for place in range(10):
+        run.step({1: [place], 2: [place]})
+    run.store.trim(1, 70)
+    logits = run.step({1: tokens(5, 9), 2: [10]})
+    assert apart(logits[1], run.alone([tokens(90)[:70], tokens(5, 9)])) <= ROUNDING
+    assert apart(logits[2], run.alone([tokens(40, 5), *([place] for place in range(11))])) <= ROUNDING
+
+
+def test_a_fork_and_its_source_go_on_apart(family: str) -> None:
+    run = ModelRun(small_model(family))
+    length = 50 if family in RECURRENT else 35
+    run.open(1, 2)
+    run.step({1: tokens(50)})
+    run.store.fork(1, 2, length)
+    source, branch = [tokens(50)], [tokens(50)[:length]]
+    for place in range(4):
+        source, branch = [*source, [place]], [*branch, [place + 50]]
+        logits = run.step({1: source[-1], 2: branch[-1]})
+        assert apart(logits[1], run.alone(source)) <= ROUNDING
+        assert apart(logits[2], run.alone(branch)) <= ROUNDING
+
+
+def test_a_step_that_failed_leaves_no_trace(family: str) -> None:
+    run = ModelRun(small_model(family))
+    run.open(1, 2)
+    run.step({1: tokens(40), 2: tokens(25, 1)})
+    for batch in run.store.batches([(1, 80), (2, 3)]):
+        run.model(mx.zeros((len(batch.rows), max(batch.counts)), mx.int32), cache=batch.caches)
+    assert (run.store.length(1), run.store.length(2)) == (40, 25)
+    logits = run.step({1: [3], 2: [4]})
+    assert apart(logits[1], run.alone([tokens(40), [3]])) <= ROUNDING
+    assert apart(logits[2], run.alone([tokens(25, 1), [4]])) <= ROUNDING
+
+
+@pytest.mark.parametrize("family", RAGGED)
+def test_rows_of_different_lengths_take_one_pass(family: str) -> None:
+    run = ModelRun(small_model(family))
+    run.open(1, 2, 3)
+    run.step({row: tokens(20 * row) for row in (1, 2, 3)})
+    (batch,) = run.store.batches([(1, 1), (2, 1), (3, 1)])
+    assert isinstance(batch.offset, mx.array)
+    assert sorted(batch.offset.tolist()) == [20, 40, 60]  # pyright: ignore[reportArgumentType] - one axis
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_recurrent_row_refuses_to_go_back(family: str) -> None:
+    run = ModelRun(small_model(family))
+    run.open(1, 2)
+    run.step({1: tokens(20)})
+    with pytest.raises(StepFailed, match=r"cannot be cut from 20 to 15 tokens"):
+        run.store.trim(1, 15)
+    with pytest.raises(StepFailed, match=r"stands at 20 tokens"):
+        run.store.fork(1, 2, 15)
+    assert apart(run.step({1: [5]})[1], run.alone([tokens(20), [5]])) == 0.0
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_recurrent_row_can_begin_again(family: str) -> None:
+    run = ModelRun(small_model(family))
+    run.open(1)
+    run.step({1: tokens(20)})
+    run.store.trim(1, 0)
+    assert run.store.nbytes == 0
+    assert apart(run.step({1: tokens(9)})[1], run.alone([tokens(9)])) == 0.0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_rows_equal_mlx_lms_quantized_cache(bits: int) -> None:
+    model = small_model("qwen3")
+    run = ModelRun(model, kv_bits=bits)
+    run.open(1, 2)
+    caches = {row: [quantized(bits) for _ in run.own_caches()] for row in (1, 2)}
+    works = [{1: tokens(40)}, {2: tokens(13, 1)}, *({1: [place], 2: [place]} for place in range(9))]
+    for work in works:
+        logits = run.step(work)
+        for row, chunk in work.items():
+            bound = 0.0 if len(work) == 1 else ROUNDING
+            assert apart(logits[row], run.alone([chunk], caches[row])) <= bound
+
+
+def quantized(bits: int) -> Any:
+    return cast("Any", QuantizedKVCache)(group_size=32, bits=bits)
+
+
+def test_quantized_rows_take_the_bytes_of_their_bits() -> None:
+    sizes: list[int] = []
+    for bits in (None, 8, 4):
+        run = ModelRun(small_model("qwen3"), kv_bits=bits)
+        run.open(1)
+        run.step({1: tokens(10)})
+        sizes.append(run.store.nbytes)
+    whole, eight, four = sizes
+    assert eight == whole * (8 + 2) // 32
+    assert four == whole * (4 + 2) // 32
+
+
+def test_keys_that_no_group_divides_are_refused() -> None:
+    store = KVStore(ModelRun(small_model("qwen3")).own_caches(), mx.float32, kv_bits=4)
+    store.open(1, 10)
+    (batch,) = store.batches([(1, 1)])
+    with pytest.raises(StepFailed, match=r"width \(20, 20\)"):
+        batch.caches[0].update_and_fetch(mx.zeros((1, 2, 1, 20)), mx.zeros((1, 2, 1, 20)))
