@@ -37,7 +37,7 @@ check: .venv/.ready-dev ## lint, format, types, import contracts, generated code
 	$(BIN)/python scripts/generate_settings_table.py --check
 
 conformance: .venv/.ready-dev ## cut every architecture and compare with the whole; rewrites docs/architectures.md
-	$(BIN)/pytest -m conformance $(ARGS)
+	$(BIN)/pytest -m conformance --write-table $(ARGS)
 
 bench: .venv/.ready-dev ## compare with mlx-lm on this machine, side by side
 	$(BIN)/python bench/compare.py $(ARGS)

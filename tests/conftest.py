@@ -16,6 +16,7 @@ install_fast_blas()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fail-on-skip", action="store_true", help="a skipped test fails the run")
+    parser.addoption("--write-table", action="store_true", help="the conformance run writes what it finds")
 
 
 def _skipped(config: pytest.Config) -> int:

@@ -9,6 +9,8 @@ its own: a function of this module, named on its command line.
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # (scenarios break one part on purpose to see the rest cope; the stubs of mlx leave arrays untyped)
 
+# pyright: reportPrivateImportUsage=false
+# Parts are replaced where `install` looks them up.
 from __future__ import annotations
 
 import ctypes

@@ -71,11 +71,15 @@ class ModelFolder:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """Every token that ends an answer, from both configuration files."""
-        found: set[int] = set()
+        found: set[object] = set()
         for source in (self.config, self._text_config, self.generation_config):
             value = source.get("eos_token_id")
             found.update(
-                cast("list[int]", value) if isinstance(value, list) else [value] if value is not None else []
+                cast("list[object]", value)
+                if isinstance(value, list)
+                else [value]
+                if value is not None
+                else []
             )
         return frozenset(token for token in found if isinstance(token, int))
 

@@ -7,6 +7,7 @@ needs the old and the new copy of one array at a time, while little else is held
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -51,7 +52,7 @@ def _build(folder: ModelFolder) -> nn.Module:
     try:
         return load_model(folder.path, lazy=True, strict=True)[0]
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        message = str(error)
+        message = textwrap.shorten(str(error), 200, placeholder=" ...")
         if "not supported" in message:
             raise ModelUnsupported(f"{folder.path}: {message}") from error
         raise ModelCorrupt(f"{folder.path} cannot be loaded: {message}") from error
