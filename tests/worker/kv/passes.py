@@ -29,7 +29,7 @@ class ModelRun:
         self.store = KVStore(self.own_caches(), mx.float32, **options)
 
     def own_caches(self) -> list[Any]:
-        return cast("list[Any]", make_prompt_cache(self.model))
+        return make_prompt_cache(self.model)
 
     def open(self, *sequences: int) -> None:
         for sequence in sequences:
@@ -59,7 +59,12 @@ class ModelRun:
 
 def apart(left: mx.array, right: mx.array) -> float:
     """Largest difference."""
-    return float(mx.abs(left - right).max().item())
+    return cast("float", mx.abs(left - right).max().item())
+
+
+def flat(array: mx.array) -> list[float]:
+    """The numbers of an array of one axis."""
+    return cast("list[float]", array.tolist())
 
 
 def feed(batch: Batch, rows: Sequence[Sequence[int]]) -> list[list[mx.array]]:

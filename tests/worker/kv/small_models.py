@@ -130,7 +130,9 @@ def small_model(family: str) -> nn.Module:
 
 
 def _shaken(weight: mx.array) -> mx.array:
-    return weight + 0.05 * mx.random.normal(weight.shape) if mx.issubdtype(weight.dtype, mx.floating) else weight
+    return (
+        weight + 0.05 * mx.random.normal(weight.shape) if mx.issubdtype(weight.dtype, mx.floating) else weight
+    )
 
 
 def tokens(count: int, salt: int = 0) -> list[int]:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from mlx_lm.models.cache import KVCache, RotatingKVCache
-from tests.worker.kv.passes import HEADS, feed, seen
+from tests.worker.kv.passes import HEADS, feed, flat, seen
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
@@ -95,7 +95,7 @@ class Interleavings(RuleBasedStateMachine):
     ) -> None:
         keys, values = fetched
         queries, length = max(batch.counts), keys.shape[2]
-        rows = keys[place, HEADS - 1, :, 0].tolist()
+        rows = flat(keys[place, HEADS - 1, :, 0])
         assert mx.array_equal(keys, -values)
         count = batch.counts[place]
         for query in {0, count // 2, count - 1}:

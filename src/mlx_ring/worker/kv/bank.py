@@ -33,6 +33,8 @@ class Row:
     slot: int = 0
     bases: dict[int, int] = field(default_factory=dict[int, int])
     """By window: the position of the first token held."""
+    written: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    """By part and KV head, while content comes from outside: tokens up to here are in their place."""
     states: list[Any] = field(default_factory=list[Any])
     """mlx-lm's own caches for the parts that no bank holds."""
     lost: str = ""

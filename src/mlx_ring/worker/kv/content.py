@@ -56,6 +56,7 @@ def write_row(
         _check_shapes(heads, tokens, mine, size)
         if not part.planes and heads[0] == 0:
             part.planes = tuple(Plane(array.shape[0], array.shape[2], array.dtype) for array in mine)
+        _check_gap(row, part, heads, tokens)
         base = row.base(part.window)
         begin, end = tokens[0] - base, tokens[1] - base
         for plane, known, array in zip(bank.ensure_planes(part), part.planes, mine, strict=True):
@@ -67,8 +68,32 @@ def write_row(
                 )
             plane[row.slot, heads[0] : heads[1], begin:end] = array
         mx.eval(bank.planes[part.index])
+        for head in range(*heads):
+            row.written[part.index, head] = max(_written(row, part, head), tokens[1])
     if rest:
         raise StepFailed(f"The layer takes {len(arrays) - len(rest)} arrays; {len(arrays)} came.")
+
+
+def check_written(row: Row, parts: Sequence[RowPart], length: int) -> None:
+    """Raises `StepFailed` unless every head of every part has its tokens up to `length`."""
+    for part in parts:
+        heads = part.planes[0].heads if part.planes else 1
+        ends = [_written(row, part, head) for head in range(heads)]
+        if min(ends) < length:
+            raise StepFailed(
+                f"Sequence {row.sequence} cannot be taken over at {length} tokens: cache {part.index} was "
+                f"written up to {min(ends)} only."
+            )
+
+
+def _check_gap(row: Row, part: RowPart, heads: Range, tokens: Range) -> None:
+    end = min(_written(row, part, head) for head in range(*heads))
+    if tokens[0] > end:
+        raise StepFailed(f"Content for tokens [{tokens[0]}, {tokens[1]}) leaves a gap after {end}.")
+
+
+def _written(row: Row, part: RowPart, head: int) -> int:
+    return row.written.get((part.index, head), max(row.length, row.base(part.window)))
 
 
 def _check_heads(heads: Range, have: int) -> None:
@@ -77,6 +102,8 @@ def _check_heads(heads: Range, have: int) -> None:
 
 
 def _check_shapes(heads: Range, tokens: Range, arrays: Sequence[mx.array], size: int) -> None:
+    if not 0 <= heads[0] < heads[1]:
+        raise StepFailed(f"[{heads[0]}, {heads[1]}) is no range of KV heads.")
     wanted = (heads[1] - heads[0], tokens[1] - tokens[0])
     if len(arrays) != size or any(array.shape[:2] != wanted or array.ndim != 3 for array in arrays):  # noqa: PLR2004 - (heads, tokens, width)
         shapes = [tuple(array.shape) for array in arrays]

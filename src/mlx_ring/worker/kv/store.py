@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_ring.core.errors import ProtocolError, StepFailed
 from mlx_ring.worker.kv.bank import Bank, Row
 from mlx_ring.worker.kv.batch import Batch
-from mlx_ring.worker.kv.content import Range, read_row, row_parts, write_row
+from mlx_ring.worker.kv.content import Range, check_written, read_row, row_parts, write_row
 from mlx_ring.worker.kv.grouping import SHORT_PROMPT_TOKENS, Candidate, group_even_rows, group_rows
 from mlx_ring.worker.kv.layers import Layer, Layout, RowPart, read_layout
 from mlx_ring.worker.kv.placement import Banks
@@ -89,14 +89,12 @@ class KVStore:
             self._empty(row)
             return
         self._check_reach(row, length, "cut")
-        for part, state in zip(self._layout.object_parts, row.states, strict=True):
-            if not state.is_trimmable():
-                raise StepFailed(
-                    f"Sequence {sequence} cannot be cut from {row.length} to {length} tokens: a "
-                    f"{type(part.prototype).__name__} cannot go back. Free it and prefill again."
-                )
-        for state in row.states:
-            state.trim(row.length - length)
+        if self._layout.object_parts:
+            kind = type(self._layout.object_parts[0].prototype).__name__
+            raise StepFailed(
+                f"Sequence {sequence} cannot be cut from {row.length} to {length} tokens: a {kind} cannot go back. "
+                "Free it and prefill again."
+            )
         row.length = length
         if row.bank is not None:
             row.bank.tighten()
@@ -116,6 +114,7 @@ class KVStore:
             )
         if length == 0:
             return
+        self._empty(row)
         self._check_reach(origin, length, "forked")
         if self._layout.object_parts and length != origin.length:
             raise StepFailed(
@@ -167,8 +166,10 @@ class KVStore:
             raise StepFailed(f"Sequence {sequence} has recurrent layers, which cannot be written.")
         if not row.length <= length <= row.max_length:
             raise StepFailed(f"Sequence {sequence} has {row.length} tokens; {length} cannot be adopted.")
+        check_written(row, self._layout.row_parts, length)
         self._check_reach(row, length, "taken over")
         row.length = length
+        row.written.clear()
 
     def _make_room(self, row: Row, bank: Bank, window: int | None, tokens: Range) -> None:
         need = tokens[1] - row.base(window)
@@ -223,6 +224,8 @@ class KVStore:
         for row, (sequence, count) in zip(asked, rows, strict=True):
             if row.lost:
                 raise StepFailed(row.lost)
+            if row.written:
+                raise StepFailed(f"Sequence {sequence} is being filled; it steps after it was adopted.")
             if count < 1:
                 raise ProtocolError(f"The row of sequence {sequence} has {count} tokens.")
             if row.length + count > row.max_length:
@@ -284,7 +287,7 @@ class KVStore:
     def _empty(self, row: Row) -> None:
         """Back to an empty sequence that holds nothing."""
         self._banks.leave(row)
-        row.length, row.bases, row.states, row.lost = 0, {}, [], ""
+        row.length, row.bases, row.written, row.states, row.lost = 0, {}, {}, [], ""
 
     def _settle(self) -> None:
         """Batches that were never committed failed: make sure that their banks are sound."""

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_ring.worker.kv.grouping import (
+    DECODE_TOKENS,
+    SHORT_PROMPT_TOKENS,
+    SHORT_TOKENS,
+    Candidate,
+    group_even_rows,
+    group_rows,
+)
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> list[Candidate]:
+    sizes = st.tuples(st.integers(0, 5000), st.integers(1, 600), st.integers(0, 3))
+    return [Candidate(index, *size) for index, size in enumerate(draw(st.lists(sizes, max_size=20)))]
+
+
+@given(candidates())
+def test_each_row_runs_exactly_once(rows: list[Candidate]) -> None:
+    for groups in (group_rows(rows), group_even_rows(rows)):
+        assert sorted(index for group in groups for index in group) == list(range(len(rows)))
+
+
+@given(candidates())
+def test_rows_that_share_a_pass_are_of_like_length(rows: list[Candidate]) -> None:
+    for group in group_rows(rows):
+        ends = [rows[index].end for index in group]
+        banks = {rows[index].bank for index in group}
+        most = 4 if len(banks) < len(group) else 2
+        assert max(ends) <= SHORT_TOKENS or max(ends) <= most * min(ends)
+
+
+@given(candidates())
+def test_long_chunks_run_alone(rows: list[Candidate]) -> None:
+    for group in group_rows(rows):
+        if any(rows[index].count > SHORT_PROMPT_TOKENS for index in group):
+            assert len(group) == 1
+
+
+@given(candidates())
+def test_even_rows_share_start_and_count(rows: list[Candidate]) -> None:
+    for group in group_even_rows(rows):
+        assert len({(rows[index].start, rows[index].count) for index in group}) == 1
+
+
+def test_rows_that_decode_share_a_pass_with_drafts_or_without() -> None:
+    rows = [Candidate(index, 300 + index, count, 0) for index, count in enumerate((1, DECODE_TOKENS, 5, 1))]
+    assert [sorted(group) for group in group_rows(rows)] == [[0, 1, 2, 3]]
+
+
+def test_a_chunk_does_not_hold_up_the_rows_that_decode() -> None:
+    rows = [Candidate(0, 100, 1, 0), Candidate(1, 0, 128, 0), Candidate(2, 90, 1, 0)]
+    assert [sorted(group) for group in group_rows(rows)] == [[0, 2], [1]]
+
+
+def test_short_prompts_share_a_pass() -> None:
+    rows = [Candidate(0, 0, 40, 0), Candidate(1, 0, 200, 0)]
+    assert [sorted(group) for group in group_rows(rows)] == [[0, 1]]
+
+
+def test_a_row_that_lies_with_the_others_is_not_parted_at_half_their_length() -> None:
+    apart = [Candidate(0, 2000, 1, 1), Candidate(1, 900, 1, 2)]
+    together = [Candidate(0, 2000, 1, 1), Candidate(1, 900, 1, 1)]
+    assert len(group_rows(apart)) == 2
+    assert len(group_rows(together)) == 1
