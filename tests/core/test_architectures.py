@@ -31,7 +31,7 @@ def test_a_type_that_mlx_lm_runs_as_another_is_that_other() -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_way_to_examine_it(folder: Path) -> None:
-    with pytest.raises(ModelUnsupported, match="'brand_new' model.*make conformance"):
+    with pytest.raises(ModelUnsupported, match=r"'brand_new' model.*make conformance"):
         require_cuttable(of_type(folder, "brand_new"), 1)
 
 

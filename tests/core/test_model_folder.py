@@ -73,7 +73,7 @@ def test_a_truncated_file_is_found_before_anything_loads(folder: Path, kept: int
 
 def test_a_file_that_is_no_safetensors_is_found(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"not json")
-    with pytest.raises(ModelCorrupt, match="header of .* cannot be read"):
+    with pytest.raises(ModelCorrupt, match=r"header of .* cannot be read"):
         read_model_folder(folder)
 
 
