@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from jinja2 import TemplateError
 
@@ -103,13 +104,24 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+def _renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
+    """What applies the chat template.
+
+    mlx-lm's wrapper switches thinking on wherever a template knows of it. A template's own
+    default is its maker's word, so templates are applied beneath the wrapper; the renderers that mlx-lm
+    brings itself are applied by it.
+    """
+    beneath: Any = getattr(tokenizer, "_tokenizer", None)
+    if getattr(tokenizer, "_chat_template", None) is not None or not getattr(beneath, "chat_template", None):
+        return tokenizer.apply_chat_template
+    return partial(cast("Callable[..., list[int] | str]", beneath.apply_chat_template), return_dict=False)
+
+
 def _encode_chat(
     tokenizer: Tokenizer, messages: list[dict[str, object]], template_kwargs: Mapping[str, object]
 ) -> tuple[int, ...]:
     try:
-        tokens = tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=True, **template_kwargs
-        )
+        tokens = _renderer(tokenizer)(messages, tokenize=True, add_generation_prompt=True, **template_kwargs)
     except _TEMPLATE_TROUBLE as error:
         raise RequestError(
             f"The model's chat template does not take these messages: {error}", param="messages"
