@@ -10,7 +10,11 @@ from mlx_ring.api.prompts import _renderer  # pyright: ignore[reportPrivateUsage
 
 def wrapper(**attributes: Any) -> Any:
     """As mlx-lm's: it would say that thinking is wanted."""
-    return SimpleNamespace(apply_chat_template=lambda *_a, **_k: "thinking", **attributes)
+
+    def apply(_messages: Any, **_options: Any) -> str:
+        return "thinking"
+
+    return SimpleNamespace(apply_chat_template=apply, **attributes)
 
 
 def test_a_templates_own_default_decides_whether_the_model_thinks() -> None:
