@@ -23,6 +23,14 @@ CONTROL = (PAD, START, END)
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 # Words with the space before them, single digits, runs of signs, and white space.
 PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The class that every version of transformers knows.
+TOKENIZER_CONFIG = {
+    "clean_up_tokenization_spaces": False,
+    "eos_token": END,
+    "model_max_length": LONGEST_CONTEXT,
+    "pad_token": PAD,
+    "tokenizer_class": "PreTrainedTokenizerFast",
+}
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 

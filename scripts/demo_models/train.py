@@ -20,7 +20,7 @@ from architectures import RECIPES, Recipe
 from batches import IGNORED, Batch, batches
 from corpus import DEFAULT_SEED, Corpus
 from safetensors.torch import load_model, save_file, save_model
-from tokenizer import END, PAD, TEMPLATE, train_tokenizer
+from tokenizer import END, PAD, TEMPLATE, TOKENIZER_CONFIG, train_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import (
     PreTrainedModel,
@@ -110,6 +110,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Rec
     _write_json(out / "config.json", recipe.config | ids | {"vocab_size": len(tokenizer)})
     _write_json(out / "generation_config.json", ids | {"do_sample": False})
     tokenizer.save_pretrained(out)
+    _write_json(out / "tokenizer_config.json", TOKENIZER_CONFIG)
     (out / "chat_template.jinja").write_text(TEMPLATE.read_text(encoding="utf-8"), encoding="utf-8")
 
 
