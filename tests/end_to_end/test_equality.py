@@ -80,6 +80,7 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Expected(folder, whole, prompts, greedy, asyncio.run(one_worker()))
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_tokens_equal_the_whole_models_however_it_is_split(
     expected: Expected, stages: int, tmp_path: Path, record_property: Callable[[str, Any], None]
