@@ -55,8 +55,9 @@ def loaded(name: str) -> tuple[Any, TokenizerWrapper]:
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(FOLDER / name)  # pyright: ignore[reportUnknownVariableType]  # transformers leaves it open
-    return tokenizer
+    found: object = AutoTokenizer.from_pretrained(FOLDER / name)
+    assert isinstance(found, PreTrainedTokenizerBase)
+    return found
 
 
 def rendered(messages: list[dict[str, Any]], **options: Any) -> str:
