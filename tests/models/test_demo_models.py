@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -55,9 +55,7 @@ def loaded(name: str) -> tuple[Any, TokenizerWrapper]:
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
-    found: object = AutoTokenizer.from_pretrained(FOLDER / name)
-    assert isinstance(found, PreTrainedTokenizerBase)
-    return found
+    return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(FOLDER / name))
 
 
 def rendered(messages: list[dict[str, Any]], **options: Any) -> str:
