@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx_lm.models
 import pytest
-from mlx_lm.utils import MODEL_REMAPPING
+from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 from tests.conformance.outcome import examine, examine_apart
 
 from mlx_ring.core import architectures
@@ -19,9 +19,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architectures.md"
 SAMPLE = [
     *("qwen3", "qwen2", "llama", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3"),
-    *("llama4_text", "mamba", "qwen3_next", "bailing_moe_linear"),
+    *("llama4_text", "mamba", "qwen3_next", "olmo_hybrid", "bailing_moe_linear", "talkie", "gemma4_text"),
 ]
-"""Dense, tied, experts, sliding, latent, chunked, recurrent, hybrid, and the one that once was silently wrong."""
+"""Dense, tied, experts, sliding, latent, chunked, recurrent, hybrid; one that makes masks from another
+stage's caches, one whose layers take the activations second, one whose layers give more than activations."""
 
 
 def every_family() -> list[str]:
@@ -55,8 +56,9 @@ def test_every_family_is_examined(request: pytest.FixtureRequest) -> None:
 
 
 def _write(found: dict[str, Architecture]) -> None:
+    classes = {f"{kind}:{name}": module for (kind, name), module in MODEL_ARCHITECTURE_REMAPPING.items()}
     content = {
-        "aliases": dict(sorted(MODEL_REMAPPING.items())),
+        "aliases": dict(sorted((MODEL_REMAPPING | classes).items())),
         "architectures": {name: asdict(outcome) for name, outcome in found.items()},
     }
     path = Path(architectures.__file__).with_name(TABLE)
@@ -78,7 +80,8 @@ def page(known: dict[str, Architecture]) -> str:
         "`make conformance` makes this page. To add a family, give it a small configuration in",
         "`tests/conformance/families.py` and run it.",
         "",
-        "- *cut*: exact over several stages. *one stage*: exact as a whole.",
+        "- *cut*: exact over several stages, some only where the configuration has the entries given.",
+        "- *one stage*: exact as a whole.",
         "- *batches*: rows of different lengths share a forward pass; the others' rows run one by one.",
         "- *state*: mlx-lm's caches that its layers keep: `RotatingKVCache` slides, `ArraysCache` is recurrent.",
         "",
@@ -86,9 +89,13 @@ def page(known: dict[str, Architecture]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, outcome in known.items():
-        marks = " | ".join(
-            "yes" if flag else "no" for flag in (outcome.exact, outcome.whole, outcome.batches)
-        )
+        condition = ", ".join(f"`{entry}: {json.dumps(value)}`" for entry, value in outcome.only_if.items())
+        exact = f"only with {condition}" if condition else _yes(outcome.exact)
+        marks = f"{exact} | {_yes(outcome.whole)} | {_yes(outcome.batches)}"
         reason = outcome.reason.replace("|", "\\|")
         lines.append(f"| {name} | {marks} | {', '.join(outcome.caches)} | {reason} |")
     return "\n".join(lines) + "\n"
+
+
+def _yes(flag: bool) -> str:  # noqa: FBT001 - a cell of the table
+    return "yes" if flag else "no"

@@ -30,6 +30,27 @@ def test_a_type_that_mlx_lm_runs_as_another_is_that_other() -> None:
     assert find_architecture("mistral") == known_architectures()["llama"]
 
 
+def test_the_class_decides_where_one_type_has_two_architectures() -> None:
+    known = known_architectures()
+    assert find_architecture("bailing_hybrid", ["BailingMoeV3ForCausalLM"]) is known["bailing_moe_v3"]
+    assert find_architecture("bailing_hybrid", ["Other"]) is known["bailing_hybrid"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_entries_that_an_architecture_needs_are_looked_for(folder: Path, nested: bool) -> None:  # noqa: FBT001
+    def with_sharing(layers: int | None) -> ModelFolder:
+        entries = {"num_kv_shared_layers": layers}
+        config = {**QWEN3, "model_type": "gemma4", **({"text_config": entries} if nested else entries)}
+        (folder / "config.json").write_text(json.dumps(config))
+        return read_model_folder(folder)
+
+    assert require_cuttable(with_sharing(0), 3).exact
+    for sharing in (with_sharing(2), with_sharing(None)):
+        assert not require_cuttable(sharing, 1).exact
+        with pytest.raises(ModelUnsupported, match="share KV"):
+            require_cuttable(sharing, 2)
+
+
 def test_an_unknown_architecture_is_refused_with_the_way_to_examine_it(folder: Path) -> None:
     with pytest.raises(ModelUnsupported, match=r"'brand_new' model.*make conformance"):
         require_cuttable(of_type(folder, "brand_new"), 1)

@@ -40,6 +40,33 @@ def test_a_nested_text_configuration_counts(folder: Path) -> None:
     assert (model.num_layers, model.context_length, model.eos_token_ids) == (5, 4096, {7})
 
 
+@pytest.mark.parametrize(
+    ("layers", "hidden", "vocabulary", "context"),
+    [
+        ("n_layer", "n_embd", "vocab_size", "n_positions"),
+        ("n_layers", "d_model", "vocab_size", "max_seq_len"),
+        ("num_transformer_layers", "model_dim", "vocab_size", "max_context_length"),
+        ("num_layers", "hidden_size", "padded_vocab_size", "seq_length"),
+        ("num_hidden_layers", "hidden_size", "vocab_size", "model_max_length"),
+    ],
+)
+def test_sizes_go_by_several_names(
+    folder: Path, layers: str, hidden: str, vocabulary: str, context: str
+) -> None:
+    config = {"model_type": "any", layers: 7, hidden: 48, vocabulary: 99, context: 640}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = read_model_folder(folder)
+    assert (model.num_layers, model.hidden_size, model.vocab_size, model.context_length) == (7, 48, 99, 640)
+
+
+def test_truth_values_are_no_numbers(folder: Path) -> None:
+    change(folder / "config.json", num_hidden_layers=True, eos_token_id=[True, [2], None, 3])
+    model = read_model_folder(folder)
+    assert model.eos_token_ids == {3}
+    with pytest.raises(ModelCorrupt, match="num_hidden_layers as True"):
+        _ = model.num_layers
+
+
 def test_the_digest_is_that_of_the_model_not_of_its_place(folder: Path, tmp_path: Path) -> None:
     again = write_random_model(tmp_path / "again", QWEN3)
     assert read_model_folder(again).digest == read_model_folder(folder).digest
@@ -74,6 +101,36 @@ def test_a_truncated_file_is_found_before_anything_loads(folder: Path, kept: int
 def test_a_file_that_is_no_safetensors_is_found(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"not json")
     with pytest.raises(ModelCorrupt, match=r"header of .* cannot be read"):
+        read_model_folder(folder)
+
+
+def test_a_link_to_nothing_is_said(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "fetched_once")
+    with pytest.raises(ModelCorrupt, match=r"model\.safetensors cannot be read: No such file"):
+        read_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shape": [6400]},
+        {"shape": [1 << 62, 4]},
+        {"shape": [-8, -8]},
+        {"dtype": "F16"},
+        {"data_offsets": [256, 0]},
+        {"data_offsets": None},
+    ],
+)
+def test_a_tensor_whose_bytes_do_not_fit_its_shape_is_named(folder: Path, fields: dict[str, Any]) -> None:
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    header["model.norm.weight"].update(fields)
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[begin:])
+    with pytest.raises(ModelCorrupt, match=r"tensor 'model\.norm\.weight'"):
         read_model_folder(folder)
 
 

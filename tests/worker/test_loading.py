@@ -13,6 +13,7 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
+from tests.conformance.families import configuration
 from tests.worker.random_models import QWEN3, write_random_model
 
 from mlx_ring.core.errors import ModelCorrupt
@@ -112,6 +113,14 @@ def test_scales_of_quantized_weights_take_the_stages_dtype(tmp_path: Path) -> No
     stage = load_stage(read_model_folder(folder), LayerRange(1, 3), "float32", lambda _d, _t: None)
     flat: Any = tree_flatten(stage.model.parameters(), destination={})
     assert {value.dtype for name, value in flat.items() if name.endswith("scales")} == {mx.float32}
+
+
+def test_what_a_model_keeps_in_float32_is_not_narrowed(tmp_path: Path) -> None:
+    folder = write_random_model(tmp_path / "model", configuration("deepseek_v3"))
+    stage = load_stage(read_model_folder(folder), LayerRange(2, 4), "bfloat16", lambda _d, _t: None)
+    flat: Any = tree_flatten(stage.model.parameters(), destination={})
+    kept = {name for name, value in flat.items() if value.dtype == mx.float32}
+    assert kept == {name for name in flat if name.endswith("e_score_correction_bias")} != set()
 
 
 def test_progress_is_told_in_bytes_up_to_the_share(tmp_path: Path) -> None:

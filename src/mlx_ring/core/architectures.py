@@ -7,7 +7,8 @@ mlx-lm knows, whole and cut.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, cast
@@ -30,8 +31,10 @@ class Architecture:
     """Rows of different lengths may share a forward pass."""
     caches: tuple[str, ...] = ()
     """mlx-lm's kinds of cache that its layers keep."""
+    only_if: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Entries that the model's configuration must have for `exact` to hold."""
     reason: str = ""
-    """Why it cannot be cut."""
+    """Why it cannot be cut, or not without these entries."""
 
 
 @cache
@@ -47,19 +50,27 @@ def _architecture(fields: dict[str, Any]) -> Architecture:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Model types that mlx-lm runs as another."""
+    """Model types that mlx-lm runs as another; `type:class` where the class in `architectures` decides."""
     return cast("dict[str, str]", _read()["aliases"])
 
 
+@cache
 def _read() -> dict[str, Any]:
     return cast(
         "dict[str, Any]", json.loads(files("mlx_ring.core").joinpath(TABLE).read_text(encoding="utf-8"))
     )
 
 
-def find_architecture(model_type: str) -> Architecture | None:
-    """The outcome for a model type; None for one that was not examined."""
-    return known_architectures().get(_aliases().get(model_type, model_type))
+def find_architecture(model_type: str, classes: Sequence[str] = ()) -> Architecture | None:
+    """The outcome for a model type; None for one that was not examined.
+
+    Args:
+        model_type: as the configuration names it.
+        classes: the configuration's `architectures`.
+    """
+    named = [f"{model_type}:{name}" for name in classes if f"{model_type}:{name}" in _aliases()]
+    module = _aliases()[named[0]] if named else _aliases().get(model_type, model_type)
+    return known_architectures().get(module)
 
 
 def require_cuttable(folder: ModelFolder, stages: int) -> Architecture:
@@ -68,18 +79,22 @@ def require_cuttable(folder: ModelFolder, stages: int) -> Architecture:
     Raises:
         ModelUnsupported: it was not examined, or cannot run on that many stages.
     """
-    found = find_architecture(folder.model_type)
+    found = find_architecture(folder.model_type, folder.classes)
     if found is None:
         raise ModelUnsupported(
             f"{folder.path} is a {folder.model_type!r} model, an architecture that was not examined: add it to "
             "tests/conformance/families.py and run `make conformance`."
         )
-    if found.exact or (stages == 1 and found.whole):
+    if found.exact and all(folder.entry(name) == value for name, value in found.only_if.items()):
         return found
+    if stages == 1 and found.whole:
+        return replace(found, exact=False)
+    if stages == 1:
+        raise ModelUnsupported(
+            f"{folder.path} is a {folder.model_type!r} model, which is not supported ({found.reason})."
+        )
     one = " It can be served on one stage: leave out --stages." if found.whole else ""
     raise ModelUnsupported(
         f"{folder.path} is a {folder.model_type!r} model, which cannot be split over {stages} stages "
         f"({found.reason}).{one}"
-        if stages > 1
-        else f"{folder.path} is a {folder.model_type!r} model, which is not supported ({found.reason})."
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,17 @@ from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe
 _HEADER_LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100 << 20
 """Bytes, as in the safetensors library."""
+_CONTEXT_NAMES = (
+    *("max_position_embeddings", "max_seq_len", "max_sequence_length", "model_max_length"),
+    *("max_context_length", "n_positions", "n_ctx", "seq_length"),
+)
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
+}
+"""Of the types in safetensors files; there may be others."""
 _CONFIGS_WITH_CODE = ("config.json", "tokenizer_config.json")
 
 
@@ -49,9 +61,17 @@ class ModelFolder:
     def model_type(self) -> str:
         return str(self.config["model_type"])
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names in `architectures`."""
+        named = self.config.get("architectures")
+        return tuple(map(str, cast("list[object]", named) if isinstance(named, list) else [named]))
+
     @cached_property
     def num_layers(self) -> int:
-        return self._integer("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+        return self._integer(
+            "num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers"
+        )
 
     @cached_property
     def hidden_size(self) -> int:
@@ -59,29 +79,22 @@ class ModelFolder:
 
     @cached_property
     def vocab_size(self) -> int:
-        return self._integer("vocab_size", "padded_vocab_size")
+        return self._integer("vocab_size", "padded_vocab_size", "num_vocab")
 
     @cached_property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
-        names = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "seq_length")
-        found = self._find(*names)
-        return int(found) if isinstance(found, int) else 2048
+        found = self._find(*_CONTEXT_NAMES)
+        return found if isinstance(found, int) and found > 0 else 2048
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """Every token that ends an answer, from both configuration files."""
-        found: set[object] = set()
+        found: list[object] = []
         for source in (self.config, self._text_config, self.generation_config):
             value = source.get("eos_token_id")
-            found.update(
-                cast("list[object]", value)
-                if isinstance(value, list)
-                else [value]
-                if value is not None
-                else []
-            )
-        return frozenset(token for token in found if isinstance(token, int))
+            found.extend(cast("list[object]", value) if isinstance(value, list) else [value])
+        return frozenset(token for token in found if type(token) is int)
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
@@ -107,6 +120,10 @@ class ModelFolder:
         nested = self.config.get("text_config") or self.config.get("llm_config")
         return cast("Mapping[str, Any]", nested) if isinstance(nested, Mapping) else {}
 
+    def entry(self, name: str) -> object:
+        """An entry of the configuration, or of the language model's part of it; None where there is none."""
+        return self._find(name)
+
     def _find(self, *names: str) -> object:
         for source in (self.config, self._text_config):
             for name in names:
@@ -116,7 +133,7 @@ class ModelFolder:
 
     def _integer(self, *names: str) -> int:
         found = self._find(*names)
-        if not isinstance(found, int) or found < 1:
+        if type(found) is not int or found < 1:
             raise ModelCorrupt(
                 f"{self.path / 'config.json'} gives {names[0]} as {found!r}; it must be 1 or more."
             )
@@ -173,7 +190,10 @@ def _read_tensors(path: Path) -> Iterator[TensorEntry]:
     if not files:
         raise ModelCorrupt(f"{path} has no weights: no model*.safetensors is there.")
     for file in files:
-        yield from _read_header(file)
+        try:
+            yield from _read_header(file)
+        except OSError as error:
+            raise ModelCorrupt(f"{file} cannot be read: {error.strerror}. Fetch it again.") from error
 
 
 def _check_index(path: Path, present: set[str]) -> None:
@@ -227,10 +247,15 @@ def _parse_header(file: Path, data: bytes) -> dict[str, Any]:
 
 def _tensor_entry(file: Path, name: str, entry: Any, begin: int) -> TensorEntry:
     try:
-        first, last = entry["data_offsets"]
+        first, last = map(int, entry["data_offsets"])
         shape = tuple(int(size) for size in entry["shape"])
-        return TensorEntry(
-            name, str(entry["dtype"]), shape, file.name, begin + int(first), int(last) - int(first)
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        dtype = str(entry["dtype"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelCorrupt(f"{file} describes tensor {name!r} as {entry!r}: that cannot be read.") from error
+    nbytes = math.prod(shape) * _BITS.get(dtype, 0) // 8
+    if first < 0 or last < first or min(shape, default=0) < 0 or (dtype in _BITS and last - first != nbytes):
+        raise ModelCorrupt(
+            f"{file} gives tensor {name!r} the bytes [{first}, {last}), which do not hold {dtype} {list(shape)}. "
+            "Fetch it again."
+        )
+    return TensorEntry(name, dtype, shape, file.name, begin + first, last - first)

@@ -1,8 +1,7 @@
 """Which cache belongs to which layer, and what stands in for the caches of other stages.
 
 mlx-lm hands a model one list of caches. Models index it as they like: one for each layer, two
-for each layer, none for layers without state. A dry run with every layer passed
-through shows which cache each layer is given.
+for each layer, none for layers without state. A dry run shows which cache each layer is given.
 
 A model also makes its masks from some layer's cache, and that layer may be another stage's.
 Such a slot is filled with an owned cache of the same kind, or, where the stage owns none, with a
@@ -12,15 +11,16 @@ phantom that knows the position alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx import nn
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import CacheList
 
+from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
+from mlx_ring.worker.dry_run import LayerCalls
 
 Kind = tuple[Any, ...]
 
@@ -37,6 +37,9 @@ class _Phantom:
 
     def __getitem__(self, index: int) -> Any:
         return self._prototype[index]
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        """The state is another stage's to keep."""
 
     def make_mask(self, size: int, *_arguments: Any, window_size: int | None = None, **_named: Any) -> Any:
         """Only layers of its own kind would read it, and this stage has none: any causal mask does."""
@@ -75,56 +78,29 @@ class CacheSlots:
         ]
 
 
-def find_cache_slots(model: nn.Module, layer_list: list[Any], layers: LayerRange) -> CacheSlots:
-    """Find by a dry run which slots the layers `[start, end)` are given. Computes nothing."""
+def find_cache_slots(calls: LayerCalls, layers: LayerRange, make: Callable[[], list[Any]]) -> CacheSlots:
+    """The slots that the layers `[start, end)` are given.
 
-    def make() -> list[Any]:
-        return make_prompt_cache(model)
+    A slot that no layer is given is read before the layers: the first stage has it.
 
+    Raises:
+        ModelUnsupported: a layer of another stage is given one of them too.
+    """
+    users: dict[int, list[int]] = {}
+    for layer, slots in enumerate(calls.slots):
+        for slot in slots:
+            users.setdefault(slot, []).append(layer)
     prototypes = make()
-    given = _dry_run(model, layer_list, prototypes)
-    owned = sorted({slot for index in range(layers.start, layers.end) for slot in given[index]})
-    return CacheSlots(make(), owned, make)
-
-
-def _dry_run(model: nn.Module, layer_list: list[Any], caches: Sequence[Any]) -> list[set[int]]:
-    """For each layer, the slots whose caches it is called with."""
-    slots = {id(cache): slot for slot, cache in enumerate(caches)}
-    given: list[set[int]] = [set() for _ in layer_list]
-    originals = list(layer_list)
-    for index, layer in enumerate(originals):
-        layer_list[index] = _Recorder(layer, slots, given[index])
-    try:
-        cast("Callable[..., Any]", model)(mx.zeros((1, 1), mx.int32), cache=list(caches))
-    finally:
-        layer_list[:] = originals
-    return given
-
-
-class _Recorder:
-    """A layer in the dry run."""
-
-    def __init__(self, original: nn.Module, slots: dict[int, int], given: set[int]) -> None:
-        self._original = original
-        self._slots = slots
-        self._given = given
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        for value in _flatten((*arguments, *named.values())):
-            if id(value) in self._slots:
-                self._given.add(self._slots[id(value)])
-        return arguments[0] if arguments else next(iter(named.values()))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-
-def _flatten(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flatten(cast("Sequence[Any]", value))
-        else:
-            yield value
+    owned: list[int] = []
+    for slot in range(len(prototypes)):
+        inside = [layers.start <= layer < layers.end for layer in users.get(slot, [])]
+        if any(inside) and not all(inside):
+            raise ModelUnsupported(
+                f"Layers {users[slot]} share one cache, so that the model cannot be cut to layers {layers}."
+            )
+        if any(inside) or (not inside and layers.start == 0):
+            owned.append(slot)
+    return CacheSlots(prototypes, owned, make)
 
 
 def _kind(cache: Any) -> Kind:

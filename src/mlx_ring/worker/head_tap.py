@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import mlx.core as mx
 from mlx import nn
 
 from mlx_ring.core.errors import ModelUnsupported
-
-
-class _TappedHead(nn.Module):
-    """A separate output head: notes what it is given."""
-
-    def __init__(self, head: nn.Module, note: Callable[[mx.array], None]) -> None:
-        super().__init__()
-        self["head"] = head  # Module.__setattr__ would ask __getattr__ below before it is there
-        object.__setattr__(self, "_note", note)
-
-    def __getattr__(self, name: str) -> Any:
-        held = cast("dict[str, Any]", self)
-        return held[name] if name in held else getattr(held["head"], name)
-
-    def __call__(self, hidden: mx.array) -> mx.array:
-        self._note(hidden)
-        return cast("Callable[[mx.array], mx.array]", self["head"])(hidden)
+from mlx_ring.worker.overrides import override
 
 
 class HeadTap:
@@ -36,11 +20,10 @@ class HeadTap:
         self._entered: mx.array | None = None
         modules = dict(cast("list[tuple[str, nn.Module]]", model.named_modules()))
         for path in heads:
-            parent, _, name = path.rpartition(".")
-            setattr(modules[parent], name, _TappedHead(modules[path], self._note))
+            override(modules[path], "__call__", self._tapped)
         for module in modules.values():
             if hasattr(module, "as_linear"):
-                self._tap_embedding(module)
+                override(module, "as_linear", self._tapped)
 
     def run(self, forward: Callable[[], mx.array], output: Literal["logits", "hidden"]) -> mx.array:
         """A lazy pass; with "hidden" the head's own product is never evaluated."""
@@ -55,17 +38,12 @@ class HeadTap:
             )
         return entered
 
-    def _note(self, hidden: mx.array) -> None:
-        self._entered = hidden
+    def _tapped(self, head: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def tapped(module: nn.Module, hidden: mx.array) -> mx.array:
+            self._entered = hidden
+            return head(module, hidden)
 
-    def _tap_embedding(self, module: nn.Module) -> None:
-        as_linear = cast("Callable[[mx.array], mx.array]", module.as_linear)
-
-        def tapped(hidden: mx.array) -> mx.array:
-            self._note(hidden)
-            return as_linear(hidden)
-
-        object.__setattr__(module, "as_linear", tapped)
+        return tapped
 
 
 def find_heads(model: nn.Module, vocab_size: int) -> tuple[str, ...]:

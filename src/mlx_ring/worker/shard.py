@@ -14,11 +14,14 @@ from typing import Any, Literal, cast
 
 import mlx.core as mx
 from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
 from mlx_ring.worker.cache_slots import CacheSlots, find_cache_slots
+from mlx_ring.worker.dry_run import LayerCalls, Place, take, watch_layers
 from mlx_ring.worker.head_tap import HeadTap, find_heads
+from mlx_ring.worker.overrides import override
 
 Output = Literal["logits", "hidden"]
 
@@ -29,11 +32,14 @@ class _PassThrough:
     It is no module, so the original's weights are in nobody's parameters.
     """
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, original: nn.Module, place: Place, extras: int) -> None:
         self._original = original
+        self._place = place
+        self._extras = (None,) * extras
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return arguments[0] if arguments else next(iter(named.values()))
+        hidden = take(self._place, arguments, named)
+        return (hidden, *self._extras) if self._extras else hidden
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -42,49 +48,51 @@ class _PassThrough:
 class _Passage:
     """What one forward pass takes in and gives out at the stage's ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self.hidden: mx.array | None = None
         self.positions: mx.array | None = None
+        self.entered = False
         self.taken: mx.array | None = None
 
+    def clear(self) -> None:
+        self.hidden = self.positions = self.taken = None
+        self.entered = False
 
-class _EndLayer(nn.Module):
-    """The first or last layer of a stage, or both: swaps its input, notes or cuts its output."""
+    def enter(
+        self, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A layer's arguments with its activations replaced."""
+        if self.hidden is None:
+            return arguments, named
+        self.entered = True
+        if not arguments or isinstance(self.place, str):
+            name = self.place if isinstance(self.place, str) else next(iter(named))
+            return arguments, {**named, name: self.hidden}
+        return (*arguments[: self.place], self.hidden, *arguments[self.place + 1 :]), named
 
-    def __init__(self, layer: nn.Module, passage: _Passage, *, is_entry: bool, is_exit: bool) -> None:
-        super().__init__()
-        self["layer"] = layer  # Module.__setattr__ would ask __getattr__ below before it is there
-        object.__setattr__(self, "_passage", passage)
-        object.__setattr__(self, "_ends", (is_entry, is_exit))
-
-    def __getattr__(self, name: str) -> Any:
-        held = cast("dict[str, Any]", self)
-        return held[name] if name in held else getattr(held["layer"], name)
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        passage, (is_entry, is_exit) = self._passage, self._ends
-        if is_entry and passage.hidden is not None:
-            arguments, named = _with_first(passage.hidden, arguments, named)
-        layer = cast("Callable[..., object]", self["layer"])
-        output = layer(*arguments, **named)
-        if not is_exit:
-            return output
-        if not isinstance(output, mx.array):
-            raise ModelUnsupported(
-                f"A {type(layer).__name__} gives more than activations, so the model cannot be cut behind it."
-            )
-        passage.taken = output
-        return output if passage.positions is None else _at_positions(output, passage.positions)
+    def leave(self, output: Any) -> Any:
+        """Note a layer's activations, and hand on what is wanted of them."""
+        if isinstance(output, tuple):
+            hidden, *extras = cast("tuple[Any, ...]", output)
+            return (self.leave(hidden), *extras)
+        self.taken = cast("mx.array", output)
+        return output if self.positions is None else _at_positions(self.taken, self.positions)
 
 
-def _with_first(
-    hidden: mx.array, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A layer's arguments with its activations replaced: they come first, most often without a name."""
-    if arguments:
-        return (hidden, *arguments[1:]), named
-    first = next(iter(named))
-    return (), {**named, first: hidden}
+def _make_end(layer: nn.Module, passage: _Passage, *, is_entry: bool, is_exit: bool) -> None:
+    """Turn a layer into the first or last of a stage, or both: it swaps its input, and notes or cuts its output."""
+
+    def make(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+            if is_entry:
+                arguments, named = passage.enter(arguments, named)
+            output = run(self, *arguments, **named)
+            return passage.leave(output) if is_exit else output
+
+        return call
+
+    override(layer, "__call__", make)
 
 
 def _at_positions(output: mx.array, positions: mx.array) -> mx.array:
@@ -100,6 +108,7 @@ class StageModel:
     def __init__(
         self, model: nn.Module, layers: LayerRange, dtype: mx.Dtype, vocab_size: int, hidden_size: int
     ) -> None:
+        self.model = model
         self._layers_path, originals = _layer_list(model)
         self.layers = layers
         self.num_layers = len(originals)
@@ -110,16 +119,19 @@ class StageModel:
         self.dtype = dtype
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
-        self.model = model
-        self._passage = _Passage()
-        self._heads = find_heads(model, vocab_size)
+        calls = watch_layers(model, originals, self._make_caches)
+        self._passage = _Passage(calls.place)
+        self._heads = tuple(
+            path for path in find_heads(model, vocab_size) if not path.startswith(self._layers_path)
+        )
         self._embeddings = tuple(
             f"{name}."
             for name, module in cast("list[tuple[str, nn.Module]]", model.named_modules())
             if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
         )
-        self._slots: CacheSlots = find_cache_slots(model, originals, layers)
-        self._cut(originals)
+        _check_cut(calls, layers)
+        self._slots: CacheSlots = find_cache_slots(calls, layers, self._make_caches)
+        self._cut(originals, calls)
         self._tap = HeadTap(model, self._heads) if self.is_last else None
 
     def needs(self, path: str) -> bool:
@@ -135,15 +147,18 @@ class StageModel:
     def _is_head(self, path: str) -> bool:
         return path.startswith(self._heads) if self._heads else False
 
-    def _cut(self, layer_list: list[Any]) -> None:
+    def _make_caches(self) -> list[Any]:
+        return make_prompt_cache(self.model)
+
+    def _cut(self, layer_list: list[Any], calls: LayerCalls) -> None:
         for index in range(len(layer_list)):
             layer = layer_list[index]
             if not self.layers.start <= index < self.layers.end:
-                layer_list[index] = _PassThrough(layer)
+                layer_list[index] = _PassThrough(layer, calls.place, calls.extras[index])
                 continue
             is_entry, is_exit = index == self.layers.start, index == self.layers.end - 1
             if is_entry or is_exit:
-                layer_list[index] = _EndLayer(layer, self._passage, is_entry=is_entry, is_exit=is_exit)
+                _make_end(layer, self._passage, is_entry=is_entry, is_exit=is_exit)
 
     def make_layer_caches(self) -> list[Any]:
         """Fresh mlx-lm caches of the owned layers: their kinds and windows say what each layer needs."""
@@ -179,18 +194,30 @@ class StageModel:
         try:
             full = self._slots.complete(caches, offset)
             run = cast("Callable[..., Any]", self.model)
-            if self._tap is not None:
-                return self._tap.run(lambda: run(tokens, cache=full), output)
-            run(tokens, cache=full)
-            if passage.taken is None:
-                raise ModelUnsupported("The model's forward did not run its last owned layer.")
-            return passage.taken
+            result = (
+                self._tap.run(lambda: run(tokens, cache=full), output)
+                if self._tap is not None
+                else run(tokens, cache=full)
+            )
+            if passage.taken is None or passage.entered != (hidden is not None):
+                raise ModelUnsupported(f"{type(self.model).__module__} does not call its layers one by one.")
+            return result if self.is_last else passage.taken
         finally:
-            passage.hidden = passage.positions = passage.taken = None
+            passage.clear()
 
 
 def _same(held: Sequence[object], layers: Sequence[object]) -> bool:
     return len(held) == len(layers) and all(map(operator.is_, held, layers))
+
+
+def _check_cut(calls: LayerCalls, layers: LayerRange) -> None:
+    for earlier, later in sorted(calls.reads):
+        for cut in (layers.start, layers.end):
+            if earlier < cut <= later:
+                raise ModelUnsupported(
+                    f"Layer {later} reads more of layer {earlier} than activations, "
+                    f"so that the model cannot be cut before layer {cut}."
+                )
 
 
 def _layer_list(model: nn.Module) -> tuple[str, list[Any]]:

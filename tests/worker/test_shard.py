@@ -1,0 +1,117 @@
+"""Stages of a model against the whole: bit for bit, whatever the cut."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
+from tests.conformance.families import HIDDEN, LAYERS, VOCABULARY, configuration
+from tests.conformance.pipelines import CHUNKS, Family, run_cut, run_whole
+
+from mlx_ring.core.errors import ModelUnsupported
+from mlx_ring.core.types import LayerRange
+from mlx_ring.worker.shard import StageModel
+
+QWEN3 = Family(configuration("qwen3"))
+TIED = Family({**configuration("qwen3"), "tie_word_embeddings": True})
+SHARING = Family(configuration("gemma4_text"))
+"""Layers 4 and 5 read the keys and values of layers 2 and 3."""
+TOKENS = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+
+def stage(family: Family, start: int, end: int) -> StageModel:
+    return StageModel(family.model(), LayerRange(start, end), mx.float32, VOCABULARY, HIDDEN)
+
+
+def logits(last: StageModel, positions: mx.array | None, output: Any = "logits") -> mx.array:
+    hidden = mx.random.normal((2, 5, HIDDEN), key=mx.random.key(1))
+    return last.forward(TOKENS, hidden, last.make_layer_caches(), positions, output=output)
+
+
+def parameter_names(stage: StageModel) -> set[str]:
+    return set(cast("dict[str, mx.array]", tree_flatten(stage.model.parameters(), destination={})))
+
+
+@given(cuts=st.sets(st.integers(1, LAYERS - 1)))
+@settings(max_examples=8, deadline=None)
+def test_any_cut_gives_the_logits_of_the_whole(cuts: set[int]) -> None:
+    expected = run_whole(QWEN3.model(), CHUNKS)
+    found = run_cut(QWEN3.stages([0, *sorted(cuts), LAYERS]), CHUNKS)
+    assert all(mx.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_only_the_wanted_positions_reach_the_head() -> None:
+    last = stage(QWEN3, 3, LAYERS)
+    every = logits(last, None)
+    assert every.shape == (2, 5, VOCABULARY)
+    assert mx.allclose(logits(last, mx.array([4])), every[:, 4:], atol=1e-5)
+    of_each_row = logits(last, mx.array([[0, 4], [2, 3]]))
+    expected = mx.stack([every[0, mx.array([0, 4])], every[1, mx.array([2, 3])]])
+    assert mx.allclose(of_each_row, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [QWEN3, TIED], ids=["own head", "tied head"])
+def test_the_hidden_states_are_what_the_head_is_given(family: Family) -> None:
+    last = stage(family, 3, LAYERS)
+    whole = cast("Any", family.model())
+    head = whole.model.embed_tokens.as_linear if family is TIED else whole.lm_head
+    hidden = logits(last, mx.array([1, 4]), "hidden")
+    assert hidden.shape == (2, 2, HIDDEN)
+    assert mx.array_equal(head(hidden), logits(last, mx.array([1, 4])))
+
+
+def test_weights_of_other_stages_are_in_nobodys_parameters() -> None:
+    names = parameter_names(stage(QWEN3, 2, 4))
+    assert {name.split(".")[2] for name in names if ".layers." in name} == {"2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("family", "needed"),
+    [
+        (QWEN3, [{"model.embed_tokens.weight"}, set[str](), {"model.norm.weight", "lm_head.weight"}]),
+        (
+            TIED,
+            [{"model.embed_tokens.weight"}, set[str](), {"model.norm.weight", "model.embed_tokens.weight"}],
+        ),
+    ],
+    ids=["own head", "tied head"],
+)
+def test_embedding_and_head_are_needed_at_the_ends_alone(family: Family, needed: list[set[str]]) -> None:
+    for (start, end), expected in zip([(0, 2), (2, 4), (4, LAYERS)], needed, strict=True):
+        part = stage(family, start, end)
+        outside = {name for name in parameter_names(part) if part.needs(name) and ".layers." not in name}
+        assert expected <= outside <= expected | {"model.norm.weight"}
+
+
+def test_a_layer_that_looks_like_a_head_is_none() -> None:
+    """Its output is as wide as the vocabulary, and the head is the embedding turned round."""
+    family = Family({**TIED.config, "intermediate_size": VOCABULARY})
+    assert stage(family, 4, LAYERS).needs("model.embed_tokens.weight")
+
+
+def test_activations_take_the_stages_dtype() -> None:
+    middle = stage(QWEN3, 2, 4)
+    half = mx.random.normal((1, 5, HIDDEN)).astype(mx.bfloat16)
+    output = middle.forward(TOKENS[:1], half, middle.make_layer_caches(), None)
+    assert output.dtype == mx.float32
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 2), (2, 2), (3, 2), (0, LAYERS + 1)])
+def test_a_range_outside_the_model_is_refused(start: int, end: int) -> None:
+    with pytest.raises(ModelUnsupported, match=f"the model has {LAYERS}"):
+        stage(QWEN3, start, end)
+
+
+def test_layers_that_share_keys_and_values_may_not_be_parted() -> None:
+    with pytest.raises(ModelUnsupported, match="Layer 5 reads more of layer 2 than activations"):
+        stage(SHARING, 0, 3)
+
+
+def test_a_cut_before_all_that_is_shared_is_exact() -> None:
+    expected = run_whole(SHARING.model(), CHUNKS)
+    found = run_cut(SHARING.stages([0, 1, 2, LAYERS]), CHUNKS)
+    assert all(mx.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
