@@ -324,7 +324,6 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "gemma4": {"num_kv_shared_layers": 0},
     "gemma4_text": {"num_kv_shared_layers": 0},
     "hunyuan": {"use_cla": False},
-    "kimi_k3": {"attn_res_block_size": None},
 }
 """Families that can be cut where their configuration says so: these entries, then."""
 

@@ -64,11 +64,15 @@ def _equals(maker: Family, cuts: Sequence[Sequence[int]], expected: Sequence[mx.
     """Whether stages give the whole's logits, and what is wrong otherwise."""
     try:
         found = max(_largest(run_cut(maker.stages(cut), CHUNKS), expected) for cut in cuts)
+        ends = run_cut(maker.stages(cuts[0]), CHUNKS, ends_alone=True)
+        apart = _largest(ends, [logits[:, mx.array([0, -1])] for logits in expected])
         stored = _stored_differs(maker, cuts[0], ragged=False)
     except Exception as error:  # noqa: BLE001 - any failure says that it cannot be cut
         return False, _brief(error)
     if found > 0.0:
         return False, f"logits of the pieces differ by {found:.2g}"
+    if apart > CLOSE:
+        return False, f"logits of single positions differ by {apart:.2g}"
     if stored > CLOSE:
         return False, f"logits with stored KV differ by {stored:.2g}"
     return True, ""

@@ -70,16 +70,19 @@ def run_whole(model: nn.Module, chunks: Sequence[Sequence[int]]) -> list[mx.arra
     return outputs
 
 
-def run_cut(stages: Sequence[StageModel], chunks: Sequence[Sequence[int]]) -> list[mx.array]:
-    """Stages with mlx-lm's own caches."""
+def run_cut(
+    stages: Sequence[StageModel], chunks: Sequence[Sequence[int]], *, ends_alone: bool = False
+) -> list[mx.array]:
+    """Stages with mlx-lm's own caches; with `ends_alone`, logits of each chunk's first and last token."""
     caches = [stage.make_layer_caches() for stage in stages]
     outputs: list[mx.array] = []
     offset = 0
     for chunk in chunks:
         tokens = mx.array([list(chunk)])
         hidden: mx.array | None = None
+        wanted = mx.array([0, len(chunk) - 1]) if ends_alone else None
         for stage, owned in zip(stages, caches, strict=True):
-            hidden = stage.forward(tokens, hidden, owned, None, offset=offset)
+            hidden = stage.forward(tokens, hidden, owned, wanted, offset=offset)
         outputs.append(_evaluated(hidden))
         offset += len(chunk)
     return outputs

@@ -41,6 +41,10 @@ def load_stage(folder: ModelFolder, layers: LayerRange, dtype: DType, progress: 
     """
     model = _build(folder)
     stage = StageModel(model, layers, _DTYPES[dtype], folder.vocab_size, folder.hidden_size)
+    if stage.num_layers != folder.num_layers:
+        raise ModelCorrupt(
+            f"{folder.path / 'config.json'} tells of {folder.num_layers} layers, and its model has {stage.num_layers}."
+        )
     parameters = _cast_parameters(stage)
     model.load_weights(list(parameters.items()), strict=False)
     model.eval()
