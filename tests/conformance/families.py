@@ -28,6 +28,7 @@ COMMON: dict[str, Any] = {
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), 2),
     **dict.fromkeys(("head_dim", "query_pre_attn_scalar"), 16),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size"), _WINDOW),
+    **dict.fromkeys(("window_size", "loop_window_size"), _WINDOW),
     "sliding_window_pattern": 3,
     "layer_types": _THREES,
     "hybrid_layer_pattern": [1, 1, 0] * 2,
@@ -52,6 +53,10 @@ COMMON: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
+    # keys chosen by an index
+    "index_head_dim": 32,
+    "index_n_heads": 2,
+    "index_topk": _WINDOW,
     # recurrent layers
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_head", "mamba_head_dim"), 16),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_d_conv", "conv_kernel"), 4),
@@ -106,6 +111,7 @@ _YARN = {
 _SCALED_YARN = {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}}
 _LLAMA4 = {
     "attention_chunk_size": _WINDOW,
+    "floor_scale": 4,
     "interleave_moe_layer_step": 2,
     "intermediate_size_mlp": 128,
     "no_rope_layers": [1, 1, 0] * 2,
@@ -162,9 +168,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {**_SHARED_KV, "global_head_dim": 16},
     "glm_moe_dsa": {
-        "index_head_dim": 32,
-        "index_n_heads": 2,
-        "index_topk": 8,
         "num_key_value_heads": _HEADS,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     },
@@ -320,9 +323,10 @@ WHY = {
 }
 """What lies behind a failure whose own words say little."""
 
+_NOTHING_SHARED = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 CONDITIONS: dict[str, dict[str, Any]] = {
-    "gemma4": {"num_kv_shared_layers": 0},
-    "gemma4_text": {"num_kv_shared_layers": 0},
+    "gemma4": _NOTHING_SHARED,
+    "gemma4_text": _NOTHING_SHARED,
     "hunyuan": {"use_cla": False},
 }
 """Families that can be cut where their configuration says so: these entries, then."""

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, cast
 
 import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_map  # pyright: ignore[reportUnknownVariableType] - its tree is any
+from mlx_lm.models import switch_layers
 from mlx_lm.models.cache import make_prompt_cache
-from tests.conformance.families import CONDITIONS, LAYERS, WHY, configuration, with_entries
+from tests.conformance.families import CONDITIONS, LAYERS, VOCABULARY, WHY, configuration, with_entries
 from tests.conformance.pipelines import (
     CHUNKS,
     DECODED,
     PROMPTS,
     Family,
-    StoredPipeline,
+    WorkerPipeline,
     difference,
     run_cut,
     run_whole,
 )
 
 from mlx_ring.core.architectures import Architecture
+from mlx_ring.rpc.protos.step_pb2 import Want
+from mlx_ring.worker.head_tap import find_heads
+from mlx_ring.worker.results import RowOutput
 
 WHOLE = [0, LAYERS]
 CUTS = ([0, 3, LAYERS], [0, 1, 5, LAYERS], [0, 2, 3, 4, LAYERS])
+WANTS = {
+    0: Want(what=Want.LOGITS, where=Want.ALL),
+    1: Want(what=Want.LOGITS, where=Want.LAST),
+    2: Want(what=Want.LOGITS, where=Want.LISTED, listed=[0]),
+}
+"""Of the three rows: results everywhere, at the end, and at the beginning."""
+PROCESSES = 2
 _LONGEST_S = 180.0
 CLOSE = 1e-4
 """Of the largest logit: what batching and other orders of summing may differ by."""
+SEEN = 1e-3
+"""Of the largest logit: what a change of a tenth in one layer's weights must make."""
 
 
 def examine(family: str) -> Architecture:
@@ -51,40 +68,107 @@ def _examine(config: dict[str, Any]) -> Architecture:
     try:
         model = maker.model()
         expected = run_whole(model, CHUNKS)
-        caches = tuple(sorted({type(cache).__name__ for cache in make_prompt_cache(model)}))
+        idle = _idle_parts(maker, expected)
     except Exception as error:  # noqa: BLE001 - any refusal by mlx-lm counts
         return Architecture(reason=f"mlx-lm does not run it here: {_brief(error)}")
+    own, twin = find_heads(model, VOCABULARY), Family(with_entries(config, {"tie_word_embeddings": True}))
+    tied = _runs_without_head(twin)
+    found = Architecture(caches=_cache_kinds(model), experts=_has_experts(model), tied=tied)
+    if idle:
+        return replace(found, reason=f"its small configuration makes too little of its {', '.join(idle)}")
+    found = replace(found, **_runs(maker, expected))
+    if found.exact and own and tied:
+        exact, reason = _equals(twin, CUTS[:1], run_whole(twin.model(), CHUNKS))
+        return replace(found, exact=exact, reason=f"with a tied head, {reason}" if reason else "")
+    return found
+
+
+def _runs(maker: Family, expected: Sequence[mx.array]) -> dict[str, Any]:
+    """What holds of the family on one stage, on several, and in batches."""
     whole, reason = _equals(maker, [WHOLE], expected)
     exact, reason = _equals(maker, CUTS, expected) if whole else (False, reason)
     batches = whole and _batches(maker, CUTS[0] if exact else WHOLE)
-    return Architecture(exact, whole, batches, caches, reason=reason)
+    return {"exact": exact, "whole": whole, "batches": batches, "reason": reason}
+
+
+def _idle_parts(maker: Family, expected: Sequence[mx.array]) -> list[str]:
+    """What could be left out and nobody would see it: then equal logits say nothing."""
+    model = maker.model()
+    idle: list[str] = []
+    for index, layer in enumerate(cast("Sequence[nn.Module]", model.layers)):
+        before = cast("dict[str, Any]", layer.parameters())
+        layer.update(tree_map(_changed, before))
+        if difference(run_whole(model, CHUNKS[:1])[0], expected[0]) < SEEN:
+            idle.append(f"layer {index}")
+        layer.update(before)
+    if difference(run_whole(model, CHUNKS[-1:])[0], expected[-1]) < SEEN:
+        idle.append("caches")
+    return idle
+
+
+def _changed(value: mx.array) -> mx.array:
+    return 1.1 * value if mx.issubdtype(value.dtype, mx.floating) else value
+
+
+def _runs_without_head(maker: Family) -> bool:
+    model = maker.model()
+    try:
+        run_whole(model, CHUNKS[:1])
+    except AttributeError:  # a family that leaves the head out and then asks for it
+        return False
+    return not find_heads(model, VOCABULARY)
+
+
+def _cache_kinds(model: nn.Module) -> tuple[str, ...]:
+    kinds: set[str] = set()
+    for cache in make_prompt_cache(model):
+        parts = cast("Sequence[object]", getattr(cache, "caches", [cache]))
+        kinds.update(type(part).__name__ for part in parts)
+    return tuple(sorted(kinds))
+
+
+def _has_experts(model: nn.Module) -> bool:
+    modules = cast("list[tuple[str, nn.Module]]", model.named_modules())
+    return any(
+        type(module).__module__ == switch_layers.__name__ or "experts" in path for path, module in modules
+    )
 
 
 def _equals(maker: Family, cuts: Sequence[Sequence[int]], expected: Sequence[mx.array]) -> tuple[bool, str]:
     """Whether stages give the whole's logits, and what is wrong otherwise."""
     try:
         found = max(_largest(run_cut(maker.stages(cut), CHUNKS), expected) for cut in cuts)
-        ends = run_cut(maker.stages(cuts[0]), CHUNKS, ends_alone=True)
-        apart = _largest(ends, [logits[:, mx.array([0, -1])] for logits in expected])
-        stored = _stored_differs(maker, cuts[0], ragged=False)
+        alone = _alone_differs(maker, cuts[0], expected)
+        together = _together_differ(maker, cuts[0], ragged=False)
     except Exception as error:  # noqa: BLE001 - any failure says that it cannot be cut
         return False, _brief(error)
     if found > 0.0:
         return False, f"logits of the pieces differ by {found:.2g}"
-    if apart > CLOSE:
-        return False, f"logits of single positions differ by {apart:.2g}"
-    if stored > CLOSE:
-        return False, f"logits with stored KV differ by {stored:.2g}"
+    if max(alone, together) > CLOSE:
+        return False, f"logits with stored KV differ by {max(alone, together):.2g}"
     return True, ""
 
 
 def examine_apart(families: Iterable[str]) -> dict[str, Architecture]:
-    """Run families in a process of their own, so that one that takes its process down is but one outcome."""
-    examiner = _Examiner()
+    """Run families in processes of their own, so that one that takes its process down is but one outcome."""
+    examiners = [_Examiner() for _ in range(PROCESSES)]
+    idle: SimpleQueue[_Examiner] = SimpleQueue()
+
+    def examine_in_one(family: str) -> tuple[str, Architecture]:
+        examiner = idle.get()
+        try:
+            return family, examiner.examine(family)
+        finally:
+            idle.put(examiner)
+
     try:
-        return {family: examiner.examine(family) for family in families}
+        for examiner in examiners:
+            idle.put(examiner)
+        with ThreadPoolExecutor(PROCESSES) as threads:
+            return dict(threads.map(examine_in_one, families))
     finally:
-        examiner.end()
+        for examiner in examiners:
+            examiner.end()
 
 
 class _Examiner:
@@ -130,24 +214,39 @@ def _examine_all(asked: Connection[Architecture, str]) -> None:
 def _batches(maker: Family, cuts: Sequence[int]) -> bool:
     """Whether rows of different lengths may share a forward pass."""
     try:
-        return _stored_differs(maker, cuts, ragged=True) <= CLOSE
+        return _together_differ(maker, cuts, ragged=True) <= CLOSE
     except Exception:  # noqa: BLE001 - then they may not
         return False
 
 
-def _stored_differs(maker: Family, cuts: Sequence[int], *, ragged: bool) -> float:
-    """Three sequences over the worker's KV store, prefilled together, against each alone and whole."""
+def _alone_differs(maker: Family, cuts: Sequence[int], expected: Sequence[mx.array]) -> float:
+    """One sequence as workers run it."""
+    pipeline = WorkerPipeline(maker.stages(cuts), ragged=True)
+    pipeline.open([0])
+    outputs = [pipeline.step({0: chunk}, WANTS)[0] for chunk in CHUNKS]
+    return _largest([_values(output)[None] for output in outputs], expected)
+
+
+def _together_differ(maker: Family, cuts: Sequence[int], *, ragged: bool) -> float:
+    """Three sequences as workers run them, together, against each alone and whole."""
     model = maker.model()
-    pipeline = StoredPipeline(maker.stages(cuts), ragged=ragged)
+    pipeline = WorkerPipeline(maker.stages(cuts), ragged=ragged)
     sequences = range(len(PROMPTS))
     pipeline.open(sequences)
     steps = [PROMPTS, *[tuple((10 * step + row,) for row in sequences) for step in range(DECODED)]]
     expected = [run_whole(model, [step[row] for step in steps]) for row in sequences]
     worst = 0.0
     for number, step in enumerate(steps):
-        outputs = pipeline.step(dict(enumerate(step)))
-        worst = max(worst, *(difference(outputs[row], expected[row][number][0]) for row in sequences))
+        for row, output in pipeline.step(dict(enumerate(step)), WANTS).items():
+            wanted = expected[row][number][0][mx.array(output.offsets)]
+            worst = max(worst, difference(_values(output), wanted))
     return worst
+
+
+def _values(output: RowOutput) -> mx.array:
+    if output.values is None:
+        raise ValueError("a row that wants results got none")
+    return output.values
 
 
 def _largest(outputs: Sequence[mx.array], expected: Sequence[mx.array]) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
@@ -16,7 +18,10 @@ from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage, rep
 from tests.conformance.families import HIDDEN, VOCABULARY
 
 from mlx_ring.core.types import LayerRange
+from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker.forward import StageForward, StepInput
 from mlx_ring.worker.kv import KVStore
+from mlx_ring.worker.results import RowOutput
 from mlx_ring.worker.shard import StageModel
 
 CHUNKS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8), (7,), (9,), (3,))
@@ -26,27 +31,48 @@ PROMPTS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9, 3, 2, 3))
 DECODED = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Family:
     """Makes copies of one model with the same seeded weights."""
 
     config: dict[str, Any]
 
     def model(self) -> nn.Module:
+        model = self._build()
+        model.load_weights(list(self._weights.items()))
+        return model.eval()
+
+    def _build(self) -> nn.Module:
         classes = cast("tuple[Any, Any]", cast("object", _get_classes(self.config)))
         model_class, arguments_class = classes
         # Some vectors begin at random, and every copy must begin alike.
         mx.random.seed(0)
-        model = cast("nn.Module", model_class(arguments_class.from_dict(self.config)))
-        parameters = cast("dict[str, mx.array]", tree_flatten(model.parameters(), destination={}))
-        model.load_weights([(name, _weight(name, value)) for name, value in parameters.items()])
-        return model.eval()
+        return cast("nn.Module", model_class(arguments_class.from_dict(self.config)))
+
+    @cached_property
+    def _weights(self) -> dict[str, mx.array]:
+        parameters = cast("dict[str, mx.array]", tree_flatten(self._build().parameters(), destination={}))
+        weights = {name: _weight(name, value) for name, value in parameters.items()}
+        mx.eval(weights)
+        return weights
 
     def stages(self, cuts: Sequence[int]) -> list[StageModel]:
-        return [
-            StageModel(self.model(), LayerRange(start, end), mx.float32, VOCABULARY, HIDDEN)
-            for start, end in pairwise(cuts)
-        ]
+        return [self._stage(LayerRange(start, end)) for start, end in pairwise(cuts)]
+
+    def _stage(self, layers: LayerRange) -> StageModel:
+        """What it says it does not need is no number, so that whoever reads it gives it away."""
+        stage = StageModel(self.model(), layers, mx.float32, VOCABULARY, HIDDEN)
+        parameters = cast("dict[str, mx.array]", tree_flatten(stage.model.parameters(), destination={}))
+        unread = [(path, value) for path, value in parameters.items() if not stage.needs(path)]
+        stage.model.load_weights(
+            [
+                (path, mx.full(value.shape, mx.nan, value.dtype))
+                for path, value in unread
+                if mx.issubdtype(value.dtype, mx.floating)
+            ],
+            strict=False,
+        )
+        return stage
 
 
 def _weight(name: str, value: mx.array) -> mx.array:
@@ -70,59 +96,19 @@ def run_whole(model: nn.Module, chunks: Sequence[Sequence[int]]) -> list[mx.arra
     return outputs
 
 
-def run_cut(
-    stages: Sequence[StageModel], chunks: Sequence[Sequence[int]], *, ends_alone: bool = False
-) -> list[mx.array]:
-    """Stages with mlx-lm's own caches; with `ends_alone`, logits of each chunk's first and last token."""
+def run_cut(stages: Sequence[StageModel], chunks: Sequence[Sequence[int]]) -> list[mx.array]:
+    """Stages with mlx-lm's own caches."""
     caches = [stage.make_layer_caches() for stage in stages]
     outputs: list[mx.array] = []
     offset = 0
     for chunk in chunks:
         tokens = mx.array([list(chunk)])
         hidden: mx.array | None = None
-        wanted = mx.array([0, len(chunk) - 1]) if ends_alone else None
         for stage, owned in zip(stages, caches, strict=True):
-            hidden = stage.forward(tokens, hidden, owned, wanted, offset=offset)
+            hidden = stage.forward(tokens, hidden, owned, None, offset=offset)
         outputs.append(_evaluated(hidden))
         offset += len(chunk)
     return outputs
-
-
-class StoredPipeline:
-    """Stages with the worker's KV store, as workers run them; rows may be ragged."""
-
-    def __init__(self, stages: Sequence[StageModel], *, ragged: bool) -> None:
-        self._stages = stages
-        self._stores = [KVStore(stage.make_layer_caches(), mx.float32, ragged=ragged) for stage in stages]
-
-    def step(self, rows: dict[int, Sequence[int]]) -> dict[int, mx.array]:
-        """Feed each sequence its tokens; logits (n, vocabulary) of each."""
-        asked = [(sequence, len(ids)) for sequence, ids in rows.items()]
-        sequences = list(rows)
-        hidden: dict[int, mx.array] = {}
-        for stage, store in zip(self._stages, self._stores, strict=True):
-            outputs: dict[int, mx.array] = {}
-            for batch in store.batches(asked):
-                members = [sequences[index] for index in batch.rows]
-                width = max(batch.counts)
-                tokens = mx.array([[*rows[member], *[0] * (width - len(rows[member]))] for member in members])
-                given = mx.stack([_padded(hidden[member], width) for member in members]) if hidden else None
-                values = stage.forward(tokens, given, batch.caches, None, offset=batch.offset)
-                mx.eval(values, *batch.arrays)
-                store.commit(batch)
-                for place, member in enumerate(members):
-                    outputs[member] = values[place, : batch.counts[place]]
-            hidden = outputs
-        return hidden
-
-    def open(self, sequences: Sequence[int]) -> None:
-        for store in self._stores:
-            for sequence in sequences:
-                store.open(sequence, 256)
-
-
-def _padded(rows: mx.array, width: int) -> mx.array:
-    return mx.pad(rows, [(0, width - rows.shape[0]), (0, 0)])
 
 
 def _evaluated(array: mx.array | None) -> mx.array:
@@ -132,7 +118,42 @@ def _evaluated(array: mx.array | None) -> mx.array:
     return array
 
 
+class WorkerPipeline:
+    """Stages as workers run them: over the KV store, rows grouped, results at wanted offsets alone."""
+
+    def __init__(self, stages: Sequence[StageModel], *, ragged: bool) -> None:
+        self._stores = [KVStore(stage.make_layer_caches(), mx.float32, ragged=ragged) for stage in stages]
+        self._forwards = [
+            StageForward(stage, store) for stage, store in zip(stages, self._stores, strict=True)
+        ]
+
+    def open(self, sequences: Iterable[int]) -> None:
+        for sequence in sequences:
+            for store in self._stores:
+                store.open(sequence, 256)
+
+    def step(
+        self, tokens: Mapping[int, Sequence[int]], wants: Mapping[int, step_pb2.Want]
+    ) -> dict[int, RowOutput]:
+        """Feed each sequence its tokens; each one's results where it wants them."""
+        rows = [
+            step_pb2.Row(
+                sequence=sequence,
+                start=self._stores[0].length(sequence),
+                tokens=step_pb2.Tokens(ids=ids),
+                wants=[wants[sequence]],
+            )
+            for sequence, ids in tokens.items()
+        ]
+        step = StepInput(rows, list(tokens.values()), None)
+        for forward in self._forwards[:-1]:
+            step = StepInput(rows, step.tokens, forward.activations(step))
+        outputs = self._forwards[-1].outputs(step)
+        return {output.row.sequence: output for output in outputs}
+
+
 def difference(first: mx.array, second: mx.array) -> float:
-    """The largest, in units of the largest logit."""
+    """The largest, in units of the largest logit; infinite where something is no number."""
     scale = max(1.0, cast("float", mx.abs(second).max().item()))
-    return cast("float", mx.abs(first - second).max().item()) / scale
+    largest = cast("float", mx.abs(first - second).max().item()) / scale
+    return math.inf if math.isnan(largest) else largest

@@ -75,7 +75,8 @@ def page(known: dict[str, Architecture]) -> str:
         "",
         f"Of the {len(known)} families in mlx-lm, {exact} can be cut into stages exactly: in float32 the logits of",
         "two, three and four stages, cut unevenly, differ by 0.0 from the whole model's, over a prompt in three",
-        "chunks and three more tokens. Others are refused by name, before anything is loaded.",
+        "chunks and three more tokens; run as workers run them, over KV of our own and in batches, by less than 1e-4",
+        "of the largest. Others are refused by name, before anything is loaded.",
         "",
         "`make conformance` makes this page. To add a family, give it a small configuration in",
         "`tests/conformance/families.py` and run it.",
@@ -83,17 +84,25 @@ def page(known: dict[str, Architecture]) -> str:
         "- *cut*: exact over several stages, some only where the configuration has the entries given.",
         "- *one stage*: exact as a whole.",
         "- *batches*: rows of different lengths share a forward pass; the others' rows run one by one.",
-        "- *state*: mlx-lm's caches that its layers keep: `RotatingKVCache` slides, `ArraysCache` is recurrent.",
+        "- *sliding*, *recurrent*: the family has layers that see a window, or keep a state instead of tokens.",
+        "- *experts*: it has, or can have, a mixture of experts. *tied*: its embedding can serve as its head.",
         "",
-        "| family | cut | one stage | batches | state | why not |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| family | cut | one stage | batches | sliding | recurrent | experts | tied | why not |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, outcome in known.items():
         condition = ", ".join(f"`{entry}: {json.dumps(value)}`" for entry, value in outcome.only_if.items())
         exact = f"only with {condition}" if condition else _yes(outcome.exact)
-        marks = f"{exact} | {_yes(outcome.whole)} | {_yes(outcome.batches)}"
+        flags = (
+            outcome.whole,
+            outcome.batches,
+            outcome.sliding,
+            outcome.recurrent,
+            outcome.experts,
+            outcome.tied,
+        )
         reason = outcome.reason.replace("|", "\\|")
-        lines.append(f"| {name} | {marks} | {', '.join(outcome.caches)} | {reason} |")
+        lines.append(f"| {name} | {exact} | {' | '.join(map(_yes, flags))} | {reason} |")
     return "\n".join(lines) + "\n"
 
 

@@ -39,7 +39,7 @@ def test_the_class_decides_where_one_type_has_two_architectures() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_entries_that_an_architecture_needs_are_looked_for(folder: Path, nested: bool) -> None:  # noqa: FBT001
     def with_sharing(layers: int | None) -> ModelFolder:
-        entries = {"num_kv_shared_layers": layers}
+        entries = {"num_kv_shared_layers": layers, "hidden_size_per_layer_input": 0}
         config = {**QWEN3, "model_type": "gemma4", **({"text_config": entries} if nested else entries)}
         (folder / "config.json").write_text(json.dumps(config))
         return read_model_folder(folder)

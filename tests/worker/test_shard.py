@@ -18,7 +18,7 @@ from mlx_ring.worker.shard import StageModel
 
 QWEN3 = Family(configuration("qwen3"))
 TIED = Family({**configuration("qwen3"), "tie_word_embeddings": True})
-SHARING = Family(configuration("gemma4_text"))
+SHARING = Family({**configuration("gemma4_text"), "hidden_size_per_layer_input": 0})
 """Layers 4 and 5 read the keys and values of layers 2 and 3."""
 TOKENS = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
@@ -85,6 +85,21 @@ def test_embedding_and_head_are_needed_at_the_ends_alone(family: Family, needed:
         part = stage(family, start, end)
         outside = {name for name in parameter_names(part) if part.needs(name) and ".layers." not in name}
         assert expected <= outside <= expected | {"model.norm.weight"}
+
+
+def test_a_model_whose_layers_read_the_embedding_again_needs_it_on_every_stage() -> None:
+    family = Family(configuration("talkie"))
+    assert all(stage(family, *layers).needs("model.embed.weight") for layers in ((0, 2), (2, 4), (4, LAYERS)))
+    assert [stage(family, *layers).needs("lm_head") for layers in ((0, 2), (4, LAYERS))] == [True, True]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v41", "kimi_k3"])
+def test_wanted_positions_are_right_where_layers_give_more_than_activations(family: str) -> None:
+    only = stage(Family(configuration(family)), 0, LAYERS)
+    every, last = (
+        only.forward(TOKENS, None, only.make_layer_caches(), positions) for positions in (None, mx.array([4]))
+    )
+    assert mx.allclose(last, every[:, 4:], atol=1e-5)
 
 
 def test_a_layer_that_looks_like_a_head_is_none() -> None:

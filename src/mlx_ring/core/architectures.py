@@ -31,10 +31,21 @@ class Architecture:
     """Rows of different lengths may share a forward pass."""
     caches: tuple[str, ...] = ()
     """mlx-lm's kinds of cache that its layers keep."""
+    experts: bool = False
+    tied: bool = False
+    """Whether the embedding may serve as the head."""
     only_if: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Entries that the model's configuration must have for `exact` to hold."""
     reason: str = ""
     """Why it cannot be cut, or not without these entries."""
+
+    @property
+    def sliding(self) -> bool:
+        return not {"RotatingKVCache", "ChunkedKVCache"}.isdisjoint(self.caches)
+
+    @property
+    def recurrent(self) -> bool:
+        return "ArraysCache" in self.caches
 
 
 @cache
@@ -54,7 +65,6 @@ def _aliases() -> dict[str, str]:
     return cast("dict[str, str]", _read()["aliases"])
 
 
-@cache
 def _read() -> dict[str, Any]:
     return cast(
         "dict[str, Any]", json.loads(files("mlx_ring.core").joinpath(TABLE).read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ phantom that knows the position alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -52,8 +52,13 @@ class CacheSlots:
     """A model's list of caches, of which this stage owns some."""
 
     def __init__(
-        self, prototypes: Sequence[Any], owned: Sequence[int], make: Callable[[], list[Any]]
+        self,
+        prototypes: Sequence[Any],
+        owned: Sequence[int],
+        make: Callable[[], list[Any]],
+        apart: Collection[int] = (),
     ) -> None:
+        """`apart` are slots that no layer is given: where they are not owned, no other cache fills them."""
         self._prototypes = prototypes
         self._owned = tuple(owned)
         self._make = make
@@ -62,7 +67,8 @@ class CacheSlots:
             first_of_kind.setdefault(_kind(prototypes[slot]), place)
         places = {slot: place for place, slot in enumerate(self._owned)}
         self._sources = [
-            places.get(slot, first_of_kind.get(_kind(prototype))) for slot, prototype in enumerate(prototypes)
+            places.get(slot, None if slot in apart else first_of_kind.get(_kind(prototype)))
+            for slot, prototype in enumerate(prototypes)
         ]
         """For each slot, the owned cache that fills it; None where a phantom must."""
 
@@ -100,7 +106,7 @@ def find_cache_slots(calls: LayerCalls, layers: LayerRange, make: Callable[[], l
             )
         if any(inside) or (not inside and layers.start == 0):
             owned.append(slot)
-    return CacheSlots(prototypes, owned, make)
+    return CacheSlots(prototypes, owned, make, set(range(len(prototypes))) - set(users))
 
 
 def _kind(cache: Any) -> Kind:

@@ -29,6 +29,8 @@ class LayerCalls:
     """Which argument of a layer carries the activations."""
     reads: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     """(earlier, later): the later layer is given a value that the earlier one returned behind the activations."""
+    embeds_again: bool = False
+    """Whether layers are given, beside the activations, what looks like them: the embedded tokens once more."""
 
 
 def watch_layers(model: nn.Module, layer_list: list[Any], make_caches: Callable[[], list[Any]]) -> LayerCalls:
@@ -73,6 +75,13 @@ class _Watcher:
     ) -> Any:
         calls = self._calls
         calls.place = _find_place(self._handed_on, arguments, named, calls.place)
+        if index > 0:
+            activations = take(calls.place, arguments, named)
+            calls.embeds_again |= any(
+                _is_like(value, activations)
+                for value in (*arguments, *named.values())
+                if value is not activations
+            )
         for value in _flatten((*arguments, *named.values())):
             if id(value) in self._slots:
                 calls.slots[index].add(self._slots[id(value)])
@@ -120,6 +129,14 @@ def _find_place(handed_on: Any, arguments: tuple[Any, ...], named: dict[str, Any
             if value is handed_on:
                 return place
     return otherwise
+
+
+def _is_like(value: Any, activations: Any) -> bool:
+    return (
+        isinstance(value, mx.array)
+        and isinstance(activations, mx.array)
+        and (value.shape, value.dtype) == (activations.shape, activations.dtype)
+    )
 
 
 def _flatten(values: Sequence[Any]) -> Iterator[Any]:

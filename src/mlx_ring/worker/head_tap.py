@@ -1,4 +1,8 @@
-"""What enters a model's head: the hidden states after its final norm, for embeddings and the like."""
+"""What enters a model's head: the hidden states after its final norm.
+
+The head is the dearest layer there is, so that it runs at the wanted positions alone. It is the place to
+choose them, too: whatever else a model does behind its last layer has seen all positions then.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,11 @@ from mlx_ring.worker.overrides import override
 
 
 class HeadTap:
-    """Notes what enters the head, be it a layer of its own or the embedding turned round."""
+    """Thins out and notes what enters the head, be it a layer of its own or the embedding turned round."""
 
     def __init__(self, model: nn.Module, heads: Sequence[str]) -> None:
         self._model = model
+        self._positions: mx.array | None = None
         self._entered: mx.array | None = None
         modules = dict(cast("list[tuple[str, nn.Module]]", model.named_modules()))
         for path in heads:
@@ -25,25 +30,45 @@ class HeadTap:
             if hasattr(module, "as_linear"):
                 override(module, "as_linear", self._tapped)
 
-    def run(self, forward: Callable[[], mx.array], output: Literal["logits", "hidden"]) -> mx.array:
-        """A lazy pass; with "hidden" the head's own product is never evaluated."""
-        self._entered = None
+    def run(
+        self,
+        forward: Callable[[], mx.array],
+        positions: mx.array | None,
+        output: Literal["logits", "hidden"],
+    ) -> mx.array:
+        """A lazy pass; with "hidden" the head's own product is never evaluated.
+
+        Args:
+            forward: gives (batch, n, vocabulary) logits.
+            positions: (p,) or (batch, p) offsets into n whose results are wanted; None: all.
+            output: which results.
+        """
+        self._positions, self._entered = positions, None
         logits = forward()
         entered, self._entered = self._entered, None
-        if output == "logits":
-            return logits
-        if entered is None:
-            raise ModelUnsupported(
-                f"{type(self._model).__module__} gives no access to its hidden states: its head was not found."
-            )
-        return entered
+        if output == "hidden":
+            if entered is None:
+                raise ModelUnsupported(
+                    f"{type(self._model).__module__} gives no access to its hidden states: its head was not found."
+                )
+            return entered
+        return logits if entered is not None or positions is None else _at_positions(logits, positions)
 
     def _tapped(self, head: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def tapped(module: nn.Module, hidden: mx.array) -> mx.array:
+            if self._positions is not None:
+                hidden = _at_positions(hidden, self._positions)
             self._entered = hidden
             return head(module, hidden)
 
         return tapped
+
+
+def _at_positions(output: mx.array, positions: mx.array) -> mx.array:
+    """(batch, n, width) at (p,) or (batch, p) offsets."""
+    if positions.ndim == 1:
+        return output[:, positions]
+    return mx.take_along_axis(output, positions[:, :, None], axis=1)
 
 
 def find_heads(model: nn.Module, vocab_size: int) -> tuple[str, ...]:

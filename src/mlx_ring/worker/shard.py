@@ -24,6 +24,7 @@ from mlx_ring.worker.head_tap import HeadTap, find_heads
 from mlx_ring.worker.overrides import override
 
 Output = Literal["logits", "hidden"]
+_ACTIVATION_AXES = 3
 
 
 class _PassThrough:
@@ -51,12 +52,11 @@ class _Passage:
     def __init__(self, place: Place) -> None:
         self.place = place
         self.hidden: mx.array | None = None
-        self.positions: mx.array | None = None
         self.entered = False
         self.taken: mx.array | None = None
 
     def clear(self) -> None:
-        self.hidden = self.positions = self.taken = None
+        self.hidden = self.taken = None
         self.entered = False
 
     def enter(
@@ -71,35 +71,26 @@ class _Passage:
             return arguments, {**named, name: self.hidden}
         return (*arguments[: self.place], self.hidden, *arguments[self.place + 1 :]), named
 
-    def leave(self, output: Any) -> Any:
-        """Note a layer's activations, and hand on what is wanted of them."""
-        if isinstance(output, tuple):
-            hidden, *extras = cast("tuple[Any, ...]", output)
-            return (self.leave(hidden), *extras)
-        self.taken = cast("mx.array", output)
-        return output if self.positions is None else _at_positions(self.taken, self.positions)
+    def leave(self, output: Any) -> None:
+        """Note a layer's activations."""
+        self.taken = cast("mx.array", output[0] if isinstance(output, tuple) else output)
 
 
 def _make_end(layer: nn.Module, passage: _Passage, *, is_entry: bool, is_exit: bool) -> None:
-    """Turn a layer into the first or last of a stage, or both: it swaps its input, and notes or cuts its output."""
+    """Turn a layer into the first or last of a stage, or both: it swaps its input and notes its output."""
 
     def make(run: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
             if is_entry:
                 arguments, named = passage.enter(arguments, named)
             output = run(self, *arguments, **named)
-            return passage.leave(output) if is_exit else output
+            if is_exit:
+                passage.leave(output)
+            return output
 
         return call
 
     override(layer, "__call__", make)
-
-
-def _at_positions(output: mx.array, positions: mx.array) -> mx.array:
-    """(batch, n, hidden) at (p,) or (batch, p) offsets."""
-    if positions.ndim == 1:
-        return output[:, positions]
-    return mx.take_along_axis(output, positions[:, :, None], axis=1)
 
 
 class StageModel:
@@ -120,6 +111,7 @@ class StageModel:
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         calls = watch_layers(model, originals, self._make_caches)
+        self._embeds_again = calls.embeds_again
         self._passage = _Passage(calls.place)
         self._heads = tuple(
             path for path in find_heads(model, vocab_size) if not path.startswith(self._layers_path)
@@ -140,6 +132,8 @@ class StageModel:
             return True
         if self._is_head(path):
             return self.is_last
+        if self._embeds_again and path.startswith(self._embeddings):
+            return True
         if self.is_last and not self.is_first:
             return not self._heads or not path.startswith(self._embeddings)
         return self.is_first
@@ -190,18 +184,24 @@ class StageModel:
         """
         passage = self._passage
         passage.hidden = None if hidden is None else hidden.astype(self.dtype)
-        passage.positions = positions if self.is_last else None
         try:
             full = self._slots.complete(caches, offset)
             run = cast("Callable[..., Any]", self.model)
             result = (
-                self._tap.run(lambda: run(tokens, cache=full), output)
+                self._tap.run(lambda: run(tokens, cache=full), positions, output)
                 if self._tap is not None
                 else run(tokens, cache=full)
             )
             if passage.taken is None or passage.entered != (hidden is not None):
                 raise ModelUnsupported(f"{type(self.model).__module__} does not call its layers one by one.")
-            return result if self.is_last else passage.taken
+            if self.is_last:
+                return result
+            if passage.taken.ndim != _ACTIVATION_AXES:
+                raise ModelUnsupported(
+                    f"{type(self.model).__module__} hands on arrays of shape {passage.taken.shape} between its layers, "
+                    "where a link takes (batch, n, hidden): it cannot be cut."
+                )
+            return passage.taken
         finally:
             passage.clear()
 
