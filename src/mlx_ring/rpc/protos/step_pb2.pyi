@@ -27,18 +27,20 @@ class Step(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[CacheOperation, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., hand_over_tokens: _Optional[bool] = ...) -> None: ...
 
 class CacheOperation(_message.Message):
-    __slots__ = ("open", "fork", "trim", "free", "reset")
+    __slots__ = ("open", "fork", "trim", "free", "reset", "park")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
     TRIM_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
+    PARK_FIELD_NUMBER: _ClassVar[int]
     open: Open
     fork: Fork
     trim: Trim
     free: Free
     reset: Reset
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., trim: _Optional[_Union[Trim, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ...) -> None: ...
+    park: Park
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., trim: _Optional[_Union[Trim, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ..., park: _Optional[_Union[Park, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("sequence", "sampling", "seed", "eos", "grammar", "tokens", "prompt_length", "max_length")
@@ -61,14 +63,16 @@ class Open(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ...) -> None: ...
 
 class Fork(_message.Message):
-    __slots__ = ("source", "destination", "length")
+    __slots__ = ("source", "destination", "length", "take")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TAKE_FIELD_NUMBER: _ClassVar[int]
     source: int
     destination: int
     length: int
-    def __init__(self, source: _Optional[int] = ..., destination: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+    take: bool
+    def __init__(self, source: _Optional[int] = ..., destination: _Optional[int] = ..., length: _Optional[int] = ..., take: _Optional[bool] = ...) -> None: ...
 
 class Trim(_message.Message):
     __slots__ = ("sequence", "length")
@@ -79,6 +83,12 @@ class Trim(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class Free(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class Park(_message.Message):
     __slots__ = ("sequence",)
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     sequence: int

@@ -141,12 +141,26 @@ class FrameAccepted(_message.Message):
     failure: _step_pb2.Failure
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
 
+class KvTraits(_message.Message):
+    __slots__ = ("bytes_per_token", "bytes_per_sequence", "recurrent", "slack", "exact_length")
+    BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RECURRENT_FIELD_NUMBER: _ClassVar[int]
+    SLACK_FIELD_NUMBER: _ClassVar[int]
+    EXACT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    bytes_per_token: int
+    bytes_per_sequence: int
+    recurrent: bool
+    slack: int
+    exact_length: int
+    def __init__(self, bytes_per_token: _Optional[int] = ..., bytes_per_sequence: _Optional[int] = ..., recurrent: _Optional[bool] = ..., slack: _Optional[int] = ..., exact_length: _Optional[int] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid")
+    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid", "kv", "memory_left_bytes", "memory_bytes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +174,9 @@ class WorkerStatus(_message.Message):
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     phase: str
     rss_bytes: int
@@ -173,4 +190,7 @@ class WorkerStatus(_message.Message):
     last_step: int
     sequences: int
     pid: int
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    kv: KvTraits
+    memory_left_bytes: int
+    memory_bytes: int
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ..., kv: _Optional[_Union[KvTraits, _Mapping]] = ..., memory_left_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
