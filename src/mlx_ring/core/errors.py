@@ -21,6 +21,7 @@
         ├── StepFailed             a step raised in a worker
         ├── StaleMessage           of an older epoch or another instance
         ├── VersionMismatch        peers of different versions, models or plans
+        ├── DeadlineExceeded       the request took longer than --request-timeout-s allows
         ├── ProtocolError          a peer sent what the contract does not allow
         └── NotReady               no instance can answer now
 
@@ -114,6 +115,10 @@ class WorkerLost(ServingError):
 
 class WorkerStuck(ServingError):
     """A worker made no progress before its deadline."""
+
+
+class DeadlineExceeded(ServingError):
+    """A request took longer than the person who serves allows."""
 
 
 class StepFailed(ServingError):

@@ -7,18 +7,27 @@ end in the same line: schedule → send. An answer is read top to bottom:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 
-from mlx_ring.core.errors import NotReady, Overloaded, ProtocolError, RingError, ServingError
+from mlx_ring.core.errors import (
+    DeadlineExceeded,
+    NotReady,
+    Overloaded,
+    ProtocolError,
+    RingError,
+    ServingError,
+)
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.answer_text import AnswerText, Reading
 from mlx_ring.engine.detokenizer import Vocabulary
-from mlx_ring.engine.executor import Executor
+from mlx_ring.engine.executor import Executor, RankId
+from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
 from mlx_ring.engine.stats import EngineStats, Unanswered
@@ -28,6 +37,7 @@ from mlx_ring.rpc.protos import step_pb2
 _log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
+_POLICY = Policy()
 
 
 @dataclass(slots=True)
@@ -39,6 +49,7 @@ class _Live:
     text: AnswerText
     completion_tokens: int = 0
     is_first: bool = True
+    deadline: asyncio.TimerHandle | None = None
 
 
 class Engine:
@@ -52,26 +63,17 @@ class Engine:
         *,
         instance: str,
         epoch: int,
-        max_num_seqs: int = 16,
-        max_waiting: int = 256,
-        prefill_chunk: int = 512,
-        step_deadline_s: float = 0.0,
+        policy: Policy = _POLICY,
+        kv: Mapping[RankId, RankKv] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
         self._vocabulary = vocabulary
-        self._limits = limits
         self._instance = instance
-        self._max_waiting = max_waiting
+        self._policy = policy
         self._clock = clock
-        self._scheduler = Scheduler(
-            executor.ranks,
-            instance=instance,
-            epoch=epoch,
-            max_num_seqs=max_num_seqs,
-            prefill_chunk=prefill_chunk,
-            step_deadline_s=step_deadline_s,
-        )
+        self._scheduler = Scheduler(executor.ranks, instance=instance, epoch=epoch, policy=policy, kv=kv)
+        self._limits = limits.within(self._scheduler.capacity_tokens)
         self._live: dict[int, _Live] = {}
         self._sequence_ids = count(1)
         self._ended: RingError | None = None
@@ -99,22 +101,41 @@ class Engine:
         self._live[sequence.id] = _Live(sequence, stream, text)
         self._scheduler.add(sequence)
         self._send_steps(now)
+        self._set_deadline(sequence)
         return stream
+
+    def _set_deadline(self, sequence: Sequence) -> None:
+        limit_s = self._policy.request_timeout_s
+        live = self._live.get(sequence.id)
+        if limit_s is not None and live is not None:
+            live.deadline = asyncio.get_running_loop().call_later(limit_s, self._expire, live, limit_s)
+
+    def _expire(self, live: _Live, limit_s: float) -> None:
+        """The request has taken as long as any may: what it held goes to the others."""
+        tokens = live.completion_tokens
+        self._end_with_error(
+            live,
+            DeadlineExceeded(
+                f"The request was not done within {limit_s:g} s (--request-timeout-s); "
+                f"{tokens} tokens were generated. Ask for fewer tokens, or again when the server is less busy."
+            ),
+        )
+        self._send_steps(self._clock())
 
     def _check_open(self) -> None:
         if self._ended is not None:
             raise NotReady(f"Instance {self._instance} cannot answer: {self._ended}")
-        if self._scheduler.num_waiting >= self._max_waiting:
+        if self._scheduler.num_waiting >= self._policy.max_waiting:
             raise Overloaded(
-                f"{self._max_waiting} requests wait already; try again in {_RETRY_AFTER_S:g} s.",
+                f"{self._policy.max_waiting} requests wait already; try again in {_RETRY_AFTER_S:g} s.",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
     def _abort(self, sequence: Sequence) -> None:
         """The client left: stop, and free the KV at once."""
-        if self._live.pop(sequence.id, None) is not None:
-            self._finished["abort"] += 1
-            self._scheduler.finish(sequence)
+        live = self._live.get(sequence.id)
+        if live is not None:
+            self._retire(live, "abort")
             self._send_steps(self._clock())
 
     # ---- schedule → send → postprocess
@@ -177,6 +198,7 @@ class Engine:
             logprobs=tokens if request.sampling.logprobs else (),
             prompt_tokens=sequence.prompt_length,
             completion_tokens=live.completion_tokens,
+            cached_tokens=sequence.cached_tokens,
             finish_reason=finish_reason,
             stop_match=reading.stop_match,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if scored else None,
@@ -186,7 +208,9 @@ class Engine:
     def _retire(self, live: _Live, reason: FinishReason) -> None:
         del self._live[live.sequence.id]
         self._finished[reason] += 1
-        self._scheduler.finish(live.sequence)
+        if live.deadline is not None:
+            live.deadline.cancel()
+        self._scheduler.finish(live.sequence, keep=reason in ("stop", "length"))
 
     def _end_with_error(self, live: _Live, error: RingError) -> None:
         live.stream.fail(error)
@@ -211,6 +235,7 @@ class Engine:
         if self._ended is not None:
             return
         self.fail(NotReady("The server is shutting down."))
+        self._scheduler.reset()
         self._send_steps(self._clock())
 
     # ---- how it stands
@@ -227,6 +252,7 @@ class Engine:
     def stats(self) -> EngineStats:
         return EngineStats(
             scheduler=self._scheduler.stats(),
+            cache=self._scheduler.cache_stats(),
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             finished=dict(self._finished),

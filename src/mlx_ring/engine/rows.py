@@ -11,6 +11,7 @@ from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
 
 _NEXT_TOKEN = Want(where=Want.LAST, what=Want.TOKEN)
+_EVERY_TOKEN = Want(where=Want.ALL, what=Want.TOKEN)
 _SEED_MASK = (1 << 64) - 1
 _MOST_CANDIDATES = (1 << 32) - 1
 
@@ -32,23 +33,63 @@ def free_operation(sequence_id: int) -> step_pb2.CacheOperation:
     return step_pb2.CacheOperation(free=step_pb2.Free(sequence=sequence_id))
 
 
+def trim_operation(sequence_id: int, length: int) -> step_pb2.CacheOperation:
+    return step_pb2.CacheOperation(trim=step_pb2.Trim(sequence=sequence_id, length=length))
+
+
+def park_operation(sequence_id: int) -> step_pb2.CacheOperation:
+    return step_pb2.CacheOperation(park=step_pb2.Park(sequence=sequence_id))
+
+
+def fork_operation(source: int, destination: int, length: int, *, take: bool) -> step_pb2.CacheOperation:
+    return step_pb2.CacheOperation(
+        fork=step_pb2.Fork(source=source, destination=destination, length=length, take=take)
+    )
+
+
+def snapshot_operations(source: int, snapshot: int, length: int) -> list[step_pb2.CacheOperation]:
+    """What keeps a running sequence's KV as it stands, under an id of its own."""
+    opened = step_pb2.Open(sequence=snapshot, prompt_length=length, max_length=length)
+    return [
+        step_pb2.CacheOperation(open=opened),
+        fork_operation(source, snapshot, length, take=False),
+        park_operation(snapshot),
+    ]
+
+
 def prefill_row(sequence: Sequence, end: int) -> step_pb2.Row:
-    """The prompt's tokens from where its KV ends up to `end`."""
+    """The known tokens from where its KV ends up to `end`."""
     start = sequence.scheduled
-    ids = sequence.request.prompt_tokens[start:end]
     return step_pb2.Row(
         sequence=sequence.id,
         start=start,
-        tokens=step_pb2.Tokens(ids=ids),
+        tokens=step_pb2.Tokens(ids=sequence.tokens[start:end]),
         wants=_prefill_wants(sequence, start, end),
     )
 
 
-def decode_row(sequence: Sequence) -> step_pb2.Row:
-    """The token that the sequence's previous step sampled."""
-    return step_pb2.Row(
-        sequence=sequence.id, start=sequence.scheduled, token=sequence.output[-1], wants=[_NEXT_TOKEN]
+def decode_row(sequence: Sequence, draft: tuple[int, ...] = ()) -> step_pb2.Row:
+    """The next token, which is known or is what the sequence's previous row samples; and drafts to verify."""
+    row = step_pb2.Row(
+        sequence=sequence.id,
+        start=sequence.scheduled,
+        draft=draft,
+        wants=[_EVERY_TOKEN if draft else _NEXT_TOKEN],
     )
+    if sequence.scheduled < sequence.length:
+        row.token = sequence.tokens[sequence.scheduled]
+    else:
+        row.previous = True
+    return row
+
+
+def samples_token(row: step_pb2.Row) -> bool:
+    return any(want.what == Want.TOKEN for want in row.wants)
+
+
+def tokens_fed(row: step_pb2.Row) -> int:
+    """By how much the row's KV grows."""
+    return (len(row.tokens.ids) or 1) + len(row.draft)
 
 
 def read_result(row: step_pb2.Row, result: step_pb2.RowResult | None) -> RowReading:
@@ -76,6 +117,8 @@ RowReading = tuple[tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]
 def _prefill_wants(sequence: Sequence, start: int, end: int) -> Iterator[Want]:
     """Position p scores the prompt's token p + 1, which may begin the next chunk; the last samples."""
     top = sequence.request.prompt_logprobs
+    if start >= sequence.prompt_length or len(sequence.prompt_logprobs) >= sequence.prompt_length:
+        top = None
     targets = sequence.request.prompt_tokens[start + 1 : end + 1]
     if top is not None and targets:
         yield Want(
@@ -85,7 +128,7 @@ def _prefill_wants(sequence: Sequence, start: int, end: int) -> Iterator[Want]:
             targets=targets,
             top_logprobs=top,
         )
-    if end == sequence.prompt_length and sequence.wants_tokens:
+    if end == sequence.fill_to and sequence.wants_tokens:
         yield _NEXT_TOKEN
 
 

@@ -3,33 +3,39 @@
 The engine calls `schedule` and sends what it gives, then `answer` with what comes back. The
 policy, in short:
 
-- Decode goes first. Sequences that have their token wait in one line; up to `stages` decode
-  steps are in flight at once, so that every stage has one, and the line is split evenly
-  among them. Each sequence has one decode step in flight at most.
-- Prefill fills the gaps, one chunk of one prompt in a step, prompts in order of arrival. A prompt's
-  chunks follow each other through the pipeline; `stages + 1` of them are on their way at
-  most, and between two decode steps of a sequence at most one goes out.
-- Operations ride on the first step that goes out, or go at once in a step of their own.
+- Decode goes first. Running sequences are kept in as many groups as there are stages; each group has
+  `steps_ahead` steps under way, so that no stage waits for the head. A row's input is then
+  the token that the row before it samples (`previous`).
+- Prefill fills the gaps: a chunk of one prompt, or several short prompts whole, in order of arrival. A
+  prompt's chunks follow each other through the pipeline, `stages + 1` of them at most; between two decode
+  steps of a group at most one goes out, of a size that keeps the promised inter-token latency.
+- Where a sequence's own text says what may come next, its row carries drafts to verify.
+- A sequence is admitted when its KV fits. When KV runs out, the youngest is put back and computed again.
+- Operations ride on the next step; where none is under way that could call for one, they go alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.types import TokenLogprob
 from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.rows import decode_row, free_operation, open_operation, prefill_row, read_result
+from mlx_ring.engine.flights import Flight, Flights
+from mlx_ring.engine.groups import DecodeGroup, DecodeGroups
+from mlx_ring.engine.kv_plan import KvPlan
+from mlx_ring.engine.pacing import Pacing
+from mlx_ring.engine.policy import Policy, RankKv
+from mlx_ring.engine.prefill_line import PrefillLine
+from mlx_ring.engine.rows import decode_row, prefill_row, read_result, samples_token
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.engine.stats import SchedulerStats, StepTiming, Unanswered
+from mlx_ring.engine.stats import CacheStats, SchedulerStats, Unanswered
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 
-_RECENT_STEPS = 256
+_MOST_REPLAYS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,46 +47,6 @@ class Advance:
     error: RingError | None = None
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A step that some rank has not answered yet."""
-
-    step: step_pb2.Step
-    sequences: tuple[Sequence, ...]
-    """In the order of the step's rows."""
-    is_prefill: bool
-    tokens: int
-    sent_at: float
-    failed: bool = False
-
-
-@dataclass(slots=True)
-class _Progress:
-    """How far a rank is."""
-
-    step: int = 0
-    at: float = 0.0
-    kv_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _Running:
-    """The sequences that hold a place, by where they stand. Dicts are queues: first in, first out."""
-
-    all: dict[int, Sequence] = field(default_factory=dict[int, Sequence])
-    prefilling: dict[int, Sequence] = field(default_factory=dict[int, Sequence])
-    ready: dict[int, Sequence] = field(default_factory=dict[int, Sequence])
-    """Have their token and no step in flight."""
-    decoding: dict[int, int] = field(default_factory=dict[int, int])
-    """By sequence, ready or in flight: prefill steps sent before its last decode step."""
-
-    def drop(self, sequence_id: int) -> Sequence | None:
-        self.prefilling.pop(sequence_id, None)
-        self.ready.pop(sequence_id, None)
-        self.decoding.pop(sequence_id, None)
-        return self.all.pop(sequence_id, None)
-
-
 class Scheduler:
     """One instance's steps and sequences, for one epoch."""
 
@@ -90,29 +56,26 @@ class Scheduler:
         *,
         instance: str,
         epoch: int,
-        max_num_seqs: int,
-        prefill_chunk: int,
-        step_deadline_s: float = 0.0,
+        policy: Policy,
+        kv: Mapping[RankId, RankKv] | None = None,
     ) -> None:
         self._stages = max(rank.stage for rank in ranks) + 1
         self._sampler = RankId(self._stages - 1, 0)
         self._instance = instance
         self._epoch = epoch
-        self._max_num_seqs = max_num_seqs
-        self._prefill_chunk = prefill_chunk
-        self._step_deadline_s = step_deadline_s
+        self._policy = policy
         self._waiting: dict[int, Sequence] = {}
-        self._running = _Running()
-        self._operations: list[step_pb2.CacheOperation] = []
-        self._held: set[int] = set()
-        self._in_flight: dict[int, _Sent] = {}
-        self._decodes_in_flight: set[int] = set()
-        self._prefills_in_flight = 0
-        self._prefills_sent = 0
-        self._steps_sent = 0
+        self._running: dict[int, Sequence] = {}
+        self._prefilling = PrefillLine()
+        self._groups = DecodeGroups(self._stages)
+        self._kv = KvPlan(kv, prefix_cache=policy.prefix_cache)
+        self._pacing = Pacing(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
+        self._flights = Flights(ranks, policy.step_deadline_s)
+        self._last_chunk = 0
+        """Number of the last prefill step."""
         self._steps_failed = 0
-        self._progress = {rank: _Progress() for rank in ranks}
-        self._recent: deque[StepTiming] = deque(maxlen=_RECENT_STEPS)
+        self._preemptions = 0
+        self._draft_tokens = self._accepted_tokens = 0
 
     # ---- sequences come and go
 
@@ -120,85 +83,186 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def capacity_tokens(self) -> int | None:
+        """Most tokens that one sequence can have; None without a limit."""
+        return self._kv.budget.capacity_tokens
+
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at the end of the line."""
         self._waiting[sequence.id] = sequence
 
-    def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out and free its KV, also while a step with its row is in flight."""
+    def finish(self, sequence: Sequence, *, keep: bool = False) -> None:
+        """Take a sequence out, also while a step with its row is under way.
+
+        Its KV is freed, or kept for prompts that begin as it did.
+        """
         if self._waiting.pop(sequence.id, None) is not None:
             return
-        if self._running.drop(sequence.id) is not None and sequence.opened_at is not None:
-            self._operations.append(free_operation(sequence.id))
+        if self._running.pop(sequence.id, None) is None:
+            return
+        sequence.generation += 1
+        self._prefilling.remove(sequence.id)
+        self._groups.remove(sequence.id)
+        if keep and sequence.id in self._kv.held:
+            self._kv.keep(sequence)
+        else:
+            self._kv.free(sequence.id)
+
+    def reset(self) -> None:
+        """Forget every sequence and free all KV, kept and running."""
+        self._waiting.clear()
+        for sequence in list(self._running.values()):
+            self.finish(sequence)
+        self._kv.reset()
 
     # ---- steps go out
 
     def schedule(self, now: float) -> list[step_pb2.Step]:
         """Every step that can go out now, in order."""
-        steps = list(self._decode_steps(now))
-        self._admit()
-        steps += self._prefill_steps(now)
-        if self._operations:
-            steps.append(self._make_step([], [], now))
+        steps: list[step_pb2.Step] = []
+        while (step := self._decode_step(now)) is not None:
+            steps.append(step)
+        self._admit(now)
+        while (step := self._prefill_step(now)) is not None:
+            steps.append(step)
+            while (step := self._decode_step(now)) is not None:
+                steps.append(step)
+        if self._kv.has_operations and self._flights.completed == self._flights.sent:
+            steps.append(self._make_step([], [], None, now))
         return steps
 
-    def _decode_steps(self, now: float) -> Iterator[step_pb2.Step]:
-        running = self._running
-        while running.ready and len(self._decodes_in_flight) < self._stages:
-            slots = self._stages - len(self._decodes_in_flight)
-            size = min(_ceil_div(len(running.ready), slots), _ceil_div(len(running.decoding), self._stages))
-            group = list(islice(running.ready.values(), size))
-            rows = [decode_row(sequence) for sequence in group]
-            for sequence in group:
-                del running.ready[sequence.id]
-                running.decoding[sequence.id] = self._prefills_sent
-                sequence.scheduled += 1
-            step = self._make_step(group, rows, now)
-            self._decodes_in_flight.add(step.step)
-            yield step
+    def _decode_step(self, now: float) -> step_pb2.Step | None:
+        """The next decode step of the group that has waited longest."""
+        for group in self._groups:
+            if group.in_flight >= self._policy.steps_ahead:
+                continue
+            ready = [member for member in group.members.values() if member.can_step(self._policy.steps_ahead)]
+            rows = [(sequence, row) for sequence in ready if (row := self._decode_row(sequence)) is not None]
+            # Room for one may have been made by putting back another.
+            rows = [(sequence, row) for sequence, row in rows if sequence.id in self._groups]
+            if rows:
+                return self._send_decode(group, rows, now)
+        return None
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running.all) < self._max_num_seqs:
-            sequence = self._waiting.pop(next(iter(self._waiting)))
-            self._running.all[sequence.id] = sequence
-            self._running.prefilling[sequence.id] = sequence
+    def _decode_row(self, sequence: Sequence) -> step_pb2.Row | None:
+        """A sequence's next row; None when there is no room for it now."""
+        if sequence.id not in self._groups or not self._make_room(sequence, sequence.scheduled + 1):
+            return None
+        draft = self._draft(sequence)
+        return decode_row(sequence, draft)
 
-    def _prefill_steps(self, now: float) -> Iterator[step_pb2.Step]:
-        while self._running.prefilling and self._may_prefill():
-            sequence = next(iter(self._running.prefilling.values()))
-            if sequence.opened_at is None:
-                sequence.opened_at = now
-                self._held.add(sequence.id)
-                self._operations.append(open_operation(sequence))
-            end = min(sequence.scheduled + self._prefill_chunk, sequence.prompt_length)
-            row = prefill_row(sequence, end)
+    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+        most = min(self._policy.draft_tokens, sequence.max_length - 2 - sequence.scheduled)
+        if most <= 0 or not self._kv.can_draft:
+            return ()
+        draft = sequence.lookup.propose(
+            sequence.tokens, sequence.unanswered, most, self._pacing.verifying_cost
+        )
+        fits = draft and self._kv.grow(sequence, sequence.scheduled + 1 + len(draft))
+        return draft if fits else ()
+
+    def _send_decode(
+        self, group: DecodeGroup, rows: list[tuple[Sequence, step_pb2.Row]], now: float
+    ) -> step_pb2.Step:
+        for sequence, row in rows:
+            sequence.scheduled += 1 + len(row.draft)
+            sequence.unanswered += 1
+            sequence.verifying = bool(row.draft)
+            self._draft_tokens += len(row.draft)
+        step = self._make_step([sequence for sequence, _ in rows], [row for _, row in rows], group, now)
+        group.in_flight += 1
+        group.last_step = step.step
+        return step
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether a running sequence can have `tokens` now; the youngest others make way, for later if not for now."""
+        while not self._kv.grow(sequence, tokens):
+            if self._kv.budget.being_freed:
+                return False
+            youngest = self._running[max(self._running)]
+            self._put_back(youngest)
+            self._preemptions += 1
+            if youngest is sequence:
+                return False
+        return True
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Free a running sequence's KV; it waits where it came in, and will be computed again."""
+        del self._running[sequence.id]
+        self._prefilling.remove(sequence.id)
+        self._groups.remove(sequence.id)
+        self._kv.free(sequence.id)
+        sequence.put_back()
+        self._waiting[sequence.id] = sequence
+        self._waiting = dict(sorted(self._waiting.items()))
+
+    def _admit(self, now: float) -> None:
+        while self._waiting and len(self._running) < self._policy.max_num_seqs:
+            sequence = next(iter(self._waiting.values()))
+            if not self._kv.admit(sequence, self._running):
+                return
+            del self._waiting[sequence.id]
+            self._running[sequence.id] = sequence
+            self._prefilling.add(sequence)
+            sequence.opened_at = now if sequence.opened_at is None else sequence.opened_at
+
+    def _prefill_step(self, now: float) -> step_pb2.Step | None:
+        if not self._prefilling or not self._may_prefill():
+            return None
+        longest = max(sequence.fill_to - sequence.scheduled for sequence in self._prefilling)
+        size = self._pacing.chunk(longest, sum(1 for _ in self._groups))
+        sequences: list[Sequence] = []
+        rows: list[step_pb2.Row] = []
+        for sequence in self._prefilling.in_turn(size):
+            left = size - sum(len(row.tokens.ids) for row in rows)
+            if rows and sequence.fill_to - self._kv.reuse(sequence, self._running) > left:
+                break
+            self._kv.begin(sequence, self._running)
+            end = min(sequence.scheduled + left, sequence.fill_to)
+            if sequence.scheduled < sequence.cut_at < end:
+                end = sequence.cut_at
+            rows.append(prefill_row(sequence, end))
             sequence.scheduled = end
-            if sequence.is_prefilled:
-                del self._running.prefilling[sequence.id]
-            self._prefills_in_flight += 1
-            self._prefills_sent += 1
-            yield self._make_step([sequence], [row], now, is_prefill=True)
+            sequences.append(sequence)
+        step = self._make_step(sequences, rows, None, now)
+        self._last_chunk = step.step
+        for sequence in sequences:
+            self._after_chunk(sequence)
+        return step
+
+    def _after_chunk(self, sequence: Sequence) -> None:
+        self._kv.after_chunk(sequence)
+        if sequence.is_prefilled:
+            self._prefilling.remove(sequence.id)
+            if sequence.wants_tokens:
+                sequence.unanswered += 1
+                self._groups.add(sequence)
 
     def _may_prefill(self) -> bool:
-        return self._prefills_in_flight <= self._stages and all(
-            before == self._prefills_sent for before in self._running.decoding.values()
+        """At most one chunk between two decode steps of a group, and a bounded number of them in all."""
+        return self._flights.prefills <= self._stages and all(
+            group.last_step > self._last_chunk or not self._is_going(group) for group in self._groups
         )
 
+    def _is_going(self, group: DecodeGroup) -> bool:
+        steps_ahead = self._policy.steps_ahead
+        return group.in_flight > 0 or any(member.can_step(steps_ahead) for member in group.members.values())
+
     def _make_step(
-        self, sequences: Iterable[Sequence], rows: list[step_pb2.Row], now: float, *, is_prefill: bool = False
+        self, sequences: list[Sequence], rows: list[step_pb2.Row], group: DecodeGroup | None, now: float
     ) -> step_pb2.Step:
-        self._steps_sent += 1
+        number = self._flights.sent + 1
         step = step_pb2.Step(
             instance=self._instance,
             epoch=self._epoch,
-            step=self._steps_sent,
-            operations=self._operations,
+            step=number,
+            operations=self._kv.take_operations(number),
             rows=rows,
-            deadline_s=self._step_deadline_s,
+            deadline_s=self._policy.step_deadline_s,
+            hand_over_tokens=self._stages > 1 and any(map(samples_token, rows)),
         )
-        self._operations = []
-        tokens = sum(len(row.tokens.ids) or 1 for row in rows)
-        self._in_flight[step.step] = _Sent(step, tuple(sequences), is_prefill, tokens, now)
+        self._flights.send(step, sequences, group, now)
         return step
 
     # ---- answers come back
@@ -211,47 +275,46 @@ class Scheduler:
         """
         if (done.instance, done.epoch) != (self._instance, self._epoch):
             return []
-        sent = self._note(done, now)
+        answered = self._flights.note(done, now)
+        flight = answered.flight
+        self._kv.budget.report(answered.rank, done.kv_bytes)
         advances: list[Advance] = []
         if done.HasField("failure"):
-            advances += self._fail_rows(sent, done.failure)
-        if (done.stage, done.rank) == self._sampler:
-            self._decodes_in_flight.discard(done.step)
-            advances += self._commit_rows(sent, done, now)
-        self._forget_completed()
+            advances += self._fail_rows(flight, done.failure)
+        else:
+            self._pacing.note(answered.timing, is_prefill=flight.is_prefill)
+        if answered.rank == self._sampler:
+            if flight.group is not None:
+                flight.group.in_flight -= 1
+            advances += self._commit_rows(flight, done, now)
+        if self._flights.land():
+            self._kv.settle(self._flights.completed)
         return advances
 
-    def _note(self, done: step_pb2.StepDone, now: float) -> _Sent:
-        rank = RankId(done.stage, done.rank)
-        progress = self._progress.get(rank)
-        if progress is None:
-            raise ProtocolError(
-                f"Stage {done.stage} rank {done.rank} answered a step, and the plan has no such rank."
-            )
-        if done.step != progress.step + 1 or done.step > self._steps_sent:
-            raise ProtocolError(
-                f"Stage {done.stage} rank {done.rank} answered step {done.step} after step {progress.step} "
-                f"of {self._steps_sent} sent."
-            )
-        progress.step, progress.at, progress.kv_bytes = done.step, now, done.kv_bytes
-        sent = self._in_flight[done.step]
-        self._recent.append(_timing(rank, sent, done.timings))
-        return sent
+    def _fail_rows(self, flight: Flight, failure: step_pb2.Failure) -> Iterator[Advance]:
+        """The rows that are named end. Where none is, all are computed again; a second time they end.
 
-    def _fail_rows(self, sent: _Sent, failure: step_pb2.Failure) -> Iterator[Advance]:
-        """The rows that are named end; all of them where none is."""
-        self._steps_failed += not sent.failed
-        sent.failed = True
-        for sequence in sent.sequences:
-            named = not failure.sequences or sequence.id in failure.sequences
-            if named and sequence.id in self._running.all:
-                self.finish(sequence)
-                yield Advance(sequence, error=failure_to_error(failure))
+        A step that carries rows of a sequence that is gone since may fail for that alone, and is not counted.
+        """
+        self._steps_failed += not flight.failed
+        flight.failed = True
+        is_stale = len(list(flight.current())) < len(flight.sequences)
+        for sequence, _ in list(flight.current()):
+            if sequence.id not in self._running or (
+                failure.sequences and sequence.id not in failure.sequences
+            ):
+                continue
+            if not failure.sequences and (is_stale or sequence.replays < _MOST_REPLAYS):
+                sequence.replays += not is_stale
+                self._put_back(sequence)
+                continue
+            self.finish(sequence)
+            yield Advance(sequence, error=failure_to_error(failure))
 
-    def _commit_rows(self, sent: _Sent, done: step_pb2.StepDone, now: float) -> Iterator[Advance]:
+    def _commit_rows(self, flight: Flight, done: step_pb2.StepDone, now: float) -> Iterator[Advance]:
         results = {result.sequence: result for result in done.results}
-        for sequence, row in zip(sent.sequences, sent.step.rows, strict=True):
-            if sequence.id not in self._running.all:
+        for sequence, row in list(flight.current()):
+            if sequence.id not in self._running:
                 continue
             try:
                 sampled, prompt_logprobs = read_result(row, results.get(sequence.id))
@@ -260,75 +323,48 @@ class Scheduler:
                 yield Advance(sequence, error=error)
                 continue
             sequence.prompt_logprobs.extend(prompt_logprobs)
-            if row.start + max(1, len(row.tokens.ids)) >= sequence.prompt_length:
+            if row.draft:
+                self._take_back(sequence, row, len(sampled))
+            if samples_token(row) or row.start + len(row.tokens.ids) >= sequence.fill_to:
                 yield self._advance(sequence, sampled, now)
 
-    def _advance(self, sequence: Sequence, sampled: tuple[TokenLogprob, ...], now: float) -> Advance:
-        tokens = sequence.commit(sampled, now)
-        if sequence.finish_reason is None:
-            self._running.ready[sequence.id] = sequence
-            self._running.decoding.setdefault(sequence.id, self._prefills_sent)
-        else:
-            self.finish(sequence)
-        return Advance(sequence, tokens)
+    def _take_back(self, sequence: Sequence, row: step_pb2.Row, sampled: int) -> None:
+        """After drafts were verified: cut the KV to what they leave."""
+        sequence.verifying = False
+        sequence.lookup.verified(len(row.draft), sampled - 1)
+        self._accepted_tokens += sampled - 1
+        length = row.start + sampled
+        if length < sequence.scheduled:
+            sequence.scheduled = length
+            self._kv.trim(sequence, length)
 
-    def _forget_completed(self) -> None:
-        """Let go of the steps that every rank has answered."""
-        completed = self._steps_completed
-        while self._in_flight and (number := next(iter(self._in_flight))) <= completed:
-            sent = self._in_flight.pop(number)
-            self._prefills_in_flight -= sent.is_prefill
-            self._held.difference_update(
-                operation.free.sequence for operation in sent.step.operations if operation.HasField("free")
-            )
+    def _advance(self, sequence: Sequence, sampled: tuple[TokenLogprob, ...], now: float) -> Advance:
+        sequence.unanswered -= bool(sampled)
+        tokens = sequence.commit(sampled, now)
+        if sequence.finish_reason is not None:
+            self.finish(sequence, keep=True)
+        return Advance(sequence, tokens)
 
     # ---- how it stands
 
-    @property
-    def _steps_completed(self) -> int:
-        return min(progress.step for progress in self._progress.values())
-
     def oldest_unanswered(self, now: float) -> Unanswered | None:
         """The rank that has owed an answer longest; None when nobody owes one."""
-        owing = [
-            Unanswered(
-                rank=rank,
-                step=progress.step + 1,
-                waited_s=now - max(self._in_flight[progress.step + 1].sent_at, progress.at),
-                deadline_s=self._step_deadline_s,
-            )
-            for rank, progress in self._progress.items()
-            if progress.step < self._steps_sent
-        ]
-        return max(owing, key=lambda unanswered: unanswered.waited_s, default=None)
+        return self._flights.oldest_unanswered(now)
+
+    def cache_stats(self) -> CacheStats:
+        return self._kv.stats()
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            running=len(self._running.all),
+            running=len(self._running),
             waiting=len(self._waiting),
-            sequences_held=len(self._held),
-            kv_bytes={rank: progress.kv_bytes for rank, progress in self._progress.items()},
-            steps_sent=self._steps_sent,
-            steps_completed=self._steps_completed,
+            sequences_held=self._kv.sequences_held,
+            kv_bytes=self._flights.kv_bytes,
+            steps_sent=self._flights.sent,
+            steps_completed=self._flights.completed,
             steps_failed=self._steps_failed,
-            recent=tuple(self._recent),
+            recent=self._flights.recent,
+            preemptions=self._preemptions,
+            draft_tokens=self._draft_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
-
-
-def _ceil_div(count: int, parts: int) -> int:
-    return -(-count // parts)
-
-
-def _timing(rank: RankId, sent: _Sent, timings: step_pb2.Timings) -> StepTiming:
-    return StepTiming(
-        step=sent.step.step,
-        rank=rank,
-        rows=len(sent.sequences),
-        tokens=sent.tokens,
-        started_us=timings.started_us,
-        finished_us=timings.finished_us,
-        queue_us=timings.queue_us,
-        link_wait_us=timings.link_wait_us,
-        compute_us=timings.compute_us,
-        link_send_us=timings.link_send_us,
-    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlx_ring.core.errors import ContextExceeded, RequestError
 from mlx_ring.core.types import FinishReason, SamplingParams, TokenLogprob
+from mlx_ring.engine.drafts import PromptLookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,12 @@ class Limits:
     vocab_size: int
     eos: frozenset[int]
 
+    def within(self, tokens: int | None) -> Limits:
+        """The same, with a context of no more than `tokens`, where a number is given."""
+        return (
+            self if tokens is None or tokens >= self.context_length else replace(self, context_length=tokens)
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -42,11 +49,27 @@ class Sequence:
     """Tokens that end the answer."""
     submitted_at: float
     """On the engine's clock, seconds, as are the others."""
-    output: list[int] = field(default_factory=list[int])
+    tokens: list[int]
+    """The prompt's and those sampled since, all of them final."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])
     """One for each prompt token, where asked for; nothing scores the first."""
+    fill_to: int = 0
+    """Tokens to prefill: the prompt, and after a preemption what was sampled before it too."""
     scheduled: int = 0
     """KV length after the last step that was sent."""
+    unanswered: int = 0
+    """Rows under way that sample a token."""
+    verifying: bool = False
+    """Whether the last of them has drafts: until it is answered nobody knows the KV length."""
+    cut_at: int = 0
+    """Where a chunk must end, so that the KV can be kept as it is there; 0: nowhere."""
+    generation: int = 0
+    """Grows when the sequence is put back: answers to earlier rows say nothing any more."""
+    replays: int = 0
+    """How often a failed step put it back."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was there already."""
+    lookup: PromptLookup = field(default_factory=PromptLookup)
     opened_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -56,9 +79,19 @@ class Sequence:
         return len(self.request.prompt_tokens)
 
     @property
+    def length(self) -> int:
+        """Tokens that are known."""
+        return len(self.tokens)
+
+    @property
+    def output(self) -> list[int]:
+        """The answer so far."""
+        return self.tokens[self.prompt_length :]
+
+    @property
     def is_prefilled(self) -> bool:
-        """Every prompt token is in a step that was sent."""
-        return self.scheduled >= self.prompt_length
+        """Every token to prefill is in a step that was sent."""
+        return self.scheduled >= self.fill_to
 
     @property
     def wants_tokens(self) -> bool:
@@ -66,13 +99,22 @@ class Sequence:
         return self.max_length > self.prompt_length
 
     @property
+    def computed(self) -> int:
+        """Tokens that are both known and in the KV, once all that was sent is done."""
+        return min(self.scheduled, self.length)
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why the tokens alone end the answer, if they do. Stop strings are found in the text."""
-        if self.output and self.output[-1] in self.ends:
+        if self.length > self.prompt_length and self.tokens[-1] in self.ends:
             return "stop"
-        if self.prompt_length + len(self.output) >= self.max_length:
+        if self.length >= self.max_length:
             return "length"
         return None
+
+    def can_step(self, steps_ahead: int) -> bool:
+        """Whether a decode row can be sent: it would sample a token that belongs to the answer."""
+        return self.unanswered < steps_ahead and not self.verifying and self.scheduled + 1 < self.max_length
 
     def commit(self, sampled: Iterable[TokenLogprob], now: float) -> tuple[TokenLogprob, ...]:
         """Take sampled tokens; those past the end of the answer are dropped. Returns what was taken."""
@@ -80,12 +122,21 @@ class Sequence:
         for token in sampled:
             if self.finish_reason is not None:
                 break
-            self.output.append(token.token)
+            self.tokens.append(token.token)
             taken.append(token)
         if taken:
             self.last_token_at = now
             self.first_token_at = now if self.first_token_at is None else self.first_token_at
         return tuple(taken)
+
+    def put_back(self) -> None:
+        """Forget what was computed: all tokens are prefilled again, and the answer goes on where it stands."""
+        self.generation += 1
+        self.scheduled = self.unanswered = self.cut_at = 0
+        self.verifying = False
+        self.fill_to = self.length
+        if self.length == self.prompt_length and self.request.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
 
 
 def make_sequence(sequence_id: int, request: GenerateRequest, limits: Limits, now: float) -> Sequence:
@@ -108,6 +159,8 @@ def make_sequence(sequence_id: int, request: GenerateRequest, limits: Limits, no
         max_length=len(request.prompt_tokens) + answer,
         ends=model_ends | frozenset(sampling.stop_token_ids),
         submitted_at=now,
+        tokens=list(request.prompt_tokens),
+        fill_to=len(request.prompt_tokens),
         prompt_logprobs=[] if request.prompt_logprobs is None else [None],
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mlx_ring.core.types import FinishReason
 from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.kv_budget import RankKvUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,32 @@ class Unanswered:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What was reused, what is kept, and how every rank's KV memory stands."""
+
+    enabled: bool
+    queries: int
+    """Prompts that were looked up."""
+    hits: int
+    query_tokens: int
+    hit_tokens: int
+    """Tokens that were not computed again."""
+    entries: int
+    """Ended sequences and snapshots whose KV is kept."""
+    entry_tokens: int
+    evictions: int
+    ranks: Mapping[RankId, RankKvUse]
+    """Empty where no budget was given."""
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """Where steps and sequences stand."""
 
     running: int
     waiting: int
     sequences_held: int
-    """Whose KV some rank may still hold: until every rank has answered the step that frees it."""
+    """Whose KV some rank may still hold, kept ones included."""
     kv_bytes: Mapping[RankId, int]
     """As each rank said last."""
     steps_sent: int
@@ -58,6 +78,12 @@ class SchedulerStats:
     """On one rank at least, whole or in part."""
     recent: tuple[StepTiming, ...]
     """Of the last steps, in order of arrival."""
+    preemptions: int
+    """Times that a sequence was put back because KV memory ran out."""
+    draft_tokens: int
+    """Proposed by prompt look-up."""
+    accepted_tokens: int
+    """Of them, those that were right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +91,7 @@ class EngineStats:
     """Steps and sequences now, and what became of requests since the start."""
 
     scheduler: SchedulerStats
+    cache: CacheStats
     prompt_tokens: int
     """Computed, of requests that got as far as an answer."""
     generated_tokens: int

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError
@@ -24,7 +24,15 @@ NextToken = Callable[[Sequence[int]], int]
 Trouble = Callable[[step_pb2.Step, int], step_pb2.Failure | None]
 """Whether a stage, given by its number, fails in a step, and how. Its ranks fail together."""
 
+Reach = Callable[[int, int], bool]
+"""Whether a sequence of the first length can be cut or forked at the second."""
+
 KV_BYTES_PER_TOKEN = 8
+
+
+def anywhere(_present: int, _length: int) -> bool:
+    """The reach of a model that sees every token."""
+    return True
 
 
 def hash_token(vocab_size: int) -> NextToken:
@@ -42,6 +50,7 @@ class _Held:
 
     opened: step_pb2.Open
     tokens: list[int]
+    parked: bool = False
 
 
 @dataclass(slots=True)
@@ -49,6 +58,7 @@ class _Rank:
     """A rank's steps to come, answers to give, and KV."""
 
     id: RankId
+    reach: Reach
     queue: deque[step_pb2.Step] = field(default_factory=deque[step_pb2.Step])
     answers: deque[step_pb2.StepDone] = field(default_factory=deque[step_pb2.StepDone])
     held: dict[int, _Held] = field(default_factory=dict[int, _Held])
@@ -61,21 +71,53 @@ class _Rank:
                     if operation.open.sequence in self.held:
                         raise ProtocolError(f"Sequence {operation.open.sequence} is open already.")
                     self.held[operation.open.sequence] = _Held(operation.open, list(operation.open.tokens))
+                case "fork":
+                    self._fork(operation.fork)
+                case "trim":
+                    self._trim(operation.trim)
+                case "park":
+                    self.find(operation.park.sequence).parked = True
                 case "free":
-                    if self.held.pop(operation.free.sequence, None) is None:
-                        raise ProtocolError(f"Sequence {operation.free.sequence} is not open.")
+                    self.find(operation.free.sequence)
+                    del self.held[operation.free.sequence]
                 case "reset":
                     self.held.clear()
                 case other:
                     raise ProtocolError(f"The twin knows no operation {other}.")
 
-    def feed(self, row: step_pb2.Row) -> _Held:
-        held = self.held.get(row.sequence)
+    def find(self, sequence: int) -> _Held:
+        held = self.held.get(sequence)
         if held is None:
-            raise ProtocolError(f"Sequence {row.sequence} is not open.")
+            raise ProtocolError(f"Sequence {sequence} is not open.")
+        return held
+
+    def _fork(self, fork: step_pb2.Fork) -> None:
+        source, destination = self.find(fork.source), self.find(fork.destination)
+        present = len(source.tokens)
+        if destination.tokens or fork.length > present or not self.reach(present, fork.length):
+            raise ProtocolError(
+                f"Sequence {fork.source} has not {fork.length} tokens for {fork.destination}."
+            )
+        destination.tokens = source.tokens[: fork.length]
+        if fork.take:
+            del self.held[fork.source]
+
+    def _trim(self, trim: step_pb2.Trim) -> None:
+        held = self.find(trim.sequence)
+        present = len(held.tokens)
+        if trim.length > present or not self.reach(present, trim.length):
+            raise ProtocolError(f"Sequence {trim.sequence} has {len(held.tokens)} tokens, not {trim.length}.")
+        del held.tokens[trim.length :]
+
+    def feed(self, row: step_pb2.Row, sampled: dict[int, int]) -> _Held:
+        """`sampled` gives the sequence's tokens by position, as far as they were sampled."""
+        held = self.find(row.sequence)
+        if held.parked:
+            raise ProtocolError(f"Sequence {row.sequence} has ended; it steps no more.")
         if len(held.tokens) != row.start:
             raise ProtocolError(f"Sequence {row.sequence} has {len(held.tokens)} tokens, not {row.start}.")
-        held.tokens += row.tokens.ids if row.HasField("tokens") else [row.token]
+        given = row.tokens.ids or [sampled[row.start] if row.previous else row.token]
+        held.tokens += [*given, *row.draft]
         if len(held.tokens) > held.opened.max_length:
             raise ProtocolError(f"Sequence {row.sequence} outgrows its {held.opened.max_length} tokens.")
         return held
@@ -94,10 +136,11 @@ class TwinExecutor:
         *,
         next_token: NextToken | None = None,
         trouble: Trouble | None = None,
+        reach: Reach = anywhere,
         automatic: bool = True,
     ) -> None:
         self._ranks = {
-            RankId(stage, rank): _Rank(RankId(stage, rank))
+            RankId(stage, rank): _Rank(RankId(stage, rank), reach)
             for stage, size in enumerate(tp_sizes)
             for rank in range(size)
         }
@@ -111,6 +154,12 @@ class TwinExecutor:
         self._listener: Listener | None = None
         self._failures: dict[tuple[int, int], step_pb2.Failure | None] = {}
         """By step and stage."""
+        self._sampled: dict[int, dict[int, int]] = defaultdict(dict)
+        """By sequence, its sampled tokens by position."""
+        self._row_before: dict[int, int] = {}
+        """By step, the last step before it that has a row of one of the sequences whose `previous` it names."""
+        self._last_row: dict[int, int] = {}
+        """By sequence, the last step that has a row of it."""
         self.sent: list[step_pb2.Step] = []
         """Every step, in order."""
 
@@ -123,6 +172,9 @@ class TwinExecutor:
 
     def send(self, step: step_pb2.Step) -> None:
         self.sent.append(step)
+        waits_for = [self._last_row.get(row.sequence, 0) for row in step.rows if row.previous]
+        self._row_before[step.step] = max(waits_for, default=0)
+        self._last_row.update({row.sequence: step.step for row in step.rows})
         for rank in self._ranks.values():
             rank.queue.append(step)
         if self._automatic and not self._woken:
@@ -146,6 +198,10 @@ class TwinExecutor:
         """The sequences that each rank holds."""
         return {id_: set(rank.held) for id_, rank in self._ranks.items()}
 
+    def kv_bytes(self, rank_id: RankId) -> int:
+        """What a rank holds."""
+        return self._ranks[rank_id].kv_bytes
+
     # ---- one thing at a time
 
     def runnable(self) -> list[RankId]:
@@ -154,7 +210,8 @@ class TwinExecutor:
 
     def _has_input(self, rank: _Rank) -> bool:
         if rank.id.stage == 0 or not rank.queue[0].rows:
-            return True
+            step = rank.queue[0].step
+            return rank.id == self._last or self._ranks[self._last].executed >= self._row_before[step]
         return self._ranks[RankId(rank.id.stage - 1, 0)].executed >= rank.queue[0].step
 
     def run(self, rank_id: RankId) -> None:
@@ -200,19 +257,22 @@ class TwinExecutor:
         )
         try:
             rank.apply(step.operations)
-            failure = self._failure(step, rank.id.stage)
-            if failure is not None:
-                done.failure.CopyFrom(failure)
-            for row in step.rows:
-                if failure is not None and (not failure.sequences or row.sequence in failure.sequences):
-                    continue
-                held = rank.feed(row)
-                if rank.id == self._last and row.wants:
-                    done.results.append(self._result(row, held))
         except ProtocolError as error:
-            done.ClearField("results")
-            done.failure.CopyFrom(error_to_failure(error))
-            self._failures[step.step, rank.id.stage] = done.failure
+            self._failures[step.step, rank.id.stage] = error_to_failure(error)
+        failure = self._failure(step, rank.id.stage)
+        for row in step.rows:
+            if failure is not None and (not failure.sequences or row.sequence in failure.sequences):
+                continue
+            try:
+                held = rank.feed(row, self._sampled[row.sequence])
+            except ProtocolError as error:
+                named = [*(failure.sequences if failure is not None else ()), row.sequence]
+                failure = self._failures[step.step, rank.id.stage] = error_to_failure(error, named)
+                continue
+            if rank.id == self._last and row.wants:
+                done.results.append(self._result(row, held))
+        if failure is not None:
+            done.failure.CopyFrom(failure)
         done.kv_bytes = rank.kv_bytes
         return done
 
@@ -222,23 +282,41 @@ class TwinExecutor:
         if key not in self._failures:
             before = self._failures.get((step.step, stage - 1))
             own = self._trouble(step, stage) if self._trouble is not None else None
-            self._failures[key] = before or own
+            self._failures[key] = before or own or self._failure_before(step)
         return self._failures[key]
+
+    def _failure_before(self, step: step_pb2.Step) -> step_pb2.Failure | None:
+        """A token that was never sampled takes the step down that needs it, for the same reason."""
+        missing = [row for row in step.rows if row.previous and row.start not in self._sampled[row.sequence]]
+        if not missing:
+            return None
+        return self._failures.get((self._row_before[step.step], self._last.stage)) or error_to_failure(
+            ProtocolError(f"No token was sampled for position {missing[0].start}.")
+        )
 
     def _result(self, row: step_pb2.Row, held: _Held) -> step_pb2.RowResult:
         result = step_pb2.RowResult(sequence=row.sequence)
         for want in row.wants:
             if want.what == Want.TOKEN:
-                result.tokens.append(self._sample(held))
+                result.tokens.extend(self._verified(row, held))
             elif want.what == Want.LOGPROBS:
                 result.logprobs.extend(
                     step_pb2.TokenLogprobs(token=token, logprob=-1.0) for token in want.targets
                 )
         return result
 
-    def _sample(self, held: _Held) -> step_pb2.TokenLogprobs:
-        token = self._next_token(held.tokens)
-        sampling, answer = held.opened.sampling, len(held.tokens) - held.opened.prompt_length
+    def _verified(self, row: step_pb2.Row, held: _Held) -> Iterator[step_pb2.TokenLogprobs]:
+        """The sampled tokens that stand: as long as each draft token is what was sampled in its place."""
+        for length in range(len(held.tokens) - len(row.draft), len(held.tokens) + 1):
+            sampled = self._sample(held, held.tokens[:length])
+            self._sampled[row.sequence][length] = sampled.token
+            yield sampled
+            if length < len(held.tokens) and held.tokens[length] != sampled.token:
+                return
+
+    def _sample(self, held: _Held, history: Sequence[int]) -> step_pb2.TokenLogprobs:
+        token = self._next_token(history)
+        sampling, answer = held.opened.sampling, len(history) - held.opened.prompt_length
         while answer < sampling.min_tokens and token in held.opened.eos:
             token += 1
         top = sampling.top_logprobs if sampling.logprobs else 0

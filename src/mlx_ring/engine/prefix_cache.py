@@ -1,0 +1,179 @@
+"""Which sequences' KV there is to begin from: running ones, and ended ones that are kept. Pure.
+
+Where a layer forgets (sliding windows) or only knows its present state (recurrent ones), a sequence can be forked
+at some lengths alone; `reusable_length` says at which. Wherever a longer beginning is shared than can be reused, the
+prompt that shares it leaves a snapshot there, for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.policy import RankKv
+from mlx_ring.engine.prefix_index import PrefixIndex, Tokens
+
+LEAST_TOKENS = 16
+"""A shorter beginning is computed again."""
+_LEAST_SNAPSHOT = 64
+_TAIL_TO_SPARE = 64
+"""So many tokens of an ended sequence may be lost to who takes its KV instead of copying it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A sequence that begins as a prompt does."""
+
+    source: int
+    length: int
+    """Tokens to reuse."""
+    kept: bool
+    """Whether it has ended."""
+    source_length: int
+
+    @property
+    def nearly_whole(self) -> bool:
+        """Whether taking it loses little."""
+        return self.source_length - self.length <= max(_TAIL_TO_SPARE, self.source_length // 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a look-up gave."""
+
+    match: Match | None
+    shared: int
+    """Tokens that some sequence begins alike, reusable or not."""
+
+
+class PrefixCache:
+    """Who holds what."""
+
+    def __init__(self, ranks: Mapping[RankId, RankKv] | None) -> None:
+        given = list((ranks or {}).values())
+        self.recurrent = any(rank.recurrent for rank in given)
+        sliding = [rank for rank in given if rank.slack]
+        self._slack = min((rank.slack for rank in sliding), default=None)
+        self._exact_length = min((rank.exact_length for rank in sliding), default=0)
+        self._index = PrefixIndex()
+        self._kept: dict[int, None] = {}
+        """Ended sequences, the least recently used first."""
+        self.queries = self.query_tokens = self.hits = self.hit_tokens = self.evictions = 0
+
+    @property
+    def entries(self) -> int:
+        return len(self._kept)
+
+    @property
+    def entry_tokens(self) -> int:
+        return sum(len(self._index.tokens(sequence)) for sequence in self._kept)
+
+    def reusable_length(self, length: int, shared: int) -> int:
+        """How much of `shared` tokens can be forked from a sequence that holds `length`; 0 if nothing."""
+        if self.recurrent:
+            return shared if shared == length else 0
+        if self._slack is None or length <= self._exact_length or shared >= length - self._slack:
+            return shared
+        return 0
+
+    @property
+    def forgets(self) -> bool:
+        """Whether some lengths cannot be gone back to."""
+        return self.recurrent or self._slack is not None
+
+    # ---- look-up
+
+    def find(self, tokens: Tokens, running: Mapping[int, int]) -> Found:
+        """The longest beginning of `tokens` that can be reused, and the longest that is shared.
+
+        One token at least is left over to compute. `running` gives the KV length of sequences that run.
+        """
+        shared, best = 0, None
+        for point, holders in self._index.prefixes(tokens[:-1]):
+            shared = max(shared, point)
+            if point < LEAST_TOKENS:
+                break
+            best = self._best(point, holders, running)
+            if best is not None:
+                break
+        return Found(best, shared)
+
+    def _best(self, point: int, holders: Collection[int], running: Mapping[int, int]) -> Match | None:
+        matches = (self._match(sequence, point, running) for sequence in holders)
+        usable = [match for match in matches if match is not None]
+        # An ended one of which little else would be lost comes first, for it can be taken.
+        return min(usable, key=lambda match: (not match.kept, match.source_length), default=None)
+
+    def _match(self, sequence: int, point: int, running: Mapping[int, int]) -> Match | None:
+        kept = sequence in self._kept
+        length = len(self._index.tokens(sequence)) if kept else running.get(sequence, 0)
+        if length < point or self.reusable_length(length, point) < point:
+            return None
+        return Match(sequence, point, kept, length)
+
+    def count(self, prompt_tokens: int, match: Match | None) -> None:
+        """Note a look-up that was acted upon."""
+        self.queries += 1
+        self.query_tokens += prompt_tokens
+        if match is not None:
+            self.hits += 1
+            self.hit_tokens += match.length
+
+    # ---- what there is
+
+    def note_running(self, sequence: int, tokens: Tokens) -> None:
+        """A running sequence's KV holds these tokens."""
+        self._index.put(sequence, tokens)
+
+    def keep(self, sequence: int, tokens: Tokens) -> Iterable[int]:
+        """An ended sequence, or a snapshot, is kept. Returns those kept before that it makes needless."""
+        self._index.put(sequence, tokens)
+        needless = [] if self.forgets else self._kept_within(sequence, tokens)
+        self._kept[sequence] = None
+        for other in needless:
+            self.forget(other)
+        return needless
+
+    def covers(self, tokens: Tokens) -> bool:
+        """Whether some kept sequence begins with all of `tokens` and can be forked there."""
+        for point, holders in self._index.prefixes(tokens):
+            if point < len(tokens):
+                break
+            for holder in holders:
+                length = len(self._index.tokens(holder))
+                if holder in self._kept and self.reusable_length(length, point) == point:
+                    return True
+        return False
+
+    def _kept_within(self, sequence: int, tokens: Tokens) -> list[int]:
+        """Kept sequences that are a beginning of `tokens`."""
+        return [
+            holder
+            for point, holders in self._index.prefixes(tokens)
+            for holder in holders
+            if holder != sequence and holder in self._kept and len(self._index.tokens(holder)) == point
+        ]
+
+    def touch(self, sequence: int) -> None:
+        """A kept sequence was used."""
+        if sequence in self._kept:
+            del self._kept[sequence]
+            self._kept[sequence] = None
+
+    def forget(self, sequence: int) -> None:
+        """A sequence's KV is gone, or is about to change in ways that nobody should fork."""
+        self._kept.pop(sequence, None)
+        self._index.remove(sequence)
+
+    def evict(self, spare: int | None = None) -> int | None:
+        """The least recently used of the kept ones, `spare` apart, which is forgotten; None when there is none."""
+        oldest = next((sequence for sequence in self._kept if sequence != spare), None)
+        if oldest is not None:
+            self.evictions += 1
+            self.forget(oldest)
+        return oldest
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._index = PrefixIndex()

@@ -1,0 +1,205 @@
+"""A scheduler and the twin's ranks, with every rule checked at each step that goes out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from random import Random
+
+from mlx_ring.core.errors import RingError
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.kv_budget import BLOCK
+from mlx_ring.engine.policy import Policy, RankKv
+from mlx_ring.engine.scheduler import Advance, Scheduler
+from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
+from mlx_ring.engine.twin import (
+    KV_BYTES_PER_TOKEN,
+    NextToken,
+    Reach,
+    Trouble,
+    TwinExecutor,
+    anywhere,
+    hash_token,
+)
+from mlx_ring.rpc.protos import step_pb2
+
+VOCABULARY = 50
+EOS = 0
+CONTEXT = 64
+NEXT_TOKEN = hash_token(VOCABULARY)
+PLAIN = Policy(max_num_seqs=8, prefill_chunk=4, draft_tokens=0, prefix_cache=False, step_deadline_s=5.0)
+
+
+def budget(tp_sizes: tuple[int, ...], blocks: int, **traits: int) -> dict[RankId, RankKv]:
+    """Room for so many blocks of tokens on each rank."""
+    limit = blocks * BLOCK * KV_BYTES_PER_TOKEN
+    return {
+        RankId(stage, rank): RankKv(limit, KV_BYTES_PER_TOKEN, **traits)
+        for stage, size in enumerate(tp_sizes)
+        for rank in range(size)
+    }
+
+
+class Pipeline:
+    """A scheduler over ranks that go on one by one."""
+
+    def __init__(
+        self,
+        tp_sizes: tuple[int, ...] = (1, 1),
+        policy: Policy = PLAIN,
+        *,
+        kv: Mapping[RankId, RankKv] | None = None,
+        context: int = CONTEXT,
+        next_token: NextToken = NEXT_TOKEN,
+        trouble: Trouble | None = None,
+        reach: Reach = anywhere,
+    ) -> None:
+        self.twin = TwinExecutor(
+            tp_sizes, next_token=next_token, trouble=trouble, reach=reach, automatic=False
+        )
+        self.twin.set_listener(self)
+        self.policy = policy
+        self.kv = kv
+        self.scheduler = Scheduler(self.twin.ranks, instance="demo", epoch=1, policy=policy, kv=kv)
+        self.limits = Limits(context_length=context, vocab_size=VOCABULARY, eos=frozenset({EOS}))
+        self.next_token = next_token
+        self.stages = len(tp_sizes)
+        self.now = 0.0
+        self.sequences: dict[int, Sequence] = {}
+        self.ended: dict[int, RingError | None] = {}
+        self.sampling_rows: dict[int, int] = defaultdict(int)
+        """By sequence, rows that sample and are not answered."""
+        self.decode_steps: set[int] = set()
+        """Not answered by the last stage."""
+        self.answers: dict[int, int] = defaultdict(int)
+        """By step, how many ranks have answered."""
+
+    # ---- what a test does
+
+    def add(self, prompt: int | tuple[int, ...], sampling: SamplingParams | None = None) -> Sequence:
+        """A request: its prompt, or the length of one of its own."""
+        number = len(self.sequences) + 1
+        if isinstance(prompt, int):
+            prompt = tuple((number * 31 + place) % VOCABULARY for place in range(prompt))
+        request = GenerateRequest(str(number), prompt, sampling or SamplingParams(max_tokens=5))
+        sequence = self.sequences[number] = make_sequence(number, request, self.limits, self.now)
+        self.scheduler.add(sequence)
+        self.send()
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        self._end(sequence, None)
+        self.send()
+
+    def send(self) -> list[step_pb2.Step]:
+        steps = self.scheduler.schedule(self.now)
+        for step in steps:
+            self._check(step)
+            self.twin.send(step)
+        self._check_budget()
+        return steps
+
+    def run(self, stage: int, rank: int = 0) -> None:
+        """A rank executes its next step, and its answer arrives."""
+        self.twin.run(RankId(stage, rank))
+        self.twin.deliver(RankId(stage, rank))
+
+    def run_any(self, random: Random) -> bool:
+        """One thing that can happen happens; False when nothing can."""
+        runnable, answering = self.twin.runnable(), self.twin.answering()
+        if not runnable and not answering:
+            return False
+        choice = random.randrange(len(runnable) + len(answering))
+        if choice < len(runnable):
+            self.twin.run(runnable[choice])
+        else:
+            self.twin.deliver(answering[choice - len(runnable)])
+        return True
+
+    def run_out(self, random: Random | None = None) -> None:
+        """Until nothing is left to do."""
+        random = random or Random(0)
+        while self.run_any(random):
+            pass
+
+    def alone(self, sequence: Sequence) -> list[int]:
+        """The answer that the sequence's model gives when nobody disturbs it."""
+        history = list(sequence.request.prompt_tokens)
+        while len(history) < sequence.max_length:
+            history.append(self.next_token(history))
+            if history[-1] in sequence.ends:
+                break
+        return history[sequence.prompt_length :]
+
+    # ---- the listener
+
+    def answered(self, done: step_pb2.StepDone) -> None:
+        self.now += 1.0
+        self.answers[done.step] += 1
+        if done.stage == self.stages - 1 and done.rank == 0:
+            self.decode_steps.discard(done.step)
+            for row in self.twin.sent[done.step - 1].rows:
+                self.sampling_rows[row.sequence] -= bool(row.wants)
+        for advance in self.scheduler.answer(done, self.now):
+            self._take(advance)
+        self.send()
+
+    def failed(self, error: RingError) -> None:
+        raise error
+
+    def _take(self, advance: Advance) -> None:
+        sequence = advance.sequence
+        if advance.error is not None or sequence.finish_reason is not None:
+            self._end(sequence, advance.error)
+
+    def _end(self, sequence: Sequence, error: RingError | None) -> None:
+        assert sequence.id not in self.ended
+        self.ended[sequence.id] = error
+
+    # ---- the rules
+
+    def _check(self, step: step_pb2.Step) -> None:
+        named = [row.sequence for row in step.rows]
+        assert len(set(named)) == len(named), "a sequence is twice in one step"
+        assert not set(named) & set(self.ended), "a sequence that has ended is in a step"
+        assert step.rows or step.operations, "a step says nothing"
+        assert self.scheduler.stats().running <= self.policy.max_num_seqs
+        if is_prefill(step):
+            tokens = sum(len(row.tokens.ids) for row in step.rows)
+            assert tokens <= max(self.policy.prefill_chunk, 0), "a chunk is too long"
+            ranks = len(self.twin.ranks)
+            in_flight = sum(is_prefill(one) for one in self.twin.sent if self.answers[one.step] < ranks)
+            assert in_flight <= self.stages, "too many chunks are on their way"
+        elif step.rows:
+            assert len(self.decode_steps) < self.stages * self.policy.steps_ahead, "too many decode steps"
+            self.decode_steps.add(step.step)
+        for row in step.rows:
+            self.sampling_rows[row.sequence] += bool(row.wants)
+            assert len(row.draft) <= self.policy.draft_tokens
+
+    def _check_budget(self) -> None:
+        for place, use in self.scheduler.cache_stats().ranks.items():
+            assert use.used_bytes <= use.limit_bytes, f"more is promised than {place} has"
+            assert self.twin.kv_bytes(place) <= use.limit_bytes, f"{place} holds more than it has"
+
+    def check_nothing_is_left(self) -> None:
+        """Every sequence has ended, and no KV is held but what is kept; with a reset not even that."""
+        assert set(self.ended) == set(self.sequences)
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.sequences_held == self.scheduler.cache_stats().entries
+        assert all(len(held) == stats.sequences_held for held in self.twin.held().values())
+        self.scheduler.reset()
+        self.send()
+        self.run_out()
+        assert not any(self.twin.held().values())
+        assert set(self.scheduler.stats().kv_bytes.values()) == {0}
+        assert all(use.used_bytes == 0 for use in self.scheduler.cache_stats().ranks.values())
+        assert self.scheduler.stats().steps_sent == self.scheduler.stats().steps_completed
+        assert self.scheduler.oldest_unanswered(self.now) is None
+
+
+def is_prefill(step: step_pb2.Step) -> bool:
+    return any(row.HasField("tokens") for row in step.rows)
