@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from random import Random
+from typing import Any
 
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import SamplingParams
@@ -31,7 +32,7 @@ NEXT_TOKEN = hash_token(VOCABULARY)
 PLAIN = Policy(max_num_seqs=8, prefill_chunk=4, draft_tokens=0, prefix_cache=False, step_deadline_s=5.0)
 
 
-def budget(tp_sizes: tuple[int, ...], blocks: int, **traits: int) -> dict[RankId, RankKv]:
+def budget(tp_sizes: tuple[int, ...], blocks: int, **traits: Any) -> dict[RankId, RankKv]:
     """Room for so many blocks of tokens on each rank."""
     limit = blocks * BLOCK * KV_BYTES_PER_TOKEN
     return {

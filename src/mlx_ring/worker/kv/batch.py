@@ -24,9 +24,22 @@ class Batch:
     """Position of the first token: one for all rows, or `(batch,)`."""
     members: BatchRows = field(repr=False)
     states: list[Any] = field(default_factory=list[Any], repr=False)
+    states_before: list[list[Any]] = field(default_factory=list[list[Any]], repr=False)
+    """The rows' states when the batch was begun."""
+    planes_before: list[list[mx.array]] | None = field(default=None, repr=False)
+    """The bank's planes when the pass was built, while it can be undone."""
 
     @property
     def arrays(self) -> list[mx.array]:
         """What to evaluate with the outputs, so that one evaluation does all."""
         tails = [array for tail in self.members.tails.values() for array in tail]
         return [*self.members.bank.arrays(), *tails]
+
+    def remember(self) -> None:
+        """Before the forward pass is built: make it possible to undo it."""
+        # New handles: a write to the bank's own changes what those name.
+        self.planes_before = [[mx.array(plane) for plane in planes] for planes in self.members.bank.planes]
+
+    def forget(self) -> None:
+        """Before the pass is evaluated: while the planes are remembered, MLX copies them to write to them."""
+        self.planes_before = None

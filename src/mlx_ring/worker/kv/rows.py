@@ -70,6 +70,7 @@ class BatchRows:
         self.counts = tuple(counts)
         self.width = max(counts)
         starts = [row.length for row in rows]
+        self._starts = tuple(starts)
         self.offset: int | mx.array = starts[0] if len(set(starts)) == 1 else mx.array(starts, dtype=mx.int32)
         self.spans = {part.window: Span(rows, counts, part.window) for part in layout.row_parts}
         self.slots = (rows[0].slot, rows[0].slot + len(rows))
@@ -122,7 +123,7 @@ class BatchRows:
             for plane, content in zip(self.bank.planes[index], tail, strict=True):
                 plane[row.slot : row.slot + 1, :, : content.shape[2]] = content
             window = cast("int", self._layout.row_parts[index].window)
-            row.bases[window] = row.length + self.counts[0] - tail[0].shape[2]
+            row.bases[window] = self._starts[0] + self.counts[0] - tail[0].shape[2]
         self.tails.clear()
 
 

@@ -43,6 +43,7 @@ class KVStore:
         self._rows: dict[int, Row] = {}
         self._banks = Banks(self._layout)
         self._uncommitted: list[Batch] = []
+        self._begun: list[Batch] = []
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +75,7 @@ class KVStore:
     def reset(self) -> None:
         """Forget every sequence."""
         self._uncommitted.clear()
+        self._begun.clear()
         self._rows.clear()
         self._banks.clear()
 
@@ -193,17 +195,56 @@ class KVStore:
             self._uncommitted.append(self._batch(bank, order, [asked[index] for index in order], counts))
         return list(self._uncommitted)
 
-    def commit(self, batch: Batch) -> None:
-        """After the forward pass: its tokens are part of their sequences."""
+    def begin(self, batch: Batch) -> None:
+        """The forward pass is built: its tokens count, so that another pass can be built on top of it."""
         if batch not in self._uncommitted:
             raise StepFailed("The batch was not the last one asked for; its tokens are not kept.")
-        mx.eval(batch.arrays)
-        batch.members.store_tails()
         self._uncommitted.remove(batch)
+        self._begun.append(batch)
+        batch.states_before = [row.states for row in batch.members.rows]
         for row, count in zip(batch.members.rows, batch.counts, strict=True):
             row.length += count
             if batch.states:
                 row.states = batch.states
+
+    def commit(self, batch: Batch) -> None:
+        """After the forward pass: its tokens are part of their sequences.
+
+        A batch that was begun has been evaluated, and there may be others on top of it.
+        """
+        if batch not in self._begun:
+            mx.eval(batch.arrays)
+            self.begin(batch)
+        self._begun.remove(batch)
+        batch.members.store_tails()
+
+    def undo(self, batches: Sequence[Batch]) -> None:
+        """Take back passes that were built last, whether they were begun or not: nothing of them is kept."""
+        for batch in reversed(batches):
+            self._take_back(batch)
+            if batch.planes_before is not None:
+                batch.members.bank.planes = batch.planes_before
+                batch.forget()
+
+    def fail(self, batches: Sequence[Batch]) -> None:
+        """Passes failed while they were evaluated: sequences stand as before, or are lost."""
+        for batch in reversed(batches):
+            self._take_back(batch)
+            batch.forget()
+        self._uncommitted.extend(batches)
+        self._settle()
+
+    def _take_back(self, batch: Batch) -> None:
+        """Uncount a batch's tokens."""
+        if batch in self._uncommitted:
+            self._uncommitted.remove(batch)
+        if batch not in self._begun:
+            return
+        self._begun.remove(batch)
+        rows = zip(batch.members.rows, batch.counts, batch.states_before, strict=True)
+        for row, count, states in rows:
+            row.length -= count
+            row.states = states
 
     def _row(self, sequence: int) -> Row:
         try:
