@@ -19,6 +19,7 @@ from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.grpc_executor import GrpcExecutor
+from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.sequence import GenerateRequest, Limits
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import failure_to_error
@@ -95,7 +96,9 @@ async def running_engine(
             [(rank, address) for rank, (address, _) in workers.items()],
             make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages", fencing_id=os.getpid()),
         )
-        engine = Engine(executor, NO_TEXT, limits, instance="test", epoch=1, max_num_seqs=max_num_seqs)
+        engine = Engine(
+            executor, NO_TEXT, limits, instance="test", epoch=1, policy=Policy(max_num_seqs=max_num_seqs)
+        )
         try:
             yield engine, [pid for _, pid in workers.values()]
         finally:

@@ -8,7 +8,10 @@ from mlx_ring.engine.sequence import Sequence
 
 
 class PrefillLine:
-    """In order of arrival; but while a long prompt is at the head, every second chunk is for those that fit in one."""
+    """In order of arrival; but while a long prompt is at the head, every second chunk is for those that fit in one.
+
+    A prompt whose step failed goes alone, so that it takes no other down if it is to blame.
+    """
 
     def __init__(self) -> None:
         self._line: dict[int, Sequence] = {}
@@ -31,13 +34,11 @@ class PrefillLine:
 
     def in_turn(self, size: int) -> list[Sequence]:
         """Who may go into the next chunk, of so many tokens; the first of them has to."""
-        line = list(self._line.values())
-        first = line[0]
-        if _left(first) <= size:
-            self._long = None
-            return [sequence for sequence in line if _left(sequence) <= size]
-        short = [sequence for sequence in line if _left(sequence) <= size]
-        if short and self._long == first.id:
+        first = next(iter(self._line.values()))
+        short = [
+            sequence for sequence in self._line.values() if _left(sequence) <= size and not sequence.replays
+        ]
+        if short and (short[0] is first or self._long == first.id):
             self._long = None
             return short
         self._long = first.id

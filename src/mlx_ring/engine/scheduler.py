@@ -35,7 +35,7 @@ from mlx_ring.engine.stats import CacheStats, SchedulerStats, Unanswered
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 
-_MOST_REPLAYS = 1
+_MOST_REPLAYS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ class Scheduler:
         self._steps_failed = 0
         self._preemptions = 0
         self._draft_tokens = self._accepted_tokens = 0
+        self._closing = False
+        """Whether operations go out at once, for nobody will hear answers."""
 
     # ---- sequences come and go
 
@@ -115,6 +117,7 @@ class Scheduler:
         for sequence in list(self._running.values()):
             self.finish(sequence)
         self._kv.reset()
+        self._closing = True
 
     # ---- steps go out
 
@@ -128,7 +131,7 @@ class Scheduler:
             steps.append(step)
             while (step := self._decode_step(now)) is not None:
                 steps.append(step)
-        if self._kv.has_operations and self._flights.completed == self._flights.sent:
+        if self._kv.has_operations and (self._closing or self._flights.completed == self._flights.sent):
             steps.append(self._make_step([], [], None, now))
         return steps
 
@@ -292,19 +295,21 @@ class Scheduler:
         return advances
 
     def _fail_rows(self, flight: Flight, failure: step_pb2.Failure) -> Iterator[Advance]:
-        """The rows that are named end. Where none is, all are computed again; a second time they end.
+        """The rows that are named end. Where none is, all are computed again, each alone; a third time they end.
 
-        A step that carries rows of a sequence that is gone since may fail for that alone, and is not counted.
+        So are rows that a rank found out of step: what broke them is another row's failure, still on its way. A
+        step that carries rows of a sequence that is gone since may fail for that alone, and is not counted.
         """
         self._steps_failed += not flight.failed
         flight.failed = True
         is_stale = len(list(flight.current())) < len(flight.sequences)
+        again = not failure.sequences or failure.kind == ProtocolError.__name__
         for sequence, _ in list(flight.current()):
             if sequence.id not in self._running or (
                 failure.sequences and sequence.id not in failure.sequences
             ):
                 continue
-            if not failure.sequences and (is_stale or sequence.replays < _MOST_REPLAYS):
+            if again and (is_stale or sequence.replays < _MOST_REPLAYS):
                 sequence.replays += not is_stale
                 self._put_back(sequence)
                 continue
