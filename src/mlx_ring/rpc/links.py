@@ -50,6 +50,8 @@ class WireTensor:
     data: memoryview | bytes
     tokens: tuple[int, ...] = ()
     """The step's token ids, where the next stage cannot know them from the step."""
+    failure: step_pb2.Failure | None = None
+    """Of rows that it names, and that are therefore neither in the array nor in `tokens`."""
 
 
 class LinkSender(Protocol):
@@ -113,6 +115,11 @@ class Inbox:
                 if remaining is not None and remaining <= 0:
                     raise WorkerStuck(f"No activations arrived for {key} before the deadline.")
                 self._arrived.wait(remaining)
+
+    def holds(self, key: LinkKey) -> bool:
+        """Whether `recv` would answer at once, be it with an error."""
+        with self._arrived:
+            return key in self._messages or self._broken is not None or key.epoch < self._epoch
 
     def _drop_before(self, key: LinkKey) -> None:
         """Steps are taken in order: what an earlier, failed step left behind is wanted no more."""
@@ -193,6 +200,7 @@ class GrpcLink:
             dtype=tensor.dtype,
             shape=tensor.shape,
             tokens=tensor.tokens,
+            failure=tensor.failure,
         )
         self._frames.put(Frame(worker_pb2.FrameHeader(activation=activation), tensor.data))
 
@@ -217,7 +225,9 @@ def deliver_frames(frames: Iterator[Frame], inbox: Inbox) -> None:
         if header.HasField("activation"):
             head = header.activation
             key = LinkKey(head.instance, head.epoch, head.step, head.purpose)
-            inbox.put(key, WireTensor(head.dtype, tuple(head.shape), frame.payload, tuple(head.tokens)))
+            failure = head.failure if head.HasField("failure") else None
+            tensor = WireTensor(head.dtype, tuple(head.shape), frame.payload, tuple(head.tokens), failure)
+            inbox.put(key, tensor)
         elif header.HasField("tombstone"):
             stone = header.tombstone
             key = LinkKey(stone.instance, stone.epoch, stone.step, stone.purpose)

@@ -33,11 +33,12 @@ def dtype_by_name(name: str) -> mx.Dtype:
 
 
 def to_wire(array: mx.array, tokens: tuple[int, ...] = ()) -> WireTensor:
-    """Read an array's bytes in place; it is evaluated first if need be."""
-    array = mx.contiguous(array)
+    """Read an array's bytes in place; it is evaluated first if need be, and copied if it is not row-major."""
     mx.eval(array)
-    data = memoryview(cast("bytes", array)).cast("B") if array.size else b""
-    return WireTensor(_NAMES[array.dtype], tuple(array.shape), data, tokens)
+    data = memoryview(cast("bytes", array)) if array.size else memoryview(b"")
+    if not data.c_contiguous:
+        return to_wire(mx.contiguous(array), tokens)
+    return WireTensor(_NAMES[array.dtype], tuple(array.shape), data.cast("B"), tokens)
 
 
 def from_wire(tensor: WireTensor) -> mx.array:

@@ -96,7 +96,7 @@ class FrameHeader(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., activation: _Optional[_Union[Activation, _Mapping]] = ..., tombstone: _Optional[_Union[Tombstone, _Mapping]] = ...) -> None: ...
 
 class Activation(_message.Message):
-    __slots__ = ("instance", "epoch", "step", "dtype", "shape", "purpose", "tokens")
+    __slots__ = ("instance", "epoch", "step", "dtype", "shape", "purpose", "tokens", "failure")
     class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HIDDEN: _ClassVar[Activation.Purpose]
@@ -110,6 +110,7 @@ class Activation(_message.Message):
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     instance: str
     epoch: int
     step: int
@@ -117,7 +118,8 @@ class Activation(_message.Message):
     shape: _containers.RepeatedScalarFieldContainer[int]
     purpose: Activation.Purpose
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., purpose: _Optional[_Union[Activation.Purpose, str]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    failure: _step_pb2.Failure
+    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., purpose: _Optional[_Union[Activation.Purpose, str]] = ..., tokens: _Optional[_Iterable[int]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class Tombstone(_message.Message):
     __slots__ = ("instance", "epoch", "step", "failure", "purpose")

@@ -51,6 +51,11 @@ class KVStore:
         states = sum(state.nbytes for row in self._rows.values() for state in row.states)
         return self._banks.nbytes + int(states)
 
+    @property
+    def can_undo(self) -> bool:
+        """Whether a pass that was built leaves everything before it as it was."""
+        return all(part.copies for part in self._layout.object_parts)
+
     def length(self, sequence: int) -> int:
         """Committed tokens."""
         return self._row(sequence).length
@@ -186,7 +191,10 @@ class KVStore:
         """Group rows, given as (sequence, tokens to append), into forward passes, and make room for them."""
         self._settle()
         asked = [self._row(sequence) for sequence, _ in rows]
-        self._check_rows(asked, rows)
+        if len({sequence for sequence, _ in rows}) != len(rows):
+            raise ProtocolError(f"A step names a sequence twice: {[sequence for sequence, _ in rows]}.")
+        for sequence, count in rows:
+            self.check(sequence, count)
         groups = self._groups(asked, rows)
         banks = self._banks.place([[asked[index] for index in group] for group in groups])
         for bank, group in zip(banks, groups, strict=True):
@@ -225,6 +233,7 @@ class KVStore:
             if batch.planes_before is not None:
                 batch.members.bank.planes = batch.planes_before
                 batch.forget()
+            self._lose_changed(batch)
 
     def fail(self, batches: Sequence[Batch]) -> None:
         """Passes failed while they were evaluated: sequences stand as before, or are lost."""
@@ -259,21 +268,23 @@ class KVStore:
             raise StepFailed(row.lost)
         return row
 
-    def _check_rows(self, asked: Sequence[Row], rows: Sequence[tuple[int, int]]) -> None:
-        if len({sequence for sequence, _ in rows}) != len(rows):
-            raise ProtocolError(f"A step names a sequence twice: {[sequence for sequence, _ in rows]}.")
-        for row, (sequence, count) in zip(asked, rows, strict=True):
-            if row.lost:
-                raise StepFailed(row.lost)
-            if row.written:
-                raise StepFailed(f"Sequence {sequence} is being filled; it steps after it was adopted.")
-            if count < 1:
-                raise ProtocolError(f"The row of sequence {sequence} has {count} tokens.")
-            if row.length + count > row.max_length:
-                raise ProtocolError(
-                    f"Sequence {sequence} has {row.length} tokens and was opened for {row.max_length}; "
-                    f"{count} more do not fit."
-                )
+    def check(self, sequence: int, count: int) -> None:
+        """Whether so many tokens can be appended.
+
+        Raises:
+            ProtocolError: the sequence is not open, has no room for them, or they are none.
+            StepFailed: its content is gone, or is being filled from outside.
+        """
+        row = self._sound(sequence)
+        if row.written:
+            raise StepFailed(f"Sequence {sequence} is being filled; it steps after it was adopted.")
+        if count < 1:
+            raise ProtocolError(f"The row of sequence {sequence} has {count} tokens.")
+        if row.length + count > row.max_length:
+            raise ProtocolError(
+                f"Sequence {sequence} has {row.length} tokens and was opened for {row.max_length}; "
+                f"{count} more do not fit."
+            )
 
     def _check_reach(self, row: Row, length: int, what: str) -> None:
         """Sliding layers hold a window and some slack: what lies before it is gone."""
@@ -340,8 +351,12 @@ class KVStore:
             except Exception as error:  # noqa: BLE001 - MLX raises whatever the failed pass did
                 self._lose(bank.rows, str(error))
                 bank.drop()
-            if any(not part.copies for part in self._layout.object_parts):
-                self._lose([row for row in batch.members.rows if row.states], "its state cannot go back")
+            self._lose_changed(batch)
+
+    def _lose_changed(self, batch: Batch) -> None:
+        """States that a pass changes in place are gone with it."""
+        if not self.can_undo:
+            self._lose([row for row in batch.members.rows if row.states], "its state cannot go back")
 
     @staticmethod
     def _lose(rows: Sequence[Row], reason: str) -> None:
