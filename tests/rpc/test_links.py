@@ -117,6 +117,14 @@ def test_sampled_tokens_do_not_mix_with_activations(link: LinkSender, inbox: Inb
     assert inbox.take_arrived(SAMPLED) == []
 
 
+def test_tokens_of_a_later_step_may_be_asked_for_first(link: LinkSender, inbox: Inbox) -> None:
+    earlier, later = (LinkKey("demo", 1, step, SAMPLED) for step in (1, 2))
+    for sampled in (earlier, later):
+        link.send(sampled, WireTensor("uint32", (0,), b"", (sampled.step,)))
+    assert inbox.recv(later).tokens == (2,)
+    assert inbox.recv(earlier, deadline=0.0).tokens == (1,)
+
+
 def test_a_wait_past_its_deadline_says_which_step(inbox: Inbox) -> None:
     with pytest.raises(WorkerStuck, match="demo epoch 1 step 9"):
         inbox.recv(key(9), deadline=0.0)

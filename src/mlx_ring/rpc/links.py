@@ -122,9 +122,13 @@ class Inbox:
             return key in self._messages or self._broken is not None or key.epoch < self._epoch
 
     def _drop_before(self, key: LinkKey) -> None:
-        """Steps are taken in order: what an earlier, failed step left behind is wanted no more."""
-        for old in [old for old in self._messages if old.purpose == key.purpose and old.step < key.step]:
-            del self._messages[old]
+        """Activations are taken in order of steps: what an earlier, failed one left behind is wanted no more.
+
+        Sampled tokens are not: stage 0 may ask for a later step's while an earlier one's are arriving.
+        """
+        if key.purpose == HIDDEN:
+            for old in [old for old in self._messages if old.purpose == HIDDEN and old.step < key.step]:
+                del self._messages[old]
 
     def take_arrived(
         self, purpose: worker_pb2.Activation.Purpose
