@@ -1,0 +1,64 @@
+"""Sizes of chunks from measured times."""
+
+from __future__ import annotations
+
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.pacing import SMALLEST_CHUNK, Pacing
+from mlx_ring.engine.stats import StepTiming
+
+
+def timing(stage: int, *, rows: int, tokens: int, compute_us: int) -> StepTiming:
+    return StepTiming(
+        step=1,
+        rank=RankId(stage, 0),
+        rows=rows,
+        tokens=tokens,
+        started_us=0,
+        finished_us=compute_us,
+        queue_us=0,
+        link_wait_us=0,
+        compute_us=compute_us,
+        link_send_us=0,
+    )
+
+
+def pacing(*, decode_us: int, token_us: int, stages: int = 1, ratio: float = 3.0) -> Pacing:
+    """After one decode step of four rows and one chunk of 100 tokens on each stage."""
+    pace = Pacing(stages, chunk=512, max_itl_ratio=ratio)
+    for stage in range(stages):
+        pace.note(timing(stage, rows=4, tokens=4, compute_us=decode_us), is_prefill=False)
+        pace.note(timing(stage, rows=1, tokens=100, compute_us=100 * token_us), is_prefill=True)
+    return pace
+
+
+def test_a_chunk_beside_decode_takes_what_the_ratio_leaves() -> None:
+    size = pacing(decode_us=10_000, token_us=100).chunk(5000, 1)
+    assert 150 <= size <= 200, "two decode steps' time is left, some of it as a margin"
+
+
+def test_groups_share_a_stage_and_leave_a_chunk_more_time() -> None:
+    pace = pacing(decode_us=10_000, token_us=100, stages=2)
+    assert pace.chunk(5000, 2) == pacing(decode_us=20_000, token_us=100).chunk(5000, 1)
+
+
+def test_before_anything_is_measured_chunks_are_small_beside_decode() -> None:
+    assert Pacing(1, chunk=512, max_itl_ratio=2.0).chunk(5000, 1) == SMALLEST_CHUNK
+
+
+def test_chunks_stay_within_their_bounds() -> None:
+    assert pacing(decode_us=10_000, token_us=1).chunk(5000, 1) == 512
+    assert pacing(decode_us=10, token_us=1000).chunk(5000, 1) == SMALLEST_CHUNK
+    assert Pacing(1, chunk=8, max_itl_ratio=2.0).chunk(5000, 1) == 8
+
+
+def test_a_prompt_alone_is_cut_so_that_stages_overlap() -> None:
+    assert Pacing(1, chunk=512, max_itl_ratio=2.0).chunk(4000, 0) == 512
+    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(4000, 0) == 250
+    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(40, 0) == 128
+
+
+def test_verifying_costs_what_it_was_measured_to_cost() -> None:
+    pace = pacing(decode_us=10_000, token_us=100, stages=2)
+    assert pace.verifying_cost(8) == 1.0
+    pace.note(timing(1, rows=4, tokens=14, compute_us=15_000), is_prefill=False)
+    assert pace.verifying_cost(4) == 1.2
