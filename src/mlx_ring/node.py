@@ -33,6 +33,8 @@ from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.grpc_executor import GrpcExecutor
+from mlx_ring.engine.kv_limits import fitting_context, rank_limits
+from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.served_model import ServedModel, describe_model
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
@@ -81,7 +83,8 @@ class HeadService:
 
     @property
     def context_length(self) -> int:
-        return self._served.limits.context_length
+        limits = self._served.limits
+        return limits.context_length if self._engine is None else self._engine.context_length
 
     @property
     def vocab_size(self) -> int:
@@ -105,6 +108,10 @@ class HeadService:
 
     def instance(self) -> InstanceInfo:
         return InstanceInfo(self._instance, FIRST_EPOCH, self._served.folder.num_layers, self._workers)
+
+    @property
+    def is_serving(self) -> bool:
+        return self._engine is not None
 
     def serve(self, engine: Engine) -> None:
         """From now on requests are answered."""
@@ -132,6 +139,19 @@ class HeadService:
                         f"{state.exit_reason}. Restart the server."
                     )
                 )
+
+
+def policy_of(settings: Settings) -> Policy:
+    """What the settings say about scheduling."""
+    return Policy(
+        max_num_seqs=settings.max_num_seqs,
+        max_waiting=settings.max_waiting,
+        prefill_chunk=settings.prefill_chunk,
+        max_itl_ratio=settings.max_itl_ratio,
+        prefix_cache=settings.prefix_cache == "on",
+        draft_tokens=settings.draft_tokens,
+        request_timeout_s=settings.request_timeout_s,
+    )
 
 
 class Head:
@@ -202,25 +222,15 @@ class Head:
             [(RankId(*place), addresses[place]) for place in sorted(addresses)], request.hello
         )
         cleanup.push_async_callback(executor.close)
-        engine = Engine(
-            executor,
-            Vocabulary.of(self._served.tokenizer),
-            self._served.limits,
-            instance=self._instance,
-            epoch=FIRST_EPOCH,
-            max_num_seqs=self._settings.max_num_seqs,
-            prefill_chunk=self._settings.prefill_chunk,
-        )
-        cleanup.push_async_callback(engine.close)
-        self._service.serve(engine)
-        heard = False
         try:
             async for event in agent.watch(
                 agent_pb2.WatchRequest(hello=request.hello, heartbeat_s=HEARTBEAT_S)
             ):
                 self._service.hear(event)
-                if not heard:
-                    heard = True
+                if not self._service.is_serving:
+                    engine = self._make_engine(executor, event)
+                    cleanup.push_async_callback(engine.close)
+                    self._service.serve(engine)
                     announce(self._running(time.monotonic() - started))
         except WorkerLost:
             reason = await agent.wait()
@@ -231,6 +241,33 @@ class Head:
             )
         await self._stop.wait()
 
+    def _make_engine(self, executor: GrpcExecutor, event: agent_pb2.AgentEvent) -> Engine:
+        """The engine for what the workers, which have all loaded, say of their memory."""
+        workers = {
+            (event.hello.node, RankId(state.stage, state.rank)): state.status
+            for state in event.workers
+            if state.instance == self._instance
+        }
+        kv = rank_limits(workers, self._settings.kv_cache_memory)
+        limits = self._served.limits
+        insisted = self._settings.max_model_len is not None
+        context = fitting_context(kv, limits.context_length, insisted=insisted)
+        if context < limits.context_length:
+            log.warning(
+                "The KV cache has room for %d tokens of one request, so the context is that long, not %d.",
+                context,
+                limits.context_length,
+            )
+        return Engine(
+            executor,
+            Vocabulary.of(self._served.tokenizer),
+            limits.within(context),
+            instance=self._instance,
+            epoch=FIRST_EPOCH,
+            policy=policy_of(self._settings),
+            kv=kv,
+        )
+
     def _start_request(self) -> agent_pb2.StartRequest:
         folder = self._served.folder
         assignments = make_assignments(
@@ -240,6 +277,7 @@ class Head:
             dtype=self._settings.dtype,
             model_digest=folder.digest,
             max_model_len=self._served.limits.context_length,
+            kv_bits=0 if self._settings.kv_bits == "off" else int(self._settings.kv_bits),
         )
         return agent_pb2.StartRequest(
             hello=_head_hello(assignments[0]), model_path=str(folder.path), assignments=assignments

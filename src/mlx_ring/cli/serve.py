@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 _DEFAULT_URL = "http://127.0.0.1:8100"
 SAMPLE_QUESTION = "What is the capital of France?"
-_VLLM_NAMES = {"stages": ("--pipeline-parallel-size", "-pp")}
-_CHOICES = ("dtype", "log_level", "blas")
+_VLLM_NAMES = {
+    "stages": ("--pipeline-parallel-size", "-pp"),
+    "prefill_chunk": ("--max-num-batched-tokens",),
+}
+_CHOICES = ("dtype", "log_level", "blas", "prefix_cache", "kv_bits")
 _METAVARS = dict.fromkeys(("log_dir", "run_dir"), "DIR") | {
     "host": "ADDRESS",
     "dtype": "TYPE",
@@ -35,6 +38,10 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir"), "DIR") | {
     "allowed_origins": "URL,...",
     "log_level": "LEVEL",
     "blas": "MODE",
+    "prefix_cache": "MODE",
+    "kv_cache_memory": "SIZE",
+    "kv_bits": "BITS",
+    "request_timeout_s": "SECONDS",
     "model_load_timeout": "SECONDS",
 }
 _CONFIG = typer.Option(
@@ -68,7 +75,14 @@ def serve(
     max_model_len: Annotated[str | None, setting("max_model_len")] = None,
     default_max_tokens: Annotated[str | None, setting("default_max_tokens")] = None,
     max_num_seqs: Annotated[str | None, setting("max_num_seqs")] = None,
+    max_waiting: Annotated[str | None, setting("max_waiting")] = None,
     prefill_chunk: Annotated[str | None, setting("prefill_chunk")] = None,
+    max_itl_ratio: Annotated[str | None, setting("max_itl_ratio")] = None,
+    draft_tokens: Annotated[str | None, setting("draft_tokens")] = None,
+    prefix_cache: Annotated[str | None, setting("prefix_cache")] = None,
+    kv_cache_memory: Annotated[str | None, setting("kv_cache_memory")] = None,
+    kv_bits: Annotated[str | None, setting("kv_bits")] = None,
+    request_timeout_s: Annotated[str | None, setting("request_timeout_s")] = None,
     max_request_mb: Annotated[str | None, setting("max_request_mb")] = None,
     allowed_hosts: Annotated[str | None, setting("allowed_hosts")] = None,
     allowed_origins: Annotated[str | None, setting("allowed_origins")] = None,

@@ -46,9 +46,10 @@ def make_assignments(
     dtype: str,
     model_digest: str,
     max_model_len: int,
+    kv_bits: int = 0,
 ) -> tuple[worker_pb2.StageAssignment, ...]:
     """A plan's stages as messages, one rank each. Addresses are for the agent to fill in."""
-    digest = plan_digest(ranges, dtype, model_digest)
+    digest = plan_digest(ranges, dtype, model_digest, kv_bits)
     return tuple(
         worker_pb2.StageAssignment(
             instance=instance,
@@ -63,12 +64,13 @@ def make_assignments(
             plan_digest=digest,
             model_digest=model_digest,
             max_model_len=max_model_len,
+            kv_bits=kv_bits,
         )
         for stage, layers in enumerate(ranges)
     )
 
 
-def plan_digest(ranges: Sequence[LayerRange], dtype: str, model_digest: str) -> str:
-    """Equal for equal plans: which layers where, in what type, of which model."""
-    text = f"{model_digest} {dtype} {' '.join(map(str, ranges))}"
+def plan_digest(ranges: Sequence[LayerRange], dtype: str, model_digest: str, kv_bits: int = 0) -> str:
+    """Equal for equal plans: which layers where, in what type, of which model, with how precise a KV cache."""
+    text = f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, ranges))}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,14 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -43,9 +51,31 @@ def _split(value: object) -> object:
     )
 
 
-def _yaml_off(value: object) -> object:
-    """An unquoted `off` is a false in YAML."""
-    return "off" if value is False else value
+def _yaml_switch(value: object) -> object:
+    """An unquoted `on` or `off` is a truth value in YAML."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _bits(value: object) -> object:
+    """A bare number from a file counts as its digits."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _yaml_switch(value)
+
+
+_UNITS = (
+    {"": 1, "b": 1}
+    | {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
+    | {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
+)
+
+
+def _bytes(value: object) -> object:
+    """`2GiB`, `500 MB` or a bare number, in bytes."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def _short_enough(path: Path | None) -> Path | None:
@@ -54,6 +84,7 @@ def _short_enough(path: Path | None) -> Path | None:
     return path
 
 
+_SWITCHES = ("prefix_cache",)
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
@@ -91,8 +122,31 @@ class Settings(BaseSettings):
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = Field(
         16, description="Requests that are computed at the same time; more wait."
     )
+    max_waiting: Annotated[int, Field(ge=0, le=1 << 20)] = Field(
+        256, description="Requests that may wait for a place; more are told to come again (429)."
+    )
     prefill_chunk: Annotated[int, Field(ge=1, le=65536)] = Field(
-        512, description="Tokens of a prompt in one step; smaller keeps other answers flowing."
+        512, description="Most tokens of prompts in one step; smaller keeps other answers flowing."
+    )
+    max_itl_ratio: Annotated[float, Field(ge=1.1, le=1000)] = Field(
+        2.5,
+        description="How many times longer a running answer's next token may take while prompts are read.",
+    )
+    draft_tokens: Annotated[int, Field(ge=0, le=32)] = Field(
+        8, description="Most tokens that are guessed from an answer's own text in one step; 0 guesses none."
+    )
+    prefix_cache: Annotated[Literal["on", "off"], BeforeValidator(_yaml_switch)] = Field(
+        "on", description="Keep the KV of ended requests, and begin from it where a prompt begins alike."
+    )
+    kv_cache_memory: Annotated[int | None, BeforeValidator(_bytes), Field(ge=1 << 20, le=1 << 50)] = Field(
+        None,
+        description="Memory of each worker's KV cache, such as 2GiB; what the device has left otherwise.",
+    )
+    kv_bits: Annotated[Literal["off", "8", "4"], BeforeValidator(_bits)] = Field(
+        "off", description="Keep keys and values in so many bits: less memory, less exact."
+    )
+    request_timeout_s: Annotated[float | None, Field(gt=0, le=1e6)] = Field(
+        None, description="Seconds that a request may take in all; it then ends with an error."
     )
     max_request_mb: Annotated[int, Field(ge=1, le=4096)] = Field(
         16, description="Largest body of a request, in MiB."
@@ -108,7 +162,7 @@ class Settings(BaseSettings):
     run_dir: Annotated[Path | None, AfterValidator(_short_enough)] = Field(
         None, description="Folder for sockets, at most 63 bytes long; a private temporary one otherwise."
     )
-    blas: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_off)] = Field(
+    blas: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_switch)] = Field(
         "auto", description="On a CPU, let MLX compute with OpenBLAS (auto) or as it comes (off)."
     )
     blas_threads: Annotated[int, Field(ge=0, le=1024)] = Field(
@@ -136,9 +190,9 @@ class Settings(BaseSettings):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_values(cls, value: object) -> object:
+    def _no_truth_values(cls, value: object, info: ValidationInfo) -> object:
         # Python takes True for 1, and a file's `port: yes` is a mistake.
-        if value is True:
+        if value is True and info.field_name not in _SWITCHES:
             raise ValueError
         return value
 
@@ -198,6 +252,8 @@ def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 def allowed_values(field: FieldInfo) -> str:
     """What a field takes, in words: "a whole number from 0 to 65535"."""
+    if field is Settings.model_fields["kv_cache_memory"]:
+        return "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
     kind, constraints = _unwrap(field.annotation, list(field.metadata))
     if get_origin(kind) is Literal:
         *most, last = (str(choice) for choice in get_args(kind))

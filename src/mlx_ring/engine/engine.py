@@ -241,6 +241,15 @@ class Engine:
     # ---- how it stands
 
     @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._limits.context_length
+
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
+    @property
     def error(self) -> RingError | None:
         """Why nothing is answered any more; None while requests are."""
         return self._ended
