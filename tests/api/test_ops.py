@@ -96,12 +96,23 @@ def test_the_cluster_shows_who_runs_which_layers(api: Api) -> None:
     assert (body["world_size"], body["nodes"]) == (2, ["here"])
 
 
-def test_the_cache_holds_what_runs_and_nothing_else(api: Api) -> None:
-    api.chat()
-    idle = api.get("/cache/stats").json()
-    assert (idle["kv_bytes"], idle["sequences"]) == (0, 0)
-    assert idle["prefix_cache"] == {"enabled": False}
-    assert [worker["stage"] for worker in idle["workers"]] == [0, 1]
+def test_the_cache_keeps_what_has_ended_and_says_what_was_reused(api: Api) -> None:
+    first, second = (api.chat(content="Tell me a long story.").json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] == second["prompt_tokens"] - 1
+    stats = api.get("/cache/stats").json()
+    assert (stats["running"], stats["waiting"], stats["preemptions"]) == (0, 0, 0)
+    cache = stats["prefix_cache"]
+    assert (cache["enabled"], cache["queries"], cache["hits"]) == (True, 2, 1)
+    assert cache["hit_tokens"] == second["prompt_tokens"] - 1
+    assert (cache["entries"], stats["sequences"]) == (1, 1)
+    assert [worker["stage"] for worker in stats["workers"]] == [0, 1]
+
+
+def test_the_cluster_says_how_steps_are_made(api: Api) -> None:
+    scheduling = api.get("/cluster/status").json()["scheduling"]
+    assert scheduling["max_itl_ratio"] > 1
+    assert {"max_num_seqs", "max_waiting", "prefill_chunk", "draft_tokens", "prefix_cache"} <= set(scheduling)
 
 
 def test_the_root_names_endpoints_that_exist(api: Api) -> None:

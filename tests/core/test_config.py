@@ -192,3 +192,35 @@ def test_every_setting_says_what_it_is_and_what_it_takes(name: str) -> None:
     assert field.description
     assert field.description.endswith(".")
     assert allowed_values(field)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("2GiB", 2 << 30),
+        ("500 MB", 500_000_000),
+        ("1.5gib", 3 << 29),
+        ("1048576", 1 << 20),
+        (4 << 20, 4 << 20),
+    ],
+)
+def test_sizes_take_units(given: object, expected: int) -> None:
+    assert load_settings({"kv_cache_memory": given}).kv_cache_memory == expected
+
+
+@pytest.mark.parametrize("given", ["much", "2 gigs", "-1GiB", "100kB", 7])
+def test_a_size_that_is_none_is_refused_in_one_sentence(given: object) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"--kv-cache-memory is {given}; it must be a size of 1MiB or more"
+    ):
+        load_settings({"kv_cache_memory": given})
+
+
+def test_switches_and_bits_may_be_written_bare_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("prefix-cache: off\nkv-bits: 8\n")
+    settings = load_settings({}, config=file)
+    assert (settings.prefix_cache, settings.kv_bits) == ("off", "8")
+    file.write_text("prefix-cache: on\nkv-bits: off\n")
+    settings = load_settings({}, config=file)
+    assert (settings.prefix_cache, settings.kv_bits) == ("on", "off")

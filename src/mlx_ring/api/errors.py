@@ -19,6 +19,7 @@ INVALID = "invalid_request_error"
 SERVER = "server_error"
 _NOT_FOUND = 404
 _METHOD_NOT_ALLOWED = 405
+_TIMEOUT = 408
 _SERVER_TROUBLE = 500
 
 
@@ -36,6 +37,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     errors.Refused: _Reply(403, INVALID, "foreign_request"),
     errors.BodyTooLarge: _Reply(413, INVALID, "body_too_large"),
     errors.Overloaded: _Reply(429, "rate_limit_error", "overloaded"),
+    errors.DeadlineExceeded: _Reply(408, "timeout_error", "request_timeout"),
     errors.NotReady: _Reply(503, SERVER, "not_ready"),
     errors.WorkerLost: _Reply(503, SERVER, "worker_lost"),
     errors.WorkerStuck: _Reply(503, SERVER, "worker_stuck"),
@@ -44,7 +46,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     RingError: _Reply(500, SERVER, "internal_error"),
 }
 _PASSING = (errors.NotReady, errors.Overloaded, errors.StaleMessage)
-"""Worth another try; clients are told not to repeat what ends in any other 5xx."""
+"""Worth another try; clients are told not to repeat what ends in any other 5xx, or took too long once."""
 
 
 def error_body(error: Exception) -> dict[str, dict[str, object]]:
@@ -62,7 +64,7 @@ def error_response(error: Exception) -> Response:
     """The whole HTTP answer to an error."""
     status = _reply_to(error).status
     headers: dict[str, str] = {}
-    if status >= _SERVER_TROUBLE and not isinstance(error, _PASSING):
+    if (status >= _SERVER_TROUBLE and not isinstance(error, _PASSING)) or status == _TIMEOUT:
         headers["x-should-retry"] = "false"
     if isinstance(error, errors.Overloaded):
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))

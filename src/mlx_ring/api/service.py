@@ -8,6 +8,7 @@ from typing import Protocol
 
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.sequence import GenerateRequest
 from mlx_ring.engine.stats import EngineStats
 from mlx_ring.engine.streams import RequestStream
@@ -51,6 +52,11 @@ class ServingEngine(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+    @property
+    def policy(self) -> Policy:
+        """How steps are made."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,9 @@ class Settings(BaseSettings):
     prefix_cache: Annotated[Literal["on", "off"], BeforeValidator(_yaml_switch)] = Field(
         "on", description="Keep the KV of ended requests, and begin from it where a prompt begins alike."
     )
-    kv_cache_memory: Annotated[int | None, BeforeValidator(_bytes), Field(ge=1 << 20, le=1 << 50)] = Field(
+    kv_cache_memory: Annotated[
+        Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)
+    ] = Field(
         None,
         description="Memory of each worker's KV cache, such as 2GiB; what the device has left otherwise.",
     )

@@ -29,6 +29,11 @@ class RankKvUse:
     bytes_per_token: int
     bytes_per_sequence: int
 
+    def sequences_allowed(self, tokens: int) -> int:
+        """How many sequences of so many tokens the limit holds."""
+        each = _blocks(tokens) * BLOCK * self.bytes_per_token + self.bytes_per_sequence
+        return self.limit_bytes // each if each else 0
+
 
 class KvBudget:
     """The account of one instance."""

@@ -71,9 +71,3 @@ def _too_little(limits: Mapping[RankId, RankKv], capacity: int, wanted: int) -> 
         f"{wanted} tokens takes {need(kv, wanted) / 1e6:.0f} MB there: {capacity} tokens fit. "
         "Give --max-model-len that many or fewer, raise --kv-cache-memory, or try --kv-bits 8."
     )
-
-
-def sequences_allowed(kv: RankKv, context: int) -> int:
-    """How many sequences of `context` tokens a rank can hold."""
-    each = -(-context // BLOCK) * BLOCK * kv.bytes_per_token + kv.bytes_per_sequence
-    return kv.limit_bytes // each if each else 0

@@ -58,8 +58,18 @@ def test_a_chunk_does_not_hold_up_the_rows_that_decode() -> None:
 
 
 def test_short_prompts_share_a_pass() -> None:
-    rows = [Candidate(0, 0, 40, 0), Candidate(1, 0, 200, 0)]
+    rows = [Candidate(0, 0, 120, 0), Candidate(1, 0, 200, 0)]
     assert [sorted(group) for group in group_rows(rows)] == [[0, 1]]
+
+
+def test_what_is_left_of_prompts_after_a_reused_beginning_shares_a_pass() -> None:
+    rows = [Candidate(0, 300, 40, 0), Candidate(1, 320, 30, 0)]
+    assert [sorted(group) for group in group_rows(rows)] == [[0, 1]]
+
+
+def test_a_prompt_is_not_padded_to_more_than_twice_its_length() -> None:
+    rows = [Candidate(0, 0, 20, 0), Candidate(1, 0, 200, 0)]
+    assert [sorted(group) for group in group_rows(rows)] == [[1], [0]]
 
 
 def test_a_row_that_lies_with_the_others_is_not_parted_at_half_their_length() -> None:

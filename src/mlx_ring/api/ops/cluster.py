@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from fastapi import APIRouter
 
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import InstanceInfo, WorkerInfo
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.stats import CacheStats, EngineStats, SchedulerStats
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -25,20 +29,21 @@ def routes(context: ApiContext) -> APIRouter:
             "layers": instance.layers,
             "world_size": len(workers),
             "devices": [_device(worker, instance) for worker in workers],
+            "scheduling": None if error is not None else asdict(service.engine.policy),
         }
 
     async def cache_stats() -> dict[str, object]:
-        """What exists: KV of running sequences. Nothing is kept between requests."""
         workers = context.workers()
-        scheduler = None if service.error is not None else service.engine.stats().scheduler
+        stats = None if service.error is not None else service.engine.stats()
         return {
             "kv_bytes": sum(worker.kv_bytes for worker in workers),
-            "sequences": 0 if scheduler is None else scheduler.sequences_held,
-            "prefix_cache": {"enabled": False},
-            "workers": [
-                {"stage": worker.stage, "rank": worker.rank, "kv_bytes": worker.kv_bytes}
-                for worker in workers
-            ],
+            "sequences": 0 if stats is None else stats.scheduler.sequences_held,
+            "running": 0 if stats is None else stats.scheduler.running,
+            "waiting": 0 if stats is None else stats.scheduler.waiting,
+            "preemptions": 0 if stats is None else stats.scheduler.preemptions,
+            "prefix_cache": {"enabled": False} if stats is None else _prefix_cache(stats.cache),
+            "speculation": None if stats is None else _speculation(stats.scheduler),
+            "workers": [_worker_cache(worker, stats, service.context_length) for worker in workers],
         }
 
     router.add_api_route("/cluster/status", cluster_status, methods=["GET"])
@@ -65,6 +70,45 @@ def _device(worker: WorkerInfo, instance: InstanceInfo) -> dict[str, object]:
         "rss_bytes": worker.rss_bytes,
         "kv_bytes": worker.kv_bytes,
     }
+
+
+def _prefix_cache(cache: CacheStats) -> dict[str, object]:
+    return {
+        "enabled": cache.enabled,
+        "queries": cache.queries,
+        "hits": cache.hits,
+        "query_tokens": cache.query_tokens,
+        "hit_tokens": cache.hit_tokens,
+        "entries": cache.entries,
+        "entry_tokens": cache.entry_tokens,
+        "evictions": cache.evictions,
+    }
+
+
+def _speculation(scheduler: SchedulerStats) -> dict[str, object]:
+    proposed, accepted = scheduler.draft_tokens, scheduler.accepted_tokens
+    return {
+        "draft_tokens": proposed,
+        "accepted_tokens": accepted,
+        "acceptance": accepted / proposed if proposed else None,
+    }
+
+
+def _worker_cache(worker: WorkerInfo, stats: EngineStats | None, context: int) -> dict[str, object]:
+    """What the worker says it holds, and what the head has given out of its memory."""
+    told: dict[str, object] = {"stage": worker.stage, "rank": worker.rank, "kv_bytes": worker.kv_bytes}
+    use = None if stats is None else stats.cache.ranks.get(RankId(worker.stage, worker.rank))
+    if use is not None:
+        told |= {
+            "limit_bytes": use.limit_bytes,
+            "used_bytes": use.used_bytes,
+            "held_bytes": use.held_bytes,
+            "bytes_per_token": use.bytes_per_token,
+            "bytes_per_sequence": use.bytes_per_sequence,
+            "context_tokens": context,
+            "sequences_allowed": use.sequences_allowed(context),
+        }
+    return told
 
 
 def _role(worker: WorkerInfo, instance: InstanceInfo) -> str:

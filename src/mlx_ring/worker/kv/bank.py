@@ -39,6 +39,8 @@ class Row:
     """mlx-lm's own caches for the parts that no bank holds."""
     lost: str = ""
     """Why the content is gone, if it is."""
+    parked: bool = False
+    """Whether its sequence has ended and it is kept for forks alone."""
 
     def base(self, window: int | None) -> int:
         return 0 if window is None else self.bases.get(window, 0)
@@ -156,6 +158,11 @@ class Bank:
             for plane in self.planes[part.index]:
                 plane[slot : slot + 1, :, held:] = mx.zeros((), plane.dtype)
             mx.eval(self.planes[part.index])
+
+    def replace(self, row: Row, successor: Row) -> None:
+        """Give a row's slot, with all that is in it, to another."""
+        row.bank, successor.bank, successor.slot = None, self, row.slot
+        self.rows[successor.slot] = successor
 
     def remove(self, row: Row) -> None:
         """Let a row go; the last row fills its slot."""

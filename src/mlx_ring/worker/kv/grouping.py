@@ -1,7 +1,7 @@
 """Which rows of a step share a forward pass: pure, by token counts and lengths.
 
 Rows share a pass when that costs less padding than a pass of their own would: rows that decode go together,
-so do short prompts, and lengths in one batch stay within a factor of two. A row that already lies with the
+so do short prompts, or what is left of them after a reused beginning, and lengths in one batch stay within a factor of two. A row that already lies with the
 others may fall back to a quarter before it is parted from them, so that groups do not change with every token.
 """
 
@@ -43,11 +43,12 @@ def group_rows(candidates: Sequence[Candidate], longest_chunk: int = SHORT_PROMP
     for row in candidates:
         if row.count <= DECODE_TOKENS:
             decoding.append(row)
-        elif row.count <= longest_chunk and row.start == 0:
+        elif row.count <= longest_chunk:
             short.append(row)
         else:
             alone.append(row)
-    groups = [*_by_length(decoding), *_by_length(short), *([row] for row in alone)]
+    chunks = [group for rows in _by_count(short) for group in _by_length(rows)]
+    groups = [*_by_length(decoding), *chunks, *([row] for row in alone)]
     return [[row.index for row in group] for group in groups]
 
 
@@ -62,6 +63,17 @@ def group_even_rows(candidates: Sequence[Candidate]) -> list[list[int]]:
         key = (row.start, row.count, row.bases, row.index if large else None)
         groups.setdefault(key, []).append(row.index)
     return list(groups.values())
+
+
+def _by_count(rows: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Chunks that differ by no more than a factor of two: every token of padding is computed."""
+    groups: list[list[Candidate]] = []
+    for row in sorted(rows, key=lambda row: -row.count):
+        if groups and 2 * row.count >= groups[-1][0].count:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
 
 
 def _by_length(rows: Sequence[Candidate]) -> list[list[Candidate]]:

@@ -124,6 +124,15 @@ class Layout:
         """Windows of all row parts, None for those that see everything."""
         return tuple({part.window: None for part in self.row_parts})
 
+    def token_bytes(self, window: int | None) -> int:
+        """Bytes of one token in all layers of this window, as far as they are known."""
+        return sum(
+            plane.heads * plane.width * plane.dtype.size
+            for part in self.row_parts
+            if part.window == window
+            for plane in part.planes
+        )
+
     def keep(self, window: int) -> int:
         """Tokens before the next one that a sliding row keeps: what that one sees, and `slack` to go back."""
         return window - 1 + self.slack

@@ -54,6 +54,19 @@ class Banks:
         self.reserve(bank, [row], [room])
         return bank
 
+    def park(self, row: Row) -> None:
+        """Move a row into a bank of its own that has no more room than it needs."""
+        source = row.bank
+        if source is None:
+            return
+        bank = self._new_bank(1)
+        for window in self._layout.kinds:
+            held = row.held(window)
+            bank.reserve(window, held, held)
+        bank.take(row)
+        if not source.rows:
+            self._banks.remove(source)
+
     def reserve(self, bank: Bank, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Room for the rows' tokens and `counts` more in every layer."""
         limit = max(row.max_length for row in [*rows, *bank.rows])

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_ring.core.errors import ProtocolError, StepFailed
+from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.kv.bank import Bank, Row
 from mlx_ring.worker.kv.batch import Batch
 from mlx_ring.worker.kv.content import Range, check_written, read_row, row_parts, write_row
@@ -43,6 +44,8 @@ class KVStore:
         self._rows: dict[int, Row] = {}
         self._banks = Banks(self._layout)
         self._uncommitted: list[Batch] = []
+        self._state_bytes = 0
+        """Of one sequence's recurrent states, the most that was seen."""
         self._begun: list[Batch] = []
 
     @property
@@ -106,8 +109,18 @@ class KVStore:
         if row.bank is not None:
             row.bank.tighten()
 
-    def fork(self, source: int, destination: int, length: int) -> None:
-        """Give `destination`, which is open and empty, the first `length` tokens of `source`."""
+    def park(self, sequence: int) -> None:
+        """Keep an ended sequence for forks: it steps no more, and takes no more memory than it needs."""
+        self._settle()
+        row = self._sound(sequence)
+        row.parked = True
+        self._banks.park(row)
+
+    def fork(self, source: int, destination: int, length: int, *, take: bool = False) -> None:
+        """Give `destination`, which is open and empty, the first `length` tokens of `source`.
+
+        With `take` the source is gone afterwards: its memory changes hands, and nothing is copied.
+        """
         self._settle()
         origin, row = self._row(source), self._row(destination)
         if row.length:
@@ -128,6 +141,9 @@ class KVStore:
                 f"Sequence {source} is recurrent and stands at {origin.length} tokens; "
                 f"it can only be forked there, not at {length}."
             )
+        if take:
+            self._take(origin, row, length)
+            return
         row.length, row.bases = length, dict(origin.bases)
         row.states = [
             part.copied(state) for part, state in zip(self._layout.object_parts, origin.states, strict=True)
@@ -135,6 +151,24 @@ class KVStore:
         bank = self._banks.place_alone(row, 1)
         if origin.bank is not None:
             bank.take_copy(row, origin.bank, origin.slot)
+
+    def _take(self, origin: Row, row: Row, length: int) -> None:
+        row.length, row.bases, row.states = length, origin.bases, origin.states
+        if origin.bank is not None:
+            origin.bank.replace(origin, row)
+        del self._rows[origin.sequence]
+
+    def traits(self) -> worker_pb2.KvTraits:
+        """What a sequence's KV takes here, and where it can be cut; known once a sequence was stepped and freed."""
+        windows = self._layout.windows
+        return worker_pb2.KvTraits(
+            bytes_per_token=self._layout.token_bytes(None),
+            bytes_per_sequence=self._state_bytes
+            + sum(self._layout.most(window) * self._layout.token_bytes(window) for window in windows),
+            recurrent=bool(self._layout.object_parts),
+            slack=self._layout.slack if windows else 0,
+            exact_length=min((self._layout.keep(window) for window in windows), default=0),
+        )
 
     def read(self, sequence: int, layer: int, heads: Range, tokens: Range) -> tuple[mx.array, ...]:
         """Copies of a layer's content, `(heads, tokens, width)` each, in temporal order."""
@@ -272,10 +306,12 @@ class KVStore:
         """Whether so many tokens can be appended.
 
         Raises:
-            ProtocolError: the sequence is not open, has no room for them, or they are none.
+            ProtocolError: the sequence is not open, is parked, has no room for them, or they are none.
             StepFailed: its content is gone, or is being filled from outside.
         """
         row = self._sound(sequence)
+        if row.parked:
+            raise ProtocolError(f"Sequence {sequence} has ended and is kept for forks; it steps no more.")
         if row.written:
             raise StepFailed(f"Sequence {sequence} is being filled; it steps after it was adopted.")
         if count < 1:
@@ -338,6 +374,8 @@ class KVStore:
 
     def _empty(self, row: Row) -> None:
         """Back to an empty sequence that holds nothing."""
+        states = sum(int(state.nbytes) for state in row.states)
+        self._state_bytes = max(self._state_bytes, states)
         self._banks.leave(row)
         row.length, row.bases, row.written, row.states, row.lost = 0, {}, {}, [], ""
 
