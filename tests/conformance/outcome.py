@@ -30,7 +30,6 @@ from tests.conformance.pipelines import (
 from mlx_ring.core.architectures import Architecture
 from mlx_ring.rpc.protos.step_pb2 import Want
 from mlx_ring.worker.head_tap import find_heads
-from mlx_ring.worker.results import RowOutput
 
 WHOLE = [0, LAYERS]
 CUTS = ([0, 3, LAYERS], [0, 1, 5, LAYERS], [0, 2, 3, 4, LAYERS])
@@ -224,7 +223,7 @@ def _alone_differs(maker: Family, cuts: Sequence[int], expected: Sequence[mx.arr
     pipeline = WorkerPipeline(maker.stages(cuts), ragged=True)
     pipeline.open([0])
     outputs = [pipeline.step({0: chunk}, WANTS)[0] for chunk in CHUNKS]
-    return _largest([_values(output)[None] for output in outputs], expected)
+    return _largest([output.values[None] for output in outputs], expected)
 
 
 def _together_differ(maker: Family, cuts: Sequence[int], *, ragged: bool) -> float:
@@ -239,14 +238,8 @@ def _together_differ(maker: Family, cuts: Sequence[int], *, ragged: bool) -> flo
     for number, step in enumerate(steps):
         for row, output in pipeline.step(dict(enumerate(step)), WANTS).items():
             wanted = expected[row][number][0][mx.array(output.offsets)]
-            worst = max(worst, difference(_values(output), wanted))
+            worst = max(worst, difference(output.values, wanted))
     return worst
-
-
-def _values(output: RowOutput) -> mx.array:
-    if output.values is None:
-        raise ValueError("a row that wants results got none")
-    return output.values
 
 
 def _largest(outputs: Sequence[mx.array], expected: Sequence[mx.array]) -> float:

@@ -19,10 +19,12 @@ from tests.conformance.families import HIDDEN, VOCABULARY
 
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.forward import StageForward, StepInput
+from mlx_ring.worker.forward import Pass, StageForward, evaluate, flat_activations
+from mlx_ring.worker.inputs import RowInput, StepInput
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.results import RowOutput
+from mlx_ring.worker.sequences import OpenSequence
 from mlx_ring.worker.shard import StageModel
+from mlx_ring.worker.wants import read_wants
 
 CHUNKS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8), (7,), (9,), (3,))
 """A prompt in three chunks, longer than the sliding windows, then three tokens of decode."""
@@ -118,6 +120,15 @@ def _evaluated(array: mx.array | None) -> mx.array:
     return array
 
 
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """What a row gets where it wants something."""
+
+    offsets: tuple[int, ...]
+    values: mx.array
+    """(offsets, vocabulary)."""
+
+
 class WorkerPipeline:
     """Stages as workers run them: over the KV store, rows grouped, results at wanted offsets alone."""
 
@@ -136,20 +147,35 @@ class WorkerPipeline:
         self, tokens: Mapping[int, Sequence[int]], wants: Mapping[int, step_pb2.Want]
     ) -> dict[int, RowOutput]:
         """Feed each sequence its tokens; each one's results where it wants them."""
-        rows = [
-            step_pb2.Row(
-                sequence=sequence,
-                start=self._stores[0].length(sequence),
-                tokens=step_pb2.Tokens(ids=ids),
-                wants=[wants[sequence]],
-            )
-            for sequence, ids in tokens.items()
-        ]
-        step = StepInput(rows, list(tokens.values()), None)
-        for forward in self._forwards[:-1]:
-            step = StepInput(rows, step.tokens, forward.activations(step))
-        outputs = self._forwards[-1].outputs(step)
-        return {output.row.sequence: output for output in outputs}
+        rows = [self._row(sequence, ids, wants[sequence]) for sequence, ids in tokens.items()]
+        step = StepInput(rows, None)
+        for stage in range(len(self._forwards) - 1):
+            step = StepInput(rows, flat_activations(self._run(stage, step)))
+        outputs: dict[int, RowOutput] = {}
+        for item in self._run(-1, step):
+            for place, member in enumerate(item.members):
+                offsets = item.offsets[place]
+                outputs[rows[member].row.sequence] = RowOutput(offsets, item.values[place, : len(offsets)])
+        return outputs
+
+    def _row(self, sequence: int, ids: Sequence[int], want: step_pb2.Want) -> RowInput:
+        row = step_pb2.Row(
+            sequence=sequence,
+            start=self._stores[0].length(sequence),
+            tokens=step_pb2.Tokens(ids=ids),
+            wants=[want],
+        )
+        state = OpenSequence.from_message(step_pb2.Open(sequence=sequence), 1)
+        return RowInput(row, state, list(ids), None, read_wants(row, len(ids)), None)
+
+    def _run(self, stage: int, step: StepInput) -> list[Pass]:
+        passes: list[Pass] = []
+        self._forwards[stage].build(step, passes)
+        evaluate(passes, *(item.values for item in passes))
+        for item in passes:
+            mx.eval(item.values)
+            self._stores[stage].commit(item.batch)
+        return passes
 
 
 def difference(first: mx.array, second: mx.array) -> float:

@@ -16,9 +16,10 @@ from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.links import Inbox, InProcessLink
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.loading import load_stage
-from mlx_ring.worker.runner import StageLinks, StageRunner
+from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.tensors import from_message, to_message
 
 Want = step_pb2.Want

@@ -1,4 +1,4 @@
-"""One step's rows through this stage's layers.
+"""One step's rows through this stage's layers, lazily.
 
 Rows arrive ragged and leave flat: between stages activations are `(tokens,
 hidden)`, rows in step order, without padding. Here they are grouped into padded
@@ -12,104 +12,160 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker.inputs import RowInput, StepInput
 from mlx_ring.worker.kv import Batch, KVStore
-from mlx_ring.worker.results import RowOutput, wanted_offsets, wants_hidden
 from mlx_ring.worker.shard import Output, StageModel
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """What one step feeds: each row's tokens, and `(tokens, hidden)` activations but on the first stage."""
+@dataclass(slots=True)
+class Pass:
+    """One batch's forward pass, built and not evaluated."""
 
-    rows: Sequence[step_pb2.Row]
-    tokens: Sequence[Sequence[int]]
-    hidden: mx.array | None
-
-    def begins(self) -> list[int]:
-        """Where each row begins in the flat activations."""
-        begins: list[int] = []
-        total = 0
-        for ids in self.tokens:
-            begins.append(total)
-            total += len(ids)
-        return begins
+    batch: Batch
+    members: list[int]
+    """The batch's rows, as indices into the step's."""
+    offsets: list[tuple[int, ...]]
+    """On the last stage: where each member wants results."""
+    positions: int
+    """Results for each member, those included that only fill up."""
+    values: mx.array
+    """(members, tokens, hidden) activations; on the last stage (members, positions, vocabulary or hidden)."""
 
 
 class StageForward:
-    """Runs steps' rows through a stage and keeps its KV in step."""
+    """Builds steps' passes through a stage, and keeps its KV in step with what is built."""
 
     def __init__(self, model: StageModel, kv: KVStore) -> None:
         self._model = model
         self._kv = kv
 
-    def activations(self, step: StepInput) -> mx.array:
-        """Run a stage that is not the last: `(tokens, hidden)` for the next one, evaluated."""
-        pieces: list[mx.array | None] = [None] * len(step.rows)
-        for batch, members in self._batches(step, range(len(step.rows))):
-            output = self._run(step, batch, members, None, "hidden")
-            for place, row in enumerate(members):
-                pieces[row] = output[place, : batch.counts[place]]
-        flat = [piece for piece in pieces if piece is not None]
-        return flat[0] if len(flat) == 1 else mx.concatenate(flat)
+    def build(self, step: StepInput, passes: list[Pass]) -> None:
+        """Add the passes for all rows to `passes`, one by one, so that a failure leaves those that were built."""
+        rows = range(len(step.rows))
+        hidden = [row for row in rows if step.rows[row].wants.hidden]
+        if not hidden:
+            self._build(step, rows, "logits", passes)
+            return
+        logits = [row for row in rows if not step.rows[row].wants.hidden]
+        if logits:
+            self._build(step, logits, "logits", passes)
+            # The rows that follow may move in their banks, so that these passes cannot be undone.
+            evaluate(passes)
+        self._build(step, hidden, "hidden", passes)
 
-    def outputs(self, step: StepInput) -> list[RowOutput]:
-        """Run the last stage: each row's values at the offsets it wants, evaluated."""
-        outputs = [
-            RowOutput(row, len(ids), wanted_offsets(row, len(ids)))
-            for row, ids in zip(step.rows, step.tokens, strict=True)
-        ]
-        hidden_rows = [index for index, row in enumerate(step.rows) if wants_hidden(row)]
-        logit_rows = [index for index in range(len(step.rows)) if index not in set(hidden_rows)]
-        kinds: tuple[tuple[Output, list[int]], ...] = (("logits", logit_rows), ("hidden", hidden_rows))
-        for kind, rows in kinds:
-            for batch, members in self._batches(step, rows):
-                wanted = [outputs[row].offsets for row in members]
-                values = self._run(step, batch, members, wanted, kind)
-                for place, row in enumerate(members):
-                    if wanted[place]:
-                        outputs[row].values = values[place, : len(wanted[place])]
-        return outputs
+    def _build(self, step: StepInput, rows: Sequence[int], output: Output, passes: list[Pass]) -> None:
+        asked = [(step.rows[row].row.sequence, len(step.rows[row].tokens)) for row in rows]
+        batches = self._kv.batches(asked)
+        try:
+            while batches:
+                batch = batches[0]
+                passes.append(self._pass(step, batch, [rows[index] for index in batch.rows], output))
+                self._kv.begin(batch)
+                del batches[0]
+        except BaseException:
+            self._kv.undo(batches)
+            raise
 
-    def _batches(self, step: StepInput, rows: Sequence[int]) -> list[tuple[Batch, list[int]]]:
-        """The forward passes for some of the step's rows, each with its members' indices in the step."""
-        asked = [(step.rows[row].sequence, len(step.tokens[row])) for row in rows]
-        return [(batch, [rows[index] for index in batch.rows]) for batch in self._kv.batches(asked)]
-
-    def _run(
-        self,
-        step: StepInput,
-        batch: Batch,
-        members: Sequence[int],
-        wanted: Sequence[Sequence[int]] | None,
-        output: Output,
-    ) -> mx.array:
-        """One forward pass, evaluated and committed."""
+    def _pass(self, step: StepInput, batch: Batch, members: list[int], output: Output) -> Pass:
+        rows = [step.rows[member] for member in members]
+        offsets = [row.wants.offsets for row in rows]
         width = max(batch.counts)
-        tokens = mx.array(
-            [[*step.tokens[row], *[0] * (width - len(step.tokens[row]))] for row in members], mx.int32
-        )
-        hidden = self._gather(step, members, width)
-        positions = None if wanted is None else _pad_offsets(wanted)
+        count = max(map(len, offsets), default=0)
+        positions = None if width == 1 or not self._model.is_last else _pad_offsets(offsets)
+        batch.remember()
         values = self._model.forward(
-            tokens, hidden, batch.caches, positions, offset=batch.offset, output=output
+            _token_matrix(rows, width),
+            _gather(step, members, width),
+            batch.caches,
+            positions,
+            offset=batch.offset,
+            output=output,
         )
-        mx.eval(values, *batch.arrays)
-        self._kv.commit(batch)
-        return values
+        return Pass(batch, members, offsets, max(1, count), values)
 
-    def _gather(self, step: StepInput, members: Sequence[int], width: int) -> mx.array | None:
-        """The members' activations as `(batch, width, hidden)`, right-padded."""
-        if step.hidden is None:
-            return None
-        begins = step.begins()
-        pieces = [step.hidden[begins[row] : begins[row] + len(step.tokens[row])] for row in members]
-        if len(pieces) == 1:
-            return pieces[0][None]
-        return mx.stack([mx.pad(piece, [(0, width - piece.shape[0]), (0, 0)]) for piece in pieces])
+
+def evaluate(passes: Sequence[Pass], *others: mx.array) -> None:
+    """Have passes computed, and whatever is made of them. Does not wait."""
+    arrays: list[mx.array] = list(others)
+    for item in passes:
+        item.batch.forget()
+        arrays += item.batch.arrays
+    mx.async_eval(*arrays)
+
+
+def end_mark(passes: Sequence[Pass]) -> mx.array:
+    """Something small that is done when the passes are, for a step whose values nobody wants.
+
+    It holds none of the KV: that would make MLX copy it for the next step.
+    """
+    last = passes[-1]
+    arrays = last.batch.arrays or [last.values]
+    return mx.sum(mx.reshape(arrays[-1], (-1,))[:1])
+
+
+def flat_activations(passes: Sequence[Pass]) -> mx.array:
+    """`(tokens, hidden)`, rows in step order and row-major: what goes to the next stage."""
+    if len(passes) == 1:
+        (only,) = passes
+        in_order = only.members == sorted(only.members)
+        if in_order and len(set(only.batch.counts)) == 1:
+            return mx.contiguous(mx.flatten(only.values, 0, 1))
+    pieces = {
+        row: item.values[place, : item.batch.counts[place]]
+        for item in passes
+        for place, row in enumerate(item.members)
+    }
+    return mx.concatenate([pieces[row] for row in sorted(pieces)])
+
+
+def _token_matrix(rows: Sequence[RowInput], width: int) -> mx.array:
+    """(batch, width) int32, right-padded; first tokens that are being drawn are taken from where that is done."""
+    known = mx.array([[*map(_known, row.tokens), *[0] * (width - len(row.tokens))] for row in rows], mx.int32)
+    if all(row.lazy is None for row in rows):
+        return known
+    first = _first_tokens(rows, known[:, 0])
+    return first[:, None] if width == 1 else mx.concatenate([first[:, None], known[:, 1:]], axis=1)
+
+
+def _known(token: int) -> int:
+    return max(token, 0)
+
+
+def _first_tokens(rows: Sequence[RowInput], known: mx.array) -> mx.array:
+    """(batch,) int32 of known and of lazy tokens."""
+    sources: dict[int, tuple[int, mx.array]] = {}
+    """By identity of an array of lazy tokens: where it begins among all of them."""
+    total = 0
+    places: list[int] = []
+    for row in rows:
+        if row.lazy is None:
+            places.append(-1)
+            continue
+        drawn = row.lazy.drawn
+        if id(drawn) not in sources:
+            sources[id(drawn)] = total, drawn
+            total += drawn.shape[0]
+        places.append(sources[id(drawn)][0] + row.lazy.index)
+    arrays = [drawn for _, drawn in sources.values()]
+    if places == list(range(total)) and len(arrays) == 1:
+        return arrays[0]
+    places = [total + index if place < 0 else place for index, place in enumerate(places)]
+    return mx.concatenate([*arrays, known])[mx.array(places)]
+
+
+def _gather(step: StepInput, members: Sequence[int], width: int) -> mx.array | None:
+    """The members' activations as `(batch, width, hidden)`, right-padded."""
+    if step.hidden is None:
+        return None
+    hidden = step.hidden
+    if members == list(range(len(step.rows))) and all(len(row.tokens) == width for row in step.rows):
+        return mx.unflatten(hidden, 0, (len(members), width))
+    begins = step.begins()
+    pieces = [hidden[begins[row] : begins[row] + len(step.rows[row].tokens)] for row in members]
+    return mx.stack([mx.pad(piece, [(0, width - piece.shape[0]), (0, 0)]) for piece in pieces])
 
 
 def _pad_offsets(wanted: Sequence[Sequence[int]]) -> mx.array:
     """Offsets as `(batch, most)`: short rows repeat offset 0, whose surplus results nobody reads."""
-    most = max(1, *(len(offsets) for offsets in wanted)) if wanted else 1
+    most = max(1, *map(len, wanted)) if wanted else 1
     return mx.array([[*offsets, *[0] * (most - len(offsets))] for offsets in wanted], mx.int32)

@@ -25,8 +25,9 @@ from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.links import Inbox, deliver_frames
 from mlx_ring.rpc.methods import LINK, LOAD, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
-from mlx_ring.worker.runner import StageRunner, monotonic_us
+from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.stage import build_stage
+from mlx_ring.worker.work import monotonic_us
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,18 @@ class WorkerIdentity:
 def device_name() -> str:
     """What MLX computes on by default: "cpu" or "gpu"."""
     return mx.default_device().type.name
+
+
+def device_memory() -> tuple[int, int]:
+    """Bytes of memory that the device has, and that are left: what the system advises for a GPU, RAM for a CPU."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        ram = psutil.virtual_memory()
+        return ram.total, ram.available
+    told = mx.device_info()
+    total = int(
+        told.get("max_recommended_working_set_size") or told.get("memory_size") or told["total_memory"]
+    )
+    return total, max(0, total - mx.get_active_memory())
 
 
 class _StepStream:
@@ -70,6 +83,7 @@ class WorkerFront:
         self._lock = threading.Lock()
         self._phase = "empty"
         self._dtype = ""
+        self._kv = worker_pb2.KvTraits()
         self._weight_bytes = 0
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -80,8 +94,18 @@ class WorkerFront:
 
     def compute(self) -> None:
         """Run jobs in the calling thread until `stop`."""
-        for job in iter(self._jobs.get, None):
+        for job in iter(self._next_job, None):
             job()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        """What comes next; while a step is under way, it is answered unless the next job comes very soon."""
+        runner = self._runner
+        if runner is not None and runner.is_under_way:
+            try:
+                return self._jobs.get(timeout=runner.patience_s)
+            except queue.Empty:
+                self._answer(runner.finish())
+        return self._jobs.get()
 
     def stop(self) -> None:
         """End `compute` after the job in hand."""
@@ -145,7 +169,8 @@ class WorkerFront:
             progress.put(message)
 
         try:
-            self._runner, self._dtype = build_stage(request, inbox, self.hello(), report)
+            built = build_stage(request, inbox, self.hello(), report)
+            self._runner, self._dtype, self._kv = built.runner, built.dtype, built.kv
             self._phase = "ready"
             report(worker_pb2.LoadProgress(ready=True, phase="ready", bytes_loaded=self._weight_bytes))
             log.info("ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, device_name())
@@ -196,12 +221,16 @@ class WorkerFront:
             stream.answers.put(None)
 
     def execute(self, stream: _StepStream, step: step_pb2.Step, arrived_us: int) -> None:
-        """Compute thread: one step, unless another head has taken over since it came."""
+        """Compute thread: take in one step, unless another head has taken over since it came."""
         if stream is self._stream and self._runner is not None:
-            done = self._runner.run(step, arrived_us)
+            self._answer(self._runner.take(step, arrived_us))
+
+    def _answer(self, answers: Iterator[step_pb2.StepDone]) -> None:
+        for done in answers:
             if done.HasField("failure"):
-                log.error("step %d failed: %s", step.step, done.failure.message)
-            stream.answers.put(worker_pb2.StepsReply(done=done))
+                log.error("step %d failed: %s", done.step, done.failure.message)
+            if self._stream is not None:
+                self._stream.answers.put(worker_pb2.StepsReply(done=done))
 
     # Link
 
@@ -237,6 +266,7 @@ class WorkerFront:
     ) -> worker_pb2.WorkerStatus:
         """Life and size, told without the compute thread, so that a long step does not look like death."""
         runner = self._runner
+        memory, left = device_memory()
         return worker_pb2.WorkerStatus(
             hello=self.hello(),
             phase=self._phase,
@@ -251,6 +281,9 @@ class WorkerFront:
             last_step=runner.last_step if runner else 0,
             sequences=runner.num_sequences if runner else 0,
             pid=os.getpid(),
+            kv=self._kv,
+            memory_bytes=memory,
+            memory_left_bytes=left,
         )
 
 

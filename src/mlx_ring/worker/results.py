@@ -1,130 +1,147 @@
-"""What the last stage gives back: which positions it needs, and the answers made from them."""
+"""What the last stage gives back: tokens drawn in one pass over all rows, and what else was asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import mlx.core as mx
 
-from mlx_ring.core.errors import ProtocolError
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.sampler import SamplerRow, prompt_logprobs, sample, token_logprobs
-from mlx_ring.worker.sequences import OpenSequence, SequenceTable
+from mlx_ring.worker.forward import Pass
+from mlx_ring.worker.inputs import RowInput, StepInput
+from mlx_ring.worker.sampler import LazyLogprobs, LazySample, prompt_logprobs
+from mlx_ring.worker.sequences import LazyToken
 from mlx_ring.worker.tensors import to_message
-
-Want = step_pb2.Want
-
-
-@dataclass(slots=True)
-class RowOutput:
-    """One row of a step on the last stage."""
-
-    row: step_pb2.Row
-    count: int
-    """Tokens fed."""
-    offsets: tuple[int, ...]
-    """Into the row, ascending: where the model's head ran."""
-    values: mx.array | None = None
-    """(offsets, vocabulary) logits or (offsets, hidden); absent without wants."""
-
-    def at(self, offsets: Sequence[int]) -> mx.array:
-        """The values at some of the row's offsets."""
-        if self.values is None:
-            raise ProtocolError(f"Sequence {self.row.sequence} has no outputs at {list(offsets)}.")
-        if tuple(offsets) == self.offsets:
-            return self.values
-        where = {offset: index for index, offset in enumerate(self.offsets)}
-        return self.values[mx.array([where[offset] for offset in offsets])]
-
-
-def wants_hidden(row: step_pb2.Row) -> bool:
-    """Whether a row asks for hidden states. Raises `ProtocolError` if it asks for logits too."""
-    kinds = {want.what == Want.HIDDEN for want in row.wants}
-    if len(kinds) > 1:
-        raise ProtocolError(f"The row of sequence {row.sequence} wants hidden states and logits at once.")
-    return kinds == {True}
-
-
-def wanted_offsets(row: step_pb2.Row, count: int) -> tuple[int, ...]:
-    """Every offset at which some want of the row needs a result."""
-    return tuple(sorted({offset for want in row.wants for offset in _offsets(want, count)}))
-
-
-def _offsets(want: step_pb2.Want, count: int) -> Sequence[int]:
-    if want.where == Want.LAST:
-        return (count - 1,)
-    if want.where == Want.ALL:
-        return range(count)
-    for offset in want.listed:
-        if offset >= count:
-            raise ProtocolError(f"A result is wanted at offset {offset} of a row of {count} tokens.")
-    return want.listed
-
-
-def row_results(outputs: Iterable[RowOutput], sequences: SequenceTable) -> list[step_pb2.RowResult]:
-    """Sample, look up and pack what each row wants. One sampling pass serves all rows."""
-    outputs = [output for output in outputs if output.row.wants]
-    results = [step_pb2.RowResult(sequence=output.row.sequence) for output in outputs]
-    _sample_all(outputs, results, sequences)
-    for output, result in zip(outputs, results, strict=True):
-        for want in output.row.wants:
-            _look_up(want, output, result)
-    return results
-
-
-def _look_up(want: step_pb2.Want, output: RowOutput, result: step_pb2.RowResult) -> None:
-    offsets = _offsets(want, output.count)
-    if want.what == Want.LOGPROBS:
-        if len(want.targets) != len(offsets):
-            raise ProtocolError(
-                f"{len(offsets)} positions want log-probabilities of {len(want.targets)} tokens."
-            )
-        result.logprobs.extend(prompt_logprobs(output.at(offsets), want.targets, want.top_logprobs))
-    elif want.what == Want.LOGITS:
-        result.logits.CopyFrom(to_message(output.at(offsets)))
-    elif want.what == Want.HIDDEN:
-        result.hidden.CopyFrom(to_message(output.at(offsets)))
+from mlx_ring.worker.wants import Want, offsets_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
     """One row's share of the sampling pass."""
 
-    output: RowOutput
-    result: step_pb2.RowResult
-    state: OpenSequence
-    offsets: Sequence[int]
+    row: RowInput
+    begin: int
+    """Among all positions that draw."""
+    places: Sequence[int]
+    """Of its positions among the pass's values, flattened."""
 
 
-def _sample_all(
-    outputs: Sequence[RowOutput], results: Sequence[step_pb2.RowResult], sequences: SequenceTable
-) -> None:
-    draws = [
-        _Draw(output, result, sequences[output.row.sequence], _offsets(want, output.count))
-        for output, result in zip(outputs, results, strict=True)
-        for want in output.row.wants
-        if want.what == Want.TOKEN
-    ]
-    if not draws:
-        return
-    parts = [draw.output.at(draw.offsets) for draw in draws]
-    logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-    rows = [_sampler_row(draw, offset) for draw in draws for offset in draw.offsets]
-    tokens = cast("list[int]", sample(logits, rows).tolist())
-    begin = 0
-    for draw in draws:
-        end = begin + len(draw.offsets)
-        accepted = _accept(tokens[begin:end], draw.output.row.draft)
-        _pack(draw, logits[begin : begin + len(accepted)], accepted)
-        draw.state.sampled = accepted[-1]
-        begin = end
+@dataclass(frozen=True, slots=True)
+class DrawnRow:
+    """What a row sampled."""
+
+    row: RowInput
+    token: int
+    """The last one: what the sequence goes on with."""
+    results: list[step_pb2.TokenLogprobs]
+    is_redrawn: bool
+    """Whether that is another token than the lazy one."""
+
+    @property
+    def sequence(self) -> int:
+        return self.row.row.sequence
+
+    def settle(self, *, used: bool) -> None:
+        """Tell the sequence; `used` says that its next row was built on the lazy token."""
+        state = self.row.state
+        state.redrawn = self.is_redrawn
+        if used:
+            state.tokens[self.row.row.start + len(self.row.tokens)] = self.token
+        else:
+            state.sampled = self.token
 
 
-def _sampler_row(draw: _Draw, offset: int) -> SamplerRow:
-    position = draw.output.row.start + offset + 1
-    return draw.state.sampler_row(position)
+class StepDraws:
+    """The tokens that a step draws: lazy until `read`."""
+
+    def __init__(self, step: StepInput, passes: Sequence[Pass]) -> None:
+        self._draws: list[_Draw] = []
+        parts = [part for item in passes if (part := self._take(step, item)) is not None]
+        self._sample: LazySample | None = None
+        self._logprobs: LazyLogprobs | None = None
+        if not parts:
+            return
+        logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        rows = [
+            draw.row.state.sampler_row(draw.row.row.start + offset + 1)
+            for draw in self._draws
+            for offset in draw.row.wants.draws
+        ]
+        self._sample = LazySample(logits, rows)
+        self._logits = logits
+        self._logprobs = self._look(self._sample.tokens)
+        self._announce(self._sample.tokens)
+
+    def _take(self, step: StepInput, item: Pass) -> mx.array | None:
+        """The logits at a pass's positions that draw, (positions, vocabulary); None where there are none."""
+        begin = first = sum(len(draw.places) for draw in self._draws)
+        places: list[int] = []
+        for place, member in enumerate(item.members):
+            row = step.rows[member]
+            if not row.wants.draws:
+                continue
+            where = {offset: index for index, offset in enumerate(item.offsets[place])}
+            theirs = [place * item.positions + where[offset] for offset in row.wants.draws]
+            self._draws.append(_Draw(row, begin, theirs))
+            places += theirs
+            begin += len(theirs)
+        if begin == first:
+            return None
+        logits = mx.flatten(item.values, 0, 1)
+        return logits if places == list(range(logits.shape[0])) else logits[mx.array(places)]
+
+    def _look(self, tokens: mx.array) -> LazyLogprobs | None:
+        """Log-probabilities of the drawn tokens, where some row wants them."""
+        asked = [(draw.row.state.opened.sampling, len(draw.places)) for draw in self._draws]
+        if not any(sampling.logprobs for sampling, _ in asked):
+            return None
+        tops = [sampling.top_logprobs for sampling, count in asked for _ in range(count)]
+        return LazyLogprobs(self._logits, tokens, tops)
+
+    def _announce(self, tokens: mx.array) -> None:
+        """Let the sequences' next rows be built on the tokens that are being drawn."""
+        for draw in self._draws:
+            if not draw.row.row.draft:
+                draw.row.state.drawing = LazyToken(tokens, draw.begin + len(draw.places) - 1)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What to evaluate."""
+        sample = self._sample.arrays if self._sample is not None else []
+        return [*sample, *(self._logprobs.arrays if self._logprobs is not None else [])]
+
+    def read(self) -> list[DrawnRow]:
+        """The tokens of each row that draws. Evaluates."""
+        if self._sample is None:
+            return []
+        tokens, changed = self._sample.read()
+        if changed and self._logprobs is not None:
+            self._logprobs = self._look(mx.array(tokens, mx.int32))
+        logprobs = self._logprobs.read() if self._logprobs is not None else None
+        return [self._drawn(draw, tokens, changed, logprobs) for draw in self._draws]
+
+    @staticmethod
+    def _drawn(
+        draw: _Draw,
+        tokens: Sequence[int],
+        changed: Sequence[int],
+        logprobs: Sequence[step_pb2.TokenLogprobs] | None,
+    ) -> DrawnRow:
+        end = draw.begin + len(draw.places)
+        accepted = _accept(tokens[draw.begin : end], draw.row.row.draft)
+        if logprobs is not None and draw.row.state.opened.sampling.logprobs:
+            results = list(logprobs[draw.begin : draw.begin + len(accepted)])
+        else:
+            results = [step_pb2.TokenLogprobs(token=token) for token in accepted]
+        return DrawnRow(draw.row, accepted[-1], results, is_redrawn=end - 1 in changed)
+
+    def withdraw(self) -> None:
+        """Nobody may build on these tokens any more."""
+        for draw in self._draws:
+            drawing = draw.row.state.drawing
+            if self._sample is not None and drawing is not None and drawing.drawn is self._sample.tokens:
+                draw.row.state.drawing = None
 
 
 def _accept(sampled: Sequence[int], draft: Sequence[int]) -> list[int]:
@@ -137,9 +154,29 @@ def _accept(sampled: Sequence[int], draft: Sequence[int]) -> list[int]:
     return accepted
 
 
-def _pack(draw: _Draw, logits: mx.array, tokens: Sequence[int]) -> None:
-    sampling = draw.state.opened.sampling
-    if sampling.logprobs:
-        draw.result.tokens.extend(token_logprobs(logits, tokens, sampling.top_logprobs))
+def look_up(step: StepInput, passes: Sequence[Pass], results: Mapping[int, step_pb2.RowResult]) -> None:
+    """Add to the rows' results what they want besides tokens. Evaluates."""
+    for item in passes:
+        for place, member in enumerate(item.members):
+            row = step.rows[member]
+            for want in row.wants.looks:
+                values = _values_at(item, place, offsets_of(want, len(row.tokens)))
+                _add(want, values, results[row.row.sequence])
+
+
+def _values_at(item: Pass, place: int, offsets: Sequence[int]) -> mx.array:
+    """A member's values at some of its offsets: a view where those are all that were computed."""
+    computed = item.offsets[place]
+    if tuple(offsets) == computed:
+        return item.values[place, : len(computed)]
+    where = {offset: index for index, offset in enumerate(computed)}
+    return item.values[place, mx.array([where[offset] for offset in offsets])]
+
+
+def _add(want: step_pb2.Want, values: mx.array, result: step_pb2.RowResult) -> None:
+    if want.what == Want.LOGPROBS:
+        result.logprobs.extend(prompt_logprobs(values, want.targets, want.top_logprobs))
+    elif want.what == Want.LOGITS:
+        result.logits.CopyFrom(to_message(values))
     else:
-        draw.result.tokens.extend(step_pb2.TokenLogprobs(token=token) for token in tokens)
+        result.hidden.CopyFrom(to_message(values))

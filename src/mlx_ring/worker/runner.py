@@ -1,76 +1,61 @@
-"""One stage's step: cache operations, activations in, layers, activations or results out.
+"""One stage's steps: cache operations, activations in, layers, activations or results out.
 
-`StageRunner.run` is the whole of it, top to bottom. Only the compute thread calls it.
+A step is taken in, built, submitted to the device, and concluded: waited for and answered. While one is under
+way the next is built on top of it where nothing has to be waited for, so that the device does not wait for
+Python. Answers leave in stream order. Only the compute thread calls this.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
 from mlx_ring.core.errors import ProtocolError, StaleMessage
-from mlx_ring.rpc.failures import error_to_failure
-from mlx_ring.rpc.links import HIDDEN, SAMPLED, Inbox, LinkKey, LinkSender, WireTensor
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.forward import StageForward, StepInput
-from mlx_ring.worker.handover import TokenHandover, samples_token
+from mlx_ring.worker.answers import StageLinks, StepAnswers
+from mlx_ring.worker.forward import StageForward, end_mark, evaluate, flat_activations
+from mlx_ring.worker.handover import TokenHandover
+from mlx_ring.worker.inputs import StepInputs, sampled_key
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.results import row_results
+from mlx_ring.worker.results import StepDraws
 from mlx_ring.worker.sequences import SequenceTable
 from mlx_ring.worker.shard import StageModel
-from mlx_ring.worker.tensors import from_message, from_wire, to_wire
-
-
-def monotonic_us() -> int:
-    """The machine's monotonic clock, microseconds."""
-    return time.monotonic_ns() // 1000
-
-
-@dataclass(frozen=True, slots=True)
-class StageLinks:
-    """A stage's ends: what comes in, what goes to the next stage, what goes back to stage 0."""
-
-    inbox: Inbox
-    next: LinkSender | None = None
-    first: LinkSender | None = None
-
-
-@dataclass(slots=True)
-class _Clock:
-    """One step's times, microseconds."""
-
-    arrived: int
-    started: int
-    link_wait: int = 0
-    link_send: int = 0
-
-    def timings(self) -> step_pb2.Timings:
-        finished = monotonic_us()
-        return step_pb2.Timings(
-            started_us=self.started,
-            finished_us=finished,
-            queue_us=max(0, self.started - self.arrived),
-            link_wait_us=self.link_wait,
-            link_send_us=self.link_send,
-            compute_us=finished - self.started - self.link_wait - self.link_send,
-        )
+from mlx_ring.worker.wants import samples_token
+from mlx_ring.worker.work import Patience, StepClock, StepWork, monotonic_us
 
 
 class StageRunner:
     """Executes steps strictly in stream order and answers each."""
 
     def __init__(
-        self, assignment: worker_pb2.StageAssignment, model: StageModel, kv: KVStore, links: StageLinks
+        self,
+        assignment: worker_pb2.StageAssignment,
+        model: StageModel,
+        kv: KVStore,
+        links: StageLinks,
+        *,
+        submits_ahead: bool | None = None,
     ) -> None:
+        """`submits_ahead` says whether the device is given a step before the last one is done.
+
+        By default a GPU is: it takes commands without making us wait. The CPU's queue is short, so that
+        whoever fills it waits for most of the step, and the answer before that would be late by it.
+        """
         self._assignment = assignment
         self._model = model
         self._kv = kv
-        self._links = links
         self._forward = StageForward(model, kv)
-        self._sequences = SequenceTable(kv)
+        self._sequences = SequenceTable(kv, model.vocab_size)
         self._handover = TokenHandover(links.inbox, self._sequences)
+        self._inputs = StepInputs(model, links.inbox, self._sequences, self._handover)
+        self._answers = StepAnswers(assignment, model, links)
+        self._submits_ahead = (
+            mx.default_device() != mx.Device(mx.cpu) if submits_ahead is None else submits_ahead
+        )
+        self._under_way: StepWork | None = None
+        self._patience = Patience()
         self.last_step = 0
 
     @property
@@ -81,42 +66,90 @@ class StageRunner:
     def kv_bytes(self) -> int:
         return self._kv.nbytes
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step was taken in that has not been answered."""
+        return self._under_way is not None
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for another step before `finish` is called, where one is under way."""
+        return self._patience.seconds(self._under_way) if self._under_way is not None else 0.0
+
+    def take(self, step: step_pb2.Step, arrived_us: int) -> Iterator[step_pb2.StepDone]:
+        """Take in a step; gives the answers that are due, of the step before and perhaps of this one.
+
+        A failure is an answer too, and a tombstone for whoever waits downstream.
+        """
+        work = StepWork(step, StepClock(arrived_us, monotonic_us()))
+        before = self._under_way
+        if before is not None and not self._can_go_on(before, step):
+            yield self._finish(before)
+            before = None
+            work.clock.started = monotonic_us()
+        self._start(work)
+        if before is not None:
+            if self._submits_ahead:
+                self._submit(work)
+            yield self._finish(before, work)
+            if work.is_taken_back:
+                self._attempt(work, self._build)
+        self._submit(work)
+        self._under_way = work
+        if not work.is_under_way:
+            yield self._finish(work)
+
+    def finish(self) -> Iterator[step_pb2.StepDone]:
+        """Wait for the step that is under way; gives its answer, if there is one."""
+        if self._under_way is not None:
+            yield self._finish(self._under_way)
+
     def run(self, step: step_pb2.Step, arrived_us: int) -> step_pb2.StepDone:
-        """Execute one step; a failure is an answer too, and a tombstone for whoever waits downstream."""
-        clock = _Clock(arrived_us, monotonic_us())
-        done = self._answer(step)
-        try:
-            self._admit(step)
-            self._sequences.apply(step.operations)
-            if step.rows:
-                inputs = self._take_inputs(step, clock)
-                if self._model.is_last:
-                    outputs = self._forward.outputs(inputs)
-                    done.results.extend(row_results(outputs, self._sequences))
-                    self._hand_over(step, clock)
-                else:
-                    activations = self._forward.activations(inputs)
-                    self._hand_on(step, inputs, activations, clock)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the head and the next stage must hear of it
-            done.ClearField("results")
-            done.failure.CopyFrom(error_to_failure(error))
-            self._send_tombstones(step, done.failure)
-        done.kv_bytes = self._kv.nbytes
-        done.timings.CopyFrom(clock.timings())
+        """Take in a step and wait for its answer."""
+        *_, done = [*self.take(step, arrived_us), *self.finish()]
         return done
 
     def reset(self) -> None:
         """Free every sequence, as a new head wants it."""
+        for _ in self.finish():
+            pass
         self._sequences.reset()
+        self._handover.reset()
 
-    def _answer(self, step: step_pb2.Step) -> step_pb2.StepDone:
-        return step_pb2.StepDone(
-            instance=step.instance,
-            epoch=step.epoch,
-            step=step.step,
-            stage=self._assignment.stage,
-            rank=self._assignment.rank,
+    # ---- a step is built
+
+    def _can_go_on(self, before: StepWork, step: step_pb2.Step) -> bool:
+        """Whether a step can be built while the one before is under way, without waiting for anything."""
+        return (
+            before.leaves_way
+            and self._kv.can_undo
+            and bool(step.rows)
+            and all(operation.HasField("open") for operation in step.operations)
+            and self._inputs.at_hand(step)
         )
+
+    def _start(self, work: StepWork) -> None:
+        """Take in what the step brings, and build it."""
+        self._attempt(work, self._take_in)
+        if work.step.rows and work.error is None:
+            self._attempt(work, self._build)
+
+    def _attempt(self, work: StepWork, part: Callable[[StepWork], None]) -> None:
+        try:
+            part(work)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the head and the next stage must hear of it
+            self._take_back(work)
+            work.error = error
+
+    def _take_in(self, work: StepWork) -> None:
+        """All that happens once, however often the step is built."""
+        self._admit(work.step)
+        work.refused = self._sequences.apply(work.step.operations)
+        if work.step.rows:
+            deadline = time.monotonic() + work.step.deadline_s if work.step.deadline_s else None
+            waiting = monotonic_us()
+            work.message = self._inputs.receive(work.step, deadline)
+            work.clock.link_wait += monotonic_us() - waiting
 
     def _admit(self, step: step_pb2.Step) -> None:
         ours = self._assignment
@@ -129,122 +162,91 @@ class StageRunner:
             raise ProtocolError(f"Step {step.step} came after step {self.last_step}.")
         self.last_step = step.step
 
-    def _take_inputs(self, step: step_pb2.Step, clock: _Clock) -> StepInput:
-        """The rows' tokens, and the activations where a stage comes before."""
-        for row in step.rows:
-            _check_length(row)
-            self._sequences.check_start(row)
-        deadline = time.monotonic() + step.deadline_s if step.deadline_s else None
-        waiting = monotonic_us()
-        if self._model.is_first:
-            tokens = [self._row_tokens(row, deadline) for row in step.rows]
-            hidden = _embeddings(step)
-            self._expect_tokens(step)
-        else:
-            message = self._links.inbox.recv(_key(step), deadline)
-            tokens = self._downstream_tokens(step, message)
-            hidden = from_wire(message)
-        clock.link_wait += monotonic_us() - waiting
-        for row, ids in zip(step.rows, tokens, strict=True):
-            self._sequences.feed(row, ids)
-        return StepInput(step.rows, tokens, hidden)
+    def _build(self, work: StepWork) -> None:
+        """Everything up to the answer, lazily. It can be taken back."""
+        step, refused = work.step, work.refused
+        work.failed = {row.sequence: refused[row.sequence] for row in step.rows if row.sequence in refused}
+        work.inputs = self._inputs.feed(step, work.message, work.failed)
+        self._forward.build(work.inputs, work.passes)
+        if self._model.is_last:
+            work.draws = StepDraws(work.inputs, work.passes)
+            return
+        work.activations = flat_activations(work.passes) if work.passes else None
+        if self._model.is_first and step.hand_over_tokens:
+            sampling = [row.row.sequence for row in work.inputs.rows if samples_token(row.row)]
+            self._handover.expect(sampled_key(step), sampling)
 
-    def _row_tokens(self, row: step_pb2.Row, deadline: float | None) -> list[int]:
-        kind = row.WhichOneof("input")
-        if kind == "previous":
-            return [self._previous_token(row.sequence, deadline), *row.draft]
-        return _said_tokens(row)
+    def _take_back(self, work: StepWork) -> None:
+        """Undo what was built: sequences stand as before the step, but for its operations."""
+        self._kv.undo([item.batch for item in work.passes])
+        if work.draws is not None:
+            work.draws.withdraw()
+        for row in work.inputs.rows if work.inputs is not None else []:
+            row.state.sampled = row.sampled_before
+        work.take_back()
 
-    def _previous_token(self, sequence: int, deadline: float | None) -> int:
-        if not self._model.is_last:
-            return self._handover.token(sequence, deadline)
-        token = self._sequences[sequence].sampled
-        if token is None:
-            raise ProtocolError(f"Sequence {sequence} has no sampled token for a row with `previous`.")
-        return token
+    # ---- a step is computed
 
-    def _expect_tokens(self, step: step_pb2.Step) -> None:
-        if not self._model.is_last:
-            self._handover.collect()
-            if step.hand_over_tokens:
-                self._handover.expect(_key(step, SAMPLED), step.rows)
+    def _submit(self, work: StepWork) -> None:
+        """Give the step to the device. Does not wait for it."""
+        if work.is_submitted or not work.is_under_way:
+            return
+        work.is_submitted = True
+        work.outputs = self._outputs(work)
+        try:
+            evaluate(work.passes, *work.outputs)
+        except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
+            self._lose(work, error)
+        work.clock.submitted = monotonic_us()
 
     @staticmethod
-    def _downstream_tokens(step: step_pb2.Step, message: WireTensor) -> list[list[int]]:
-        """The rows' tokens on a later stage: from the step, or with the activations where it has `previous`."""
-        if not message.tokens:
-            return [_said_tokens(row) for row in step.rows]
-        tokens: list[list[int]] = []
-        begin = 0
-        for row in step.rows:
-            end = begin + _row_length(row)
-            tokens.append(list(message.tokens[begin:end]))
-            begin = end
-        return tokens
+    def _outputs(work: StepWork) -> list[mx.array]:
+        if work.activations is not None:
+            return [work.activations]
+        outputs = list(work.draws.arrays) if work.draws is not None else []
+        if work.is_looked_at:
+            outputs += [item.values for item in work.passes]
+        return outputs or [end_mark(work.passes)]
 
-    def _hand_on(self, step: step_pb2.Step, inputs: StepInput, activations: mx.array, clock: _Clock) -> None:
-        """Send activations to the next stage, with the token ids if it cannot know them."""
-        sending = monotonic_us()
-        previous = any(row.WhichOneof("input") == "previous" for row in step.rows)
-        tokens = tuple(token for ids in inputs.tokens for token in ids) if previous else ()
-        if self._links.next is not None:
-            self._links.next.send(_key(step), to_wire(activations, tokens))
-        clock.link_send += monotonic_us() - sending
+    def _lose(self, work: StepWork, error: Exception) -> None:
+        """The step failed while it was computed."""
+        if work.draws is not None:
+            work.draws.withdraw()
+        self._kv.fail([item.batch for item in work.passes])
+        work.error = error
 
-    def _hand_over(self, step: step_pb2.Step, clock: _Clock) -> None:
-        """Send what was sampled back to stage 0, where the head asks for it."""
-        if not step.hand_over_tokens or self._links.first is None:
+    # ---- a step is answered
+
+    def _finish(self, work: StepWork, follower: StepWork | None = None) -> step_pb2.StepDone:
+        """Wait for the step and answer it. A follower that was built on what did not come true is taken back."""
+        self._under_way = None
+        if work.is_under_way:
+            self._conclude(work, follower)
+        if follower is not None:
+            follower.clock.started = monotonic_us()
+        done = self._answers.give(work)
+        done.kv_bytes = self._kv.nbytes
+        done.timings.CopyFrom(work.clock.timings(monotonic_us()))
+        return done
+
+    def _conclude(self, work: StepWork, follower: StepWork | None) -> None:
+        """Wait until the device is done with the step, and take note of what it sampled."""
+        try:
+            mx.eval(*work.outputs)
+            work.drawn = work.draws.read() if work.draws is not None else []
+        except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
+            if follower is not None:
+                self._take_back(follower)
+            self._lose(work, error)
             return
-        sending = monotonic_us()
-        sampled = [self._sequences[row.sequence].sampled for row in step.rows if samples_token(row)]
-        tokens = tuple(token for token in sampled if token is not None)
-        self._links.first.send(_key(step, SAMPLED), WireTensor("uint32", (0,), b"", tokens))
-        clock.link_send += monotonic_us() - sending
-
-    def _send_tombstones(self, step: step_pb2.Step, failure: step_pb2.Failure) -> None:
-        if step.rows and self._links.next is not None:
-            self._links.next.send_failure(_key(step), failure)
-        if step.hand_over_tokens and self._links.first is not None:
-            self._links.first.send_failure(_key(step, SAMPLED), failure)
-
-
-def _key(step: step_pb2.Step, purpose: worker_pb2.Activation.Purpose = HIDDEN) -> LinkKey:
-    return LinkKey(step.instance, step.epoch, step.step, purpose)
-
-
-def _check_length(row: step_pb2.Row) -> None:
-    if not _row_length(row):
-        raise ProtocolError(f"The row of sequence {row.sequence} has no tokens.")
-
-
-def _row_length(row: step_pb2.Row) -> int:
-    match row.WhichOneof("input"):
-        case "tokens":
-            return len(row.tokens.ids) + len(row.draft)
-        case "embeddings":
-            return row.embeddings.shape[0]
-        case "token" | "previous":
-            return 1 + len(row.draft)
-        case _:
-            raise ProtocolError(f"The row of sequence {row.sequence} has no input.")
-
-
-def _said_tokens(row: step_pb2.Row) -> list[int]:
-    """The tokens that the step itself names; zeros stand for embeddings."""
-    match row.WhichOneof("input"):
-        case "tokens":
-            return [*row.tokens.ids, *row.draft]
-        case "token":
-            return [row.token, *row.draft]
-        case _:
-            return [0] * _row_length(row)
-
-
-def _embeddings(step: step_pb2.Step) -> mx.array | None:
-    """`(tokens, hidden)` that enters layer 0, where the rows are embeddings instead of tokens."""
-    given = [row.WhichOneof("input") == "embeddings" for row in step.rows]
-    if not any(given):
-        return None
-    if not all(given):
-        raise ProtocolError(f"Step {step.step} mixes rows of embeddings with rows of tokens.")
-    return mx.concatenate([from_message(row.embeddings) for row in step.rows])
+        self._patience.note(work, monotonic_us())
+        for item in work.passes:
+            self._kv.commit(item.batch)
+        built_on = follower.built_on if follower is not None else set[int]()
+        if follower is not None and any(row.is_redrawn and row.sequence in built_on for row in work.drawn):
+            self._take_back(follower)
+            built_on.clear()
+        if work.draws is not None:
+            work.draws.withdraw()
+        for drawn in work.drawn:
+            drawn.settle(used=drawn.sequence in built_on)

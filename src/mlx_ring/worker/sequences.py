@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mlx_ring.core.errors import ProtocolError
+import mlx.core as mx
+
+from mlx_ring.core.errors import ProtocolError, RingError, StepFailed
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.sampler import Parameters, SamplerRow
+
+UNKNOWN_TOKEN = -1
+"""Stands in a sequence's tokens for one that is being drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class LazyToken:
+    """A token that a step under way draws."""
+
+    drawn: mx.array
+    """(rows,) int32, of all rows of that step."""
+    index: int
 
 
 @dataclass(slots=True)
@@ -22,12 +36,23 @@ class OpenSequence:
     eos: frozenset[int]
     sampled: int | None = None
     """What its previous step sampled: the input of a row with `previous`."""
+    drawing: LazyToken | None = None
+    """The same, while that step is under way."""
+    redrawn: bool = False
+    """Whether what was sampled last is another token than the lazy one."""
+    parked: bool = False
 
     @classmethod
-    def from_message(cls, opened: step_pb2.Open) -> OpenSequence:
-        return cls(
-            opened, list(opened.tokens), Parameters.from_message(opened.sampling), frozenset(opened.eos)
-        )
+    def from_message(cls, opened: step_pb2.Open, vocabulary: int) -> OpenSequence:
+        """Raises `RequestError` for sampling that a model of this vocabulary cannot apply."""
+        if opened.HasField("grammar"):
+            raise ProtocolError(
+                f"Sequence {opened.sequence} asks for a {opened.grammar.kind!r} grammar, "
+                "which this version of the worker does not apply."
+            )
+        sampling = Parameters.from_message(opened.sampling)
+        sampling.check(vocabulary)
+        return cls(opened, list(opened.tokens), sampling, frozenset(opened.eos))
 
     def sampler_row(self, position: int) -> SamplerRow:
         """How the token at `position` is drawn, given the tokens before it."""
@@ -44,9 +69,12 @@ class OpenSequence:
 class SequenceTable:
     """Every open sequence, beside its KV. Cache operations run on both."""
 
-    def __init__(self, kv: KVStore) -> None:
+    def __init__(self, kv: KVStore, vocabulary: int) -> None:
         self._kv = kv
+        self._vocabulary = vocabulary
         self._open: dict[int, OpenSequence] = {}
+        self._refused: dict[int, RingError] = {}
+        """Sequences that could not be opened, until they are freed."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -58,56 +86,125 @@ class SequenceTable:
         try:
             return self._open[sequence]
         except KeyError:
-            raise ProtocolError(f"Sequence {sequence} is not open here.") from None
+            pass
+        refused = self._refused.get(sequence)
+        raise refused or ProtocolError(f"Sequence {sequence} is not open here.")
 
-    def apply(self, operations: Iterable[step_pb2.CacheOperation]) -> None:
-        """Run a step's cache operations in their order."""
+    def apply(self, operations: Iterable[step_pb2.CacheOperation]) -> dict[int, RingError]:
+        """Run a step's cache operations in their order.
+
+        Returns:
+            For each sequence whose operation failed, why; the other operations were run.
+        """
+        failed: dict[int, RingError] = {}
         for operation in operations:
-            match operation.WhichOneof("operation"):
-                case "open":
-                    self._start(operation.open)
-                case "fork":
-                    self._fork(operation.fork)
-                case "trim":
-                    self._kv.trim(operation.trim.sequence, operation.trim.length)
-                case "free":
-                    self._free(operation.free.sequence)
-                case "reset":
-                    self.reset()
-                case _:
-                    raise ProtocolError("A cache operation names nothing to do.")
+            try:
+                self._apply(operation)
+            except RingError as error:
+                sequence = _concerned(operation)
+                if sequence is None:
+                    raise
+                failed.setdefault(sequence, error)
+        return failed
+
+    def _apply(self, operation: step_pb2.CacheOperation) -> None:
+        match operation.WhichOneof("operation"):
+            case "open":
+                self._start(operation.open)
+            case "fork":
+                self._fork(operation.fork)
+            case "trim":
+                self._trim(operation.trim)
+            case "free":
+                self._free(operation.free.sequence)
+            case "park":
+                self._park(operation.park.sequence)
+            case "reset":
+                self.reset()
+            case _:
+                raise ProtocolError("A cache operation names nothing to do.")
 
     def _start(self, opened: step_pb2.Open) -> None:
-        if opened.HasField("grammar"):
-            raise ProtocolError(
-                f"Sequence {opened.sequence} asks for a {opened.grammar.kind!r} grammar, "
-                "which this version of the worker does not apply."
-            )
-        self._kv.open(opened.sequence, opened.max_length)
-        self._open[opened.sequence] = OpenSequence.from_message(opened)
+        sequence = opened.sequence
+        if sequence in self._open:
+            raise ProtocolError(f"Sequence {sequence} is open already.")
+        try:
+            state = OpenSequence.from_message(opened, self._vocabulary)
+            self._kv.open(sequence, opened.max_length)
+        except RingError as error:
+            self._refused[sequence] = error
+            raise
+        self._refused.pop(sequence, None)
+        self._open[sequence] = state
 
     def _fork(self, fork: step_pb2.Fork) -> None:
         source, destination = self[fork.source], self[fork.destination]
-        self._kv.fork(fork.source, fork.destination, fork.length)
+        self._kv.fork(fork.source, fork.destination, fork.length, take=fork.take)
         destination.tokens = source.tokens[: fork.length]
+        if fork.take:
+            del self._open[fork.source]
+
+    def _trim(self, trim: step_pb2.Trim) -> None:
+        state = self[trim.sequence]
+        self._kv.trim(trim.sequence, trim.length)
+        del state.tokens[trim.length :]
+
+    def _park(self, sequence: int) -> None:
+        state = self[sequence]
+        self._kv.park(sequence)
+        state.parked = True
 
     def _free(self, sequence: int) -> None:
-        self._kv.free(sequence)
-        self._open.pop(sequence, None)
+        if self._refused.pop(sequence, None) is None:
+            self._kv.free(sequence)
+            self._open.pop(sequence, None)
 
     def reset(self) -> None:
         """Free every sequence."""
         self._kv.reset()
         self._open.clear()
+        self._refused.clear()
 
-    def feed(self, row: step_pb2.Row, ids: Iterable[int]) -> None:
-        """Note the tokens that a row feeds, from its start on."""
-        self[row.sequence].tokens[row.start :] = ids
+    def check(self, row: step_pb2.Row, count: int) -> OpenSequence:
+        """The sequence of a row of `count` tokens.
 
-    def check_start(self, row: step_pb2.Row) -> None:
-        """Raises `ProtocolError` when the head's idea of the KV length is not this rank's."""
+        Raises:
+            ProtocolError: it cannot step, its KV is gone, or the head's idea of its length is not this rank's.
+        """
+        state = self[row.sequence]
+        if state.parked:
+            raise ProtocolError(f"Sequence {row.sequence} is parked: it can be forked, and steps no more.")
         length = self._kv.length(row.sequence)
         if length != row.start:
             raise ProtocolError(
                 f"Sequence {row.sequence} has {length} tokens of KV here; the step expects {row.start}."
             )
+        try:
+            self._kv.check(row.sequence, count)
+        except StepFailed as error:
+            # The row is not what the head takes it for: it alone is computed again.
+            raise ProtocolError(str(error)) from error
+        return state
+
+    @staticmethod
+    def feed(state: OpenSequence, start: int, tokens: Sequence[int]) -> None:
+        """Note the tokens that a row feeds, from its start on. What was sampled before is used up."""
+        state.tokens[start:] = tokens
+        state.sampled = state.drawing = None
+
+
+def _concerned(operation: step_pb2.CacheOperation) -> int | None:
+    """The sequence that suffers when an operation fails; None where that is all."""
+    match operation.WhichOneof("operation"):
+        case "open":
+            return operation.open.sequence
+        case "fork":
+            return operation.fork.destination
+        case "trim":
+            return operation.trim.sequence
+        case "free":
+            return operation.free.sequence
+        case "park":
+            return operation.park.sequence
+        case _:
+            return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,15 +17,26 @@ from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.links import GrpcLink, Inbox
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.loading import load_stage
-from mlx_ring.worker.runner import StageLinks, StageRunner
+from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.shard import StageModel
 
 log = logging.getLogger(__name__)
 
 Report = Callable[[worker_pb2.LoadProgress], None]
 _WARM_UP_SEQUENCE = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltStage:
+    """A stage that is ready to step."""
+
+    runner: StageRunner
+    dtype: DType
+    """What it computes in."""
+    kv: worker_pb2.KvTraits
 
 
 def resolve_dtype(asked: str, folder: ModelFolder) -> DType:
@@ -51,7 +63,7 @@ def parse_dtype(name: str) -> DType:
 
 def build_stage(
     request: worker_pb2.LoadRequest, inbox: Inbox, hello: hello_pb2.Hello, report: Report
-) -> tuple[StageRunner, DType]:
+) -> BuiltStage:
     """Load the assigned layers and join the links.
 
     Args:
@@ -60,8 +72,8 @@ def build_stage(
         hello: this worker's greeting, for the links it opens.
         report: told of progress, in bytes of weights.
 
-    Returns:
-        The runner, and the dtype it computes in.
+    Raises:
+        RingError: the stage cannot be built as asked.
     """
     assignment = request.assignment
     folder = read_model_folder(Path(request.model_path))
@@ -96,7 +108,7 @@ def build_stage(
     runner = StageRunner(assignment, model, kv, links)
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _warm_up(model, kv)
-    return runner, dtype
+    return BuiltStage(runner, dtype, kv.traits())
 
 
 def _join_links(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -33,7 +34,8 @@ class Batch:
     def arrays(self) -> list[mx.array]:
         """What to evaluate with the outputs, so that one evaluation does all."""
         tails = [array for tail in self.members.tails.values() for array in tail]
-        return [*self.members.bank.arrays(), *tails]
+        states = [array for state in self.states for array in _leaves(state.state)]
+        return [*self.members.bank.arrays(), *tails, *states]
 
     def remember(self) -> None:
         """Before the forward pass is built: make it possible to undo it."""
@@ -43,3 +45,12 @@ class Batch:
     def forget(self) -> None:
         """Before the pass is evaluated: while the planes are remembered, MLX copies them to write to them."""
         self.planes_before = None
+
+
+def _leaves(tree: Any) -> Iterator[mx.array]:
+    """The arrays in what mlx-lm's caches call their state."""
+    if isinstance(tree, mx.array):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for part in cast("Sequence[Any]", tree):
+            yield from _leaves(part)

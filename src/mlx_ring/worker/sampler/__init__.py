@@ -9,8 +9,16 @@ frequency and presence penalties, temperature, min-p, top-k, top-p, draw. Where 
 likely at a threshold, the lowest ids are kept, so `top_k=1` is greedy.
 """
 
-from mlx_ring.worker.sampler.logprobs import prompt_logprobs, token_logprobs
+from mlx_ring.worker.sampler.logprobs import LazyLogprobs, prompt_logprobs, token_logprobs
 from mlx_ring.worker.sampler.parameters import Parameters, SamplerRow
-from mlx_ring.worker.sampler.sample import sample
+from mlx_ring.worker.sampler.sample import LazySample, sample
 
-__all__ = ["Parameters", "SamplerRow", "prompt_logprobs", "sample", "token_logprobs"]
+__all__ = [
+    "LazyLogprobs",
+    "LazySample",
+    "Parameters",
+    "SamplerRow",
+    "prompt_logprobs",
+    "sample",
+    "token_logprobs",
+]

@@ -38,14 +38,13 @@ def adjust(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
       0, are subtracted (OpenAI).
     - The EOS set is -inf while the answer is shorter than `min_tokens`.
 
-    Tokens of the history that the vocabulary does not have are passed over. Raises RequestError for
-    parameters that cannot be applied.
+    Tokens that the vocabulary does not have are passed over.
     """
     vocabulary = logits.shape[1]
     edits = _Edits()
     for index, row in enumerate(rows):
-        row.sampling.check(vocabulary)
-        _collect(edits, index * vocabulary, vocabulary, row)
+        if _changes(row):
+            _collect(edits, index * vocabulary, vocabulary, row)
     if not edits.place:
         return logits
     flat = mx.flatten(logits)
@@ -56,6 +55,12 @@ def adjust(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
     value = value - mx.array(edits.penalty, dtype=mx.float32)
     value = mx.where(mx.array(edits.barred), -mx.inf, value)
     return mx.reshape(mx.put_along_axis(flat, place, value, axis=0), logits.shape)
+
+
+def _changes(row: SamplerRow) -> bool:
+    """Whether anything can be changed; most rows are left alone."""
+    sampling = row.sampling
+    return sampling.penalises or bool(sampling.logit_bias) or bool(sampling.min_tokens and row.eos)
 
 
 def _collect(edits: _Edits, offset: int, vocabulary: int, row: SamplerRow) -> None:

@@ -77,6 +77,18 @@ def among_largest(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
     return reassemble(parts)
 
 
+def among_few(logits: mx.array, rows: Sequence[SamplerRow]) -> tuple[mx.array, mx.array | None]:
+    """As `among_largest`, with one look at the fewest candidates, all lazy.
+
+    Returns the tokens, and for each row whether they were enough; None where that is certain.
+    """
+    vocabulary = logits.shape[1]
+    size = min(_CANDIDATES[0], vocabulary)
+    tokens, settled = _draw_among(logits, rows, size)
+    certain = all(_bounded(row, size, vocabulary) for row in rows)
+    return tokens, None if certain else settled
+
+
 def take(rows: mx.array, chosen: list[int]) -> mx.array:
     """The chosen rows, which are in ascending order; no copy where that is all of them."""
     return rows if len(chosen) == rows.shape[0] else rows[mx.array(chosen)]

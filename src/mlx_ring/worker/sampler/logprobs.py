@@ -19,34 +19,53 @@ _POSITIONS_AT_ONCE = 32
 """Bounds the working memory of a long prompt: some ten arrays of positions x vocabulary."""
 
 
+class LazyLogprobs:
+    """Log-probabilities of one token for each row of (rows, vocabulary), and of the most likely ones, to be evaluated.
+
+    `tops` says how many of those a row gets; above the vocabulary's size it means all.
+    """
+
+    def __init__(self, logits: mx.array, tokens: mx.array, tops: Sequence[int]) -> None:
+        vocabulary = logits.shape[1]
+        logits = logits.astype(mx.float32)
+        total = log_total(logits)
+        self._tops = [min(count, vocabulary) for count in tops]
+        self._tokens = tokens.astype(mx.int32)
+        self._own = (mx.take_along_axis(logits, self._tokens[:, None], axis=-1) - total)[:, 0]
+        self.arrays = [self._tokens, self._own]
+        if most := max(self._tops, default=0):
+            values, self._top_tokens = largest(logits, most)
+            self._top_logprobs = values - total
+            self.arrays += [self._top_tokens, self._top_logprobs]
+
+    def read(self) -> list[step_pb2.TokenLogprobs]:
+        """One for each row. Evaluates."""
+        tokens, own = _ints(self._tokens), _floats(self._own)
+        if not any(self._tops):
+            return [
+                step_pb2.TokenLogprobs(token=token, logprob=value)
+                for token, value in zip(tokens, own, strict=True)
+            ]
+        top_tokens = cast("list[list[int]]", self._top_tokens.tolist())
+        top_logprobs = cast("list[list[float]]", self._top_logprobs.tolist())
+        rows = zip(tokens, own, self._tops, top_tokens, top_logprobs, strict=True)
+        return [
+            step_pb2.TokenLogprobs(
+                token=token, logprob=value, top_tokens=near[:count], top_logprobs=theirs[:count]
+            )
+            for token, value, count, near, theirs in rows
+        ]
+
+
 def token_logprobs(
     logits: mx.array, tokens: mx.array | Sequence[int], top: int | Sequence[int]
 ) -> list[step_pb2.TokenLogprobs]:
     """For each row of (rows, vocabulary), the log-probability of its token and of the `top` most likely ones.
 
-    `top` is one number or one for each row; above the vocabulary's size it means all. Evaluates.
+    `top` is one number or one for each row. Evaluates.
     """
-    rows, vocabulary = logits.shape
-    tops = [min(count, vocabulary) for count in ([top] * rows if isinstance(top, int) else top)]
-    logits = logits.astype(mx.float32)
-    chosen = (tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))).astype(mx.int32)
-    total = log_total(logits)
-    own = (mx.take_along_axis(logits, chosen[:, None], axis=-1) - total)[:, 0]
-    most = max(tops, default=0)
-    if not most:
-        pairs = zip(_ints(chosen), _floats(own), strict=True)
-        return [step_pb2.TokenLogprobs(token=token, logprob=value) for token, value in pairs]
-    values, ids = largest(logits, most)
-    top_tokens = cast("list[list[int]]", ids.tolist())
-    top_logprobs = cast("list[list[float]]", (values - total).tolist())
-    return [
-        step_pb2.TokenLogprobs(
-            token=token, logprob=value, top_tokens=near[:count], top_logprobs=theirs[:count]
-        )
-        for token, value, count, near, theirs in zip(
-            _ints(chosen), _floats(own), tops, top_tokens, top_logprobs, strict=True
-        )
-    ]
+    chosen = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens), mx.int32)
+    return LazyLogprobs(logits, chosen, [top] * logits.shape[0] if isinstance(top, int) else top).read()
 
 
 def prompt_logprobs(logits: mx.array, targets: Sequence[int], top: int) -> list[step_pb2.TokenLogprobs]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
@@ -25,16 +25,71 @@ def sample(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
     """
     if not rows:
         return mx.zeros((0,), dtype=mx.int32)
-    vocabulary = logits.shape[1]
+    for row in rows:
+        row.sampling.check(logits.shape[1])
     logits = adjust(logits.astype(mx.float32), rows)
+    parts = [
+        (chosen, kind(draw.take(logits, chosen), [rows[index] for index in chosen]))
+        for kind, chosen in _kinds(rows, logits.shape[1]).items()
+    ]
+    return draw.reassemble(parts)
+
+
+class LazySample:
+    """Tokens as `sample` draws them, without a look at any value: to be evaluated with whatever comes next.
+
+    Parameters must have been checked. A row with top-p may turn out to need more candidates than were taken:
+    `read` draws it again, and what was computed from its lazy token is void.
+    """
+
+    def __init__(self, logits: mx.array, rows: Sequence[SamplerRow]) -> None:
+        self._logits = logits
+        self._rows = rows
+        self._in_doubt: tuple[list[int], mx.array] | None = None
+        adjusted = adjust(logits.astype(mx.float32), rows)
+        parts: list[tuple[list[int], mx.array]] = []
+        for kind, chosen in _kinds(rows, logits.shape[1]).items():
+            theirs = draw.take(adjusted, chosen), [rows[index] for index in chosen]
+            if kind is draw.among_largest:
+                tokens, settled = draw.among_few(*theirs)
+                if settled is not None:
+                    self._in_doubt = chosen, settled
+            else:
+                tokens = kind(*theirs)
+            parts.append((chosen, tokens))
+        self.tokens = draw.reassemble(parts)
+        """(rows,) int32."""
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What to evaluate."""
+        return [self.tokens] if self._in_doubt is None else [self.tokens, self._in_doubt[1]]
+
+    def read(self) -> tuple[list[int], list[int]]:
+        """The tokens, and which rows' differ from the lazy ones. Evaluates."""
+        tokens = cast("list[int]", self.tokens.tolist())
+        if self._in_doubt is None:
+            return tokens, []
+        chosen, settled = self._in_doubt
+        flags = cast("list[bool]", settled.tolist())
+        open_rows = [row for row, flag in zip(chosen, flags, strict=True) if not flag]
+        if not open_rows:
+            return tokens, []
+        again = sample(draw.take(self._logits, open_rows), [self._rows[row] for row in open_rows])
+        changed: list[int] = []
+        for row, token in zip(open_rows, cast("list[int]", again.tolist()), strict=True):
+            if tokens[row] != token:
+                tokens[row] = token
+                changed.append(row)
+        return tokens, changed
+
+
+def _kinds(rows: Sequence[SamplerRow], vocabulary: int) -> dict[_Draw, list[int]]:
+    """The rows to draw in each way, ascending."""
     kinds: dict[_Draw, list[int]] = {}
     for index, row in enumerate(rows):
         kinds.setdefault(_kind(row, vocabulary), []).append(index)
-    parts = [
-        (chosen, kind(draw.take(logits, chosen), [rows[index] for index in chosen]))
-        for kind, chosen in kinds.items()
-    ]
-    return draw.reassemble(parts)
+    return kinds
 
 
 def _kind(row: SamplerRow, vocabulary: int) -> _Draw:

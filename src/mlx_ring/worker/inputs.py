@@ -1,0 +1,213 @@
+"""What a step feeds: each row's tokens, and the activations where a stage comes before.
+
+A row that cannot be fed fails alone; the stages after hear of it with the activations of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import mlx.core as mx
+
+from mlx_ring.core.errors import ProtocolError, RingError
+from mlx_ring.rpc.failures import failure_to_error
+from mlx_ring.rpc.links import SAMPLED, Inbox, LinkKey, WireTensor
+from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker.handover import TokenHandover
+from mlx_ring.worker.sequences import UNKNOWN_TOKEN, LazyToken, OpenSequence, SequenceTable
+from mlx_ring.worker.shard import StageModel
+from mlx_ring.worker.tensors import from_message, from_wire
+from mlx_ring.worker.wants import NOTHING, RowWants, read_wants
+
+
+@dataclass(slots=True)
+class RowInput:
+    """A row that can be fed."""
+
+    row: step_pb2.Row
+    state: OpenSequence
+    tokens: list[int]
+    lazy: LazyToken | None
+    """Stands for the first token, which is being drawn."""
+    wants: RowWants
+    """On the last stage."""
+    sampled_before: int | None
+    """What the sequence's `sampled` was."""
+
+
+@dataclass(slots=True)
+class StepInput:
+    """The rows of a step that can be fed, and `(tokens, hidden)` that enters this stage's layers, if anything does."""
+
+    rows: list[RowInput]
+    hidden: mx.array | None
+
+    def begins(self) -> list[int]:
+        """Where each row begins in the flat activations."""
+        begins: list[int] = []
+        total = 0
+        for row in self.rows:
+            begins.append(total)
+            total += len(row.tokens)
+        return begins
+
+
+class StepInputs:
+    """Takes steps' inputs from where they come."""
+
+    def __init__(
+        self, model: StageModel, inbox: Inbox, sequences: SequenceTable, handover: TokenHandover
+    ) -> None:
+        self._model = model
+        self._inbox = inbox
+        self._sequences = sequences
+        self._handover = handover
+
+    def at_hand(self, step: step_pb2.Step) -> bool:
+        """Whether all that the step feeds is here or being drawn, so that it can be built without waiting."""
+        if not self._model.is_first:
+            return self._inbox.holds(step_key(step))
+        return all(self._has_tokens(row) for row in step.rows)
+
+    def _has_tokens(self, row: step_pb2.Row) -> bool:
+        if not row.previous:
+            return True
+        if not self._model.is_last:
+            return self._handover.has(row.sequence)
+        if row.sequence not in self._sequences:
+            return False
+        state = self._sequences[row.sequence]
+        if state.drawing is None:
+            return state.sampled is not None
+        # Penalties need the token itself, and so does whoever had to draw it twice last time.
+        return not (state.sampling.penalises or state.redrawn)
+
+    def receive(self, step: step_pb2.Step, deadline: float | None) -> WireTensor | None:
+        """Wait for what the step needs from other stages: activations, or tokens for rows with `previous`.
+
+        Raises:
+            RingError: the step failed there, the deadline passed, or the link broke.
+        """
+        if not self._model.is_first:
+            return self._inbox.recv(step_key(step), deadline)
+        if not self._model.is_last:
+            self._handover.collect()
+            for row in step.rows:
+                if row.previous:
+                    self._handover.wait(row.sequence, deadline)
+        return None
+
+    def feed(
+        self, step: step_pb2.Step, message: WireTensor | None, failed: dict[int, RingError]
+    ) -> StepInput:
+        """The rows that can be fed; their sequences take note of the tokens. The others are added to `failed`."""
+        sent = self._sent(step, message, failed)
+        fed = [row_input for row in sent if (row_input := self._try_row(row, failed)) is not None]
+        hidden = _embeddings(step, fed) if message is None else _received(message, sent, fed)
+        for row_input in fed:
+            self._sequences.feed(row_input.state, row_input.row.start, row_input.tokens)
+        return StepInput(fed, hidden)
+
+    @staticmethod
+    def _sent(
+        step: step_pb2.Step, message: WireTensor | None, failed: dict[int, RingError]
+    ) -> Sequence[step_pb2.Row]:
+        """The rows that no stage before has given up."""
+        if message is None or message.failure is None:
+            return step.rows
+        failed.update(dict.fromkeys(message.failure.sequences, failure_to_error(message.failure)))
+        return [row for row in step.rows if row.sequence not in message.failure.sequences]
+
+    def _try_row(self, row: step_pb2.Row, failed: dict[int, RingError]) -> RowInput | None:
+        if row.sequence in failed:
+            return None
+        try:
+            return self._row(row)
+        except RingError as error:
+            failed[row.sequence] = error
+            return None
+
+    def _row(self, row: step_pb2.Row) -> RowInput:
+        count = row_length(row)
+        if not count:
+            raise ProtocolError(f"The row of sequence {row.sequence} has no tokens.")
+        if row.draft and row.HasField("tokens"):
+            raise ProtocolError(f"The row of sequence {row.sequence} has drafts after more than one token.")
+        state = self._sequences.check(row, count)
+        wants = read_wants(row, count) if self._model.is_last else NOTHING
+        tokens, lazy = _said_tokens(row, count), None
+        if row.previous and self._model.is_first:
+            tokens[0], lazy = self._previous(row.sequence, state)
+        return RowInput(row, state, tokens, lazy, wants, state.sampled)
+
+    def _previous(self, sequence: int, state: OpenSequence) -> tuple[int, LazyToken | None]:
+        if state.drawing is not None:
+            return UNKNOWN_TOKEN, state.drawing
+        return self._handover.token(sequence), None
+
+
+def step_key(step: step_pb2.Step) -> LinkKey:
+    """What the step's activations are filed under."""
+    return LinkKey(step.instance, step.epoch, step.step)
+
+
+def sampled_key(step: step_pb2.Step) -> LinkKey:
+    """What the tokens that the step samples are filed under."""
+    return LinkKey(step.instance, step.epoch, step.step, SAMPLED)
+
+
+def row_length(row: step_pb2.Row) -> int:
+    """Tokens that a row feeds. Raises `ProtocolError` where it has no input."""
+    match row.WhichOneof("input"):
+        case "token" | "previous":
+            return 1 + len(row.draft)
+        case "tokens":
+            return len(row.tokens.ids) + len(row.draft)
+        case "embeddings":
+            return row.embeddings.shape[0]
+        case _:
+            raise ProtocolError(f"The row of sequence {row.sequence} has no input.")
+
+
+def _said_tokens(row: step_pb2.Row, count: int) -> list[int]:
+    """The tokens that the step itself names; zeros stand for embeddings and for what it does not name."""
+    match row.WhichOneof("input"):
+        case "tokens":
+            return list(row.tokens.ids)
+        case "token" | "previous":
+            return [row.token, *row.draft]
+        case _:
+            return [0] * count
+
+
+def _received(message: WireTensor, sent: Sequence[step_pb2.Row], fed: Sequence[RowInput]) -> mx.array:
+    """What a stage before sent for the rows that are fed; they take their tokens from there, if there are any."""
+    begins = dict(
+        zip((row.sequence for row in sent), accumulate(map(row_length, sent), initial=0), strict=False)
+    )
+    hidden = from_wire(message)
+    total = sum(map(row_length, sent))
+    if hidden.shape[0] != total or len(message.tokens) not in {0, total}:
+        raise ProtocolError(
+            f"The stage before sent {hidden.shape[0]} activations and {len(message.tokens)} tokens "
+            f"for rows of {total} tokens."
+        )
+    spans = [(begins[row.row.sequence], begins[row.row.sequence] + len(row.tokens)) for row in fed]
+    if message.tokens:
+        for row_input, (begin, end) in zip(fed, spans, strict=True):
+            row_input.tokens = list(message.tokens[begin:end])
+    if len(fed) == len(sent):
+        return hidden
+    return mx.concatenate([hidden[:0], *(hidden[begin:end] for begin, end in spans)])
+
+
+def _embeddings(step: step_pb2.Step, fed: Sequence[RowInput]) -> mx.array | None:
+    """`(tokens, hidden)` that enters layer 0, where the rows are embeddings instead of tokens."""
+    given = [row.row.HasField("embeddings") for row in fed]
+    if not any(given):
+        return None
+    if not all(given):
+        raise ProtocolError(f"Step {step.step} mixes rows of embeddings with rows of tokens.")
+    return mx.concatenate([from_message(row.row.embeddings) for row in fed])
