@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
+from mlx_ring.cli.bench.command import bench
 from mlx_ring.cli.main import INTERRUPTED
 from mlx_ring.cli.models import app as models_app
 from mlx_ring.cli.serve import serve
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(chat)
+app.command()(bench)
 app.add_typer(models_app, name="models")
 
 

@@ -1,0 +1,1 @@
+"""`mlx-ring bench`: load a server and tell how it does."""
