@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 import psutil
-from machine import ONE_THREAD, pin
+from machine import pin
+from servers import clean_environment, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,10 +71,11 @@ class Contestant(Protocol):
 class Stock:
     """mlx-lm in one process, with the BLAS that its wheel brings."""
 
-    def __init__(self, model: Path, cores: list[int], *, dtype: str) -> None:
-        self.name = f"mlx-lm, {dtype}"
+    def __init__(self, model: Path, cores: list[int], *, dtype: str, fast_blas: bool = False) -> None:
+        self.name = f"mlx-lm, {dtype}" + " with our BLAS" * fast_blas
         script = str(Path(__file__).with_name("stock.py"))
-        command = ["env", "-u", "LD_PRELOAD", *ONE_THREAD, sys.executable, script, str(model), dtype]
+        command = [*clean_environment(), sys.executable, script, str(model), dtype]
+        command += ["fast-blas"] * fast_blas
         started = time.perf_counter()
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if cores:
@@ -103,7 +104,7 @@ class Ring:
     def __init__(self, model: Path, cores: list[int], *, stages: int) -> None:
         self.name = "mlx-ring, one worker" if stages == 1 else f"mlx-ring, {stages} stages"
         program = shutil.which("mlx-ring", path=str(Path(sys.executable).parent)) or "mlx-ring"
-        port = _free_port()
+        port = free_port()
         self._logs = tempfile.TemporaryDirectory(prefix="mlx-ring-bench-")
         serve = [program, "serve", str(model), "--stages", str(stages), "--port", str(port)]
         serve += ["--blas-threads", "1", "--log-dir", self._logs.name]
@@ -111,7 +112,7 @@ class Ring:
         started = time.perf_counter()
         self._output = Path(self._logs.name) / "output"
         with self._output.open("wb") as output:
-            command = ["env", *ONE_THREAD, *serve]
+            command = [*clean_environment(), *serve]
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             self._wait_until_ready(started + _LIMIT_S)
@@ -184,9 +185,3 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             if "error" in event:
                 raise SystemExit(f"The stream ended with an error: {event['error']}")
             yield event
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

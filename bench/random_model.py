@@ -104,7 +104,7 @@ def make(shape: Shape, *, output: Path | None = None, tokenizer: Path = DEMO) ->
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         unfinished = Path(scratch) / "model"
         unfinished.mkdir()
-        _write_tokenizer(tokenizer, unfinished, shape.vocabulary)
+        write_tokenizer(tokenizer, unfinished, shape.vocabulary)
         demo_config = json.loads((tokenizer / "config.json").read_text())
         ends = {key: demo_config[key] for key in ("bos_token_id", "eos_token_id") if key in demo_config}
         (unfinished / "config.json").write_text(json.dumps(shape.config() | ends, indent=2))
@@ -113,7 +113,7 @@ def make(shape: Shape, *, output: Path | None = None, tokenizer: Path = DEMO) ->
     return folder
 
 
-def _write_tokenizer(source: Path, folder: Path, vocabulary: int) -> None:
+def write_tokenizer(source: Path, folder: Path, vocabulary: int) -> None:
     for path in source.iterdir():
         if path.is_file() and path.suffix != ".safetensors" and path.name != "config.json":
             shutil.copy(path, folder)
@@ -123,6 +123,25 @@ def _write_tokenizer(source: Path, folder: Path, vocabulary: int) -> None:
     taken = set(known.values()) | added
     known.update({f"[{index}]": index for index in range(vocabulary) if index not in taken})
     (folder / "tokenizer.json").write_text(json.dumps(definition, ensure_ascii=False))
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]]) -> None:
+    """Whole float32 tensors, as `_write_weights` does it block by block."""
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [start, end]}
+    with path.open("wb") as file:
+        file.write(_encoded_header(header))
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor, "<f4").tobytes())
+
+
+def _encoded_header(header: dict[str, Any]) -> bytes:
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def _write_weights(path: Path, shape: Shape) -> None:
@@ -136,10 +155,8 @@ def _write_weights(path: Path, shape: Shape) -> None:
             "shape": dimensions,
             "data_offsets": [start, end],
         }
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.write(_encoded_header(header))
         for index, (name, dimensions) in enumerate(shape.tensors()):
             random = np.random.default_rng([shape.seed, index])
             count = math.prod(dimensions)

@@ -1,6 +1,8 @@
-"""mlx-lm as it comes, in a process of its own: reads jobs as JSON lines, answers with seconds.
+"""mlx-lm's own loop, in a process of its own: reads jobs as JSON lines, answers with seconds.
 
-    python bench/stock.py MODEL float32|stored
+    python bench/stock.py MODEL float32|stored [fast-blas]
+
+With `fast-blas` it computes with the library that our workers use, otherwise with what its wheel brings.
 
 Prefill ends at the first token and decode is what follows, as mlx-lm counts its own tokens per second.
 """
@@ -13,13 +15,18 @@ import json
 import sys
 import time
 
+if "fast-blas" in sys.argv:
+    from mlx_ring.worker.blas.install import install_fast_blas
+
+    install_fast_blas(1)
+
 import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
 
 def main() -> None:
-    folder, dtype = sys.argv[1:]
+    folder, dtype = sys.argv[1:3]
     model = load(folder)[0]
     if dtype == "float32":
         model.set_dtype(mx.float32)

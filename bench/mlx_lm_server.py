@@ -1,0 +1,19 @@
+"""`mlx_lm.server` with the BLAS that our workers use: only the library's place differs from the stock program."""
+
+from __future__ import annotations
+
+import sys
+
+from mlx_ring.worker.blas.install import install_fast_blas
+
+
+def main() -> None:
+    report = install_fast_blas(1)
+    print(f"BLAS: {report.library}", file=sys.stderr)
+    from mlx_lm import server  # noqa: PLC0415 - MLX must load after the BLAS
+
+    server.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Servers under load: `mlx-ring serve` and `mlx_lm.server`, each pinned, each in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import psutil
+from machine import ONE_THREAD, pin
+
+_LIMIT_S = 600
+_STOP_LIMIT_S = 20
+_WORKER = "mlx_ring.worker"
+_SLOWING = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "LD_PRELOAD")
+"""Settings of the machine that make OpenBLAS choose slower kernels: dropped for every contestant alike."""
+
+
+def clean_environment() -> list[str]:
+    """A command's beginning: without what slows OpenBLAS down, and with one thread of it."""
+    return ["env", *(part for name in _SLOWING for part in ("-u", name)), *ONE_THREAD]
+
+
+class Server:
+    """A server process; made ready by `__init__`, ended by `stop`."""
+
+    def __init__(self, name: str, command: Sequence[str], port: int, ready_path: str) -> None:
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}"
+        self._output = tempfile.NamedTemporaryFile(prefix="mlx-ring-bench-", suffix=".log")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [*clean_environment(), *command], stdout=self._output, stderr=subprocess.STDOUT
+        )
+        try:
+            self._wait(f"{self.url}{ready_path}")
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(_STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._output.close()
+
+    def _wait(self, address: str) -> None:
+        deadline = time.perf_counter() + _LIMIT_S
+        while time.perf_counter() < deadline:
+            if self._process.poll() is not None:
+                text = Path(self._output.name).read_text(errors="replace")
+                raise SystemExit(f"{self.name} ended with exit code {self._process.returncode}:\n{text}")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(address, trust_env=False).is_success:
+                    return
+            time.sleep(0.1)
+        raise SystemExit(f"{self.name} was not ready after {_LIMIT_S} s.")
+
+
+class RingServer(Server):
+    """`mlx-ring serve`: worker i on `cores[i]`, head and agent on `head_core`."""
+
+    def __init__(
+        self, model: Path, *flags: str, stages: int = 1, cores: Sequence[int], head_core: int | None
+    ) -> None:
+        port = free_port()
+        program = shutil.which("mlx-ring", path=str(Path(sys.executable).parent)) or "mlx-ring"
+        self._logs = tempfile.TemporaryDirectory(prefix="mlx-ring-bench-")
+        command = [program, "serve", str(model), "--stages", str(stages), "--port", str(port)]
+        command += ["--blas-threads", "1", "--log-dir", self._logs.name, "--log-level", "warning", *flags]
+        super().__init__(f"mlx-ring, {stages} stage{'s' * (stages > 1)}", command, port, "/health/ready")
+        self._pin(stages, cores, head_core)
+
+    def _pin(self, stages: int, cores: Sequence[int], head_core: int | None) -> None:
+        processes = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        workers = [process for process in processes if _WORKER in process.cmdline()]
+        if len(workers) != stages:
+            raise SystemExit(f"{self.name} runs {len(workers)} workers, not {stages}.")
+        order = sorted(workers, key=lambda process: _stage(process.cmdline()))
+        for index, worker in enumerate(order if cores else []):
+            pin(worker.pid, cores[index % len(cores)])
+        for process in processes:
+            if process not in workers and head_core is not None:
+                pin(process.pid, head_core)
+
+    def head_cpu_s(self) -> float:
+        """CPU seconds that the head has used."""
+        times = psutil.Process(self.pid).cpu_times()
+        return times.user + times.system
+
+    def stop(self) -> None:
+        super().stop()
+        self._logs.cleanup()
+
+
+class MlxLmServer(Server):
+    """`mlx_lm.server` with our BLAS, on one core."""
+
+    def __init__(self, model: Path, *, core: int | None) -> None:
+        port = free_port()
+        launcher = str(Path(__file__).with_name("mlx_lm_server.py"))
+        command = [sys.executable, launcher, "--model", str(model), "--port", str(port)]
+        super().__init__("mlx_lm.server", command, port, "/v1/models")
+        if core is not None:
+            pin(self.pid, core)
+
+
+def pin_self(core: int | None) -> None:
+    """Pin this process, which is the load generator."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _stage(command: Sequence[str]) -> int:
+    return int(command[command.index("--stage") + 1])
