@@ -18,6 +18,8 @@ import httpx
 import psutil
 from machine import ONE_THREAD, pin
 
+from mlx_ring.cli.bench.client import Target
+
 _LIMIT_S = 600
 _STOP_LIMIT_S = 20
 _WORKER = "mlx_ring.worker"
@@ -36,6 +38,8 @@ class Server:
     def __init__(self, name: str, command: Sequence[str], port: int, ready_path: str) -> None:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
+        self.target: Target | None = None
+        """What a load needs to know, where the server does not say it itself."""
         self._output = tempfile.NamedTemporaryFile(prefix="mlx-ring-bench-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
             [*clean_environment(), *command], stdout=self._output, stderr=subprocess.STDOUT
@@ -116,7 +120,8 @@ class MlxLmServer(Server):
         port = free_port()
         launcher = str(Path(__file__).with_name("mlx_lm_server.py"))
         command = [sys.executable, launcher, "--model", str(model), "--port", str(port)]
-        super().__init__("mlx_lm.server", command, port, "/v1/models")
+        super().__init__("mlx_lm.server", command, port, "/health")
+        self.target = Target(self.url, "default_model", None, ignores_eos=False)
         if core is not None:
             pin(self.pid, core)
 

@@ -13,6 +13,7 @@ def timing(stage: int, *, rows: int, tokens: int, compute_us: int) -> StepTiming
         rank=RankId(stage, 0),
         rows=rows,
         tokens=tokens,
+        is_decode=rows > 1,
         started_us=0,
         finished_us=compute_us,
         queue_us=0,

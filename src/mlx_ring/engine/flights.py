@@ -152,6 +152,7 @@ def _timing(rank: RankId, flight: Flight, timings: step_pb2.Timings) -> StepTimi
         rank=rank,
         rows=len(flight.sequences),
         tokens=flight.tokens,
+        is_decode=flight.group is not None,
         started_us=timings.started_us,
         finished_us=timings.finished_us,
         queue_us=timings.queue_us,

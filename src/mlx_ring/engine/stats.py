@@ -18,6 +18,8 @@ class StepTiming:
     rank: RankId
     rows: int
     tokens: int
+    is_decode: bool
+    """Whether its rows are the next tokens of running sequences, and not parts of prompts."""
     started_us: int
     finished_us: int
     queue_us: int

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import mean
 
 from fastapi import APIRouter
 
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import InstanceInfo, WorkerInfo
 from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.stats import CacheStats, EngineStats, SchedulerStats
+from mlx_ring.engine.stats import CacheStats, EngineStats, SchedulerStats, StepTiming
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -30,6 +32,7 @@ def routes(context: ApiContext) -> APIRouter:
             "world_size": len(workers),
             "devices": [_device(worker, instance) for worker in workers],
             "scheduling": None if error is not None else asdict(service.engine.policy),
+            "step_times": [] if error is not None else _step_times(service.engine.stats().scheduler.recent),
         }
 
     async def cache_stats() -> dict[str, object]:
@@ -70,6 +73,27 @@ def _device(worker: WorkerInfo, instance: InstanceInfo) -> dict[str, object]:
         "rss_bytes": worker.rss_bytes,
         "kv_bytes": worker.kv_bytes,
     }
+
+
+def _step_times(recent: Sequence[StepTiming]) -> list[dict[str, object]]:
+    """By stage, how the last steps spent their time on average: decode steps and chunks of prompts apart."""
+    told: list[dict[str, object]] = []
+    for stage in sorted({timing.rank.stage for timing in recent}):
+        stage_steps = [timing for timing in recent if timing.rank == RankId(stage, 0) and timing.rows]
+        kinds = {
+            "decode": [timing for timing in stage_steps if timing.is_decode],
+            "prefill": [timing for timing in stage_steps if not timing.is_decode],
+        }
+        told.append(
+            {"stage": stage}
+            | {f"{kind}_steps": len(steps) for kind, steps in kinds.items()}
+            | {
+                f"{kind}_{part}": mean(getattr(step, part) for step in steps) if steps else None
+                for kind, steps in kinds.items()
+                for part in ("compute_us", "link_wait_us", "link_send_us", "queue_us", "rows")
+            }
+        )
+    return told
 
 
 def _prefix_cache(cache: CacheStats) -> dict[str, object]:

@@ -1,0 +1,455 @@
+"""What the engine promises, measured side by side on this machine.
+
+    python bench/engine.py [ROW ...] [--rounds 3] [--quick] [--json FILE]
+
+Rows: loop, server, streams, prompt, stream, prefix, lookup, latency. Each runs its contestants in turn, several rounds, and
+prints the medians of their ratios beside the target. Every worker has a core of its own and one BLAS thread. In the rows that
+compare stages, head, agent and load generator share the core of stage 0, in both arms alike, and weights have 4 bits with
+float32 activations, so that computation binds and not the memory, of which two cores have no more than one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from contestants import Stock
+from copying_model import make_copying
+from machine import cores
+from random_model import CACHE, Shape, make
+from servers import MlxLmServer, RingServer, Server, pin_self
+
+from mlx_ring.cli.bench.client import BenchClient, RequestOptions
+from mlx_ring.cli.bench.load import Run, run_load
+from mlx_ring.cli.bench.summary import Record, Summary, percentile, summarise
+from mlx_ring.cli.bench.workload import Job, Range, Workload, make_jobs
+
+FLOAT = Shape(layers=8, hidden=1024, vocabulary=4096, dtype="float32")
+_PLAIN = ("--prefix-cache", "off", "--draft-tokens", "0")
+_TIMEOUT_S = 1200.0
+
+
+@dataclass
+class Ratio:
+    """One line of the table."""
+
+    row: str
+    what: str
+    rounds: list[float]
+    target: float
+    at_least: bool = True
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def met(self) -> bool:
+        return self.median >= self.target if self.at_least else self.median <= self.target
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How much is measured, and where it runs."""
+
+    rounds: int
+    quick: bool
+    cores: Sequence[int]
+
+    @property
+    def one(self) -> list[int]:
+        return list(self.cores[:1])
+
+    @property
+    def other(self) -> int | None:
+        """The core beside the first worker's."""
+        return self.cores[1] if len(self.cores) > 1 else None
+
+    @property
+    def shared(self) -> int | None:
+        """The first worker's core."""
+        return self.cores[0] if self.cores else None
+
+
+# ---- loads
+
+
+def load(server: Server, jobs: Sequence[Job], concurrency: int | None, **options: Any) -> list[Record]:
+    """Send jobs and follow them. Any error ends the bench."""
+
+    async def run() -> list[Record]:
+        client = BenchClient(server.url, api_key=None, timeout_s=_TIMEOUT_S)
+        try:
+            target = server.target or await client.discover(None)
+            if any(isinstance(job.prompt, str) for job in jobs):
+                target = replace(target, vocabulary=None)
+            done = await run_load(
+                client, target, jobs, RequestOptions(**options), concurrency=concurrency, run=Run()
+            )
+        finally:
+            await client.close()
+        return done.records
+
+    records = asyncio.run(run())
+    for record in records:
+        if record.error is not None:
+            raise SystemExit(f"{server.name}: {record.error}")
+    return sorted(records, key=lambda record: record.number)
+
+
+def summary_of(records: Sequence[Record]) -> Summary:
+    begin = min(record.sent_s for record in records)
+    return summarise(records, max(record.ended_s for record in records) - begin)
+
+
+def decode_speed(record: Record) -> float:
+    """Tokens per second after the first."""
+    return (record.output_tokens - 1) / (record.arrivals_s[-1] - record.arrivals_s[0])
+
+
+def jobs_of(
+    number: int, requests: int, prompt: int, output: int, *, vocabulary: int | None = FLOAT.vocabulary
+) -> list[Job]:
+    workload = Workload(requests, Range(prompt, prompt), Range(output, output), seed=7)
+    return list(make_jobs(workload, vocabulary, first=1000 * number))
+
+
+@contextmanager
+def running(*servers: Callable[[], Server]) -> Iterator[list[Any]]:
+    """Contestants, all of them started before any is asked, and all of them ended."""
+    started: list[Server] = []
+    try:
+        for start in servers:
+            started.append(start())
+            print(f"  {started[-1].name} is ready", file=sys.stderr)
+        yield started
+    finally:
+        for server in started:
+            server.stop()
+
+
+def note_round(number: int, values: dict[str, float]) -> None:
+    told = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    print(f"  round {number + 1}: {told}", file=sys.stderr)
+
+
+# ---- rows
+
+
+def row_loop(bench: Bench) -> list[Ratio]:
+    """One stage, one stream, over mlx-lm's own loop."""
+    model, tokens = make(FLOAT), 48 if bench.quick else 128
+    loop = Stock(model, bench.one, dtype="float32", fast_blas=True)
+    pin_self(bench.other)
+    ratios: list[float] = []
+    try:
+        with running(lambda: RingServer(model, *_PLAIN, cores=bench.one, head_core=bench.other)) as (ring,):
+            for number in range(bench.rounds + 1):
+                (job,) = jobs_of(number, 1, 64, tokens)
+                ours = decode_speed(load(ring, [job], 1)[0])
+                theirs = loop.run(list(job.prompt), tokens).decode  # pyright: ignore[reportArgumentType]
+                note_round(number, {"mlx-ring tok/s": ours, "mlx-lm's loop": theirs})
+                ratios.append(ours / theirs)
+    finally:
+        loop.stop()
+    return [Ratio("loop", "decode through HTTP over mlx-lm's loop", ratios[1:], 0.97)]
+
+
+def row_server(bench: Bench) -> list[Ratio]:
+    """One stage, eight streams, over mlx_lm.server."""
+    model, tokens, requests = make(FLOAT), 32 if bench.quick else 64, 8 if bench.quick else 16
+    pin_self(bench.other)
+    speed: list[float] = []
+    first: list[float] = []
+    with running(
+        lambda: RingServer(model, *_PLAIN, cores=bench.one, head_core=bench.other),
+        lambda: MlxLmServer(model, core=bench.shared),
+    ) as (ring, theirs):
+        for number in range(bench.rounds + 1):
+            jobs = jobs_of(number, requests, 64, tokens, vocabulary=None)
+            ours, other = (summary_of(load(server, jobs, 8)) for server in (ring, theirs))
+            note_round(
+                number,
+                {
+                    "mlx-ring tok/s": ours.output_tokens_per_s,
+                    "mlx_lm.server": other.output_tokens_per_s,
+                    "TTFT p95": _p95(ours),
+                    "theirs": _p95(other),
+                },
+            )
+            speed.append(ours.output_tokens_per_s / other.output_tokens_per_s)
+            first.append(_p95(ours) / _p95(other))
+    return [
+        Ratio("server", "8 streams, throughput over mlx_lm.server", speed[1:], 1.0),
+        Ratio("server", "8 streams, p95 TTFT over mlx_lm.server", first[1:], 1.0, at_least=False),
+    ]
+
+
+def row_streams(bench: Bench) -> list[Ratio]:
+    """Two stages over one, eight streams, bound by computation."""
+    tokens, requests = (24, 8) if bench.quick else (64, 8)
+    ratios: list[float] = []
+    limits: list[float] = []
+    predicted: list[float] = []
+    with _one_and_two(bench) as (one, two):
+        for number in range(bench.rounds + 1):
+            jobs = jobs_of(number, requests, 16, tokens)
+            single, double = (_steady_speed(load(server, jobs, 8)) for server in (one, two))
+            limit = _cut_limit(two)
+            note_round(number, {"one tok/s": single, "two": double, "the cut's limit": limit})
+            ratios.append(double / single)
+            limits.append(double / single / limit)
+            predicted.append(limit)
+    return [
+        Ratio("streams", "8 streams, two stages over one", ratios[1:], 1.8, notes={"limit": predicted[-1]}),
+        Ratio("streams", "  of the cut's own limit", limits[1:], 0.92),
+    ]
+
+
+def row_prompt(bench: Bench) -> list[Ratio]:
+    """Time to the first token of a long prompt."""
+    length = 1000 if bench.quick else 4000
+    ratios: list[float] = []
+    with _one_and_two(bench) as (one, two):
+        for number in range(bench.rounds):
+            jobs = jobs_of(number, 1, length, 1)
+            single, double = (_ttft(load(server, jobs, 1)[0]) for server in (one, two))
+            note_round(number, {"one s": single, "two": double})
+            ratios.append(single / double)
+    return [Ratio("prompt", f"{length}-token prompt, TTFT of one stage over two", ratios, 1.7)]
+
+
+def row_stream(bench: Bench) -> list[Ratio]:
+    """Two stages over one, one stream."""
+    tokens = 32 if bench.quick else 96
+    ratios: list[float] = []
+    with _one_and_two(bench) as (one, two):
+        for number in range(bench.rounds + 1):
+            jobs = jobs_of(number, 1, 16, tokens)
+            single, double = (decode_speed(load(server, jobs, 1)[0]) for server in (one, two))
+            note_round(number, {"one tok/s": single, "two": double})
+            ratios.append(double / single)
+    return [Ratio("stream", "one stream, decode of two stages over one", ratios[1:], 0.97)]
+
+
+def row_prefix(bench: Bench) -> list[Ratio]:
+    """The same long beginning twice."""
+    length = 500 if bench.quick else 2000
+    pin_self(bench.other)
+    ratios: list[float] = []
+    with running(lambda: RingServer(make(FLOAT), cores=bench.one, head_core=bench.other)) as (ring,):
+        for number in range(bench.rounds):
+            workload = Workload(
+                2, Range(length + 16, length + 16), Range(4, 4), shared_prefix=length, seed=number
+            )
+            first, second = load(ring, list(make_jobs(workload, FLOAT.vocabulary)), 1)
+            note_round(number, {"first s": _ttft(first), "second": _ttft(second)})
+            if second.cached_tokens < length:
+                raise SystemExit(f"Only {second.cached_tokens} tokens came from the cache.")
+            ratios.append(_ttft(second) / _ttft(first))
+    return [Ratio("prefix", f"{length} tokens again, TTFT over the first", ratios, 0.1, at_least=False)]
+
+
+def row_lookup(bench: Bench) -> list[Ratio]:
+    """Prompt look-up on and off."""
+    tokens = 48 if bench.quick else 128
+    pin_self(bench.other)
+    copying, plain = make_copying(), make(FLOAT)
+    result: list[Ratio] = []
+    for what, model, target, options in (
+        ("text that repeats its prompt", copying, 1.5, {}),
+        ("text that does not", plain, 0.95, {"temperature": 1.0}),
+    ):
+        with running(
+            lambda model=model: RingServer(
+                model, "--draft-tokens", "8", cores=bench.one, head_core=bench.other
+            ),
+            lambda model=model: RingServer(
+                model, "--draft-tokens", "0", cores=bench.one, head_core=bench.other
+            ),
+        ) as (with_drafts, without):
+            ratios: list[float] = []
+            for number in range(bench.rounds + 1):
+                job = Job(number, _repeating_prompt(number), tokens, 0.0)
+                fast, slow = (
+                    decode_speed(load(server, [job], 1, **options)[0]) for server in (with_drafts, without)
+                )
+                note_round(number, {"with tok/s": fast, "without": slow})
+                ratios.append(fast / slow)
+        result.append(Ratio("lookup", f"drafts on over off, {what}", ratios[1:], target))
+    return result
+
+
+def row_latency(bench: Bench) -> list[Ratio]:
+    """Running streams while a long prompt comes in."""
+    length, tokens = (600, 150) if bench.quick else (8000, 1200)
+    pin_self(bench.other)
+    ratios: list[float] = []
+    with running(lambda: RingServer(make(FLOAT), *_PLAIN, cores=bench.one, head_core=bench.other)) as (ring,):
+        for number in range(max(1, bench.rounds - 1)):
+            streams = [replace(job, arrives_s=0.0) for job in jobs_of(number, 4, 16, tokens)]
+            long = Job(90_000 + number, jobs_of(500 + number, 1, length, 1)[0].prompt, 1, 4.0)
+            records = load(ring, [*streams, long], None)
+            ratio, notes = _latency_ratio(records[:4], records[4])
+            note_round(number, notes)
+            ratios.append(ratio)
+    return [
+        Ratio("latency", f"p95 between tokens while {length} tokens prefill", ratios, 3.0, at_least=False)
+    ]
+
+
+# ---- parts of rows
+
+
+@contextmanager
+def _one_and_two(bench: Bench) -> Iterator[list[Any]]:
+    model = quantized()
+    pin_self(bench.shared)
+    with running(
+        *(
+            lambda stages=stages: RingServer(
+                model, *_PLAIN, stages=stages, cores=bench.cores, head_core=bench.shared
+            )
+            for stages in (1, 2)
+        )
+    ) as servers:
+        yield servers
+
+
+def quantized() -> Path:
+    """The random model with 4-bit weights, group size 64, everything else in float32."""
+    folder = CACHE / f"{make(FLOAT).name}-4bit"
+    if not (folder / "config.json").is_file():
+        from mlx_lm import convert  # noqa: PLC0415 - MLX is wanted for this alone
+
+        convert(str(make(FLOAT)), str(folder), quantize=True, q_bits=4, q_group_size=64, dtype="float32")
+    return folder
+
+
+def _cut_limit(server: RingServer) -> float:
+    """Total over the slowest stage, from the decode steps that the stages have timed."""
+    steps = httpx.get(f"{server.url}/cluster/status", trust_env=False).json()["step_times"]
+    means = [stage["decode_compute_us"] for stage in steps]
+    return sum(means) / max(means)
+
+
+def _steady_speed(records: Sequence[Record]) -> float:
+    """Output tokens a second while all streams were running: from the last first token to the first end."""
+    begin = max(record.arrivals_s[0] for record in records)
+    end = min(record.arrivals_s[-1] for record in records)
+    tokens = sum(
+        sum(begin < arrival <= end for arrival in record.arrivals_s)
+        * record.output_tokens
+        / len(record.arrivals_s)
+        for record in records
+    )
+    return tokens / (end - begin)
+
+
+def _ttft(record: Record) -> float:
+    return record.arrivals_s[0] - record.sent_s
+
+
+def _p95(summary: Summary) -> float:
+    if summary.ttft is None:
+        raise SystemExit("No token came.")
+    return summary.ttft.p95
+
+
+def _repeating_prompt(number: int) -> list[int]:
+    """A text, and its beginning again: what an edit looks like."""
+    text = random.Random(number).sample(range(FLOAT.vocabulary), 300)
+    return [*text, *text[:16]]
+
+
+def _latency_ratio(streams: Sequence[Record], long: Record) -> tuple[float, dict[str, float]]:
+    begin, end = long.sent_s, long.arrivals_s[0]
+    during: list[float] = []
+    before: list[float] = []
+    for record in streams:
+        times = record.arrivals_s
+        share = max(1.0, (record.output_tokens - 1) / (len(times) - 1))
+        for earlier, later in pairwise(times):
+            if later < begin:
+                before.append((later - earlier) / share)
+            elif earlier > begin and later < end:
+                during.append((later - earlier) / share)
+    if not during:
+        raise SystemExit("The streams had ended before the long prompt came; give them more tokens.")
+    quiet, busy = (percentile(sorted(values), 95) for values in (before, during))
+    return busy / quiet, {
+        "p95 ms before": 1000 * quiet,
+        "during": 1000 * busy,
+        "prompt s": end - begin,
+        "streams ran for s": min(record.arrivals_s[-1] for record in streams),
+    }
+
+
+ROWS: dict[str, Callable[[Bench], list[Ratio]]] = {
+    "loop": row_loop,
+    "server": row_server,
+    "streams": row_streams,
+    "prompt": row_prompt,
+    "stream": row_stream,
+    "prefix": row_prefix,
+    "lookup": row_lookup,
+    "latency": row_latency,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all otherwise")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes: shows that it runs, measures little"
+    )
+    parser.add_argument("--json", type=Path, help="write the table to this file too")
+    arguments = parser.parse_args()
+    unknown = set(arguments.rows) - set(ROWS)
+    if unknown:
+        parser.error(f"there is no row {', '.join(sorted(unknown))}; rows are {', '.join(ROWS)}")
+    bench = Bench(arguments.rounds, arguments.quick, cores())
+    everywhere = os.sched_getaffinity(0) if bench.cores else set[int]()
+    ratios: list[Ratio] = []
+    for name in arguments.rows or ROWS:
+        print(f"{name}: {(ROWS[name].__doc__ or '').strip()}", file=sys.stderr)
+        ratios += ROWS[name](bench)
+        if everywhere:
+            os.sched_setaffinity(0, everywhere)
+    _print(ratios, bench)
+    if arguments.json:
+        told = [asdict(ratio) | {"median": ratio.median, "met": ratio.met} for ratio in ratios]
+        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def _print(ratios: Sequence[Ratio], bench: Bench) -> None:
+    print(
+        f"\n{FLOAT.parameters / 1e6:.0f} M random parameters, {bench.rounds} rounds, cores {list(bench.cores)}, "
+        f"load {psutil.getloadavg()[0]:.1f}; medians, and the rounds they are of"
+    )
+    for ratio in ratios:
+        sign = ">=" if ratio.at_least else "<="
+        rounds = " ".join(f"{value:.2f}" for value in ratio.rounds)
+        print(
+            f"{ratio.what:52}{ratio.median:8.3f}  target {sign} {ratio.target:g}: "
+            f"{'met' if ratio.met else 'missed'}  ({rounds})"
+        )
+
+
+if __name__ == "__main__":
+    main()
