@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import mlx.core as mx
 
@@ -120,37 +121,38 @@ def flat_activations(passes: Sequence[Pass]) -> mx.array:
 
 def _token_matrix(rows: Sequence[RowInput], width: int) -> mx.array:
     """(batch, width) int32, right-padded; first tokens that are being drawn are taken from where that is done."""
-    known = mx.array([[*map(_known, row.tokens), *[0] * (width - len(row.tokens))] for row in rows], mx.int32)
-    if all(row.lazy is None for row in rows):
-        return known
-    first = _first_tokens(rows, known[:, 0])
-    return first[:, None] if width == 1 else mx.concatenate([first[:, None], known[:, 1:]], axis=1)
+    lazy = [row.lazy for row in rows]
+    if not any(lazy):
+        return mx.array([_padded(row.tokens, width) for row in rows], mx.int32)
+    first = _first_tokens(rows)[:, None]
+    if width == 1:
+        return first
+    rest = mx.array([_padded(row.tokens, width)[1:] for row in rows], mx.int32)
+    return mx.concatenate([first, rest], axis=1)
 
 
-def _known(token: int) -> int:
-    return max(token, 0)
+def _padded(tokens: Sequence[int], width: int) -> Sequence[int]:
+    return tokens if len(tokens) == width else [*tokens, *[0] * (width - len(tokens))]
 
 
-def _first_tokens(rows: Sequence[RowInput], known: mx.array) -> mx.array:
-    """(batch,) int32 of known and of lazy tokens."""
-    sources: dict[int, tuple[int, mx.array]] = {}
-    """By identity of an array of lazy tokens: where it begins among all of them."""
-    total = 0
-    places: list[int] = []
-    for row in rows:
-        if row.lazy is None:
-            places.append(-1)
-            continue
-        drawn = row.lazy.drawn
-        if id(drawn) not in sources:
-            sources[id(drawn)] = total, drawn
-            total += drawn.shape[0]
-        places.append(sources[id(drawn)][0] + row.lazy.index)
-    arrays = [drawn for _, drawn in sources.values()]
-    if places == list(range(total)) and len(arrays) == 1:
+def _first_tokens(rows: Sequence[RowInput]) -> mx.array:
+    """(batch,) int32 of lazy tokens, and of known ones among them."""
+    drawn = {id(row.lazy.drawn): row.lazy.drawn for row in rows if row.lazy is not None}
+    begins = dict(
+        zip(drawn, accumulate((array.shape[0] for array in drawn.values()), initial=0), strict=False)
+    )
+    total = sum(array.shape[0] for array in drawn.values())
+    places = [
+        total + index if row.lazy is None else begins[id(row.lazy.drawn)] + row.lazy.index
+        for index, row in enumerate(rows)
+    ]
+    arrays = list(drawn.values())
+    if len(arrays) == 1 and places == list(range(total)):
         return arrays[0]
-    places = [total + index if place < 0 else place for index, place in enumerate(places)]
-    return mx.concatenate([*arrays, known])[mx.array(places)]
+    if max(places) >= total:
+        arrays.append(mx.array([max(row.tokens[0], 0) for row in rows], mx.int32))
+    joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+    return joined[mx.array(places)]
 
 
 def _gather(step: StepInput, members: Sequence[int], width: int) -> mx.array | None:

@@ -72,7 +72,7 @@ class BatchRows:
         starts = [row.length for row in rows]
         self._starts = tuple(starts)
         self.offset: int | mx.array = starts[0] if len(set(starts)) == 1 else mx.array(starts, dtype=mx.int32)
-        self.spans = {part.window: Span(rows, counts, part.window) for part in layout.row_parts}
+        self.spans = {window: Span(rows, counts, window) for window in layout.kinds}
         self.slots = (rows[0].slot, rows[0].slot + len(rows))
         self.tails: dict[int, list[mx.array]] = {}
         """By part: keys and values that a sliding row takes over at the commit, its slot having no room
