@@ -22,12 +22,14 @@ import uvicorn
 from mlx_ring.api.app import build_app
 from mlx_ring.api.service import InstanceInfo, SamplingDefaults, ServingEngine, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.cluster.decode_bytes import decode_bytes
 from mlx_ring.cluster.local_agent import HEARTBEAT_S, LocalAgent, Report
-from mlx_ring.cluster.placement import even_split, make_assignments
+from mlx_ring.cluster.placement import balanced_split, even_split, make_assignments
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NotReady, RingError, WorkerLost
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.machine import make_run_folder, node_name, raise_descriptor_limit, share_cores
+from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
@@ -35,7 +37,7 @@ from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.grpc_executor import GrpcExecutor
 from mlx_ring.engine.kv_limits import fitting_context, rank_limits
 from mlx_ring.engine.policy import Policy
-from mlx_ring.engine.served_model import ServedModel, describe_model
+from mlx_ring.engine.served_model import ServedModel, describe_model, widens_half_precision
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
@@ -154,6 +156,14 @@ def policy_of(settings: Settings) -> Policy:
     )
 
 
+def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:
+    """The stages: each reads about as much in a step; as many layers each where the files don't tell what a layer is."""
+    read = decode_bytes(folder, widened=widens_half_precision(settings.dtype))
+    if read is None:
+        return even_split(folder.num_layers, settings.stages)
+    return balanced_split(read.layers, read.head, settings.stages)
+
+
 class Head:
     """One run of `mlx-ring serve`."""
 
@@ -161,7 +171,7 @@ class Head:
         self._settings = settings
         self._served = served
         self._listener = listener
-        self._ranges = even_split(served.folder.num_layers, settings.stages)
+        self._ranges = cut_layers(served.folder, settings)
         self._instance = f"{served.local.name.rsplit('/', 1)[-1]}-{secrets.token_hex(3)}"
         self._service = HeadService(served, self._ranges, self._instance)
         self._stop = asyncio.Event()

@@ -1,12 +1,14 @@
-"""The even split, by property."""
+"""Cuts, by property: the even split, and the one that weighs layers and head."""
 
 from __future__ import annotations
+
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.cluster.placement import even_split, make_assignments, plan_digest
+from mlx_ring.cluster.placement import balanced_split, even_split, make_assignments, plan_digest
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 
@@ -46,12 +48,63 @@ def test_more_stages_than_layers_are_refused_with_both_numbers(stages: int) -> N
         even_split(8, stages)
 
 
-def test_a_plan_s_digest_changes_with_cut_type_and_model() -> None:
+weighed = st.lists(st.integers(0, 50), min_size=1, max_size=9).flatmap(
+    lambda layers: st.tuples(st.just(layers), st.integers(0, 120), st.integers(1, len(layers)))
+)
+
+
+def stage_bytes(ranges: tuple[LayerRange, ...], layers: list[int], head: int) -> list[int]:
+    sizes = [sum(layers[part.start : part.end]) for part in ranges]
+    return [*sizes[:-1], sizes[-1] + head]
+
+
+@given(weighed)
+def test_no_other_cut_has_a_lighter_heaviest_stage_nor_as_light_a_one_and_more_alike(
+    given_sizes: tuple[list[int], int, int],
+) -> None:
+    layers, head, stages = given_sizes
+    chosen = balanced_split(layers, head, stages)
+    every = (
+        tuple(LayerRange(start, end) for start, end in pairwise((0, *ends, len(layers))))
+        for ends in combinations(range(1, len(layers)), stages - 1)
+    )
+
+    def order(ranges: tuple[LayerRange, ...]) -> tuple[int, int]:
+        sizes = stage_bytes(ranges, layers, head)
+        return max(sizes), sum(size**2 for size in sizes)
+
+    assert [layer for part in chosen for layer in range(part.start, part.end)] == list(range(len(layers)))
+    assert all(len(part) for part in chosen)
+    assert order(chosen) == min(map(order, every))
+
+
+@given(layers_and_stages, st.integers(1, 10**9))
+def test_layers_alike_without_a_head_are_split_evenly(given_sizes: tuple[int, int], size: int) -> None:
+    layers, stages = given_sizes
+    assert balanced_split([size] * layers, 0, stages) == even_split(layers, stages)
+
+
+@pytest.mark.parametrize(
+    ("stages", "lengths"), [(2, [19, 9]), (3, [12, 13, 3]), (4, [9, 9, 9, 1]), (8, [3, 4, 4, 4, 4, 4, 4, 1])]
+)
+def test_a_head_as_heavy_as_ten_of_28_layers_leaves_the_last_stage_fewer(
+    stages: int, lengths: list[int]
+) -> None:
+    assert [len(part) for part in balanced_split([100] * 28, 989, stages)] == lengths
+
+
+def test_more_stages_than_layers_cannot_be_balanced_either() -> None:
+    with pytest.raises(PlanError, match=r"^4 stages were asked for and the model has 3 layers"):
+        balanced_split([1, 1, 1], 1, 4)
+
+
+def test_a_plan_s_digest_changes_with_cut_type_model_and_kv_bits() -> None:
     plans = [
-        ([LayerRange(0, 4), LayerRange(4, 8)], "float32", "m"),
-        ([LayerRange(0, 3), LayerRange(3, 8)], "float32", "m"),
-        ([LayerRange(0, 4), LayerRange(4, 8)], "bfloat16", "m"),
-        ([LayerRange(0, 4), LayerRange(4, 8)], "float32", "n"),
+        ([LayerRange(0, 4), LayerRange(4, 8)], "float32", "m", 0),
+        ([LayerRange(0, 3), LayerRange(3, 8)], "float32", "m", 0),
+        ([LayerRange(0, 4), LayerRange(4, 8)], "bfloat16", "m", 0),
+        ([LayerRange(0, 4), LayerRange(4, 8)], "float32", "n", 0),
+        ([LayerRange(0, 4), LayerRange(4, 8)], "float32", "m", 8),
     ]
     assert len({plan_digest(*plan) for plan in plans}) == len(plans)
 

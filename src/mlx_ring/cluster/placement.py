@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
@@ -36,6 +37,62 @@ def even_split(num_layers: int, stages: int) -> tuple[LayerRange, ...]:
         ranges.append(LayerRange(start, start + length))
         start += length
     return tuple(ranges)
+
+
+def balanced_split(layer_bytes: Sequence[int], head_bytes: int, stages: int) -> tuple[LayerRange, ...]:
+    """Cut so that the stage which reads most in a step reads as little as any cut allows.
+
+    Of the cuts that reach this, the one whose stages read most alike (least sum of squares), and of those the
+    nearest to the even split.
+
+    Args:
+        layer_bytes: what a step reads of each layer.
+        head_bytes: what it reads besides on the last stage.
+        stages: how many; each gets a layer or more.
+
+    Raises:
+        PlanError: there are more stages than layers.
+    """
+    even = [layers.end for layers in even_split(len(layer_bytes), stages)]
+    weights = [*layer_bytes[:-1], layer_bytes[-1] + head_bytes]
+    before = list(accumulate(weights, initial=0))
+    limit = _least_limit(weights, stages)
+    # By end: squares, distance and ends of the best way to cover the layers before it with so many stages.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for even_end in even:
+        longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for start, (squares, distance, ends) in best.items():
+            for end in range(start + 1, len(weights) + 1):
+                size = before[end] - before[start]
+                if size > limit:
+                    break
+                way = (squares + size**2, distance + abs(end - even_end), (*ends, end))
+                longer[end] = min(way, longer.get(end, way))
+        best = longer
+    ends = best[len(weights)][2]
+    return tuple(LayerRange(start, end) for start, end in pairwise((0, *ends)))
+
+
+def _least_limit(weights: Sequence[int], stages: int) -> int:
+    """The least that the heaviest of so many neighbouring groups can weigh."""
+    low, high = max(weights), sum(weights)
+    while low < high:
+        middle = (low + high) // 2
+        if _groups_within(weights, middle) <= stages:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _groups_within(weights: Sequence[int], limit: int) -> int:
+    """How many groups it takes when none may weigh more; any that are left can be had by parting one."""
+    groups, held = 1, 0
+    for weight in weights:
+        if held + weight > limit:
+            groups, held = groups + 1, 0
+        held += weight
+    return groups
 
 
 def make_assignments(

@@ -74,10 +74,15 @@ def describe_model(folder: ModelFolder) -> Mapping[str, object]:
 
 def memory_for_weights(folder: ModelFolder, dtype: str) -> int:
     """Bytes that the weights take once loaded: on a CPU, half precision becomes float32 unless told otherwise."""
-    widened = dtype == "float32" or (dtype == "auto" and not _has_gpu())
+    widens = widens_half_precision(dtype)
     return sum(
-        entry.nbytes * (2 if widened and entry.dtype in _HALF_PRECISION else 1) for entry in folder.tensors
+        entry.nbytes * (2 if widens and entry.dtype in _HALF_PRECISION else 1) for entry in folder.tensors
     )
+
+
+def widens_half_precision(dtype: str) -> bool:
+    """Whether loading makes float32 of half precision."""
+    return dtype == "float32" or (dtype == "auto" and not _has_gpu())
 
 
 def _has_gpu() -> bool:

@@ -1,0 +1,113 @@
+"""What one decode step reads of a model's weights, layer by layer: from names and sizes alone. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mlx_ring.core.model_folder import ModelFolder, TensorEntry
+
+_IN_LAYER = re.compile(
+    r"^(?P<path>(?:.+?\.)?(?:layers|h|blocks|block|layer))\.(?P<number>\d+)\.(?P<rest>.+)$"
+)
+"""`model.layers.3.mlp.up_proj.weight`, and how GPT-2, OLMo and their like say it."""
+_EXPERT = re.compile(r"(?:^|\.)(?:experts|switch_mlp|switch_glu)\.")
+"""Weights of which a token passes some; what `shared_experts` hold every token passes."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_A_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k"),
+)
+_HEADS = frozenset({"lm_head", "output", "output_layer", "embed_out", "head", "ff_out"})
+_LOOKED_UP = "per_layer"
+"""Gemma's further embeddings, which are no head."""
+_HALF_PRECISION = ("BF16", "F16")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBytes:
+    """Bytes of weights that a step with one token reads."""
+
+    layers: tuple[int, ...]
+    head: int
+    """The scores over the vocabulary, from a matrix of their own or from the embedding's. Looking a token up in the
+    embedding reads one row, which counts for nothing."""
+
+
+def decode_bytes(folder: ModelFolder, *, widened: bool) -> DecodeBytes | None:
+    """What a step reads of a model; None where its tensors' names do not tell their layers.
+
+    Args:
+        folder: what its safetensors headers say.
+        widened: whether half precision becomes float32 when it is loaded.
+    """
+    inside, outside = _by_layers(folder.tensors)
+    path = _path_of_layers(inside, folder.num_layers)
+    if path is None:
+        return None
+    share = _active_share(folder)
+    layers = [Fraction(0)] * folder.num_layers
+    for number, rest, entry in inside[path]:
+        if number < folder.num_layers:
+            layers[number] += _loaded_bytes(entry, widened=widened) * (share if _EXPERT.search(rest) else 1)
+    return DecodeBytes(tuple(map(int, layers)), _head_bytes(outside, folder.vocab_size, widened=widened))
+
+
+_Inside = Mapping[str, list[tuple[int, str, TensorEntry]]]
+
+
+def _by_layers(entries: Iterable[TensorEntry]) -> tuple[_Inside, list[TensorEntry]]:
+    """Tensors that stand in numbered layers, by what comes before the number; and the others."""
+    inside: defaultdict[str, list[tuple[int, str, TensorEntry]]] = defaultdict(list)
+    outside: list[TensorEntry] = []
+    for entry in entries:
+        found = _IN_LAYER.match(entry.name)
+        if found is None:
+            outside.append(entry)
+        else:
+            inside[found["path"]].append((int(found["number"]), found["rest"], entry))
+    return inside, outside
+
+
+def _path_of_layers(inside: _Inside, num_layers: int) -> str | None:
+    """The one that numbers every layer. An encoder of images may number as many; it is the smaller one."""
+    every = set(range(num_layers))
+    sizes = {
+        path: sum(entry.nbytes for _, _, entry in found)
+        for path, found in inside.items()
+        if every <= {number for number, _, _ in found}
+    }
+    return max(sizes, key=lambda path: sizes[path], default=None)
+
+
+def _active_share(folder: ModelFolder) -> Fraction:
+    """Of the experts, those that one token passes; all where the configuration does not say."""
+    experts, active = _number(folder, _EXPERTS), _number(folder, _EXPERTS_A_TOKEN)
+    if experts is None or active is None or not 0 < active < experts:
+        return Fraction(1)
+    return Fraction(active, experts)
+
+
+def _number(folder: ModelFolder, names: Iterable[str]) -> int | None:
+    return next((value for name in names if type(value := folder.entry(name)) is int), None)
+
+
+def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, *, widened: bool) -> int:
+    """Of the output head; where the embedding is the head, of that: the largest with a row for each token."""
+    heads: Counter[str] = Counter()
+    tied: Counter[str] = Counter()
+    for entry in outside:
+        module = entry.name.rpartition(".")[0]
+        size = _loaded_bytes(entry, widened=widened)
+        if not _HEADS.isdisjoint(entry.name.split(".")):
+            heads[module] += size
+        elif entry.shape[:1] == (vocab_size,) and _LOOKED_UP not in entry.name:
+            tied[module] += size
+    return max((heads or tied).values(), default=0)
+
+
+def _loaded_bytes(entry: TensorEntry, *, widened: bool) -> int:
+    return entry.nbytes * (2 if widened and entry.dtype in _HALF_PRECISION else 1)
