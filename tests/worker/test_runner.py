@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,102 +11,23 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache  # pyright: ignore[reportUnknownVariableType] - untyped
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - untyped
 from tests.worker.random_models import QWEN3, write_random_model
+from tests.worker.stages import (
+    CUTS,
+    PROMPT,
+    Pipeline,
+    Want,
+    chunk,
+    decode,
+    free,
+    open_sequence,
+    previous,
+    tokens_of,
+    trim,
+    want,
+)
 
-from mlx_ring.core.model_folder import read_model_folder
-from mlx_ring.core.types import LayerRange
-from mlx_ring.rpc.links import Inbox, InProcessLink
-from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.answers import StageLinks
-from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.loading import load_stage
-from mlx_ring.worker.runner import StageRunner
+from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.tensors import from_message, to_message
-
-Want = step_pb2.Want
-PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
-CUTS = {1: [0, 5], 2: [0, 2, 5], 3: [0, 1, 4, 5]}
-
-
-class Pipeline:
-    """Stages joined by in-process links, driven step by step."""
-
-    def __init__(self, folder: Path, cuts: Sequence[int]) -> None:
-        stages = len(cuts) - 1
-        inboxes = [Inbox("test", 1) for _ in range(stages)]
-        self.runners = [self._stage(folder, cuts, stage, inboxes) for stage in range(stages)]
-        self.step = 0
-
-    @staticmethod
-    def _stage(folder: Path, cuts: Sequence[int], stage: int, inboxes: Sequence[Inbox]) -> StageRunner:
-        last = stage == len(inboxes) - 1
-        model = load_stage(
-            read_model_folder(folder),
-            LayerRange(cuts[stage], cuts[stage + 1]),
-            "float32",
-            lambda _d, _t: None,
-        )
-        links = StageLinks(
-            inboxes[stage],
-            None if last else InProcessLink(inboxes[stage + 1]),
-            InProcessLink(inboxes[0]) if last and stage else None,
-        )
-        assignment = worker_pb2.StageAssignment(instance="test", epoch=1, stage=stage)
-        return StageRunner(assignment, model, KVStore(model.make_layer_caches(), model.dtype), links)
-
-    def run(
-        self,
-        *rows: step_pb2.Row,
-        operations: Iterable[step_pb2.CacheOperation] = (),
-        hand_over: bool = False,
-        epoch: int = 1,
-    ) -> list[step_pb2.StepDone]:
-        self.step += 1
-        step = step_pb2.Step(
-            instance="test",
-            epoch=epoch,
-            step=self.step,
-            operations=operations,
-            rows=rows,
-            deadline_s=5.0,
-            hand_over_tokens=hand_over,
-        )
-        return [runner.run(step, 0) for runner in self.runners]
-
-    def results(self, *rows: step_pb2.Row, **options: Any) -> dict[int, step_pb2.RowResult]:
-        answers = self.run(*rows, **options)
-        assert [answer.failure.message for answer in answers] == [""] * len(answers)
-        return {result.sequence: result for result in answers[-1].results}
-
-
-def open_sequence(sequence: int, **sampling: Any) -> step_pb2.CacheOperation:
-    return step_pb2.CacheOperation(
-        open=step_pb2.Open(
-            sequence=sequence,
-            sampling=step_pb2.Sampling(**sampling),
-            seed=7,
-            prompt_length=len(PROMPT),
-            max_length=256,
-        )
-    )
-
-
-def want(
-    what: step_pb2.Want.What = Want.TOKEN, where: step_pb2.Want.Where = Want.LAST, **more: Any
-) -> step_pb2.Want:
-    return Want(what=what, where=where, **more)
-
-
-def chunk(sequence: int, start: int, ids: Sequence[int], *wants: step_pb2.Want) -> step_pb2.Row:
-    return step_pb2.Row(sequence=sequence, start=start, tokens=step_pb2.Tokens(ids=ids), wants=wants)
-
-
-def decode(sequence: int, start: int, token: int, draft: Sequence[int] = ()) -> step_pb2.Row:
-    where = Want.ALL if draft else Want.LAST
-    return step_pb2.Row(sequence=sequence, start=start, token=token, draft=draft, wants=[want(where=where)])
-
-
-def previous(sequence: int, start: int) -> step_pb2.Row:
-    return step_pb2.Row(sequence=sequence, start=start, previous=True, wants=[want()])
 
 
 @pytest.fixture(scope="module")
@@ -193,10 +114,10 @@ def test_draft_tokens_are_accepted_as_long_as_they_equal_the_samples(
     pipeline.results(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)])
     wrong = (expected[3] + 1) % QWEN3["vocab_size"]
     row = decode(1, len(PROMPT), expected[0], draft=[expected[1], expected[2], wrong])
-    sampled = [token.token for token in pipeline.results(row)[1].tokens]
+    sampled = tokens_of(pipeline.results(row)[1])
     assert sampled == expected[1:4]
-    trim = step_pb2.CacheOperation(trim=step_pb2.Trim(sequence=1, length=len(PROMPT) + 3))
-    after = pipeline.results(decode(1, len(PROMPT) + 3, sampled[-1]), operations=[trim])
+    row = decode(1, len(PROMPT) + 3, sampled[-1])
+    after = pipeline.results(row, operations=[trim(1, len(PROMPT) + 3)])
     assert after[1].tokens[0].token == expected[4]
 
 
@@ -258,7 +179,7 @@ def test_a_step_of_another_epoch_is_refused(pipeline: Pipeline) -> None:
 def test_kv_bytes_fall_to_nothing_when_the_sequence_is_freed(pipeline: Pipeline) -> None:
     held = pipeline.run(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)])
     assert all(answer.kv_bytes > 0 for answer in held)
-    freed = pipeline.run(operations=[step_pb2.CacheOperation(free=step_pb2.Free(sequence=1))])
+    freed = pipeline.run(operations=[free(1)])
     assert [answer.kv_bytes for answer in freed] == [0] * len(freed)
 
 

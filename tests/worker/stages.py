@@ -1,0 +1,138 @@
+"""Stages in one process, joined by in-process links: what tests of the step loop drive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.core.types import LayerRange
+from mlx_ring.rpc.links import Inbox, InProcessLink
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.answers import StageLinks
+from mlx_ring.worker.kv import KVStore
+from mlx_ring.worker.loading import load_stage
+from mlx_ring.worker.runner import StageRunner
+
+Want = step_pb2.Want
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+CUTS = {1: [0, 5], 2: [0, 2, 5], 3: [0, 1, 4, 5]}
+
+
+def make_stages(folder: Path, cuts: Sequence[int], **options: Any) -> list[StageRunner]:
+    """Runners of the stages between the cuts, each with its own share of the model."""
+    inboxes = [Inbox("test", 1) for _ in cuts[1:]]
+    return [_stage(folder, cuts, stage, inboxes, options) for stage in range(len(inboxes))]
+
+
+def _stage(
+    folder: Path, cuts: Sequence[int], stage: int, inboxes: Sequence[Inbox], options: dict[str, Any]
+) -> StageRunner:
+    last = stage == len(inboxes) - 1
+    layers = LayerRange(cuts[stage], cuts[stage + 1])
+    model = load_stage(read_model_folder(folder), layers, "float32", lambda _done, _total: None)
+    links = StageLinks(
+        inboxes[stage],
+        None if last else InProcessLink(inboxes[stage + 1]),
+        InProcessLink(inboxes[0]) if last and stage else None,
+    )
+    assignment = worker_pb2.StageAssignment(instance="test", epoch=1, stage=stage)
+    return StageRunner(assignment, model, KVStore(model.make_layer_caches(), model.dtype), links, **options)
+
+
+class Steps:
+    """Makes steps that follow each other."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def make(
+        self,
+        *rows: step_pb2.Row,
+        operations: Iterable[step_pb2.CacheOperation] = (),
+        hand_over: bool = False,
+        epoch: int = 1,
+    ) -> step_pb2.Step:
+        """The next step."""
+        self.step += 1
+        return step_pb2.Step(
+            instance="test",
+            epoch=epoch,
+            step=self.step,
+            operations=operations,
+            rows=rows,
+            deadline_s=5.0,
+            hand_over_tokens=hand_over,
+        )
+
+
+class Pipeline(Steps):
+    """Stages driven step by step: each answers before the next begins."""
+
+    def __init__(self, folder: Path, cuts: Sequence[int]) -> None:
+        super().__init__()
+        self.runners = make_stages(folder, cuts)
+
+    def run(self, *rows: step_pb2.Row, **options: Any) -> list[step_pb2.StepDone]:
+        """Every stage's answer to a step."""
+        step = self.make(*rows, **options)
+        return [runner.run(step, 0) for runner in self.runners]
+
+    def results(self, *rows: step_pb2.Row, **options: Any) -> dict[int, step_pb2.RowResult]:
+        """The results of a step that fails nowhere."""
+        answers = self.run(*rows, **options)
+        assert [answer.failure.message for answer in answers] == [""] * len(answers)
+        return {result.sequence: result for result in answers[-1].results}
+
+
+def open_sequence(
+    sequence: int, prompt_length: int = len(PROMPT), eos: Sequence[int] = (), **sampling: Any
+) -> step_pb2.CacheOperation:
+    return step_pb2.CacheOperation(
+        open=step_pb2.Open(
+            sequence=sequence,
+            sampling=step_pb2.Sampling(**sampling),
+            seed=7,
+            eos=eos,
+            prompt_length=prompt_length,
+            max_length=256,
+        )
+    )
+
+
+def free(sequence: int) -> step_pb2.CacheOperation:
+    return step_pb2.CacheOperation(free=step_pb2.Free(sequence=sequence))
+
+
+def trim(sequence: int, length: int) -> step_pb2.CacheOperation:
+    return step_pb2.CacheOperation(trim=step_pb2.Trim(sequence=sequence, length=length))
+
+
+def want(
+    what: step_pb2.Want.What = Want.TOKEN, where: step_pb2.Want.Where = Want.LAST, **more: Any
+) -> step_pb2.Want:
+    return Want(what=what, where=where, **more)
+
+
+def chunk(sequence: int, start: int, ids: Sequence[int], *wants: step_pb2.Want) -> step_pb2.Row:
+    return step_pb2.Row(sequence=sequence, start=start, tokens=step_pb2.Tokens(ids=ids), wants=wants)
+
+
+def decode(sequence: int, start: int, token: int, draft: Sequence[int] = ()) -> step_pb2.Row:
+    where = Want.ALL if draft else Want.LAST
+    return step_pb2.Row(sequence=sequence, start=start, token=token, draft=draft, wants=[want(where=where)])
+
+
+def previous(sequence: int, start: int, draft: Sequence[int] = ()) -> step_pb2.Row:
+    where = Want.ALL if draft else Want.LAST
+    return step_pb2.Row(sequence=sequence, start=start, previous=True, draft=draft, wants=[want(where=where)])
+
+
+def tokens_of(result: step_pb2.RowResult) -> list[int]:
+    return [token.token for token in result.tokens]
+
+
+def answer_all(runner: StageRunner, *steps: step_pb2.Step) -> list[step_pb2.StepDone]:
+    """The answers to steps that are all there before the first is answered."""
+    return [*(done for step in steps for done in runner.take(step, 0)), *runner.finish()]
