@@ -1,5 +1,8 @@
 """Steps built before the one before them is done: the same tokens, whatever happens on the way."""
 
+# What is built when shows only inside.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import random
@@ -28,7 +31,6 @@ from tests.worker.stages import (
 )
 
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker import runner as runner_module
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.work import StepWork
 
@@ -233,9 +235,7 @@ def test_stages_that_build_ahead_give_the_same_tokens(
     dones: list[list[step_pb2.StepDone]] = [[] for _ in runners]
     for window in windows(script.steps):
         for runner, answered in zip(runners, dones, strict=True):
-            for step in window:
-                answered += runner.take(step, 0)
-            answered += runner.finish()
+            answered.extend(answer_all(runner, *window))
     assert [done.failure.message for answered in dones for done in answered if done.HasField("failure")] == []
     check(dones[-1], script)
     assert all(ahead)
@@ -250,7 +250,7 @@ def two_steps() -> tuple[step_pb2.Step, step_pb2.Step]:
 def events(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens, in order, when two steps are there of which the second goes on from the first."""
     told: list[str] = []
-    forward, evaluate = runner._model.forward, runner_module.evaluate
+    forward, evaluate = runner._model.forward, mx.async_eval
 
     def tell_forward(*arguments: Any, **named: Any) -> mx.array:
         told.append("built")
@@ -261,34 +261,46 @@ def events(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         evaluate(*arguments)
 
     monkeypatch.setattr(runner._model, "forward", tell_forward)
-    monkeypatch.setattr(runner_module, "evaluate", tell_evaluate)
+    monkeypatch.setattr(mx, "async_eval", tell_evaluate)
     for step in two_steps():
-        for _ in runner.take(step, 0):
-            told.append("answered")
-    for _ in runner.finish():
-        told.append("answered")
-    return told
+        for done in runner.take(step, 0):
+            told.append(f"answered {done.step}")  # noqa: PERF401 - in its place among what else is told
+    return [*told, *(f"answered {done.step}" for done in runner.finish())]
 
 
 def test_an_answer_goes_out_when_the_next_step_is_built_and_before_it_is_computed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (runner,) = make_stages(folder, CUTS[1], submits_ahead=False)
-    assert events(runner, monkeypatch) == ["built", "computed", "built", "answered", "computed", "answered"]
+    assert events(runner, monkeypatch) == [
+        "built",
+        "computed",
+        "built",
+        "answered 1",
+        "computed",
+        "answered 2",
+    ]
 
 
 def test_a_device_that_takes_steps_ahead_is_given_the_next_one_before_the_answer(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (runner,) = make_stages(folder, CUTS[1], submits_ahead=True)
-    assert events(runner, monkeypatch) == ["built", "computed", "built", "computed", "answered", "answered"]
+    assert events(runner, monkeypatch) == [
+        "built",
+        "computed",
+        "built",
+        "computed",
+        "answered 1",
+        "answered 2",
+    ]
 
 
 def test_a_token_that_had_to_be_drawn_again_takes_back_what_was_built_on_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So flat that 256 of the 320 tokens do not hold the nucleus: the first look often errs.
-    sampling = {"temperature": 50.0, "top_p": 0.98}
+    sampling: dict[str, Any] = {"temperature": 50.0, "top_p": 0.98}
     expected = alone(folder, PROMPT, sampling)
     (runner,) = make_stages(folder, CUTS[1])
     taken_back: list[int] = []
@@ -316,7 +328,7 @@ def test_a_step_that_fails_on_the_device_fails_what_was_built_on_it_and_nothing_
     opened = [open_sequence(1), open_sequence(2)]
     runner.run(steps.make(chunk(1, 0, PROMPT, want()), operations=opened), 0)
     other = tokens_of(runner.run(steps.make(chunk(2, 0, PROMPT[:5], want())), 0).results[0])
-    evaluate = runner_module.evaluate
+    evaluate = mx.async_eval
     failing = iter([True])
 
     def break_once(*arguments: Any) -> None:
@@ -324,7 +336,7 @@ def test_a_step_that_fails_on_the_device_fails_what_was_built_on_it_and_nothing_
         if next(failing, False):
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(runner_module, "evaluate", break_once)
+    monkeypatch.setattr(mx, "async_eval", break_once)
     first, second = answer_all(
         runner,
         steps.make(previous(1, len(PROMPT))),
