@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -250,7 +250,8 @@ def two_steps() -> tuple[step_pb2.Step, step_pb2.Step]:
 def events(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens, in order, when two steps are there of which the second goes on from the first."""
     told: list[str] = []
-    forward, evaluate = runner._model.forward, mx.async_eval
+    forward = runner._model.forward
+    evaluate = cast("Callable[..., None]", mx.async_eval)
 
     def tell_forward(*arguments: Any, **named: Any) -> mx.array:
         told.append("built")
@@ -328,7 +329,7 @@ def test_a_step_that_fails_on_the_device_fails_what_was_built_on_it_and_nothing_
     opened = [open_sequence(1), open_sequence(2)]
     runner.run(steps.make(chunk(1, 0, PROMPT, want()), operations=opened), 0)
     other = tokens_of(runner.run(steps.make(chunk(2, 0, PROMPT[:5], want())), 0).results[0])
-    evaluate = mx.async_eval
+    evaluate = cast("Callable[..., None]", mx.async_eval)
     failing = iter([True])
 
     def break_once(*arguments: Any) -> None:
