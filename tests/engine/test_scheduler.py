@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -124,17 +125,18 @@ def test_a_chunk_counts_as_in_flight_until_every_rank_has_answered() -> None:
     assert len(pipeline.twin.sent) == 4
 
 
-def test_two_sequences_have_a_decode_step_each_in_flight_on_two_stages() -> None:
-    pipeline = Pipeline((1, 1))
-    for _ in range(2):
-        pipeline.add(3, SamplingParams(ignore_eos=True))
-    for _ in range(2):
-        pipeline.run(0)
-        pipeline.run(1)
-    sent = [[row.sequence for row in step.rows] for step in pipeline.twin.sent]
-    decoding = [step.step for step in pipeline.twin.sent if not is_prefill(step)]
-    assert sorted(sent) == [[1], [1], [1], [1], [2], [2]], "a prompt of each, and decode steps behind it"
-    assert len(decoding) == 4
+@pytest.mark.parametrize("late", [0, 7, 20])
+def test_groups_take_turns_whenever_they_begin(late: int) -> None:
+    pipeline, random = Pipeline((1, 1)), Random(0)
+    pipeline.add(3, SamplingParams(ignore_eos=True))
+    for _ in range(late):
+        pipeline.run_any(random)
+    pipeline.add(3, SamplingParams(ignore_eos=True))
+    pipeline.run_out(random)
+    decoded = [step.rows[0].sequence for step in pipeline.twin.sent if step.rows and not is_prefill(step)]
+    both = decoded[decoded.index(2) : len(decoded) - decoded[::-1].index(1)]
+    assert all(one != other for one, other in pairwise(both))
+    assert len(both) > 40
 
 
 def test_five_sequences_share_two_decode_steps_evenly() -> None:

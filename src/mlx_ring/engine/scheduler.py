@@ -136,9 +136,13 @@ class Scheduler:
         return steps
 
     def _decode_step(self, now: float) -> step_pb2.Step | None:
-        """The next decode step of the group that has waited longest."""
-        for group in self._groups:
-            if group.in_flight >= self._policy.steps_ahead:
+        """The next decode step of the group that has waited longest.
+
+        Groups take turns: two steps of one group in a row would leave all stages but one without work.
+        """
+        going = [group for group in self._groups if self._is_going(group)]
+        for place, group in enumerate(going):
+            if group.in_flight >= self._policy.steps_ahead or (group.in_flight and place):
                 continue
             ready = [member for member in group.members.values() if member.can_step(self._policy.steps_ahead)]
             rows = [(sequence, row) for sequence in ready if (row := self._decode_row(sequence)) is not None]
@@ -208,13 +212,14 @@ class Scheduler:
             del self._waiting[sequence.id]
             self._running[sequence.id] = sequence
             self._prefilling.add(sequence)
+            sequence.admitted_at = now
             sequence.opened_at = now if sequence.opened_at is None else sequence.opened_at
 
     def _prefill_step(self, now: float) -> step_pb2.Step | None:
         if not self._prefilling or not self._may_prefill():
             return None
         longest = max(sequence.fill_to - sequence.scheduled for sequence in self._prefilling)
-        size = self._pacing.chunk(longest, sum(1 for _ in self._groups))
+        size = self._pacing.chunk(longest, self._groups_to_spare())
         sequences: list[Sequence] = []
         rows: list[step_pb2.Row] = []
         for sequence in self._prefilling.in_turn(size):
@@ -233,6 +238,20 @@ class Scheduler:
         for sequence in sequences:
             self._after_chunk(sequence)
         return step
+
+    def _groups_to_spare(self) -> int:
+        """Groups whose tokens must not wait long: those with a sequence that was running when the prompt was admitted.
+
+        Prompts that came together with the running ones have the same claim, and are read at full speed.
+        """
+        came = min(sequence.admitted_at for sequence in self._prefilling)
+        return sum(
+            any(
+                member.first_token_at is not None and member.first_token_at < came
+                for member in group.members.values()
+            )
+            for group in self._groups
+        )
 
     def _after_chunk(self, sequence: Sequence) -> None:
         self._kv.after_chunk(sequence)

@@ -70,7 +70,10 @@ class Sequence:
     cached_tokens: int = 0
     """Prompt tokens whose KV was there already."""
     lookup: PromptLookup = field(default_factory=PromptLookup)
+    admitted_at: float = 0.0
+    """The last time, where it was put back."""
     opened_at: float | None = None
+    """The first time that it was admitted."""
     first_token_at: float | None = None
     last_token_at: float | None = None
 

@@ -75,6 +75,9 @@ def _device(worker: WorkerInfo, instance: InstanceInfo) -> dict[str, object]:
     }
 
 
+_STEP_PARTS = ("compute_us", "link_wait_us", "link_send_us", "queue_us", "rows")
+
+
 def _step_times(recent: Sequence[StepTiming]) -> list[dict[str, object]]:
     """By stage, how the last steps spent their time on average: decode steps and chunks of prompts apart."""
     told: list[dict[str, object]] = []
@@ -84,15 +87,12 @@ def _step_times(recent: Sequence[StepTiming]) -> list[dict[str, object]]:
             "decode": [timing for timing in stage_steps if timing.is_decode],
             "prefill": [timing for timing in stage_steps if not timing.is_decode],
         }
-        told.append(
-            {"stage": stage}
-            | {f"{kind}_steps": len(steps) for kind, steps in kinds.items()}
-            | {
-                f"{kind}_{part}": mean(getattr(step, part) for step in steps) if steps else None
-                for kind, steps in kinds.items()
-                for part in ("compute_us", "link_wait_us", "link_send_us", "queue_us", "rows")
-            }
-        )
+        of_stage: dict[str, object] = {"stage": stage}
+        for kind, steps in kinds.items():
+            of_stage[f"{kind}_steps"] = len(steps)
+            for part in _STEP_PARTS:
+                of_stage[f"{kind}_{part}"] = mean(getattr(step, part) for step in steps) if steps else None
+        told.append(of_stage)
     return told
 
 
