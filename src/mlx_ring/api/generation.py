@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from mlx_ring.api.service import ServingEngine
-from mlx_ring.core.errors import ContextExceeded, NotReady, ProtocolError, RingError
+from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.sequence import GenerateRequest
 from mlx_ring.engine.streams import Delta, RequestStream, RequestTimings
@@ -58,9 +58,6 @@ class Generation:
         self._requests = requests
         self._prompt_field = prompt_field
         self._streams: list[RequestStream] = []
-        self._readers: list[asyncio.Task[None]] = []
-        self._arrived: list[Piece] = []
-        self._failure: Exception | None = None
         self._news = asyncio.Event()
         self.answers = [Answer() for _ in requests]
 
@@ -68,15 +65,14 @@ class Generation:
         """Raises the `RingError` with which the engine refuses one of the sequences."""
         try:
             for request in self._requests:
-                self._streams.append(self._engine.submit(request))
+                stream = self._engine.submit(request)
+                self._streams.append(stream)
+                stream.tell(self._news.set)
         except RingError as error:
             await self._stop()
             if isinstance(error, ContextExceeded):
                 error.param = self._prompt_field
             raise
-        self._readers = [
-            asyncio.create_task(self._read(index, stream)) for index, stream in enumerate(self._streams)
-        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -93,14 +89,14 @@ class Generation:
         open_answers = len(self.answers)
         while open_answers:
             await self._wait(quiet_s)
-            batch, self._arrived = self._arrived, []
+            batch, failure = self._take()
             for piece in batch:
                 self.answers[piece.index].add(piece.delta)
                 open_answers -= piece.delta.finish_reason is not None
-            if batch or self._failure is None:
+            if batch or failure is None:
                 yield batch
-            if self._failure is not None and not self._arrived:
-                raise self._failure
+            if failure is not None:
+                raise failure.with_traceback(None)
 
     async def run(self) -> list[Answer]:
         """All the answers, when they have ended."""
@@ -109,42 +105,43 @@ class Generation:
         return self.answers
 
     async def _wait(self, quiet_s: float | None) -> None:
-        try:
-            async with asyncio.timeout(quiet_s):
+        """For news, `quiet_s` seconds at most. Without a task: this happens for every token."""
+        if not self._news.is_set():
+            loop = asyncio.get_running_loop()
+            alarm = None if quiet_s is None else loop.call_later(quiet_s, self._news.set)
+            try:
                 await self._news.wait()
-        except TimeoutError:
-            return
+            finally:
+                if alarm is not None:
+                    alarm.cancel()
         self._news.clear()
 
-    async def _read(self, index: int, stream: RequestStream) -> None:
-        try:
-            async for delta in stream:
-                _check_end(delta)
-                self._arrived.append(Piece(index, delta))
-                self._news.set()
-                if delta.finish_reason is not None:
-                    return
-            failure: Exception = ProtocolError("An answer stopped without saying why.")
-        except Exception as error:  # noqa: BLE001 - whoever reads `batches` raises it
-            failure = error
-        self._failure = self._failure or failure
-        self._news.set()
+    def _take(self) -> tuple[list[Piece], RingError | None]:
+        """What every stream has, and what ended the first of those that have failed."""
+        batch: list[Piece] = []
+        failure: RingError | None = None
+        for index, stream in enumerate(self._streams):
+            for delta in stream.take():
+                trouble = _no_end(delta)
+                if trouble is None:
+                    batch.append(Piece(index, delta))
+                failure = failure or trouble
+            failure = failure or stream.error
+        return batch, failure
 
     async def _stop(self) -> None:
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
         async with AsyncExitStack() as closing:
             for stream in self._streams:
                 closing.push_async_callback(stream.aclose)
 
 
-def _check_end(delta: Delta) -> None:
-    """The two reasons that are no answer's end."""
+def _no_end(delta: Delta) -> RingError | None:
+    """The error that stands behind the two reasons which are no answer's end."""
     if delta.finish_reason == "abort":
-        raise NotReady("The server stopped this answer.")
+        return NotReady("The server stopped this answer.")
     if delta.finish_reason == "error":
-        raise RingError("The answer ended with an error.")
+        return RingError("The answer ended with an error.")
+    return None
 
 
 def usage(answers: Sequence[Answer], answers_per_prompt: int) -> dict[str, object]:

@@ -50,6 +50,10 @@ class Delta:
     """On the last delta."""
 
 
+def _nobody() -> None:
+    """Who listens to a stream that is iterated."""
+
+
 class RequestStream(AsyncIterator[Delta]):
     """One request's deltas. Leaving `async with`, or `aclose`, before the end aborts the request.
 
@@ -60,6 +64,7 @@ class RequestStream(AsyncIterator[Delta]):
         self._abort = abort
         self._deltas: deque[Delta] = deque()
         self._arrived = asyncio.Event()
+        self._listener: Callable[[], None] = _nobody
         self._error: RingError | None = None
         self._ended = False
 
@@ -68,12 +73,31 @@ class RequestStream(AsyncIterator[Delta]):
         self._deltas.append(delta)
         self._ended = delta.finish_reason is not None
         self._arrived.set()
+        self._listener()
 
     def fail(self, error: RingError) -> None:
         """End with an error; the engine's end of the stream."""
         self._error = error
         self._ended = True
         self._arrived.set()
+        self._listener()
+
+    def tell(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever there is something to take: for one reader of several streams."""
+        self._listener = listener
+        if self._deltas or self._ended:
+            listener()
+
+    def take(self) -> list[Delta]:
+        """The deltas that have come since the last time."""
+        taken = list(self._deltas)
+        self._deltas.clear()
+        return taken
+
+    @property
+    def error(self) -> RingError | None:
+        """What ended the request, after the deltas that are still to be taken."""
+        return self._error
 
     async def __anext__(self) -> Delta:
         while not self._deltas:

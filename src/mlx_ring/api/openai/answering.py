@@ -24,6 +24,8 @@ from mlx_ring.engine.streams import Delta
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
 Json = dict[str, object]
 
 
@@ -104,6 +106,7 @@ class AnswerStream(Response):
         self._task = task
         self._writer = writer
         self._usage_chunk = usage_chunk
+        self._before, self._after = _around_choice(task, usage_chunk=usage_chunk)
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,14 +145,21 @@ class AnswerStream(Response):
 
     def _chunks(self, choices: Iterable[Json | None]) -> bytes:
         """One event for each choice that has something to say."""
-        usage_field: Json = {"usage": None} if self._usage_chunk else {}
         return b"".join(
-            _event(self._task.body(self._task.chunk_object, [choice]) | usage_field)
-            for choice in choices
-            if choice is not None
+            b"%s%s%s" % (self._before, _json(choice), self._after) for choice in choices if choice is not None
         )
 
 
+def _around_choice(task: Task, *, usage_chunk: bool) -> tuple[bytes, bytes]:
+    """A chunk's event before and after its one choice, the same throughout a stream."""
+    empty = _json(task.body(task.chunk_object, []))
+    return b"data: " + empty.removesuffix(b"]}"), b'],"usage":null}\n\n' if usage_chunk else b"]}\n\n"
+
+
 def _event(value: Mapping[str, object]) -> bytes:
+    return b"data: %s\n\n" % _json(value)
+
+
+def _json(value: Mapping[str, object]) -> bytes:
     """In ASCII: some clients take U+2028 and its like for the end of a line."""
-    return b"data: %s\n\n" % json.dumps(value, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
