@@ -121,6 +121,37 @@ def test_draft_tokens_are_accepted_as_long_as_they_equal_the_samples(
     assert after[1].tokens[0].token == expected[4]
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 0.8, "repetition_penalty": 1.4, "presence_penalty": 0.6},
+        {"frequency_penalty": 1.5},
+        {"temperature": 1.1, "min_tokens": 7, "eos": list(range(2, 160))},
+    ],
+)
+@pytest.mark.parametrize("by_token", [True, False], ids=["token", "previous"])
+def test_verified_drafts_give_what_the_sequence_samples_without(
+    pipeline: Pipeline, sampling: dict[str, Any], *, by_token: bool
+) -> None:
+    expected = generate(pipeline, 1, 14, **sampling)
+    first = pipeline.results(
+        chunk(2, 0, PROMPT, want()), operations=[open_sequence(2, **sampling)], hand_over=True
+    )
+    tokens = tokens_of(first[2])
+    operations: list[step_pb2.CacheOperation] = []
+    for right, wrong in ((2, 1), (0, 2), (3, 0), (1, 3)):
+        known = len(tokens)
+        draft = expected[known : known + right] + [(token + 1) % 320 for token in expected[known + right :]]
+        draft = draft[: right + wrong]
+        start = len(PROMPT) + known - 1
+        row = decode(2, start, tokens[-1], draft) if by_token else previous(2, start, draft)
+        tokens += tokens_of(pipeline.results(row, operations=operations, hand_over=True)[2])
+        assert len(tokens) == known + right + 1
+        operations = [trim(2, len(PROMPT) + len(tokens) - 1)] if wrong else []
+    assert tokens == expected[: len(tokens)]
+
+
 def test_a_fork_goes_on_from_the_shared_prefix(pipeline: Pipeline, reference: Any) -> None:
     pipeline.results(chunk(1, 0, PROMPT), operations=[open_sequence(1)])
     fork = step_pb2.CacheOperation(fork=step_pb2.Fork(source=1, destination=2, length=5))

@@ -12,7 +12,7 @@ from tests.worker.sampler.strategies import VOCABULARY, sampler_rows
 
 from mlx_ring.core.errors import RequestError
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.sampler import Parameters, SamplerRow, sample
+from mlx_ring.worker.sampler import LazySample, Parameters, SamplerRow, sample
 
 GREEDY = Parameters()
 
@@ -42,6 +42,19 @@ def test_tokens_are_those_of_the_plain_chain(rows: list[SamplerRow], seed: int) 
         expected, lead = reference.token(np.array(logits[index], dtype=np.float64), each)
         if lead > 1e-4:
             assert tokens[index] == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(sampler_rows(), min_size=1, max_size=6), st.integers(0, 1000), st.sampled_from([0.05, 3.0]))
+def test_lazy_tokens_are_those_of_sample_and_say_where_they_were_not(
+    rows: list[SamplerRow], seed: int, scale: float
+) -> None:
+    logits = random_logits(len(rows), seed, scale=scale)
+    lazy = LazySample(logits, rows)
+    before = [int(token) for token in np.array(lazy.tokens)]
+    tokens, changed = lazy.read()
+    assert tokens == drawn(logits, *rows)
+    assert changed == [index for index, token in enumerate(tokens) if token != before[index]]
 
 
 @settings(max_examples=60, deadline=None)

@@ -59,10 +59,19 @@ def among_largest(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
 
     How many that takes changes no token: the noise is each token id's.
     """
+    return _among(logits, rows, _CANDIDATES)
+
+
+def among_more(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
+    """As `among_largest`, for rows that `among_few` left open."""
+    return _among(logits, rows, _CANDIDATES[1:])
+
+
+def _among(logits: mx.array, rows: Sequence[SamplerRow], sizes: Sequence[int]) -> mx.array:
     vocabulary = logits.shape[1]
     parts: list[tuple[list[int], mx.array]] = []
     pending = list(range(len(rows)))
-    for size in (*(size for size in _CANDIDATES if size < vocabulary), vocabulary):
+    for size in (*(size for size in sizes if size < vocabulary), vocabulary):
         tokens, settled = _draw_among(take(logits, pending), [rows[index] for index in pending], size)
         if all(_bounded(rows[index], size, vocabulary) for index in pending):
             parts.append((pending, tokens))

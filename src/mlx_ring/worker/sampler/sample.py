@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
@@ -43,19 +44,18 @@ class LazySample:
     """
 
     def __init__(self, logits: mx.array, rows: Sequence[SamplerRow]) -> None:
-        self._logits = logits
-        self._rows = rows
-        self._in_doubt: tuple[list[int], mx.array] | None = None
+        self._in_doubt: _InDoubt | None = None
         adjusted = adjust(logits.astype(mx.float32), rows)
         parts: list[tuple[list[int], mx.array]] = []
         for kind, chosen in _kinds(rows, logits.shape[1]).items():
-            theirs = draw.take(adjusted, chosen), [rows[index] for index in chosen]
+            theirs = draw.take(adjusted, chosen)
+            members = [rows[index] for index in chosen]
             if kind is draw.among_largest:
-                tokens, settled = draw.among_few(*theirs)
+                tokens, settled = draw.among_few(theirs, members)
                 if settled is not None:
-                    self._in_doubt = chosen, settled
+                    self._in_doubt = _InDoubt(chosen, settled, theirs, members)
             else:
-                tokens = kind(*theirs)
+                tokens = kind(theirs, members)
             parts.append((chosen, tokens))
         self.tokens = draw.reassemble(parts)
         """(rows,) int32."""
@@ -63,25 +63,40 @@ class LazySample:
     @property
     def arrays(self) -> list[mx.array]:
         """What to evaluate."""
-        return [self.tokens] if self._in_doubt is None else [self.tokens, self._in_doubt[1]]
+        return [self.tokens] if self._in_doubt is None else [self.tokens, self._in_doubt.settled]
 
     def read(self) -> tuple[list[int], list[int]]:
         """The tokens, and which rows' differ from the lazy ones. Evaluates."""
         tokens = cast("list[int]", self.tokens.tolist())
-        if self._in_doubt is None:
-            return tokens, []
-        chosen, settled = self._in_doubt
-        flags = cast("list[bool]", settled.tolist())
-        open_rows = [row for row, flag in zip(chosen, flags, strict=True) if not flag]
-        if not open_rows:
-            return tokens, []
-        again = sample(draw.take(self._logits, open_rows), [self._rows[row] for row in open_rows])
         changed: list[int] = []
-        for row, token in zip(open_rows, cast("list[int]", again.tolist()), strict=True):
+        for row, token in self._in_doubt.draw_again() if self._in_doubt is not None else ():
             if tokens[row] != token:
                 tokens[row] = token
                 changed.append(row)
         return tokens, changed
+
+
+@dataclass(frozen=True, slots=True)
+class _InDoubt:
+    """Rows for which there may be more candidates than were taken."""
+
+    chosen: list[int]
+    """Their numbers."""
+    settled: mx.array
+    """(chosen,) whether there were enough after all."""
+    logits: mx.array
+    """(chosen, vocabulary), adjusted."""
+    rows: Sequence[SamplerRow]
+
+    def draw_again(self) -> list[tuple[int, int]]:
+        """Row number and token, where there were not. Evaluates."""
+        flags = cast("list[bool]", self.settled.tolist())
+        places = [place for place, flag in enumerate(flags) if not flag]
+        if not places:
+            return []
+        tokens = draw.among_more(draw.take(self.logits, places), [self.rows[place] for place in places])
+        numbers = [self.chosen[place] for place in places]
+        return list(zip(numbers, cast("list[int]", tokens.tolist()), strict=True))
 
 
 def _kinds(rows: Sequence[SamplerRow], vocabulary: int) -> dict[_Draw, list[int]]:
