@@ -1,0 +1,1 @@
+"""What a plan would do: pure, without machines."""

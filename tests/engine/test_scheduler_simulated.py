@@ -1,0 +1,132 @@
+"""The scheduler by the clock: how full it keeps the stages, and what a long prompt does to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_ring.cluster.planner.simulation import LinearCost, Simulated, Simulation, Times, predict_throughput
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.scheduler import Scheduler
+from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
+from mlx_ring.rpc.protos import step_pb2
+
+LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())
+DECODE_S, TOKEN_S = 0.02, 0.0005
+PLAIN = Policy(prefix_cache=False, draft_tokens=0, max_num_seqs=64)
+
+
+class Bench:
+    """A scheduler over simulated stages."""
+
+    def __init__(
+        self, stages: int, policy: Policy = PLAIN, *, hop_s: float = 0.0, head_s: float = 0.001
+    ) -> None:
+        ranks = [RankId(stage, 0) for stage in range(stages)]
+        self.scheduler = Scheduler(ranks, instance="demo", epoch=1, policy=policy)
+        self.sequences: dict[int, Sequence] = {}
+        cost = LinearCost(DECODE_S / stages, TOKEN_S / stages)
+
+        def stage_s(_stage: int, step: step_pb2.Step) -> float:
+            return cost(step)
+
+        self.simulation = Simulation(self.scheduler, Times(stage_s, hop_s, head_s), stages)
+
+    def request(self, prompt: int, answer: int) -> Callable[[float], None]:
+        number = len(self.sequences) + 1
+        tokens = tuple(Random(number).randrange(1000) for _ in range(prompt))
+        asked = GenerateRequest(str(number), tokens, SamplingParams(max_tokens=answer))
+        self.sequences[number] = make_sequence(number, asked, LIMITS, 0.0)
+
+        def come(now: float) -> None:
+            self.sequences[number].submitted_at = now
+            self.scheduler.add(self.sequences[number])
+
+        return come
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_running_streams_keep_every_stage_busy(stages: int) -> None:
+    bench = Bench(stages)
+    streams = 4 * stages
+    result = bench.simulation.run([(0.0, bench.request(8, 300)) for _ in range(streams)], until_s=4.0)
+    stage_s = (DECODE_S + 4 * TOKEN_S) / stages
+    assert result.tokens_per_s(2.0, 4.0) >= 0.95 * 4 / stage_s
+    predicted = predict_throughput([stage_s] * stages, [4] * stages, head_s=0.001)
+    assert result.tokens_per_s(2.0, 4.0) == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_streams_that_begin_out_of_step_fill_the_stages_too(stages: int) -> None:
+    bench = Bench(stages)
+    arrivals = [(0.037 * number, bench.request(8, 400)) for number in range(4 * stages)]
+    result = bench.simulation.run(arrivals, until_s=5.0)
+    assert result.tokens_per_s(3.0, 5.0) >= 0.95 * 4 * stages / (DECODE_S + 4 * TOKEN_S)
+
+
+def test_the_heads_latency_is_hidden() -> None:
+    bench = Bench(1, head_s=0.008)
+    result = bench.simulation.run([(0.0, bench.request(4, 200))], until_s=3.0)
+    assert result.tokens_per_s(1.0, 3.0) >= 0.97 / (DECODE_S + TOKEN_S)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_long_prompts_chunks_overlap(stages: int) -> None:
+    bench = Bench(stages)
+    result = bench.simulation.run([(0.0, bench.request(8000, 1))])
+    chunks = -(-8000 // (8000 // (8 * stages)))
+    alone_s = 8000 * TOKEN_S + chunks * DECODE_S
+    (first_token_s,) = result.tokens_s[1]
+    assert first_token_s <= 1.2 * alone_s / stages
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_long_prompt_leaves_running_streams_the_promised_pace(stages: int) -> None:
+    policy = replace(PLAIN, max_itl_ratio=2.5)
+    bench = Bench(stages, policy)
+    arrivals = [(0.0, bench.request(8, 600)) for _ in range(4)]
+    arrivals.append((2.0, bench.request(4000, 1)))
+    result = bench.simulation.run(arrivals)
+    (ended_s,) = result.tokens_s[5]
+    quiet, busy = (_gaps(result, begin, end) for begin, end in ((1.0, 2.0), (2.1, ended_s)))
+    assert max(busy) <= 2.5 * max(quiet)
+    assert ended_s - 2.0 < 40 * 4000 * TOKEN_S, "and the prompt gets on"
+
+
+def _gaps(result: Simulated, begin: float, end: float) -> list[float]:
+    return [
+        later - earlier
+        for number in range(1, 5)
+        for earlier, later in zip(result.tokens_s[number], result.tokens_s[number][1:], strict=False)
+        if begin < earlier and later < end
+    ]
+
+
+def test_prompts_that_come_together_are_read_at_full_speed() -> None:
+    bench = Bench(1)
+    result = bench.simulation.run([(0.0, bench.request(200, 50)) for _ in range(8)])
+    last_first_token = max(times[0] for times in result.tokens_s.values())
+    assert last_first_token <= 1.35 * (8 * 200 * TOKEN_S + 4 * DECODE_S)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 2), st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=20),
+    st.integers(1, 4),
+    st.integers(1, 8),
+)
+@settings(deadline=None, max_examples=40)
+def test_nobody_starves(requests: list[tuple[float, int, int]], stages: int, places: int) -> None:
+    bench = Bench(stages, replace(PLAIN, max_num_seqs=places))
+    arrivals = [(at, bench.request(prompt, answer)) for at, prompt, answer in requests]
+    result = bench.simulation.run(arrivals)
+    assert {number: len(times) for number, times in result.tokens_s.items()} == {
+        number: answer for number, (_, _, answer) in enumerate(requests, start=1)
+    }
+    assert result.most_in_flight <= stages + 1 + 2 * stages
