@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.api.clients import Api, error_of, refusal
+from tests.api.clients import Api, error_of, events, refusal
+from tests.api.twins import TwinService
 
 from mlx_ring.core.errors import NotReady, Overloaded, StepFailed, WorkerLost
+from mlx_ring.engine.policy import Policy, RankKv
 
 
 def test_health_has_the_fields_that_people_know(api: Api) -> None:
@@ -107,6 +109,38 @@ def test_the_cache_keeps_what_has_ended_and_says_what_was_reused(api: Api) -> No
     assert cache["hit_tokens"] == second["prompt_tokens"] - 1
     assert (cache["entries"], stats["sequences"]) == (1, 1)
     assert [worker["stage"] for worker in stats["workers"]] == [0, 1]
+
+
+def test_every_kind_of_answer_says_what_was_reused(api: Api) -> None:
+    prompt = "One prompt, four times over."
+    asked = [
+        api.complete(prompt=prompt).json(),
+        api.complete(prompt=prompt).json(),
+        events(api.complete(prompt=prompt, stream=True, stream_options={"include_usage": True}))[-1],
+        api.post("/generate", {"prompt": prompt}).json(),
+    ]
+    counted = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in asked]
+    assert counted == [0, *[asked[0]["usage"]["prompt_tokens"] - 1] * 3]
+
+
+def test_each_worker_s_budget_is_shown_with_the_sequences_that_it_allows() -> None:
+    kv = RankKv(limit_bytes=3 * 4096 * 8 + 3 * 100, bytes_per_token=8, bytes_per_sequence=100)
+    api = Api(TwinService(kv=kv))
+    api.complete(prompt="x" * 600, max_tokens=1)
+    for worker in api.get("/cache/stats").json()["workers"]:
+        assert (worker["limit_bytes"], worker["sequences_allowed"]) == (kv.limit_bytes, 3)
+        assert (worker["bytes_per_token"], worker["bytes_per_sequence"]) == (8, 100)
+        assert worker["context_tokens"] == 4096
+        assert worker["used_bytes"] == 3 * 256 * 8 + 100, "600 tokens take three blocks of 256"
+        assert worker["held_bytes"] == worker["kv_bytes"] == 601 * 8
+
+
+def test_without_a_prefix_cache_nothing_is_kept() -> None:
+    api = Api(TwinService(policy=Policy(prefix_cache=False)))
+    for _ in range(2):
+        assert api.chat().json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    stats = api.get("/cache/stats").json()
+    assert (stats["prefix_cache"]["enabled"], stats["kv_bytes"], stats["sequences"]) == (False, 0, 0)
 
 
 def test_the_cluster_says_how_steps_are_made(api: Api) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from tests.api.twins import ANSWER_TEXT, TwinService
 
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import WorkerLost
+from mlx_ring.engine.policy import Policy
 
 CHAT = {"messages": [{"role": "user", "content": "Hello."}], "stream": True}
 ENDLESS = {"prompt": "Hello.", "max_tokens": 10**9, "stream": True}
@@ -100,6 +102,54 @@ def test_an_error_in_mid_stream_is_an_event_and_the_last(stuck: tuple[TwinServic
     assert len(rest) == 1
     assert '{"error":{"message":"Worker 0 of stage 1 was ended by signal 9."' in rest[0]
     assert '"code":"worker_lost"' in rest[0]
+
+
+def test_a_request_over_its_time_ends_with_408_and_frees_its_place() -> None:
+    service = TwinService(automatic=False, policy=Policy(request_timeout_s=0.05))
+    with serving(service) as url:
+        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False}, timeout=PATIENCE_S)
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (408, "false")
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("timeout_error", "request_timeout")
+    assert "0.05 s (--request-timeout-s)" in error["message"]
+    assert waiting(service) == 0
+    assert service.engine.stats().finished == {"error": 1}
+
+
+def test_a_stream_over_its_time_ends_with_the_error_as_its_last_event() -> None:
+    service = TwinService(automatic=False, policy=Policy(request_timeout_s=0.05))
+    with (
+        serving(service) as url,
+        httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT, timeout=PATIENCE_S) as got,
+    ):
+        lines = [line for line in got.iter_lines() if line]
+    assert len(lines) == 2
+    assert '"role":"assistant"' in lines[0]
+    assert '"code":"request_timeout"' in lines[1]
+
+
+def test_a_request_in_time_is_not_ended_later() -> None:
+    service = TwinService(policy=Policy(request_timeout_s=PATIENCE_S))
+    with serving(service) as url:
+        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False})
+    assert answer.json()["choices"][0]["message"]["content"] == ANSWER_TEXT
+    assert service.engine.stats().finished == {"stop": 1}
+
+
+def test_over_the_places_to_wait_429_says_when_to_come_again_until_one_is_free() -> None:
+    service = TwinService(automatic=False, policy=Policy(max_num_seqs=1, max_waiting=1))
+    with serving(service) as url, httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+        chat = partial(client.stream, "POST", "/v1/chat/completions", json=CHAT)
+        with chat(), chat() as second:
+            assert (waiting(service), second.status_code) == (2, 200)
+            refused = client.post("/v1/chat/completions", json=CHAT)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["code"] == "overloaded"
+            assert "1 requests wait already" in refused.json()["error"]["message"]
+            second.close()
+            until(lambda: waiting(service) == 1)
+            with chat() as third:
+                assert third.status_code == 200
 
 
 def test_streams_run_side_by_side() -> None:

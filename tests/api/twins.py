@@ -11,6 +11,7 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.twin import TwinExecutor
 
@@ -104,7 +105,15 @@ class TwinService:
     context_length = CONTEXT
     vocab_size = VOCAB_SIZE
 
-    def __init__(self, *, automatic: bool = True, stages: int = 2, context: int = CONTEXT) -> None:
+    def __init__(
+        self,
+        *,
+        automatic: bool = True,
+        stages: int = 2,
+        context: int = CONTEXT,
+        policy: Policy = Policy(),  # noqa: B008 - frozen
+        kv: RankKv | None = None,
+    ) -> None:
         self.context_length = context
         self.tokenizer = ByteTokenizer()
         self.default_sampling = SamplingDefaults()
@@ -118,6 +127,8 @@ class TwinService:
             Limits(context, VOCAB_SIZE, frozenset({EOS})),
             instance="twin",
             epoch=1,
+            policy=policy,
+            kv=None if kv is None else dict.fromkeys(self.executor.ranks, kv),
         )
 
     def instance(self) -> InstanceInfo:

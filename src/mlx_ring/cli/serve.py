@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from mlx_ring.core.config import Settings, allowed_values, flag_name, load_settings, quieten_grpc
+from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.fitting_models import largest_fitting
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import listen, node_name
@@ -46,6 +47,13 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir"), "DIR") | {
 }
 _CONFIG = typer.Option(
     metavar="FILE", help="YAML or JSON file of settings; its keys are the names of these flags."
+)
+
+_PREFIX_CACHING = typer.Option(
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    " /--no-prefix-cache",
+    help="The same as --prefix-cache on or off.",
+    show_default=False,
 )
 
 
@@ -80,6 +88,7 @@ def serve(
     max_itl_ratio: Annotated[str | None, setting("max_itl_ratio")] = None,
     draft_tokens: Annotated[str | None, setting("draft_tokens")] = None,
     prefix_cache: Annotated[str | None, setting("prefix_cache")] = None,
+    prefix_caching: Annotated[bool | None, _PREFIX_CACHING] = None,
     kv_cache_memory: Annotated[str | None, setting("kv_cache_memory")] = None,
     kv_bits: Annotated[str | None, setting("kv_bits")] = None,
     request_timeout_s: Annotated[str | None, setting("request_timeout_s")] = None,
@@ -99,7 +108,9 @@ def serve(
     Every flag may also be given as MLX_RING_<NAME> in the environment or in .env, or in the file of --config;
     a flag wins over the environment, that over .env, and that over the file.
     """
-    flags = {name: value for name, value in locals().items() if name != "config"}
+    flags = {name: value for name, value in locals().items() if name not in ("config", "prefix_caching")}
+    if prefix_caching is not None:
+        flags["prefix_cache"] = _one_switch(prefix_cache, "on" if prefix_caching else "off")
     settings = load_settings(flags, config=config)
     listener = listen(settings.host, settings.port)
     configure_logging(
@@ -122,6 +133,15 @@ def serve(
             await Head(settings, served, listener).run(bars.report, announce)
 
     asyncio.run(run())
+
+
+def _one_switch(given: str | None, switch: str) -> str:
+    """The prefix cache's value, given in one way or in both alike."""
+    if given not in (None, switch):
+        raise ConfigError(
+            f"--prefix-cache is {given}, and another flag switches the prefix cache {switch}; give one of them."
+        )
+    return switch
 
 
 class LoadingBars:

@@ -147,7 +147,7 @@ class Settings(BaseSettings):
     kv_bits: Annotated[Literal["off", "8", "4"], BeforeValidator(_bits)] = Field(
         "off", description="Keep keys and values in so many bits: less memory, less exact."
     )
-    request_timeout_s: Annotated[float | None, Field(gt=0, le=1e6)] = Field(
+    request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = Field(
         None, description="Seconds that a request may take in all; it then ends with an error."
     )
     max_request_mb: Annotated[int, Field(ge=1, le=4096)] = Field(

@@ -1,0 +1,79 @@
+"""Each rank's budget, from what was asked for and what its device has."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.kv_budget import BLOCK, KvBudget
+from mlx_ring.engine.kv_limits import fitting_context, rank_limits
+from mlx_ring.engine.policy import RankKv
+from mlx_ring.rpc.protos import worker_pb2
+
+GIB = 1 << 30
+FIRST, SECOND = RankId(0, 0), RankId(1, 0)
+
+
+def status(memory: int, left: int, per_token: int = 1000) -> worker_pb2.WorkerStatus:
+    return worker_pb2.WorkerStatus(
+        memory_bytes=memory,
+        memory_left_bytes=left,
+        kv=worker_pb2.KvTraits(bytes_per_token=per_token, bytes_per_sequence=7, slack=3, exact_length=9),
+    )
+
+
+def test_what_a_device_has_left_less_a_reserve_is_shared_by_the_workers_on_it() -> None:
+    same = rank_limits(
+        {("here", FIRST): status(64 * GIB, 20 * GIB), ("here", SECOND): status(64 * GIB, 20 * GIB)}, None
+    )
+    assert [kv.limit_bytes for kv in same.values()] == [(20 * GIB - int(6.4 * GIB)) // 2] * 2
+    apart = rank_limits(
+        {("here", FIRST): status(8 * GIB, 5 * GIB), ("there", SECOND): status(8 * GIB, 3 * GIB)}, None
+    )
+    assert [kv.limit_bytes for kv in apart.values()] == [4 * GIB, 2 * GIB], "a reserve is 1 GiB at least"
+
+
+def test_a_device_without_memory_to_spare_leaves_nothing() -> None:
+    limits = rank_limits({("here", FIRST): status(8 * GIB, GIB // 2)}, None)
+    assert limits[FIRST].limit_bytes == 0
+    with pytest.raises(ConfigError, match="0 tokens fit"):
+        fitting_context(limits, 4096, insisted=False)
+
+
+def test_what_was_asked_for_counts_for_each_worker_and_traits_go_along() -> None:
+    limits = rank_limits(
+        {("here", FIRST): status(8 * GIB, GIB), ("here", SECOND): status(8 * GIB, GIB)}, 5000
+    )
+    assert limits == dict.fromkeys((FIRST, SECOND), RankKv(5000, 1000, 7, slack=3, exact_length=9))
+
+
+@given(st.integers(0, 10**7), st.integers(1, 3000), st.integers(0, 10**5), st.integers(1, 10**5))
+def test_a_sequence_of_the_fitting_context_fits_and_one_block_more_would_not(
+    limit: int, per_token: int, per_sequence: int, wanted: int
+) -> None:
+    limits = {FIRST: RankKv(limit, per_token, per_sequence), SECOND: RankKv(10 * limit + 1, per_token)}
+    try:
+        context = fitting_context(limits, wanted, insisted=False)
+    except ConfigError:
+        assert not KvBudget(limits).fits(min(wanted, BLOCK), 1)
+        return
+    assert KvBudget(limits).fits(context, 1)
+    assert context == wanted or (context % BLOCK == 0 and not KvBudget(limits).fits(context + 1, 1))
+
+
+def test_who_insists_on_a_context_reads_how_much_fits_and_where_it_does_not() -> None:
+    limits = {FIRST: RankKv(10**9, 1000), SECOND: RankKv(1_000_000, 1000)}
+    with pytest.raises(ConfigError) as caught:
+        fitting_context(limits, 4096, insisted=True)
+    assert str(caught.value).startswith("The KV cache of stage 1 may take 1 MB")
+    assert "768 tokens fit" in str(caught.value)
+    assert "--max-model-len" in str(caught.value)
+    assert fitting_context(limits, 4096, insisted=False) == 768
+    assert fitting_context(limits, 700, insisted=True) == 700
+
+
+def test_a_model_without_growing_kv_has_no_limit_on_its_context() -> None:
+    assert fitting_context({FIRST: RankKv(1000, 0, 50)}, 4096, insisted=True) == 4096
