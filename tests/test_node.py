@@ -68,6 +68,26 @@ def test_every_line_of_every_log_carries_node_process_rank_and_epoch(run: Run) -
     assert untagged == []
 
 
+def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = ("--kv-cache-memory", "1MiB", "--no-prefix-cache", "--max-itl-ratio", "3", "--draft-tokens", "0")
+    with serving(tiny_model, *flags, folder=tmp_path) as server, httpx.Client(base_url=server.url) as client:
+        (model,) = client.get("/v1/models").json()["data"]
+        (worker,) = client.get("/cache/stats").json()["workers"]
+        assert model["max_model_len"] == worker["context_tokens"] == 768
+        assert (worker["limit_bytes"], worker["sequences_allowed"]) == (1 << 20, 1)
+        assert worker["bytes_per_token"] == 5 * 2 * 2 * 16 * 4, (
+            "layers, keys and values, heads, width, float32"
+        )
+        scheduling = client.get("/cluster/status").json()["scheduling"]
+        assert scheduling["max_itl_ratio"] == 3.0
+        assert (scheduling["prefix_cache"], scheduling["draft_tokens"]) == (False, 0)
+        too_long = {"prompt": "x" * 800, "max_tokens": 1}
+        assert client.post("/v1/completions", json=too_long).json()["error"]["n_ctx"] == 768
+    assert "room for 768 tokens" in (tmp_path / "logs" / "head.log").read_text()
+
+
 def test_a_head_that_is_killed_takes_agent_and_workers_along(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
         server.process.kill()

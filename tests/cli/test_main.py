@@ -35,6 +35,8 @@ def complaint(*arguments: str, folder: Path, **environment: str) -> str:
         (["serve", "--nope"], "No such option: --nope"),
         (["sevre"], "No such command 'sevre'."),
         (["serve", "a", "b"], "Got unexpected extra argument(s) (b)."),
+        (["serve", "--no-prefix-cache", "--prefix-cache", "on"], "--prefix-cache is on, and another flag"),
+        (["serve", "--enable-prefix-caching", "./nowhere"], "There is no model './nowhere'"),
         (["serve", "./nowhere"], "There is no model './nowhere'"),
         (["serve", "demmo"], "There is no model 'demmo'"),
     ],
@@ -70,6 +72,18 @@ def test_more_stages_than_layers_are_refused(tiny_model: Path, tmp_path: Path) -
 def test_a_context_beyond_the_model_s_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     said = complaint("serve", str(tiny_model), "--max-model-len", "5000", "--port", "0", folder=tmp_path)
     assert said.startswith("--max-model-len is 5000;")
+
+
+def test_a_context_that_was_asked_for_and_does_not_fit_the_memory_given_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    said = complaint(
+        *("serve", str(tiny_model), "--port", "0"),
+        *("--max-model-len", "4096", "--kv-cache-memory", "1MiB"),
+        folder=tmp_path,
+    )
+    assert said.startswith("The KV cache of stage 0 may take 1 MB")
+    assert "Give --max-model-len" in said
 
 
 @pytest.mark.parametrize("trouble", ["empty", "no weights", "truncated", "no tokenizer", "code"])
