@@ -10,6 +10,10 @@ import httpx
 import pytest
 from tests.processes import Server, serving
 
+from mlx_ring.engine.executor import RankId
+from mlx_ring.node import ready_workers
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+
 
 def ask(server: Server) -> httpx.Response:
     question = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
@@ -66,6 +70,17 @@ def test_every_line_of_every_log_carries_node_process_rank_and_epoch(run: Run) -
         line for line in lines if not all(f" {key}=" in line for key in ("node", "process", "rank", "epoch"))
     ]
     assert untagged == []
+
+
+def test_workers_count_as_ready_once_each_has_said_so() -> None:
+    ready = worker_pb2.WorkerStatus(phase="ready", memory_bytes=7)
+    states = [agent_pb2.WorkerState(instance="a", stage=stage, status=ready) for stage in range(2)]
+    other = agent_pb2.WorkerState(instance="b")
+    event = agent_pb2.AgentEvent(workers=[*states, other], hello=hello_pb2.Hello(node="here"))
+    assert ready_workers(event, "a") == {("here", RankId(0, 0)): ready, ("here", RankId(1, 0)): ready}
+    assert ready_workers(event, "c") is None
+    event.workers[1].ClearField("status")
+    assert ready_workers(event, "a") is None, "it was too busy to answer"
 
 
 def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(

@@ -36,7 +36,7 @@ from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.grpc_executor import GrpcExecutor
-from mlx_ring.engine.kv_limits import fitting_context, rank_limits
+from mlx_ring.engine.kv_limits import Place, fitting_context, rank_limits
 from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.served_model import ServedModel, describe_model, widens_half_precision
 from mlx_ring.rpc.hello import make_hello
@@ -157,6 +157,14 @@ def policy_of(settings: Settings) -> Policy:
     )
 
 
+def ready_workers(event: agent_pb2.AgentEvent, instance: str) -> dict[Place, worker_pb2.WorkerStatus] | None:
+    """What an instance's workers say of themselves; None while one, busy as it may be, has not said that it is ready."""
+    ours = [state for state in event.workers if state.instance == instance]
+    if not ours or any(state.status.phase != "ready" for state in ours):
+        return None
+    return {(event.hello.node, RankId(state.stage, state.rank)): state.status for state in ours}
+
+
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:
     """The stages: each reads about as much in a step; as many layers each where the files don't tell what a layer is."""
     read = decode_bytes(folder, widened=widens_half_precision(settings.dtype))
@@ -238,8 +246,9 @@ class Head:
                 agent_pb2.WatchRequest(hello=request.hello, heartbeat_s=HEARTBEAT_S)
             ):
                 self._service.hear(event)
-                if not self._service.is_serving:
-                    engine = self._make_engine(executor, event)
+                workers = ready_workers(event, self._instance)
+                if workers is not None and not self._service.is_serving:
+                    engine = self._make_engine(executor, workers)
                     cleanup.push_async_callback(engine.close)
                     self._service.serve(engine)
                     _spare_the_collector()
@@ -253,13 +262,10 @@ class Head:
             )
         await self._stop.wait()
 
-    def _make_engine(self, executor: GrpcExecutor, event: agent_pb2.AgentEvent) -> Engine:
-        """The engine for what the workers, which have all loaded, say of their memory."""
-        workers = {
-            (event.hello.node, RankId(state.stage, state.rank)): state.status
-            for state in event.workers
-            if state.instance == self._instance
-        }
+    def _make_engine(
+        self, executor: GrpcExecutor, workers: Mapping[Place, worker_pb2.WorkerStatus]
+    ) -> Engine:
+        """The engine for what the workers say of their memory."""
         kv = rank_limits(workers, self._settings.kv_cache_memory)
         limits = self._served.limits
         insisted = self._settings.max_model_len is not None
