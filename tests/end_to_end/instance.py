@@ -19,19 +19,23 @@ from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.grpc_executor import GrpcExecutor
-from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.kv_budget import BLOCK
+from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import GenerateRequest, Limits
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.methods import START
+from mlx_ring.rpc.methods import START, STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
+_ROOMY = 4096
 NO_TEXT = Vocabulary(decode=lambda _tokens: "", special=frozenset(), size=1 << 30)
 """Tests that compare tokens need no text."""
 
 
-def assignments(folder: ModelFolder, stages: int, dtype: str) -> list[worker_pb2.StageAssignment]:
+def assignments(
+    folder: ModelFolder, stages: int, dtype: str, kv_bits: int = 0
+) -> list[worker_pb2.StageAssignment]:
     return [
         worker_pb2.StageAssignment(
             instance="test",
@@ -45,6 +49,7 @@ def assignments(folder: ModelFolder, stages: int, dtype: str) -> list[worker_pb2
             model_digest=folder.digest,
             plan_digest=f"{stages} stages",
             max_model_len=folder.context_length,
+            kv_bits=kv_bits,
         )
         for stage, layers in enumerate(even_split(folder.num_layers, stages))
     ]
@@ -66,13 +71,13 @@ async def running_agent(log_dir: Path) -> AsyncGenerator[tuple[ChildProcess, str
 
 
 async def start_workers(
-    address: str, folder: ModelFolder, stages: int, dtype: str = "float32"
+    address: str, folder: ModelFolder, stages: int, dtype: str = "float32", kv_bits: int = 0
 ) -> dict[RankId, tuple[str, int]]:
     """Have the agent load the model; returns each rank's address and process id."""
     async with open_aio_channel(address) as channel:
         hello = make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages")
         request = agent_pb2.StartRequest(
-            hello=hello, model_path=str(folder.path), assignments=assignments(folder, stages, dtype)
+            hello=hello, model_path=str(folder.path), assignments=assignments(folder, stages, dtype, kv_bits)
         )
         ready: dict[RankId, tuple[str, int]] = {}
         async for message in START.aio_unary_stream(channel)(request, wait_for_ready=True):
@@ -85,25 +90,55 @@ async def start_workers(
 
 @asynccontextmanager
 async def running_engine(
-    path: Path, stages: int, log_dir: Path, *, max_num_seqs: int = 16, dtype: str = "float32"
+    path: Path,
+    stages: int,
+    log_dir: Path,
+    *,
+    max_num_seqs: int = 16,
+    dtype: str = "float32",
+    policy: Policy | None = None,
+    kv_blocks: int | None = None,
+    kv_bits: int = 0,
 ) -> AsyncGenerator[tuple[Engine, list[int]]]:
-    """An engine over real worker processes, and their process ids in order of stages."""
+    """An engine over real worker processes, and their process ids in order of stages.
+
+    With `kv_blocks` every worker has KV memory for so many blocks of tokens.
+    """
     folder = read_model_folder(path)
     limits = Limits(folder.context_length, folder.vocab_size, folder.eos_token_ids)
     async with running_agent(log_dir) as (_, address):
-        workers = await start_workers(address, folder, stages, dtype)
+        workers = await start_workers(address, folder, stages, dtype, kv_bits)
         executor = await GrpcExecutor.connect(
             [(rank, address) for rank, (address, _) in workers.items()],
             make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages", fencing_id=os.getpid()),
         )
-        engine = Engine(
-            executor, NO_TEXT, limits, instance="test", epoch=1, policy=Policy(max_num_seqs=max_num_seqs)
-        )
+        kv = await _kv_of({rank: address for rank, (address, _) in workers.items()}, kv_blocks or _ROOMY)
+        policy = policy or Policy(max_num_seqs=max_num_seqs)
+        engine = Engine(executor, NO_TEXT, limits, instance="test", epoch=1, policy=policy, kv=kv)
         try:
             yield engine, [pid for _, pid in workers.values()]
         finally:
             await engine.close()
             await executor.close()
+
+
+async def _kv_of(workers: dict[RankId, str], blocks: int) -> dict[RankId, RankKv]:
+    """What each worker says of its KV, with a budget of so many blocks."""
+    kv: dict[RankId, RankKv] = {}
+    for rank, address in workers.items():
+        async with open_aio_channel(address) as channel:
+            status = await STATUS.aio_unary_unary(channel)(worker_pb2.StatusRequest())
+        traits = status.kv
+        limit = blocks * (BLOCK * traits.bytes_per_token + traits.bytes_per_sequence)
+        kv[rank] = RankKv(
+            limit,
+            traits.bytes_per_token,
+            traits.bytes_per_sequence,
+            traits.recurrent,
+            traits.slack,
+            traits.exact_length,
+        )
+    return kv
 
 
 def request(prompt: Sequence[int], count: int, sampling: SamplingParams | None = None) -> GenerateRequest:
