@@ -61,8 +61,8 @@ class StepAnswers:
         if not self._model.is_last:
             self._hand_on(work, failure)
             return
-        self._add_results(work, done)
         self._hand_over(work, failure)
+        self._add_results(work, done)
 
     @staticmethod
     def _add_results(work: StepWork, done: step_pb2.StepDone) -> None:

@@ -234,14 +234,14 @@ class StageRunner:
         try:
             mx.eval(*work.outputs)
             work.drawn = work.draws.read() if work.draws is not None else []
+            self._patience.note(work, monotonic_us())
+            for item in work.passes:
+                self._kv.commit(item.batch)
         except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
             if follower is not None:
                 self._take_back(follower)
             self._lose(work, error)
             return
-        self._patience.note(work, monotonic_us())
-        for item in work.passes:
-            self._kv.commit(item.batch)
         built_on = follower.built_on if follower is not None else set[int]()
         if follower is not None and any(row.is_redrawn and row.sequence in built_on for row in work.drawn):
             self._take_back(follower)
