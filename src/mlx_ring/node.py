@@ -61,8 +61,11 @@ class Running:
 class HeadService:
     """The served model as the API sees it: an engine, or the reason why there is none."""
 
-    def __init__(self, served: ServedModel, ranges: Sequence[LayerRange], instance: str) -> None:
+    def __init__(
+        self, served: ServedModel, ranges: Sequence[LayerRange], instance: str, *, kv_bits: int = 0
+    ) -> None:
         self._served = served
+        self._kv_bits = kv_bits
         self._ranges = ranges
         self._instance = instance
         self._engine: Engine | None = None
@@ -110,7 +113,8 @@ class HeadService:
         return NotReady(_LOADING) if self._engine is None else self._engine.error
 
     def instance(self) -> InstanceInfo:
-        return InstanceInfo(self._instance, FIRST_EPOCH, self._served.folder.num_layers, self._workers)
+        layers = self._served.folder.num_layers
+        return InstanceInfo(self._instance, FIRST_EPOCH, layers, self._workers, self._kv_bits)
 
     @property
     def is_serving(self) -> bool:
@@ -182,7 +186,8 @@ class Head:
         self._listener = listener
         self._ranges = cut_layers(served.folder, settings)
         self._instance = f"{served.local.name.rsplit('/', 1)[-1]}-{secrets.token_hex(3)}"
-        self._service = HeadService(served, self._ranges, self._instance)
+        self._kv_bits = 0 if settings.kv_bits == "off" else int(settings.kv_bits)
+        self._service = HeadService(served, self._ranges, self._instance, kv_bits=self._kv_bits)
         self._stop = asyncio.Event()
 
     async def run(self, report: Report, announce: Callable[[Running], None]) -> None:
@@ -295,7 +300,7 @@ class Head:
             dtype=self._settings.dtype,
             model_digest=folder.digest,
             max_model_len=self._served.limits.context_length,
-            kv_bits=0 if self._settings.kv_bits == "off" else int(self._settings.kv_bits),
+            kv_bits=self._kv_bits,
         )
         return agent_pb2.StartRequest(
             hello=_head_hello(assignments[0]), model_path=str(folder.path), assignments=assignments

@@ -146,7 +146,10 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
 def test_the_cluster_says_how_steps_are_made(api: Api) -> None:
     scheduling = api.get("/cluster/status").json()["scheduling"]
     assert scheduling["max_itl_ratio"] > 1
-    assert {"max_num_seqs", "max_waiting", "prefill_chunk", "draft_tokens", "prefix_cache"} <= set(scheduling)
+    assert {
+        *("max_num_seqs", "max_waiting", "prefill_chunk", "max_itl_ratio", "steps_ahead"),
+        *("draft_tokens", "prefix_cache", "request_timeout_s", "kv_bits"),
+    } <= set(scheduling)
 
 
 def test_the_root_names_endpoints_that_exist(api: Api) -> None:

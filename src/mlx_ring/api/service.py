@@ -102,6 +102,8 @@ class InstanceInfo:
     layers: int
     """Of the whole model."""
     workers: tuple[WorkerInfo, ...]
+    kv_bits: int = 0
+    """In which keys and values are kept; 0: as they are computed."""
 
     @property
     def stages(self) -> int:

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import InstanceInfo, WorkerInfo
 from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.stats import CacheStats, EngineStats, SchedulerStats, StepTiming
 
 
@@ -31,7 +32,7 @@ def routes(context: ApiContext) -> APIRouter:
             "layers": instance.layers,
             "world_size": len(workers),
             "devices": [_device(worker, instance) for worker in workers],
-            "scheduling": None if error is not None else asdict(service.engine.policy),
+            "scheduling": None if error is not None else _scheduling(service.engine.policy, instance),
             "step_times": [] if error is not None else _step_times(service.engine.stats().scheduler.recent),
         }
 
@@ -52,6 +53,10 @@ def routes(context: ApiContext) -> APIRouter:
     router.add_api_route("/cluster/status", cluster_status, methods=["GET"])
     router.add_api_route("/cache/stats", cache_stats, methods=["GET"])
     return router
+
+
+def _scheduling(policy: Policy, instance: InstanceInfo) -> dict[str, object]:
+    return asdict(policy) | {"kv_bits": instance.kv_bits or None}
 
 
 def _device(worker: WorkerInfo, instance: InstanceInfo) -> dict[str, object]:
