@@ -56,7 +56,7 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 def _scheduling(policy: Policy, instance: InstanceInfo) -> dict[str, object]:
-    return asdict(policy) | {"kv_bits": instance.kv_bits or None}
+    return {**asdict(policy), "kv_bits": instance.kv_bits or None}
 
 
 def _device(worker: WorkerInfo, instance: InstanceInfo) -> dict[str, object]:
