@@ -221,10 +221,10 @@ def row_streams(bench: Bench) -> list[Ratio]:
 
 
 def row_prompt(bench: Bench) -> list[Ratio]:
-    """Time to the first token of a long prompt."""
+    """Time to the first token of a long prompt, in float32: reading a prompt is bound by computation as it is."""
     length = 1000 if bench.quick else 4000
     ratios: list[float] = []
-    with _one_and_two(bench) as (one, two):
+    with _one_and_two(bench, make(FLOAT)) as (one, two):
         for number in range(bench.rounds):
             jobs = jobs_of(number, 1, length, 1)
             single, double = (_ttft(load(server, jobs, 1)[0]) for server in (one, two))
@@ -270,9 +270,9 @@ def row_lookup(bench: Bench) -> list[Ratio]:
     pin_self(bench.other)
     copying, plain = make_copying(), make(FLOAT)
     result: list[Ratio] = []
-    for what, model, target, options in (
-        ("text that repeats its prompt", copying, 1.5, {}),
-        ("text that does not", plain, 0.95, {"temperature": 1.0}),
+    for what, model, target, options, repeats in (
+        ("text that repeats its prompt", copying, 1.5, {}, True),
+        ("text that does not", plain, 0.95, {"temperature": 1.0}, False),
     ):
         with running(
             lambda model=model: RingServer(
@@ -284,7 +284,9 @@ def row_lookup(bench: Bench) -> list[Ratio]:
         ) as (with_drafts, without):
             ratios: list[float] = []
             for number in range(bench.rounds + 1):
-                job = Job(number, _repeating_prompt(number), tokens, 0.0)
+                text = random.Random(number).sample(range(FLOAT.vocabulary), 300)
+                # A text and its beginning again is what an edit looks like.
+                job = Job(number, [*text, *text[:16]] if repeats else text, tokens, 0.0)
                 fast, slow = (
                     decode_speed(load(server, [job], 1, **options)[0]) for server in (with_drafts, without)
                 )
@@ -316,8 +318,9 @@ def row_latency(bench: Bench) -> list[Ratio]:
 
 
 @contextmanager
-def _one_and_two(bench: Bench) -> Iterator[list[Any]]:
-    model = quantized()
+def _one_and_two(bench: Bench, model: Path | None = None) -> Iterator[list[Any]]:
+    """The same model on one stage and on two; quantized unless given."""
+    model = model or quantized()
     pin_self(bench.shared)
     with running(
         *(
@@ -368,12 +371,6 @@ def _p95(summary: Summary) -> float:
     if summary.ttft is None:
         raise SystemExit("No token came.")
     return summary.ttft.p95
-
-
-def _repeating_prompt(number: int) -> list[int]:
-    """A text, and its beginning again: what an edit looks like."""
-    text = random.Random(number).sample(range(FLOAT.vocabulary), 300)
-    return [*text, *text[:16]]
 
 
 def _latency_ratio(streams: Sequence[Record], long: Record) -> tuple[float, dict[str, float]]:

@@ -168,8 +168,9 @@ class Pipeline:
         assert step.rows or step.operations, "a step says nothing"
         assert self.scheduler.stats().running <= self.policy.max_num_seqs
         if is_prefill(step):
-            tokens = sum(len(row.tokens.ids) for row in step.rows)
-            assert tokens <= max(self.policy.prefill_chunk, 0), "a chunk is too long"
+            tokens = [len(row.tokens.ids) for row in step.rows]
+            assert max(tokens) <= self.policy.prefill_chunk, "a chunk is too long"
+            assert sum(tokens) <= 4 * self.policy.prefill_chunk, "a step has too many prompts"
             ranks = len(self.twin.ranks)
             in_flight = sum(is_prefill(one) for one in self.twin.sent if self.answers[one.step] < ranks)
             assert in_flight <= self.stages, "too many chunks are on their way"

@@ -126,7 +126,7 @@ class Settings(BaseSettings):
         256, description="Requests that may wait for a place; more are told to come again (429)."
     )
     prefill_chunk: Annotated[int, Field(ge=1, le=65536)] = Field(
-        512, description="Most tokens of prompts in one step; smaller keeps other answers flowing."
+        512, description="Most tokens of one prompt in one step; smaller keeps other answers flowing."
     )
     max_itl_ratio: Annotated[float, Field(ge=1.1, le=1000)] = Field(
         2.5,

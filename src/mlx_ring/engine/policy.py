@@ -14,7 +14,7 @@ class Policy:
     max_waiting: int = 256
     """Requests that wait for a place; more are refused."""
     prefill_chunk: int = 512
-    """Most tokens of prompts in one step."""
+    """Most tokens of one prompt in one step."""
     max_itl_ratio: float = 2.5
     """How many times longer a running sequence's next token may take while prompts are prefilled."""
     steps_ahead: int = 2

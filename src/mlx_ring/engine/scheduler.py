@@ -36,6 +36,8 @@ from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 
 _MOST_REPLAYS = 2
+_PROMPTS_TOGETHER = 4
+"""Several short prompts may share a step that is so many times as long as one prompt's chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class Scheduler:
 
         Groups take turns: two steps of one group in a row would leave all stages but one without work.
         """
+        if self._is_catching_up():
+            return None
         going = [group for group in self._groups if self._is_going(group)]
         for place, group in enumerate(going):
             if group.in_flight >= self._policy.steps_ahead or (group.in_flight and place):
@@ -219,11 +223,13 @@ class Scheduler:
         if not self._prefilling or not self._may_prefill():
             return None
         longest = max(sequence.fill_to - sequence.scheduled for sequence in self._prefilling)
-        size = self._pacing.chunk(longest, self._groups_to_spare())
+        groups = self._groups_to_spare()
+        size = self._pacing.chunk(longest, groups)
+        together = size if groups else _PROMPTS_TOGETHER * size
         sequences: list[Sequence] = []
         rows: list[step_pb2.Row] = []
         for sequence in self._prefilling.in_turn(size):
-            left = size - sum(len(row.tokens.ids) for row in rows)
+            left = min(size, together - sum(len(row.tokens.ids) for row in rows))
             if rows and sequence.fill_to - self._kv.reuse(sequence, self._running) > left:
                 break
             self._kv.begin(sequence, self._running)
@@ -238,6 +244,13 @@ class Scheduler:
         for sequence in sequences:
             self._after_chunk(sequence)
         return step
+
+    def _is_catching_up(self) -> bool:
+        """Whether those that came together are about to be all read: decoding waits, and then is done for all at once."""
+        if not self._prefilling or self._groups_to_spare():
+            return False
+        left = sum(sequence.fill_to - sequence.scheduled for sequence in self._prefilling)
+        return left <= _PROMPTS_TOGETHER * self._policy.prefill_chunk
 
     def _groups_to_spare(self) -> int:
         """Groups whose tokens must not wait long: those with a sequence that was running when the prompt was admitted.
@@ -263,7 +276,9 @@ class Scheduler:
 
     def _may_prefill(self) -> bool:
         """At most one chunk between two decode steps of a group, and a bounded number of them in all."""
-        return self._flights.prefills <= self._stages and all(
+        if self._flights.prefills > self._stages:
+            return False
+        return self._is_catching_up() or all(
             group.last_step > self._last_chunk or not self._is_going(group) for group in self._groups
         )
 
