@@ -42,8 +42,19 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
     {"temperature": 0.9, "min_p": 0.05, "min_tokens": 6, "eos": [5, 7, 9, 11]},
     {"logprobs": True, "top_logprobs": 2},
+    # Greedy, this model repeats itself: every token that the penalty misses shows.
+    {"frequency_penalty": 1.5},
 )
 LENGTH = 14
+GEMMA3: dict[str, Any] = {
+    **QWEN3,
+    "model_type": "gemma3_text",
+    "sliding_window": 16,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 16,
+    "rope_local_base_freq": 10000.0,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +83,11 @@ class Script:
 
     steps: list[step_pb2.Step] = field(default_factory=list[step_pb2.Step])
     expected: list[dict[int, list[int]]] = field(default_factory=list[dict[int, list[int]]])
+    operations: list[step_pb2.CacheOperation] = field(default_factory=list[step_pb2.CacheOperation])
+    """For the next step."""
 
-    def add(
-        self,
-        rows: Sequence[step_pb2.Row],
-        operations: Sequence[step_pb2.CacheOperation],
-        expected: dict[int, list[int]],
-    ) -> None:
+    def add(self, rows: Sequence[step_pb2.Row], expected: dict[int, list[int]]) -> None:
+        operations, self.operations = self.operations, []
         self.steps.append(
             step_pb2.Step(
                 instance="test",
@@ -133,18 +142,18 @@ def write_script(answers: Sequence[Answer], seed: int) -> Script:
                 _decode(script, stepping, chance)
         for each in [each for each in running if each.drawn >= LENGTH]:
             running.remove(each)
-            script.add([], [free(each.sequence)], {})
+            script.operations.append(free(each.sequence))
+    script.add([], {})
     return script
 
 
 def _prefill(script: Script, answer: Answer, chance: random.Random) -> None:
     cut = chance.randrange(len(answer.prompt))
-    operations = [answer.opened()]
+    script.operations.append(answer.opened())
     if cut:
-        script.add([chunk(answer.sequence, 0, answer.prompt[:cut])], operations, {})
-        operations = []
+        script.add([chunk(answer.sequence, 0, answer.prompt[:cut])], {})
     row = chunk(answer.sequence, cut, answer.prompt[cut:], want())
-    script.add([row], operations, {answer.sequence: answer.tokens[:1]})
+    script.add([row], {answer.sequence: answer.tokens[:1]})
     answer.fed, answer.drawn = len(answer.prompt), 1
 
 
@@ -164,9 +173,8 @@ def _decode(script: Script, answers: Sequence[Answer], chance: random.Random) ->
         answer.drawn += accepted + 1
         if accepted < len(draft):
             cuts.append(trim(answer.sequence, answer.fed))
-    script.add(rows, [], expected)
-    if cuts:
-        script.add([], cuts, {})
+    script.add(rows, expected)
+    script.operations += cuts
 
 
 def _draft(answer: Answer, chance: random.Random) -> list[int]:
@@ -359,11 +367,15 @@ def test_a_step_that_fails_on_the_device_fails_what_was_built_on_it_and_nothing_
 
 
 @pytest.mark.parametrize("submits_ahead", [False, True])
-def test_a_step_that_cannot_be_read_takes_the_one_after_it_along(
+def test_a_step_that_cannot_be_read_leaves_the_other_rows_of_the_next_as_they_were(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, submits_ahead: bool
 ) -> None:
     (runner,) = make_stages(folder, CUTS[1], submits_ahead=submits_ahead)
-    first, second = two_steps()
+    steps = Steps()
+    sampling: dict[str, Any] = {"temperature": 0.8}
+    opened = [open_sequence(sequence, **sampling) for sequence in (1, 2)]
+    runner.run(steps.make(chunk(2, 0, PROMPT, want()), operations=opened), 0)
+    first = steps.make(chunk(1, 0, PROMPT, want()))
     assert not list(runner.take(first, 0))
     work = runner._under_way
     assert work is not None
@@ -373,15 +385,28 @@ def test_a_step_that_cannot_be_read_takes_the_one_after_it_along(
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(work.draws, "read", unreadable)
-    broken, follower = answer_all(runner, second)
+    both = steps.make(previous(1, len(PROMPT)), previous(2, len(PROMPT)))
+    broken, follower = answer_all(runner, both)
+    expected = alone(folder, PROMPT, sampling)
     assert broken.failure.message == "RuntimeError: the device is gone"
     assert "has 0 tokens of KV here; the step expects 8" in follower.failure.message
     assert list(follower.failure.sequences) == [1]
-    third = step_pb2.Step()
-    third.CopyFrom(first)
-    third.step = 3
-    del third.operations[:]
-    assert tokens_of(runner.run(third, 0).results[0]) == alone(folder, PROMPT, {})[:1]
+    assert drawn(follower) == {2: expected[1:2]}
+    assert drawn(runner.run(steps.make(chunk(1, 0, PROMPT, want())), 0)) == {1: expected[:1]}
+
+
+def test_chunks_longer_than_a_sliding_window_follow_each_other(tmp_path: Path) -> None:
+    sliding = write_random_model(tmp_path, GEMMA3)
+    ids = [3 + 7 * index % 300 for index in range(700)]
+    rows = [chunk(1, begin, ids[begin : begin + 300]) for begin in (0, 300)]
+    rows += [chunk(1, 600, ids[600:], want()), previous(1, 700), previous(1, 701)]
+    opened = step_pb2.CacheOperation(open=step_pb2.Open(sequence=1, prompt_length=700, max_length=800))
+    (ahead,) = make_stages(sliding, [0, GEMMA3["num_hidden_layers"]])
+    (waiting,) = make_stages(sliding, [0, GEMMA3["num_hidden_layers"]])
+    steps = Steps()
+    script = [steps.make(row, operations=[] if row.start else [opened]) for row in rows]
+    expected = [drawn(waiting.run(step, 0)) for step in script]
+    assert [drawn(done) for done in answer_all(ahead, *script)] == expected
 
 
 def test_building_ahead_copies_no_kv(folder: Path) -> None:
