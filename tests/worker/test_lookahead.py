@@ -366,6 +366,34 @@ def test_a_step_that_fails_on_the_device_fails_what_was_built_on_it_and_nothing_
     assert beside == alone(folder, PROMPT[:5], {})[:3]
 
 
+def begin_unreadable(runner: StageRunner, step: step_pb2.Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a step under way whose tokens cannot be read."""
+    assert not list(runner.take(step, 0))
+    work = runner._under_way
+    assert work is not None
+    assert work.draws is not None
+
+    def unreadable() -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(work.draws, "read", unreadable)
+
+
+def test_a_fork_waits_until_what_it_copies_is_known_to_be_sound(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (runner,) = make_stages(folder, CUTS[1])
+    steps = Steps()
+    begin_unreadable(
+        runner, steps.make(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1)]), monkeypatch
+    )
+    fork = step_pb2.CacheOperation(fork=step_pb2.Fork(source=1, destination=2, length=len(PROMPT)))
+    step = steps.make(chunk(2, len(PROMPT), [5], want()), operations=[open_sequence(2), fork])
+    _, forked = answer_all(runner, step)
+    assert "Sequence 1 has 0 tokens" in forked.failure.message
+    assert list(forked.failure.sequences) == [2]
+
+
 @pytest.mark.parametrize("submits_ahead", [False, True])
 def test_a_step_that_cannot_be_read_leaves_the_other_rows_of_the_next_as_they_were(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, submits_ahead: bool
@@ -375,16 +403,7 @@ def test_a_step_that_cannot_be_read_leaves_the_other_rows_of_the_next_as_they_we
     sampling: dict[str, Any] = {"temperature": 0.8}
     opened = [open_sequence(sequence, **sampling) for sequence in (1, 2)]
     runner.run(steps.make(chunk(2, 0, PROMPT, want()), operations=opened), 0)
-    first = steps.make(chunk(1, 0, PROMPT, want()))
-    assert not list(runner.take(first, 0))
-    work = runner._under_way
-    assert work is not None
-    assert work.draws is not None
-
-    def unreadable() -> None:
-        raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr(work.draws, "read", unreadable)
+    begin_unreadable(runner, steps.make(chunk(1, 0, PROMPT, want())), monkeypatch)
     both = steps.make(previous(1, len(PROMPT)), previous(2, len(PROMPT)))
     broken, follower = answer_all(runner, both)
     expected = alone(folder, PROMPT, sampling)
