@@ -166,4 +166,4 @@ def test_the_schema_of_a_body_stands_in_the_openapi_document(api: Api) -> None:
     schema = route["requestBody"]["content"]["application/json"]["schema"]
     assert schema["required"] == ["messages"]
     assert "$ref" not in str(schema)
-    assert {"400", "404", "429", "503"} <= set(route["responses"])
+    assert {"400", "404", "408", "429", "503"} <= set(route["responses"])

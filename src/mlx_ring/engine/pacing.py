@@ -1,7 +1,8 @@
 """How large a prompt's chunk may be, from how long steps were found to take. Pure.
 
 A chunk delays every running sequence by its own time on the slowest stage. The time that a token takes without
-chunks is known from decode steps; what the promised ratio leaves over is the chunk's.
+chunks is known from decode steps; what the promised ratio leaves over is the chunks'. What they do not use is kept, up to
+one full chunk: a short prompt that comes to streams which were left in peace is read at once, a long one in small pieces.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Pacing:
         """By stage: one decode step without drafts."""
         self._token_us = [RunningMean() for _ in range(stages)]
         """By stage: one token of the last chunks."""
+        self._credit_us = 0.0
+        """Time that running sequences owe to prompts."""
         self._draft_us = [RunningMean() for _ in range(stages)]
         """By stage: what a draft token adds to a decode step."""
 
@@ -53,26 +56,39 @@ class Pacing:
             self._token_us[stage].add(timing.compute_us / timing.tokens)
         elif timing.tokens == timing.rows:
             self._decode_us[stage].add(timing.compute_us)
+            if stage == 0:
+                self._earn()
         elif (plain := self._decode_us[stage].value) is not None:
             self._draft_us[stage].add(max(0.0, timing.compute_us - plain) / (timing.tokens - timing.rows))
 
-    def chunk(self, remaining: int, decode_groups: int) -> int:
-        """Most tokens of a chunk now, where so many groups are decoding."""
-        if decode_groups:
-            return self._beside_decode(decode_groups)
+    def chunk(self, remaining: int, *, beside_decode: bool) -> int:
+        """Most tokens of a chunk now, alone or beside running sequences that must not wait long."""
+        if beside_decode:
+            return self._beside_decode()
         if self._stages == 1:
             return self._chunk
         even = -(-remaining // (_CHUNKS_PER_STAGE * self._stages))
         return min(self._chunk, max(_SMALLEST_ALONE, even))
 
-    def _beside_decode(self, decode_groups: int) -> int:
-        token_us = max((mean.value or 0.0 for mean in self._token_us), default=0.0)
-        decode = [mean.value or 0.0 for mean in self._decode_us]
-        if not token_us or not all(decode):
+    def _earn(self) -> None:
+        """A decode step has given time to prompts: on every stage as much as on the slowest."""
+        slowest = max(mean.value or 0.0 for mean in self._decode_us)
+        most = self._chunk * self._slowest_token_us
+        self._credit_us = min(most, self._credit_us + (self._ratio - 1.0) * _MARGIN * slowest)
+
+    @property
+    def _slowest_token_us(self) -> float:
+        return max(mean.value or 0.0 for mean in self._token_us)
+
+    def _beside_decode(self) -> int:
+        token_us = self._slowest_token_us
+        if not token_us:
             return min(self._chunk, SMALLEST_CHUNK)
-        cycle = max(max(decode) * decode_groups, sum(decode))
-        allowed = (self._ratio - 1.0) * cycle * _MARGIN
-        return int(min(self._chunk, max(SMALLEST_CHUNK, allowed / token_us)))
+        return int(min(self._chunk, max(SMALLEST_CHUNK, self._credit_us / token_us)))
+
+    def spend(self, tokens: int) -> None:
+        """So many tokens of prompts go out beside decoding."""
+        self._credit_us = max(0.0, self._credit_us - tokens * self._slowest_token_us)
 
     def verifying_cost(self, draft_tokens: int) -> float:
         """A decode step with so many draft tokens over one without, on the stage where it is dearest; 1 if unknown."""

@@ -223,9 +223,9 @@ class Scheduler:
         if not self._prefilling or not self._may_prefill():
             return None
         longest = max(sequence.fill_to - sequence.scheduled for sequence in self._prefilling)
-        groups = self._groups_to_spare()
-        size = self._pacing.chunk(longest, groups)
-        together = size if groups else _PROMPTS_TOGETHER * size
+        beside_decode = self._has_to_spare()
+        size = self._pacing.chunk(longest, beside_decode=beside_decode)
+        together = size if beside_decode else _PROMPTS_TOGETHER * size
         sequences: list[Sequence] = []
         rows: list[step_pb2.Row] = []
         for sequence in self._prefilling.in_turn(size):
@@ -239,6 +239,8 @@ class Scheduler:
             rows.append(prefill_row(sequence, end))
             sequence.scheduled = end
             sequences.append(sequence)
+        if beside_decode:
+            self._pacing.spend(sum(len(row.tokens.ids) for row in rows))
         step = self._make_step(sequences, rows, None, now)
         self._last_chunk = step.step
         for sequence in sequences:
@@ -247,23 +249,21 @@ class Scheduler:
 
     def _is_catching_up(self) -> bool:
         """Whether those that came together are about to be all read: decoding waits, and then is done for all at once."""
-        if not self._prefilling or self._groups_to_spare():
+        if not self._prefilling or self._has_to_spare():
             return False
         left = sum(sequence.fill_to - sequence.scheduled for sequence in self._prefilling)
         return left <= _PROMPTS_TOGETHER * self._policy.prefill_chunk
 
-    def _groups_to_spare(self) -> int:
-        """Groups whose tokens must not wait long: those with a sequence that was running when the prompt was admitted.
+    def _has_to_spare(self) -> bool:
+        """Whether a sequence is decoding that was running when the prompts were admitted: its tokens must not wait long.
 
         Prompts that came together with the running ones have the same claim, and are read at full speed.
         """
         came = min(sequence.admitted_at for sequence in self._prefilling)
-        return sum(
-            any(
-                member.first_token_at is not None and member.first_token_at < came
-                for member in group.members.values()
-            )
+        return any(
+            member.first_token_at is not None and member.first_token_at < came
             for group in self._groups
+            for member in group.members.values()
         )
 
     def _after_chunk(self, sequence: Sequence) -> None:
