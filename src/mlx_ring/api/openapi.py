@@ -17,6 +17,7 @@ _REASONS = {
     403: "A foreign Host or Origin.",
     404: "The model is not served here.",
     413: "The body is too large.",
+    408: "The request took longer than the server allows.",
     429: "Too many requests wait.",
     500: "The server failed on this request.",
     503: "The model cannot answer now.",
