@@ -17,7 +17,7 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.answers import StageLinks, StepAnswers
 from mlx_ring.worker.forward import StageForward, end_mark, evaluate, flat_activations
 from mlx_ring.worker.handover import TokenHandover
-from mlx_ring.worker.inputs import StepInputs, sampled_key
+from mlx_ring.worker.inputs import StepInputs, row_length, sampled_key
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.results import StepDraws
 from mlx_ring.worker.sequences import SequenceTable
@@ -126,6 +126,8 @@ class StageRunner:
             and bool(step.rows)
             and all(operation.HasField("open") for operation in step.operations)
             and self._inputs.at_hand(step)
+            # KV that the device is reading would be copied as a whole if any of it moved.
+            and self._kv.stay([(row.sequence, row_length(row)) for row in step.rows if row.HasField("input")])
         )
 
     def _start(self, work: StepWork) -> None:

@@ -35,6 +35,22 @@ class Banks:
             bank.gather(group)
         return banks
 
+    def stay(self, rows: Sequence[Row], counts: Sequence[int]) -> bool:
+        """Whether rows have room for `counts` more tokens side by side where they lie, or lie nowhere yet."""
+        bank = rows[0].bank if rows else None
+        if any(row.bank is not bank for row in rows):
+            return False
+        if bank is None:
+            return True
+        slots = [row.slot for row in rows]
+        if max(slots) - min(slots) >= len(slots):
+            return False
+        return all(
+            row.held(window) + count <= bank.capacities.get(window, 0)
+            for window in self._layout.kinds
+            for row, count in zip(rows, counts, strict=True)
+        )
+
     def _join(self, group: Sequence[Row]) -> Bank:
         bank = self._target(group)
         strangers = [row for row in group if row.bank is not bank]

@@ -14,6 +14,7 @@ from mlx_ring.worker.kv.batch import Batch
 from mlx_ring.worker.kv.content import Range, check_written, read_row, row_parts, write_row
 from mlx_ring.worker.kv.grouping import SHORT_PROMPT_TOKENS, Candidate, group_even_rows, group_rows
 from mlx_ring.worker.kv.layers import Layer, Layout, RowPart, read_layout
+from mlx_ring.worker.kv.ledger import PassLedger
 from mlx_ring.worker.kv.placement import Banks
 from mlx_ring.worker.kv.rows import BatchRows, row_cache
 
@@ -43,10 +44,9 @@ class KVStore:
         )
         self._rows: dict[int, Row] = {}
         self._banks = Banks(self._layout)
-        self._uncommitted: list[Batch] = []
         self._state_bytes = 0
         """Of one sequence's recurrent states, the most that was seen."""
-        self._begun: list[Batch] = []
+        self._ledger = PassLedger(self._layout)
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +57,7 @@ class KVStore:
     @property
     def can_undo(self) -> bool:
         """Whether a pass that was built leaves everything before it as it was."""
-        return all(part.copies for part in self._layout.object_parts)
+        return self._ledger.can_undo
 
     def length(self, sequence: int) -> int:
         """Committed tokens."""
@@ -75,21 +75,20 @@ class KVStore:
 
     def free(self, sequence: int) -> None:
         """Forget a sequence and give its memory back."""
-        self._settle()
+        self._ledger.settle()
         row = self._row(sequence)
         self._empty(row)
         del self._rows[sequence]
 
     def reset(self) -> None:
         """Forget every sequence."""
-        self._uncommitted.clear()
-        self._begun.clear()
+        self._ledger.clear()
         self._rows.clear()
         self._banks.clear()
 
     def trim(self, sequence: int, length: int) -> None:
         """Drop all but the first `length` tokens."""
-        self._settle()
+        self._ledger.settle()
         row = self._row(sequence)
         if not 0 <= length <= row.length:
             raise ProtocolError(f"Sequence {sequence} has {row.length} tokens; it cannot be cut to {length}.")
@@ -111,7 +110,7 @@ class KVStore:
 
     def park(self, sequence: int) -> None:
         """Keep an ended sequence for forks: it steps no more, and takes no more memory than it needs."""
-        self._settle()
+        self._ledger.settle()
         row = self._sound(sequence)
         row.parked = True
         self._banks.park(row)
@@ -121,7 +120,7 @@ class KVStore:
 
         With `take` the source is gone afterwards: its memory changes hands, and nothing is copied.
         """
-        self._settle()
+        self._ledger.settle()
         origin, row = self._row(source), self._row(destination)
         if row.length:
             raise ProtocolError(
@@ -172,7 +171,7 @@ class KVStore:
 
     def read(self, sequence: int, layer: int, heads: Range, tokens: Range) -> tuple[mx.array, ...]:
         """Copies of a layer's content, `(heads, tokens, width)` each, in temporal order."""
-        self._settle()
+        self._ledger.settle()
         row = self._sound(sequence)
         return read_row(row, self._layout.layers[layer], heads, tokens)
 
@@ -183,7 +182,7 @@ class KVStore:
 
         Nothing counts before `adopt`. A sliding layer is filled from the first position that is there.
         """
-        self._settle()
+        self._ledger.settle()
         row = self._sound(sequence)
         if not 0 <= row.length <= tokens[0] < tokens[1] <= row.max_length:
             raise StepFailed(
@@ -223,7 +222,7 @@ class KVStore:
 
     def batches(self, rows: Sequence[tuple[int, int]]) -> list[Batch]:
         """Group rows, given as (sequence, tokens to append), into forward passes, and make room for them."""
-        self._settle()
+        self._ledger.settle()
         asked = [self._row(sequence) for sequence, _ in rows]
         if len({sequence for sequence, _ in rows}) != len(rows):
             raise ProtocolError(f"A step names a sequence twice: {[sequence for sequence, _ in rows]}.")
@@ -231,63 +230,37 @@ class KVStore:
             self.check(sequence, count)
         groups = self._groups(asked, rows)
         banks = self._banks.place([[asked[index] for index in group] for group in groups])
+        batches: list[Batch] = []
         for bank, group in zip(banks, groups, strict=True):
             order = sorted(group, key=lambda index: asked[index].slot)
             counts = [rows[index][1] for index in order]
-            self._uncommitted.append(self._batch(bank, order, [asked[index] for index in order], counts))
-        return list(self._uncommitted)
+            batches.append(self._batch(bank, order, [asked[index] for index in order], counts))
+        self._ledger.ask(batches)
+        return batches
+
+    def stay(self, rows: Sequence[tuple[int, int]]) -> bool:
+        """Whether rows can step together where they lie: nothing is copied to make room or to bring them together."""
+        asked = [(self._rows[sequence], count) for sequence, count in rows if sequence in self._rows]
+        return self._banks.stay([row for row, _ in asked], [count for _, count in asked])
 
     def begin(self, batch: Batch) -> None:
         """The forward pass is built: its tokens count, so that another pass can be built on top of it."""
-        if batch not in self._uncommitted:
-            raise StepFailed("The batch was not the last one asked for; its tokens are not kept.")
-        self._uncommitted.remove(batch)
-        self._begun.append(batch)
-        batch.states_before = [row.states for row in batch.members.rows]
-        for row, count in zip(batch.members.rows, batch.counts, strict=True):
-            row.length += count
-            if batch.states:
-                row.states = batch.states
+        self._ledger.begin(batch)
 
     def commit(self, batch: Batch) -> None:
         """After the forward pass: its tokens are part of their sequences.
 
         A batch that was begun has been evaluated, and there may be others on top of it.
         """
-        if batch not in self._begun:
-            mx.eval(batch.arrays)
-            self.begin(batch)
-        self._begun.remove(batch)
-        batch.members.store_tails()
+        self._ledger.commit(batch)
 
     def undo(self, batches: Sequence[Batch]) -> None:
         """Take back passes that were built last, whether they were begun or not: nothing of them is kept."""
-        for batch in reversed(batches):
-            self._take_back(batch)
-            if batch.planes_before is not None:
-                batch.members.bank.planes = batch.planes_before
-                batch.forget()
-            self._lose_changed(batch)
+        self._ledger.undo(batches)
 
     def fail(self, batches: Sequence[Batch]) -> None:
         """Passes failed while they were evaluated: sequences stand as before, or are lost."""
-        for batch in reversed(batches):
-            self._take_back(batch)
-            batch.forget()
-        self._uncommitted.extend(batches)
-        self._settle()
-
-    def _take_back(self, batch: Batch) -> None:
-        """Uncount a batch's tokens."""
-        if batch in self._uncommitted:
-            self._uncommitted.remove(batch)
-        if batch not in self._begun:
-            return
-        self._begun.remove(batch)
-        rows = zip(batch.members.rows, batch.counts, batch.states_before, strict=True)
-        for row, count, states in rows:
-            row.length -= count
-            row.states = states
+        self._ledger.fail(batches)
 
     def _row(self, sequence: int) -> Row:
         try:
@@ -378,28 +351,3 @@ class KVStore:
         self._state_bytes = max(self._state_bytes, states)
         self._banks.leave(row)
         row.length, row.bases, row.written, row.states, row.lost = 0, {}, {}, [], ""
-
-    def _settle(self) -> None:
-        """Batches that were never committed failed: make sure that their banks are sound."""
-        failed, self._uncommitted = self._uncommitted, []
-        for batch in failed:
-            bank = batch.members.bank
-            try:
-                mx.eval(bank.arrays())
-            except Exception as error:  # noqa: BLE001 - MLX raises whatever the failed pass did
-                self._lose(bank.rows, str(error))
-                bank.drop()
-            self._lose_changed(batch)
-
-    def _lose_changed(self, batch: Batch) -> None:
-        """States that a pass changes in place are gone with it."""
-        if not self.can_undo:
-            self._lose([row for row in batch.members.rows if row.states], "its state cannot go back")
-
-    @staticmethod
-    def _lose(rows: Sequence[Row], reason: str) -> None:
-        for row in rows:
-            row.lost = (
-                f"Sequence {row.sequence} lost its KV in a step that failed ({reason}). "
-                "Free it and prefill again."
-            )
