@@ -87,7 +87,10 @@ def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     flags = ("--kv-cache-memory", "1MiB", "--no-prefix-cache", "--max-itl-ratio", "3", "--draft-tokens", "0")
-    with serving(tiny_model, *flags, folder=tmp_path) as server, httpx.Client(base_url=server.url) as client:
+    with (
+        serving(tiny_model, *flags, folder=tmp_path) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         (model,) = client.get("/v1/models").json()["data"]
         (worker,) = client.get("/cache/stats").json()["workers"]
         assert model["max_model_len"] == worker["context_tokens"] == 768
