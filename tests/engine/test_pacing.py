@@ -62,7 +62,7 @@ def test_before_anything_is_measured_chunks_are_small_beside_decode() -> None:
 def test_chunks_stay_within_their_bounds() -> None:
     assert pacing(decode_us=10_000, token_us=1).chunk(5000, beside_decode=True) == 512
     assert pacing(decode_us=10, token_us=1000).chunk(5000, beside_decode=True) == SMALLEST_CHUNK
-    assert Pacing(1, chunk=8, max_itl_ratio=2.0).chunk(5000, beside_decode=True) == 8
+    assert Pacing(1, chunk=2, max_itl_ratio=2.0).chunk(5000, beside_decode=True) == 2
 
 
 def test_a_prompt_alone_is_cut_so_that_stages_overlap() -> None:
