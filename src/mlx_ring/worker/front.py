@@ -79,6 +79,7 @@ class WorkerFront:
         self._request: worker_pb2.LoadRequest | None = None
         self._inbox: Inbox | None = None
         self._assigned = threading.Event()
+        self._stopping = False
         self._stream: _StepStream | None = None
         self._lock = threading.Lock()
         self._phase = "empty"
@@ -99,6 +100,8 @@ class WorkerFront:
 
     def _next_job(self) -> Callable[[], None] | None:
         """What comes next; while a step is under way, it is answered unless the next job comes very soon."""
+        if self._stopping:
+            return None
         runner = self._runner
         if runner is not None and runner.is_under_way:
             try:
@@ -108,7 +111,10 @@ class WorkerFront:
         return self._jobs.get()
 
     def stop(self) -> None:
-        """End `compute` after the job in hand."""
+        """End `compute` after the job in hand; jobs that wait, or wait for others, are wanted no more."""
+        self._stopping = True
+        if self._inbox is not None:
+            self._inbox.break_off(NotReady("This worker is ending."))
         self._jobs.put(None)
 
     def hello(self) -> hello_pb2.Hello:
