@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,22 @@ def test_a_parked_sequence_takes_no_more_than_its_tokens() -> None:
     store.park(1)
     assert store.nbytes == 300 * TOKEN_BYTES
     assert content(store, 1) == list(range(300))
+
+
+def test_a_parked_row_shares_no_memory_with_the_bank_it_left() -> None:
+    tokens = 100 * 256
+    store = KVStore([KVCache()], mx.float32)
+    for sequence in (1, 2):
+        store.open(sequence, 2 * tokens)
+        append(store, {sequence: range(tokens)})
+    append(store, {1: range(256), 2: range(256)})
+    gc.collect()
+    before = mx.get_active_memory()
+    store.park(1)
+    store.free(2)
+    gc.collect()
+    freed = before - mx.get_active_memory()
+    assert freed >= 0.9 * tokens * TOKEN_BYTES, "the bank is gone, and the parked row is not part of it"
 
 
 def test_parking_leaves_the_others_in_their_place() -> None:

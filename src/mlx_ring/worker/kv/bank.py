@@ -145,7 +145,11 @@ class Bank:
                 continue
             planes = self.ensure_planes(part)
             for plane, other in zip(planes, source.planes[part.index], strict=True):
-                plane[slot : slot + 1, :, :held] = other[origin : origin + 1, :, :held]
+                content = other[origin : origin + 1, :, :held]
+                if content.shape == plane.shape:
+                    # MLX would let the plane share the other's memory, which would then be copied at its next change.
+                    content = content + mx.zeros((), content.dtype)
+                plane[slot : slot + 1, :, :held] = content
             mx.eval(planes)
 
     def _clear(self, slot: int, row: Row) -> None:
