@@ -13,6 +13,7 @@ from types import FrameType
 from mlx_ring.core.lifeline import watch_lifeline
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.worker.blas import install_fast_blas
+from mlx_ring.worker.turns import take_long_turns, take_short_turns
 
 _END_WITHIN_S = 1.0
 
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    take_long_turns()
     blas = _choose_blas(options.blas, options.blas_threads)
 
     from mlx_ring.rpc.channels import make_server  # noqa: PLC0415 - MLX must load after the BLAS
@@ -40,10 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         front.stop()
 
     signal.signal(signal.SIGTERM, stop)
+    # gRPC's threads are short of work and must be quick; this one computes.
+    take_short_turns()
     server = make_server(threads=16)
     server.add_generic_rpc_handlers((front.handler(),))
     server.add_insecure_port(f"unix:{options.socket}")
     server.start()
+    take_long_turns()
     front.compute()
     server.stop(grace=None).wait(_END_WITHIN_S)
     logging.shutdown()

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from mlx_ring.worker.turns import take_long_turns, take_short_turns
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the policies are Linux'")
+def test_turns_are_the_calling_threads_and_those_of_threads_it_starts() -> None:
+    def policies() -> list[int]:
+        take_long_turns()
+        with ThreadPoolExecutor(1) as started:
+            seen = [os.sched_getscheduler(0), started.submit(os.sched_getscheduler, 0).result()]
+        take_short_turns()
+        return [*seen, os.sched_getscheduler(0)]
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(policies).result() == [os.SCHED_BATCH, os.SCHED_BATCH, os.SCHED_OTHER]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
