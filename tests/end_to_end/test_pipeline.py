@@ -16,6 +16,7 @@ from mlx_ring.core.errors import ModelCorrupt, NotReady, PlanError, WorkerLost
 from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.stats import StepTiming
 from mlx_ring.engine.streams import RequestStream
 
@@ -51,7 +52,8 @@ def test_with_two_sequences_both_stages_compute_at_once(folder: Path, tmp_path: 
 
 def test_all_kv_is_given_back_when_requests_end(folder: Path, tmp_path: Path) -> None:
     async def run() -> dict[RankId, int]:
-        async with running_engine(folder, 2, tmp_path) as (engine, _):
+        policy = Policy(prefix_cache=False)
+        async with running_engine(folder, 2, tmp_path, policy=policy) as (engine, _):
             await asyncio.gather(*(generate(engine, [first, 2, 3], 20) for first in range(1, 7)))
             await _until_nothing_is_held(engine)
             return dict(engine.stats().scheduler.kv_bytes)
