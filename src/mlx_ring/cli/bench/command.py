@@ -1,26 +1,26 @@
-"""The flags of `mlx-ring bench`, and its course from the first look at the server to the report."""
+"""The flags of `mlx-ring bench`."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_ring.cli.bench import flags
+from mlx_ring.cli.bench.workload import Workload
+from mlx_ring.cli.main import INTERRUPTED
+from mlx_ring.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mlx_ring.cli.bench.client import RequestOptions
+    from mlx_ring.cli.bench.course import Outputs
+
 _FORMATS = (".svg", ".png")
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """Where the results go besides the terminal."""
-
-    json: Path | None
-    plot: Path | None
-    progress: bool
+_ENDPOINTS = ("completions", "chat")
+_CONCURRENCY = "4"
 
 
 def bench(
@@ -28,15 +28,18 @@ def bench(
         str, typer.Option(help="Where the server is: mlx-ring or any with OpenAI's API.")
     ] = "http://127.0.0.1:8100",
     model: Annotated[
-        str | None, typer.Option(help="The model to ask; the first that is served otherwise.")
+        str | None, typer.Option(metavar="NAME", help="The model to ask; the first that is served otherwise.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.", metavar="KEY")] = None,
-    requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="Requests to send.")] = 32,
-    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests under way at once.")] = 4,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="Sent as a bearer token.")] = None,
+    requests: Annotated[str, typer.Option(metavar="N", help="Requests to send.")] = "32",
+    concurrency: Annotated[
+        str | None,
+        typer.Option(metavar="N", help=f"Requests under way at once.  \\[default: {_CONCURRENCY}]"),
+    ] = None,
     rate: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            min=0.001, help="Requests a second, arriving at random, instead of a fixed concurrency."
+            metavar="R", help="Requests a second, arriving at random (Poisson), instead of --concurrency."
         ),
     ] = None,
     prompt_tokens: Annotated[
@@ -46,17 +49,19 @@ def bench(
         str, typer.Option(metavar="N|A-B", help="Length of an answer, or a range of lengths.")
     ] = "64",
     shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Tokens that all prompts begin with, as part of their length.")
-    ] = 0,
+        str, typer.Option(metavar="N", help="Tokens that all prompts begin with, as part of their length.")
+    ] = "0",
     endpoint: Annotated[
         str, typer.Option(metavar="completions|chat", help="What to ask; chat sends words, not token ids.")
     ] = "completions",
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Another seed gives other prompts and arrivals.")] = 0,
-    warmup: Annotated[int, typer.Option(min=0, max=1000, help="Requests before the measured ones.")] = 1,
+    temperature: Annotated[str, typer.Option(metavar="T", help="0 is greedy.")] = "0",
+    seed: Annotated[
+        str, typer.Option(metavar="N", help="Another seed gives other prompts, lengths and arrivals.")
+    ] = "0",
+    warmup: Annotated[str, typer.Option(metavar="N", help="Requests before the measured ones.")] = "1",
     timeout: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Longest silence of the server.")
-    ] = 600.0,
+        str, typer.Option(metavar="SECONDS", help="Longest that a request may take; after that it failed.")
+    ] = "600",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything that was measured.")
     ] = None,
@@ -65,56 +70,65 @@ def bench(
     ] = None,
     progress: Annotated[bool, typer.Option(help="Show how far it is, on a terminal.")] = True,
 ) -> None:
-    """Load a server and tell how it does: time to first token, time between tokens, throughput."""
-    # What follows brings in an HTTP client; the other commands do without.
-    from mlx_ring.cli.bench.client import RequestOptions  # noqa: PLC0415
-    from mlx_ring.cli.bench.course import run_bench  # noqa: PLC0415
-    from mlx_ring.cli.bench.workload import Workload  # noqa: PLC0415
-    from mlx_ring.core.errors import ConfigError  # noqa: PLC0415
+    """Load a server and tell how it does: time to first token, time between tokens, throughput.
 
-    if endpoint not in ("completions", "chat"):
-        raise ConfigError(f"--endpoint is {endpoint}; it must be completions or chat.")
-    if plot is not None and plot.suffix.lower() not in _FORMATS:
-        raise ConfigError(f"--plot is {plot}; the file's name must end in .svg or .png.")
-    for name, path in (("--json", json_file), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{name} is {path}; there is no folder {path.absolute().parent}.")
+    The exit code is 1 where a request failed. Ctrl-C ends the load and reports what was measured so far.
+    """
+    if rate is not None and concurrency is not None:
+        raise ConfigError("--rate and --concurrency exclude each other; give one.")
+    where = flags.address("--url", url)
     workload = Workload(
-        requests=requests,
-        prompt_tokens=_range("--prompt-tokens", prompt_tokens),
-        output_tokens=_range("--output-tokens", output_tokens),
-        shared_prefix=shared_prefix,
-        concurrency=concurrency,
-        rate=rate,
-        seed=seed,
+        requests=flags.whole("--requests", requests, 1, 1_000_000),
+        prompt_tokens=flags.token_range("--prompt-tokens", prompt_tokens),
+        output_tokens=flags.token_range("--output-tokens", output_tokens),
+        shared_prefix=flags.whole("--shared-prefix", shared_prefix, 0, 1_000_000),
+        concurrency=flags.whole("--concurrency", concurrency or _CONCURRENCY, 1, 4096),
+        rate=None if rate is None else flags.decimal("--rate", rate, 0.001, 10_000),
+        seed=flags.whole("--seed", seed, 0, 2**63 - 1),
     )
-    if shared_prefix >= workload.prompt_tokens.low:
+    if workload.shared_prefix >= workload.prompt_tokens.low:
         raise ConfigError(
             f"--shared-prefix is {shared_prefix}; it must be shorter than the shortest prompt, "
             f"which has {workload.prompt_tokens.low} tokens."
         )
-    options = RequestOptions("chat" if endpoint == "chat" else "completions", temperature)
-    outputs = Outputs(json_file, plot, progress and sys.stderr.isatty())
-    report = asyncio.run(
-        run_bench(url, model, api_key, workload, options, warmup=warmup, timeout_s=timeout, outputs=outputs)
-    )
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
+    named = flags.one_of("--endpoint", endpoint, _ENDPOINTS)
+    degrees = flags.decimal("--temperature", temperature, 0, 2)
+    timeout_s = flags.decimal("--timeout", timeout, 0.1, 86_400)
+    warming = flags.whole("--warmup", warmup, 0, 10_000)
+    key = flags.key("--api-key", api_key)
+    files = flags.output_file("--json", json_file), flags.output_file("--plot", plot, _FORMATS)
+    # What follows brings in an HTTP client; the other commands do without.
+    from mlx_ring.cli.bench.client import RequestOptions  # noqa: PLC0415
+    from mlx_ring.cli.bench.course import Outputs  # noqa: PLC0415
+
+    options = RequestOptions("chat" if named == "chat" else "completions", degrees)
+    outputs = Outputs(*files, progress=progress and sys.stderr.isatty())
+    report = asyncio.run(_run(where, key, timeout_s, model, workload, options, warming, outputs))
     raise typer.Exit(_exit_code(report))
 
 
-def _range(name: str, text: str) -> Any:
-    from mlx_ring.cli.bench.workload import Range  # noqa: PLC0415
-    from mlx_ring.core.errors import ConfigError  # noqa: PLC0415
+async def _run(
+    url: str,
+    key: str | None,
+    timeout_s: float,
+    model: str | None,
+    workload: Workload,
+    options: RequestOptions,
+    warmup: int,
+    outputs: Outputs,
+) -> dict[str, Any]:
+    from mlx_ring.cli.bench.client import BenchClient  # noqa: PLC0415
+    from mlx_ring.cli.bench.course import run_bench  # noqa: PLC0415
 
+    client = BenchClient(url, api_key=key, timeout_s=timeout_s)
     try:
-        return Range.parse(text)
-    except ValueError:
-        raise ConfigError(
-            f"{name} is {text}; it must be a whole number from 1, or a range like 64-256."
-        ) from None
+        return await run_bench(client, model, workload, options, warmup=warmup, outputs=outputs)
+    finally:
+        await client.close()
 
 
 def _exit_code(report: dict[str, Any]) -> int:
     """1 where any request failed, so that a script notices."""
+    if report["interrupted"]:
+        return INTERRUPTED
     return 1 if report["summary"]["errors"] else 0

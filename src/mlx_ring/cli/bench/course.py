@@ -4,115 +4,189 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 from collections.abc import Callable, Coroutine, Generator
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_ring.cli.bench.client import BenchClient, RequestOptions, Target
-from mlx_ring.cli.bench.load import Run, run_load, unheard
+from mlx_ring.cli.bench.load import Run, run_load
 from mlx_ring.cli.bench.plot import draw_plot
+from mlx_ring.cli.bench.probe import probe
 from mlx_ring.cli.bench.report import as_json, print_summary
-from mlx_ring.cli.bench.summary import Record, summarise
+from mlx_ring.cli.bench.summary import summarise
 from mlx_ring.cli.bench.workload import Workload, make_jobs
+from mlx_ring.core.errors import ConfigError
 
-if TYPE_CHECKING:
-    from mlx_ring.cli.bench.command import Outputs
+_LOOK_S = 0.25
+"""Between two looks at how far the load is: often enough for an eye, and too seldom to disturb."""
 
-_WARM_UP_NUMBERS = 1 << 30
-"""Warm-up requests have prompts of their own, so that no cache knows the measured ones."""
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where the results go besides the terminal."""
+
+    json: Path | None = None
+    plot: Path | None = None
+    progress: bool = False
 
 
 async def run_bench(
-    url: str,
+    client: BenchClient,
     model: str | None,
-    api_key: str | None,
     workload: Workload,
     options: RequestOptions,
     *,
     warmup: int,
-    timeout_s: float,
     outputs: Outputs,
 ) -> dict[str, Any]:
-    """Measure, print, draw; returns what goes into the JSON. Ctrl-C ends the load, not the report.
+    """Measure, print, write, draw; returns what goes into the JSON. Ctrl-C ends the load, not the report.
 
     Raises:
-        NotReady, ConfigError: there is nothing to measure.
+        NotReady, ConfigError: there is nothing to measure, or a file cannot be written.
     """
-    client = BenchClient(url, api_key=api_key, timeout_s=timeout_s)
-    try:
-        target = await client.discover(model)
-        if options.endpoint == "chat":
-            target = replace(target, vocabulary=None)
-        before = await _state(client)
-        if warmup:
-            await _load(client, target, replace(workload, requests=warmup), options, Run(), _WARM_UP_NUMBERS)
-        run = Run()
-        with _progress(workload.requests, shown=outputs.progress) as on_answer:
-            await _until_interrupted(_load(client, target, workload, options, run, 0, on_answer=on_answer))
-        after = await _state(client)
-    finally:
-        await client.close()
+    target, notes = await _meet(client, model, workload, options)
+    before = await _state(client)
+    await _warm_up(client, target, workload, options, warmup)
+    run = Run()
+    with _progress(run, workload.requests, shown=outputs.progress) as look:
+        interrupted = await _until_interrupted(_load(client, target, workload, options, run), look)
+    after = await _state(client)
     summary = summarise(run.records, run.duration_s)
-    print_summary(Console(soft_wrap=True), summary)
+    print_summary(Console(soft_wrap=True), summary, run.records, notes)
+    report = as_json(
+        asdict(workload) | asdict(options) | {"model": target.model, "warmup": warmup},
+        {
+            "prompts": "words" if target.vocabulary is None else "token ids",
+            "ignore_eos": target.ignores_eos,
+            "tells_usage": target.tells_usage,
+            "version": before["version"],
+            "scheduling": before["scheduling"],
+            "cache_before": before["cache"],
+            "cache_after": after["cache"],
+        },
+        run.records,
+        summary,
+        notes=notes,
+        interrupted=interrupted,
+    )
+    if outputs.json is not None:
+        with _writing("--json", outputs.json):
+            outputs.json.write_text(json.dumps(report, indent=1) + "\n")
     if outputs.plot is not None:
-        draw_plot(outputs.plot, _title(target, workload), run.records, summary)
-    settings = asdict(workload) | asdict(options) | {"model": target.model, "warmup": warmup}
-    server = {
-        "scheduling": before["scheduling"],
-        "cache_before": before["cache"],
-        "cache_after": after["cache"],
-    }
-    return as_json(settings, server, run.records, summary)
+        with _writing("--plot", outputs.plot):
+            draw_plot(outputs.plot, _title(target, workload), run.records, summary)
+    return report
+
+
+async def _meet(
+    client: BenchClient, model: str | None, workload: Workload, options: RequestOptions
+) -> tuple[Target, list[str]]:
+    """Whom to ask, and how."""
+    target = await client.discover(model)
+    longest = workload.prompt_tokens.high + workload.output_tokens.high
+    if target.context is not None and longest > target.context:
+        raise ConfigError(
+            f"--prompt-tokens and --output-tokens ask for up to {longest} tokens; the context of {target.model} "
+            f"has {target.context}."
+        )
+    if target.vocabulary is not None and options.endpoint == "completions":
+        return target, []
+    return await probe(client, target, options)
+
+
+async def _warm_up(
+    client: BenchClient, target: Target, workload: Workload, options: RequestOptions, requests: int
+) -> None:
+    """Requests from another seed, so that no cache knows the measured ones; one after the other if the load has a rate."""
+    if requests:
+        gentle = replace(workload, requests=requests, rate=None, seed=~workload.seed)
+        await _load(client, target, gentle, options, Run())
 
 
 async def _load(
-    client: BenchClient,
-    target: Target,
-    workload: Workload,
-    options: RequestOptions,
-    run: Run,
-    first: int,
-    on_answer: Callable[[Record], None] = unheard,
+    client: BenchClient, target: Target, workload: Workload, options: RequestOptions, run: Run
 ) -> None:
-    jobs = list(make_jobs(workload, target.vocabulary, first=first))
+    jobs = list(make_jobs(workload, target.vocabulary, words=target.words))
     concurrency = workload.concurrency if workload.rate is None else None
-    await run_load(client, target, jobs, options, concurrency=concurrency, run=run, on_answer=on_answer)
+    await run_load(client, target, jobs, options, concurrency=concurrency, run=run)
 
 
 async def _state(client: BenchClient) -> dict[str, Any]:
     """What mlx-ring says of its scheduling and caches; other servers say nothing."""
-    status = await client.look("/cluster/status")
-    return {"scheduling": status.get("scheduling"), "cache": await client.look("/cache/stats")}
+    status, health = await client.look("/cluster/status"), await client.look("/health")
+    return {
+        "version": health.get("version"),
+        "scheduling": status.get("scheduling"),
+        "cache": await client.look("/cache/stats") or None,
+    }
 
 
-async def _until_interrupted(load: Coroutine[Any, Any, None]) -> None:
-    """Run the load to its end, or to a Ctrl-C."""
+async def _until_interrupted(load: Coroutine[Any, Any, None], look: Callable[[], None]) -> bool:
+    """Run the load to its end, or to a Ctrl-C: that is what is returned. Look at it now and then."""
     task = asyncio.ensure_future(load)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    interrupted = asyncio.Event()
+
+    def stop() -> None:
+        interrupted.set()
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, stop)
     try:
+        while not task.done():
+            await asyncio.wait((task,), timeout=_LOOK_S)
+            look()
         with contextlib.suppress(asyncio.CancelledError):
             await task
     finally:
+        task.cancel()
         loop.remove_signal_handler(signal.SIGINT)
+    return interrupted.is_set()
 
 
 @contextlib.contextmanager
-def _progress(total: int, *, shown: bool) -> Generator[Callable[[Record], None]]:
-    """A bar on the terminal that goes on with each answer."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
-    with progress:
+def _progress(run: Run, total: int, *, shown: bool) -> Generator[Callable[[], None]]:
+    """A bar on the terminal, and what brings it up to date."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not shown, auto_refresh=False
+    ) as progress:
         task = progress.add_task("requests", total=total)
 
-        def on_answer(_record: Record) -> None:
-            progress.advance(task)
+        def look() -> None:
+            if shown:
+                ended, failed, shares = _how_far(run)
+                told = f"{ended}/{total} requests" + (f", {failed} failed" if failed else "")
+                progress.update(task, description=told, completed=shares, refresh=True)
 
-        yield on_answer
+        yield look
+
+
+def _how_far(run: Run) -> tuple[int, int, float]:
+    """Requests that ended, that failed, and all with the share of tokens that those under way have."""
+    ended = failed = 0
+    shares = 0.0
+    for record in run.records:
+        over = record.ended_s > 0
+        ended += over
+        failed += record.error is not None
+        shares += 1.0 if over else min(1.0, len(record.arrivals_s) / max(1, record.asked_tokens))
+    return ended, failed, shares
+
+
+@contextlib.contextmanager
+def _writing(flag: str, path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{flag} is {path}; it cannot be written: {error.strerror or error}.") from None
 
 
 def _title(target: Target, workload: Workload) -> str:

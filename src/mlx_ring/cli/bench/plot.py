@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_ring.cli.bench.summary import Record, Summary
+from mlx_ring.cli.bench.summary import Distribution, Record, Summary, percentile
 
-_SIZE_INCHES = (11.0, 3.6)
-_SECONDS_PER_BAR = 40
+_SIZE_INCHES = (12.0, 3.8)
+_BARS = 40
+_MOST_POINTS = 500
+"""Of a curve: an SVG holds each of them."""
 
 
 def draw_plot(path: Path, title: str, records: Sequence[Record], summary: Summary) -> None:
@@ -22,34 +24,63 @@ def draw_plot(path: Path, title: str, records: Sequence[Record], summary: Summar
     FigureCanvasAgg(figure)
     first, between, over_time = figure.subplots(1, 3)
     done = [record for record in records if record.error is None]
-    _spread(first, "Time to first token", [record.ttft_s for record in done if record.ttft_s is not None])
-    _spread(between, "Between tokens", [gap for record in done for gap in record.inter_token_s()])
-    _throughput(over_time, done, summary.duration_s)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
+    ttft = [record.ttft_s for record in done if record.ttft_s is not None]
+    _spread(first, "Time to first token", ttft, summary.ttft)
+    _spread(
+        between, "Between tokens", [gap for one in done for gap in one.inter_token_s()], summary.inter_token
+    )
+    _throughput(over_time, done, summary)
+    # A dollar sign would begin a formula.
+    figure.suptitle(title.replace("$", r"\$"), fontsize=10)
+    figure.savefig(path, dpi=150, format=path.suffix.lower().removeprefix("."))
 
 
-def _spread(axes: Any, title: str, seconds: Sequence[float]) -> None:
-    """The share of values at or below each."""
-    ordered = sorted(1000 * value for value in seconds)
-    shares = [100 * (place + 1) / len(ordered) for place in range(len(ordered))]
-    axes.step(ordered, shares, where="post", color="tab:blue")
-    for share in (50, 95, 99):
-        axes.axhline(share, color="lightgrey", linewidth=0.8, zorder=0)
-        axes.annotate(f"p{share}", (1.0, share), xycoords=("axes fraction", "data"), fontsize=7, color="grey")
-    axes.set(title=title, xlabel="milliseconds", ylabel="% of values", ylim=(0, 101))
+def cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
+    """Points (value, % of values at or below), from the least to the greatest, as many as an eye can tell apart."""
+    ordered = sorted(values)
+    count = min(len(ordered), _MOST_POINTS)
+    if count < 2:  # noqa: PLR2004 - a curve has two ends
+        return [(value, share) for value in ordered for share in (0.0, 100.0)]
+    shares = [100 * place / (count - 1) for place in range(count)]
+    return [(percentile(ordered, share), share) for share in shares]
+
+
+def throughput(records: Sequence[Record], duration_s: float, bars: int = _BARS) -> list[float]:
+    """Output tokens a second in equal parts of the run, as they came."""
+    width = max(duration_s, 1e-6) / bars
+    tokens = [0.0] * bars
+    for record in records:
+        for arrival in record.arrivals_s:
+            tokens[min(bars - 1, int(arrival / width))] += record.output_tokens / len(record.arrivals_s)
+    return [count / width for count in tokens]
+
+
+def _spread(axes: Any, title: str, seconds: Sequence[float], told: Distribution | None) -> None:
+    axes.set(title=title, xlabel="milliseconds", ylabel="% at or below", ylim=(0, 101))
+    axes.grid(color="0.93")
+    if told is None:
+        axes.text(0.5, 0.5, "nothing was measured", ha="center", transform=axes.transAxes, color="grey")
+        return
+    points = cumulative([1000 * value for value in seconds])
+    axes.plot([value for value, _ in points], [share for _, share in points], color="tab:blue")
+    marks = (("p50", told.p50, "tab:green"), ("p95", told.p95, "tab:orange"), ("p99", told.p99, "tab:red"))
+    for name, value, colour in marks:
+        label = f"{name} {1000 * value:,.1f} ms"
+        axes.axvline(1000 * value, color=colour, linewidth=1, linestyle="--", label=label)
+    axes.legend(fontsize=8, loc="best")
     axes.set_xlim(left=0)
 
 
-def _throughput(axes: Any, records: Sequence[Record], duration_s: float) -> None:
-    """Output tokens a second, as they came."""
-    width = max(duration_s / _SECONDS_PER_BAR, 1e-3)
-    bars = [0.0] * (_SECONDS_PER_BAR + 1)
-    for record in records:
-        tokens = record.output_tokens / max(1, len(record.arrivals_s))
-        for arrival in record.arrivals_s:
-            bars[min(_SECONDS_PER_BAR, int(arrival / width))] += tokens / width
-    axes.bar(
-        [width * place for place in range(len(bars))], bars, width=width, align="edge", color="tab:green"
+def _throughput(axes: Any, records: Sequence[Record], summary: Summary) -> None:
+    duration_s = max(summary.duration_s, 1e-6)
+    rates = throughput(records, duration_s)
+    edges = [duration_s * place / len(rates) for place in range(len(rates) + 1)]
+    axes.stairs(rates, edges, fill=True, color="tab:blue", alpha=0.35)
+    mean = summary.output_tokens_per_s
+    axes.axhline(mean, color="tab:blue", linewidth=1, linestyle="--", label=f"mean {mean:,.1f} tok/s")
+    axes.set(
+        title="Throughput", xlabel="seconds since the start", ylabel="output tokens/s", xlim=(0, duration_s)
     )
-    axes.set(title="Throughput", xlabel="seconds", ylabel="output tokens/s")
+    axes.set_ylim(bottom=0)
+    axes.grid(color="0.93")
+    axes.legend(fontsize=8, loc="lower center")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -47,15 +47,6 @@ class Range:
     low: int
     high: int
 
-    @classmethod
-    def parse(cls, text: str) -> Range:
-        """`128` or `64-256`. Raises `ValueError` for anything else."""
-        low, _, high = text.partition("-")
-        parsed = cls(int(low), int(high or low))
-        if not 1 <= parsed.low <= parsed.high:
-            raise ValueError(text)
-        return parsed
-
     def draw(self, random: Random) -> int:
         return random.randint(self.low, self.high)
 
@@ -90,21 +81,58 @@ class Job:
     """After the start; 0 where requests follow each other."""
 
 
-def make_jobs(workload: Workload, vocabulary: int | None, *, first: int = 0) -> Iterator[Job]:
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How a server's tokenizer counts our words."""
+
+    per_word: float = 1.0
+    """Tokens."""
+    fixed: float = 0.0
+    """Tokens that every prompt has besides, such as a chat template's."""
+
+    @classmethod
+    def measured(cls, few: tuple[int, int], many: tuple[int, int]) -> Words:
+        """From two prompts, each as (words, tokens)."""
+        per_word = (many[1] - few[1]) / (many[0] - few[0])
+        if per_word <= 0:
+            return cls(max(few[1], 1) / few[0])
+        return cls(per_word, max(0.0, few[1] - per_word * few[0]))
+
+    def whole_prompt(self, tokens: int) -> int:
+        """Words of a prompt of so many tokens, at least one."""
+        return max(1, round((tokens - self.fixed) / self.per_word))
+
+    def part(self, tokens: int) -> int:
+        """Words of a part of a prompt."""
+        return round(tokens / self.per_word)
+
+
+_ONE_EACH = Words()
+
+
+def make_jobs(
+    workload: Workload, vocabulary: int | None, *, first: int = 0, words: Words = _ONE_EACH
+) -> Iterator[Job]:
     """The load's requests. Prompts are token ids, or words where the vocabulary is not known.
 
-    `first` is the number of the first one: other numbers give other prompts, and the same shared prefix.
+    Args:
+        workload: the load.
+        vocabulary: how many token ids there are.
+        first: number of the first request; other numbers give other prompts, and the same shared prefix.
+        words: how words are counted, where prompts are words.
     """
-    shared = _token_ids(f"{workload.seed} shared", workload.shared_prefix, vocabulary)
+    shared = workload.shared_prefix if vocabulary is not None else words.part(workload.shared_prefix)
+    beginning = draw(f"{workload.seed} shared", shared, vocabulary)
     arrivals = Random(f"{workload.seed} arrivals {first}")
     arrives_s = 0.0
     for number in range(first, first + workload.requests):
         lengths = Random(f"{workload.seed} lengths {number}")
-        own = max(1, workload.prompt_tokens.draw(lengths) - workload.shared_prefix)
-        prompt = [*shared, *_token_ids(f"{workload.seed} {number}", own, vocabulary)]
+        length = workload.prompt_tokens.draw(lengths)
+        length = length if vocabulary is not None else words.whole_prompt(length)
+        prompt = [*beginning, *draw(f"{workload.seed} {number}", max(1, length - shared), vocabulary)]
         yield Job(
             number,
-            prompt if vocabulary is not None else " ".join(_WORDS[token] for token in prompt),
+            prompt if vocabulary is not None else as_text(prompt),
             workload.output_tokens.draw(lengths),
             arrives_s,
         )
@@ -112,7 +140,11 @@ def make_jobs(workload: Workload, vocabulary: int | None, *, first: int = 0) -> 
             arrives_s += arrivals.expovariate(workload.rate)
 
 
-def _token_ids(seed: str, count: int, vocabulary: int | None) -> list[int]:
-    """Into the vocabulary, or into our own words."""
+def draw(seed: str, count: int, vocabulary: int | None = None) -> list[int]:
+    """Numbers of tokens, or of our own words."""
     random = Random(seed)
     return [random.randrange(vocabulary or len(_WORDS)) for _ in range(count)]
+
+
+def as_text(numbers: Iterable[int]) -> str:
+    return " ".join(_WORDS[number] for number in numbers)
