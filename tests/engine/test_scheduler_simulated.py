@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_ring.cluster.planner.simulation import LinearCost, Simulated, Simulation, Times, predict_throughput
+from mlx_ring.cluster.planner.costs import LinearCost, MeasuredCost
+from mlx_ring.cluster.planner.outcome import Outcome
+from mlx_ring.cluster.planner.prediction import predict_throughput
+from mlx_ring.cluster.planner.simulation import Simulation, Times
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.policy import Policy
@@ -59,7 +62,7 @@ def test_running_streams_keep_every_stage_busy(stages: int) -> None:
     result = bench.simulation.run([(0.0, bench.request(8, 300)) for _ in range(streams)], until_s=4.0)
     stage_s = (DECODE_S + 4 * TOKEN_S) / stages
     assert result.tokens_per_s(2.0, 4.0) >= 0.95 * 4 / stage_s
-    predicted = predict_throughput([stage_s] * stages, [4] * stages, head_s=0.001)
+    predicted = predict_throughput([MeasuredCost(stage_s * 1e6)] * stages, [4] * stages, head_us=1e3)
     assert result.tokens_per_s(2.0, 4.0) == pytest.approx(predicted, rel=0.05)
 
 
@@ -83,8 +86,7 @@ def test_a_long_prompts_chunks_overlap(stages: int) -> None:
     result = bench.simulation.run([(0.0, bench.request(8000, 1))])
     chunks = -(-8000 // (8000 // (8 * stages)))
     alone_s = 8000 * TOKEN_S + chunks * DECODE_S
-    (first_token_s,) = result.tokens_s[1]
-    assert first_token_s <= 1.2 * alone_s / stages
+    assert result.sequences[1].first_token_s <= 1.2 * alone_s / stages
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -94,7 +96,7 @@ def test_a_long_prompt_leaves_running_streams_the_promised_pace(stages: int) -> 
     arrivals = [(0.0, bench.request(8, 600)) for _ in range(4)]
     arrivals.append((2.0, bench.request(4000, 1)))
     result = bench.simulation.run(arrivals)
-    (ended_s,) = result.tokens_s[5]
+    ended_s = result.sequences[5].end_s
     quiet, busy = (_gaps(result, begin, end) for begin, end in ((1.0, 2.0), (2.1, ended_s)))
     # One full chunk was owed to prompts by streams that had been left in peace.
     assert sorted(busy)[len(busy) * 95 // 100] <= 2.5 * max(quiet)
@@ -102,19 +104,14 @@ def test_a_long_prompt_leaves_running_streams_the_promised_pace(stages: int) -> 
     assert ended_s - 2.0 < 40 * 4000 * TOKEN_S, "and the prompt gets on"
 
 
-def _gaps(result: Simulated, begin: float, end: float) -> list[float]:
-    return [
-        later - earlier
-        for number in range(1, 5)
-        for earlier, later in zip(result.tokens_s[number], result.tokens_s[number][1:], strict=False)
-        if begin < earlier and later < end
-    ]
+def _gaps(result: Outcome, begin: float, end: float) -> list[float]:
+    return [gap for number in range(1, 5) for gap in result.sequences[number].gaps_s(begin, end)]
 
 
 def test_prompts_that_come_together_are_read_at_full_speed() -> None:
     bench = Bench(1)
     result = bench.simulation.run([(0.0, bench.request(200, 50)) for _ in range(8)])
-    last_first_token = max(times[0] for times in result.tokens_s.values())
+    last_first_token = max(times.first_token_s for times in result.sequences.values())
     assert last_first_token <= 1.35 * (8 * 200 * TOKEN_S + 4 * DECODE_S)
 
 
@@ -128,7 +125,7 @@ def test_nobody_starves(requests: list[tuple[float, int, int]], stages: int, pla
     bench = Bench(stages, replace(PLAIN, max_num_seqs=places))
     arrivals = [(at, bench.request(prompt, answer)) for at, prompt, answer in requests]
     result = bench.simulation.run(arrivals)
-    assert {number: len(times) for number, times in result.tokens_s.items()} == {
+    assert {number: len(times.tokens_s) for number, times in result.sequences.items()} == {
         number: answer for number, (_, _, answer) in enumerate(requests, start=1)
     }
     assert result.most_in_flight <= stages + 1 + 2 * stages
