@@ -13,7 +13,7 @@ _LONG, _SHORT = 6, 3
 """Lengths of the runs that are looked up, the longer first."""
 _START_ACCEPTANCE = 0.6
 _WEIGHT = 0.3
-_LEAST_GAIN = 1.05
+_LEAST_GAIN = 1.25
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 512
 """Proposals that are passed over before one is tried again."""
 
