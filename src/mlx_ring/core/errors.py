@@ -61,7 +61,7 @@ class ModelUnsafe(ModelError):
 
 
 class ModelUnsupported(ModelError):
-    """The architecture is not known to be cut exactly."""
+    """The architecture is not known to be cut exactly, or has not what was asked for."""
 
 
 class PlanError(RingError):

@@ -14,6 +14,7 @@ from tests.worker.kv.passes import HEADS, feed, flat, seen
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
+from mlx_ring.worker.kv.memory import STEP_BYTES
 
 WINDOW = 12
 SLACK = 8
@@ -22,10 +23,12 @@ COUNTS = st.sampled_from([1, 1, 1, 2, 5, 17, 40, 90, 300])
 
 
 class Interleavings(RuleBasedStateMachine):
+    STEP_BYTES = STEP_BYTES
+
     def __init__(self) -> None:
         super().__init__()
         caches: list[Any] = [KVCache(), RotatingKVCache(WINDOW), KVCache()]
-        self.store = KVStore(caches, mx.float32, slack=SLACK)
+        self.store = KVStore(caches, mx.float32, slack=SLACK, step_bytes=self.STEP_BYTES)
         self.tokens: dict[int, list[int]] = {}
         self.reached: dict[int, int] = {}
         """The most tokens that a sequence had: sliding layers go back from there."""
@@ -166,6 +169,15 @@ class Interleavings(RuleBasedStateMachine):
         assert self.store.nbytes == 0
 
 
+class GradualInterleavings(Interleavings):
+    """Banks that change one array in a step."""
+
+    STEP_BYTES = 1
+
+
+SETTINGS = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestInterleavings.settings = SETTINGS
+TestGradualInterleavings = GradualInterleavings.TestCase
+TestGradualInterleavings.settings = SETTINGS
 pytestmark = pytest.mark.timeout(240)

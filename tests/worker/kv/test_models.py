@@ -10,7 +10,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from tests.worker.kv.passes import ModelRun, apart
 from tests.worker.kv.small_models import CONFIGURATIONS, RAGGED, RECURRENT, SLIDING, small_model, tokens
 
-from mlx_ring.core.errors import StepFailed
+from mlx_ring.core.errors import ModelUnsupported, StepFailed
 from mlx_ring.worker.kv import KVStore
 
 ROUNDING = 2e-5
@@ -186,5 +186,5 @@ def test_keys_that_no_group_divides_are_refused() -> None:
     store = KVStore(ModelRun(small_model("qwen3")).own_caches(), mx.float32, kv_bits=4)
     store.open(1, 10)
     (batch,) = store.batches([(1, 1)])
-    with pytest.raises(StepFailed, match=r"width \(20, 20\)"):
+    with pytest.raises(ModelUnsupported, match=r"width \(20, 20\)"):
         batch.caches[0].update_and_fetch(mx.zeros((1, 2, 1, 20)), mx.zeros((1, 2, 1, 20)))

@@ -1,8 +1,6 @@
-"""Where rows live: one array for each plane of each layer, `(slots, heads, capacity, width)`.
+"""Where rows live: side by side in banks, so that a forward pass reads those that step together as a view.
 
-Rows that step together lie side by side in one bank, so that a forward pass reads them as a view. A row
-that joins, leaves, grows or moves is copied alone, except when the bank itself grows, which happens in
-growing steps. Slots `[0, len(rows))` are taken.
+A row that joins, leaves or moves is copied alone. Slots `[0, len(rows))` are taken.
 
 A copy within a bank goes through an evaluated temporary: a lazy view of the array that it is written to
 would make MLX copy the whole of it.
@@ -16,9 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_ring.worker.kv.layers import Layout, RowPart
-
-BLOCK = 256
+from mlx_ring.worker.kv.layers import Layout
+from mlx_ring.worker.kv.memory import BLOCK, BankMemory, grown
 
 
 @dataclass(slots=True, eq=False)
@@ -50,72 +47,42 @@ class Row:
         return self.length - self.base(window)
 
 
-def grown(present: int, need: int) -> int:
-    """A capacity of at least `need`: by blocks, and by a quarter where a block is less than that."""
-    wanted = max(need, present + max(BLOCK, present // 4)) if present else need
-    return -(-wanted // BLOCK) * BLOCK
-
-
 class Bank:
     """A group of rows, side by side."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, slots: int, step_bytes: int) -> None:
+        """Room for `slots` rows; a step writes about `step_bytes` to bring the bank to another size."""
         self._layout = layout
+        self.memory = BankMemory(layout, step_bytes)
+        self.memory.aim_slots(slots)
         self.rows: list[Row] = []
-        self.slots = 0
-        self.capacities: dict[int | None, int] = {}
-        self.planes: list[list[mx.array]] = [[] for _ in layout.row_parts]
         self._used = 0
+        """Slots from here on were never written to."""
 
     @property
-    def nbytes(self) -> int:
-        return sum(plane.nbytes for planes in self.planes for plane in planes)
+    def planes(self) -> list[list[mx.array]]:
+        """By part."""
+        return self.memory.planes
+
+    @planes.setter
+    def planes(self, planes: list[list[mx.array]]) -> None:
+        self.memory.planes = planes
 
     def arrays(self) -> list[mx.array]:
         return [plane for planes in self.planes for plane in planes]
 
-    def ensure_planes(self, part: RowPart) -> list[mx.array]:
-        """The part's arrays, made when its first keys and values come."""
-        planes = self.planes[part.index]
-        if not planes and part.planes:
-            capacity = self.capacities[part.window]
-            planes = [
-                mx.zeros((self.slots, plane.heads, capacity, plane.width), plane.dtype)
-                for plane in part.planes
-            ]
-            self.planes[part.index] = planes
-        return planes
-
-    def reserve(self, window: int | None, need: int, limit: int) -> None:
-        """Make room for `need` tokens in every row of the layers with this window.
-
-        `limit` is the most that any row will ever hold.
-        """
-        present = self.capacities.get(window, 0)
-        if need > present:
-            self._set_capacity(window, min(grown(present, need), max(limit, need)))
-
-    def _set_capacity(self, window: int | None, capacity: int) -> None:
-        self.capacities[window] = capacity
-        for part in self._layout.row_parts:
-            if part.window == window:
-                self._resize(part.index, 2, capacity)
-
-    def _resize(self, index: int, axis: int, size: int) -> None:
-        """One plane at a time, so that no more than one is held twice."""
-        planes = self.planes[index]
-        for position in range(len(planes)):
-            planes[position] = _resized(planes[position], axis, size)
-            mx.eval(planes[position])
-
-    def set_slots(self, slots: int) -> None:
-        """Hold room for this many rows. Copies the bank, so it is asked for in growing steps."""
-        if slots == self.slots:
-            return
-        self.slots = slots
-        self._used = min(self._used, slots)
-        for index in range(len(self.planes)):
-            self._resize(index, 0, slots)
+    def make_room(self, rows: Sequence[Row]) -> bool:
+        """Whether there is room now for rows that join; if not, there will be after some more steps."""
+        memory, slots = self.memory, len(self.rows) + len(rows)
+        if slots > memory.aimed_slots:
+            memory.aim_slots(max(slots, memory.aimed_slots * 3 // 2))
+        for window in self._layout.kinds:
+            held = max(row.held(window) for row in rows)
+            if held > memory.aimed_capacity(window):
+                memory.aim_capacity(window, held)
+        return slots <= memory.slots and all(
+            row.held(window) <= memory.capacity(window) for window in self._layout.kinds for row in rows
+        )
 
     def take(self, row: Row) -> None:
         """Move a row in from its bank, or give a new row a slot. The caller has made room."""
@@ -143,7 +110,7 @@ class Bank:
             held = row.held(part.window)
             if not source.planes[part.index] or not held:
                 continue
-            planes = self.ensure_planes(part)
+            planes = self.memory.ensure(part)
             for plane, other in zip(planes, source.planes[part.index], strict=True):
                 content = other[origin : origin + 1, :, :held]
                 if content.shape == plane.shape:
@@ -179,20 +146,22 @@ class Bank:
         if not self.rows:
             self.drop()
             return
-        if len(self.rows) <= self.slots // 2:
-            self.set_slots(len(self.rows))
+        if len(self.rows) <= self.memory.aimed_slots // 2:
+            self.memory.aim_slots(len(self.rows))
+            if not self.memory.is_changing:
+                self._used = len(self.rows)
         self.tighten()
 
     def tighten(self) -> None:
         """Give back the better part of slots that are four times as long as any row."""
         longest = max(row.length for row in self.rows)
-        if self.capacities.get(None, 0) > 4 * (longest + BLOCK):
-            self._set_capacity(None, grown(0, longest + 1))
+        if self.memory.capacity(None) > 4 * (longest + BLOCK):
+            self.memory.aim_capacity(None, grown(0, longest + 1))
 
     def drop(self) -> None:
         """Give the memory back."""
-        self.slots = self._used = 0
-        self.planes = [[] for _ in self._layout.row_parts]
+        self._used = 0
+        self.memory.drop()
 
     def gather(self, group: Sequence[Row]) -> None:
         """Bring rows of this bank side by side, the others keeping their order."""
@@ -237,15 +206,3 @@ class Bank:
                 plane[slot : slot + 1, :, :keep] = content
                 del content
         row.bases[window] = row.base(window) + drop
-
-
-def _resized(plane: mx.array, axis: int, size: int) -> mx.array:
-    """Cut off or pad with zeros along an axis."""
-    present = plane.shape[axis]
-    if size == present:
-        return plane
-    if size < present:
-        return mx.contiguous(plane[:size] if axis == 0 else plane[:, :, :size])
-    shape = list(plane.shape)
-    shape[axis] = size - present
-    return mx.concatenate([plane, mx.zeros(shape, plane.dtype)], axis=axis)

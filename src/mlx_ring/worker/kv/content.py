@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv.bank import Bank, Row
-from mlx_ring.worker.kv.layers import Layer, Plane, RowPart
+from mlx_ring.worker.kv.layers import Layer, Layout, Plane, RowPart
+from mlx_ring.worker.kv.placement import Banks
 
 Range = tuple[int, int]
 """Half-open."""
@@ -46,32 +47,67 @@ def read_row(row: Row, layer: Layer, heads: Range, tokens: Range) -> tuple[mx.ar
 
 
 def write_row(
-    row: Row, bank: Bank, layer: Layer, heads: Range, tokens: Range, arrays: Sequence[mx.array]
+    row: Row,
+    banks: Banks,
+    layout: Layout,
+    layer: int,
+    heads: Range,
+    tokens: Range,
+    arrays: Sequence[mx.array],
 ) -> None:
-    """Put content into a row's slot; its capacity is there."""
+    """Put content behind what a row has, or into a row that has nothing; makes room for it."""
+    if not 0 <= row.length <= tokens[0] < tokens[1] <= row.max_length:
+        raise StepFailed(
+            f"Sequence {row.sequence} has {row.length} tokens of {row.max_length}; "
+            f"content for [{tokens[0]}, {tokens[1]}) does not go behind them."
+        )
+    parts = row_parts(layout.layers[layer])
+    bank = row.bank
+    if bank is None:
+        ((bank, _),) = banks.place([[row]])
+    for part in parts:
+        if part.window is not None and row.length == 0:
+            row.bases.setdefault(part.window, tokens[0])
+        _make_room(row, bank, part.window, tokens, layout)
     rest = list(arrays)
-    for part in row_parts(layer):
+    for part in parts:
         size = 2 if part.bits is None else 6
         mine, rest = rest[:size], rest[size:]
-        _check_shapes(heads, tokens, mine, size)
-        if not part.planes and heads[0] == 0:
-            part.planes = tuple(Plane(array.shape[0], array.shape[2], array.dtype) for array in mine)
-        _check_gap(row, part, heads, tokens)
-        base = row.base(part.window)
-        begin, end = tokens[0] - base, tokens[1] - base
-        for plane, known, array in zip(bank.ensure_planes(part), part.planes, mine, strict=True):
-            _check_heads(heads, known.heads)
-            if (array.shape[2], array.dtype) != (known.width, known.dtype):
-                raise StepFailed(
-                    f"The content is {array.dtype} of width {array.shape[2]}; "
-                    f"the layer keeps {known.dtype} of width {known.width}."
-                )
-            plane[row.slot, heads[0] : heads[1], begin:end] = array
-        mx.eval(bank.planes[part.index])
-        for head in range(*heads):
-            row.written[part.index, head] = max(_written(row, part, head), tokens[1])
+        _write(row, bank, part, heads, tokens, mine)
     if rest:
         raise StepFailed(f"The layer takes {len(arrays) - len(rest)} arrays; {len(arrays)} came.")
+
+
+def _make_room(row: Row, bank: Bank, window: int | None, tokens: Range, layout: Layout) -> None:
+    need = tokens[1] - row.base(window)
+    if tokens[0] < row.base(window) or (window is not None and need > layout.most(window)):
+        raise StepFailed(
+            f"Sequence {row.sequence} is filled from {row.base(window)} in a layer with a window of "
+            f"{window}; tokens [{tokens[0]}, {tokens[1]}) do not fit there."
+        )
+    bank.memory.reserve(window, need, max(need, row.max_length))
+
+
+def _write(
+    row: Row, bank: Bank, part: RowPart, heads: Range, tokens: Range, arrays: Sequence[mx.array]
+) -> None:
+    _check_shapes(heads, tokens, arrays, 2 if part.bits is None else 6)
+    if not part.planes and heads[0] == 0:
+        part.planes = tuple(Plane(array.shape[0], array.shape[2], array.dtype) for array in arrays)
+    _check_gap(row, part, heads, tokens)
+    base = row.base(part.window)
+    begin, end = tokens[0] - base, tokens[1] - base
+    for plane, known, array in zip(bank.memory.ensure(part), part.planes, arrays, strict=True):
+        _check_heads(heads, known.heads)
+        if (array.shape[2], array.dtype) != (known.width, known.dtype):
+            raise StepFailed(
+                f"The content is {array.dtype} of width {array.shape[2]}; "
+                f"the layer keeps {known.dtype} of width {known.width}."
+            )
+        plane[row.slot, heads[0] : heads[1], begin:end] = array
+    mx.eval(bank.planes[part.index])
+    for head in range(*heads):
+        row.written[part.index, head] = max(_written(row, part, head), tokens[1])
 
 
 def check_written(row: Row, parts: Sequence[RowPart], length: int) -> None:

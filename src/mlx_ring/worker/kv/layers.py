@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_ring.core.errors import StepFailed
+from mlx_ring.core.errors import ModelUnsupported
 
 _KVCache = cast("type[Any]", mlx_lm_cache.KVCache)
 _RotatingKVCache = cast("type[Any]", mlx_lm_cache.RotatingKVCache)
@@ -187,7 +187,7 @@ def _group_size(*widths: int) -> int:
     for size in _GROUP_SIZES:
         if all(width % size == 0 for width in widths):
             return size
-    raise StepFailed(
+    raise ModelUnsupported(
         f"Keys and values of width {widths} cannot be quantized: none of the group sizes {_GROUP_SIZES} "
-        "divides them. Serve this model without kv_bits."
+        "divides them. Serve this model without --kv-bits."
     )

@@ -4,36 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_ring.worker.kv.bank import BLOCK, Bank, Row
+from mlx_ring.worker.kv.bank import Bank, Row
 from mlx_ring.worker.kv.grouping import SHORT_TOKENS
 from mlx_ring.worker.kv.layers import Layout
+from mlx_ring.worker.kv.memory import BLOCK
 
 
 class Banks:
     """Every bank of a store."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, step_bytes: int) -> None:
         self._layout = layout
+        self._step_bytes = step_bytes
         self._banks: list[Bank] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(bank.nbytes for bank in self._banks)
+        return sum(bank.memory.nbytes for bank in self._banks)
 
     def clear(self) -> None:
         """Give all memory back."""
         self._banks.clear()
 
-    def place(self, groups: Sequence[Sequence[Row]]) -> list[Bank]:
+    def place(self, groups: Sequence[Sequence[Row]]) -> list[tuple[Bank, list[Row]]]:
         """Bring each group side by side into one bank: the rows that lie elsewhere are copied, once.
+
+        Where a bank has no room yet for those that join, they stay apart until it has grown.
 
         First all rows join, for one that leaves a bank changes the order there; then each bank is put in order,
         which parts no group that is together.
         """
-        banks = [self._join(group) for group in groups]
-        for bank, group in zip(banks, groups, strict=True):
+        placed = [place for group in groups for place in self._join(group)]
+        self._banks = [bank for bank in self._banks if bank.rows]
+        for bank, group in placed:
             bank.gather(group)
-        return banks
+        return placed
 
     def stay(self, rows: Sequence[Row], counts: Sequence[int]) -> bool:
         """Whether rows have room for `counts` more tokens side by side where they lie, or lie nowhere yet."""
@@ -43,26 +48,32 @@ class Banks:
         if bank is None:
             return True
         slots = [row.slot for row in rows]
-        if max(slots) - min(slots) >= len(slots):
+        if max(slots) - min(slots) >= len(slots) or bank.memory.is_changing:
             return False
-        return all(
-            row.held(window) + count <= bank.capacities.get(window, 0)
+        return not any(
+            bank.memory.grows(window, row.held(window) + count, self._limit(bank, window))
             for window in self._layout.kinds
             for row, count in zip(rows, counts, strict=True)
         )
 
-    def _join(self, group: Sequence[Row]) -> Bank:
+    def _join(self, group: Sequence[Row]) -> list[tuple[Bank, list[Row]]]:
         bank = self._target(group)
+        if bank.memory.is_changing:
+            bank.memory.go_on()
+        residents = [row for row in group if row.bank is bank]
         strangers = [row for row in group if row.bank is not bank]
-        if strangers:
-            room = len(bank.rows) + len(strangers)
-            if room > bank.slots:
-                bank.set_slots(max(room, bank.slots * 3 // 2))
-            self.reserve(bank, strangers, [0] * len(strangers))
-            for row in strangers:
-                bank.take(row)
-            self._banks = [bank for bank in self._banks if bank.rows]
-        return bank
+        if strangers and not bank.make_room(strangers):
+            return [(bank, residents), *self._apart(strangers)]
+        for row in strangers:
+            bank.take(row)
+        return [(bank, list(group))]
+
+    def _apart(self, rows: Sequence[Row]) -> list[tuple[Bank, list[Row]]]:
+        """Rows by the banks where they lie; those that lie nowhere yet get one."""
+        banks = {id(row.bank): row.bank for row in rows if row.bank is not None}.values()
+        placed = [(bank, [row for row in rows if row.bank is bank]) for bank in banks]
+        homeless = [row for row in rows if row.bank is None]
+        return [*placed, *self._join(homeless)] if homeless else placed
 
     def place_alone(self, row: Row, room: int) -> Bank:
         """A bank for a row that lies nowhere yet, with room for so many tokens after those it has."""
@@ -78,21 +89,24 @@ class Banks:
         bank = self._new_bank(1)
         for window in self._layout.kinds:
             held = row.held(window)
-            bank.reserve(window, held, held)
+            bank.memory.reserve(window, held, held)
         bank.take(row)
         if not source.rows:
             self._banks.remove(source)
 
     def reserve(self, bank: Bank, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Room for the rows' tokens and `counts` more in every layer."""
-        limit = max(row.max_length for row in [*rows, *bank.rows])
         for window in self._layout.kinds:
             if window is None:
                 need = max(row.length + count for row, count in zip(rows, counts, strict=True))
-                bank.reserve(None, need, limit)
             else:
                 need = self._slide(bank, rows, counts, window)
-                bank.reserve(window, need, min(limit, self._layout.most(window)))
+            bank.memory.reserve(window, need, self._limit(bank, window, rows))
+
+    def _limit(self, bank: Bank, window: int | None, rows: Sequence[Row] = ()) -> int:
+        """The most tokens that a slot will ever hold, for the rows there and those that come."""
+        longest = max(row.max_length for row in [*rows, *bank.rows])
+        return longest if window is None else min(longest, self._layout.most(window))
 
     def _slide(self, bank: Bank, rows: Sequence[Row], counts: Sequence[int], window: int) -> int:
         """Shift down the rows whose slots are full; the capacity that all of them need."""
@@ -118,13 +132,12 @@ class Banks:
         if len(group) == 1 and banks:
             return banks[0]
         longest = 4 * (max(row.length for row in group) + BLOCK)
-        fitting = [bank for bank in banks if bank.capacities.get(None, 0) <= max(SHORT_TOKENS, longest)]
+        fitting = [bank for bank in banks if bank.memory.capacity(None) <= max(SHORT_TOKENS, longest)]
         if not fitting:
             return self._new_bank(len(group))
         return max(fitting, key=lambda bank: sum(row.length + 1 for row in group if row.bank is bank))
 
     def _new_bank(self, slots: int) -> Bank:
-        bank = Bank(self._layout)
-        bank.set_slots(slots)
+        bank = Bank(self._layout, slots, self._step_bytes)
         self._banks.append(bank)
         return bank

@@ -86,9 +86,9 @@ class BatchRows:
             )
         encoded = part.encode(keys, values)
         part.learn(encoded)
-        planes = self.bank.ensure_planes(part)
+        planes = self.bank.memory.ensure(part)
         span = self.spans[part.window]
-        if span.high > self.bank.capacities[part.window]:
+        if span.high > self.bank.memory.capacity(part.window):
             return self._append_apart(part, planes, span, encoded)
         first, last = self.slots
         whole = len(span.runs) == 1 and self.counts[0] == self.width

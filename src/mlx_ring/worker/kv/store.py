@@ -9,14 +9,14 @@ import mlx.core as mx
 
 from mlx_ring.core.errors import ProtocolError, StepFailed
 from mlx_ring.rpc.protos import worker_pb2
-from mlx_ring.worker.kv.bank import Bank, Row
+from mlx_ring.worker.kv.assembly import Assembly
+from mlx_ring.worker.kv.bank import Row
 from mlx_ring.worker.kv.batch import Batch
-from mlx_ring.worker.kv.content import Range, check_written, read_row, row_parts, write_row
-from mlx_ring.worker.kv.grouping import SHORT_PROMPT_TOKENS, Candidate, group_even_rows, group_rows
-from mlx_ring.worker.kv.layers import Layer, Layout, RowPart, read_layout
+from mlx_ring.worker.kv.content import Range, check_written, read_row, write_row
+from mlx_ring.worker.kv.layers import Layout, read_layout
 from mlx_ring.worker.kv.ledger import PassLedger
+from mlx_ring.worker.kv.memory import STEP_BYTES
 from mlx_ring.worker.kv.placement import Banks
-from mlx_ring.worker.kv.rows import BatchRows, row_cache
 
 
 class KVStore:
@@ -30,20 +30,19 @@ class KVStore:
         kv_bits: int | None = None,
         slack: int = 64,
         ragged: bool = True,
+        step_bytes: int = STEP_BYTES,
     ) -> None:
         """Prepare to hold what `prototypes`, fresh mlx-lm caches of the owned layers, say.
 
         `ragged` says that the model's forward takes an array of offsets, one for each row; without it only
-        rows of one length share a pass. `slack` is how many tokens sliding layers can go back.
+        rows of one length share a pass. `slack` is how many tokens sliding layers can go back. A step
+        copies about `step_bytes` of others' KV at most, to make room for more rows and tokens.
         """
         self.dtype = dtype
         self._layout: Layout = read_layout(prototypes, kv_bits, slack)
-        self._ragged = ragged and not any(part.chunked for part in self._layout.row_parts)
-        self._longest_chunk = min(
-            (self._layout.block(window) for window in self._layout.windows), default=SHORT_PROMPT_TOKENS
-        )
         self._rows: dict[int, Row] = {}
-        self._banks = Banks(self._layout)
+        self._banks = Banks(self._layout, step_bytes)
+        self._assembly = Assembly(self._layout, self._banks, ragged=ragged)
         self._state_bytes = 0
         """Of one sequence's recurrent states, the most that was seen."""
         self._ledger = PassLedger(self._layout)
@@ -183,21 +182,7 @@ class KVStore:
         Nothing counts before `adopt`. A sliding layer is filled from the first position that is there.
         """
         self._ledger.settle()
-        row = self._sound(sequence)
-        if not 0 <= row.length <= tokens[0] < tokens[1] <= row.max_length:
-            raise StepFailed(
-                f"Sequence {sequence} has {row.length} tokens of {row.max_length}; "
-                f"content for [{tokens[0]}, {tokens[1]}) does not go behind them."
-            )
-        parts = row_parts(self._layout.layers[layer])
-        bank = row.bank
-        if bank is None:
-            (bank,) = self._banks.place([[row]])
-        for part in parts:
-            if part.window is not None and row.length == 0:
-                row.bases.setdefault(part.window, tokens[0])
-            self._make_room(row, bank, part.window, tokens)
-        write_row(row, bank, self._layout.layers[layer], heads, tokens, arrays)
+        write_row(self._sound(sequence), self._banks, self._layout, layer, heads, tokens, arrays)
 
     def adopt(self, sequence: int, length: int) -> None:
         """Count the first `length` tokens as committed: every layer's content has been written."""
@@ -211,15 +196,6 @@ class KVStore:
         row.length = length
         row.written.clear()
 
-    def _make_room(self, row: Row, bank: Bank, window: int | None, tokens: Range) -> None:
-        need = tokens[1] - row.base(window)
-        if tokens[0] < row.base(window) or (window is not None and need > self._layout.most(window)):
-            raise StepFailed(
-                f"Sequence {row.sequence} is filled from {row.base(window)} in a layer with a window of "
-                f"{window}; tokens [{tokens[0]}, {tokens[1]}) do not fit there."
-            )
-        bank.reserve(window, need, max(need, row.max_length))
-
     def batches(self, rows: Sequence[tuple[int, int]]) -> list[Batch]:
         """Group rows, given as (sequence, tokens to append), into forward passes, and make room for them."""
         self._ledger.settle()
@@ -228,13 +204,7 @@ class KVStore:
             raise ProtocolError(f"A step names a sequence twice: {[sequence for sequence, _ in rows]}.")
         for sequence, count in rows:
             self.check(sequence, count)
-        groups = self._groups(asked, rows)
-        banks = self._banks.place([[asked[index] for index in group] for group in groups])
-        batches: list[Batch] = []
-        for bank, group in zip(banks, groups, strict=True):
-            order = sorted(group, key=lambda index: asked[index].slot)
-            counts = [rows[index][1] for index in order]
-            batches.append(self._batch(bank, order, [asked[index] for index in order], counts))
+        batches = self._assembly.batches(asked, [count for _, count in rows])
         self._ledger.ask(batches)
         return batches
 
@@ -306,44 +276,6 @@ class KVStore:
                     f"{window} holds tokens from {row.base(window)} to {row.length} only. "
                     "Free it and prefill again."
                 )
-
-    def _groups(self, asked: Sequence[Row], rows: Sequence[tuple[int, int]]) -> list[list[int]]:
-        if self._layout.object_parts:
-            return [[index] for index in range(len(rows))]
-        windows = self._layout.windows
-        candidates = [
-            Candidate(
-                index,
-                row.length,
-                count,
-                id(row.bank) if row.bank is not None else 0,
-                tuple(row.base(window) for window in windows),
-            )
-            for index, (row, (_, count)) in enumerate(zip(asked, rows, strict=True))
-        ]
-        if not self._ragged:
-            return group_even_rows(candidates)
-        return group_rows(candidates, self._longest_chunk)
-
-    def _batch(self, bank: Bank, order: list[int], rows: list[Row], counts: list[int]) -> Batch:
-        self._banks.reserve(bank, rows, counts)
-        members = BatchRows(self._layout, bank, rows, counts)
-        states: list[Any] = []
-        for part in self._layout.object_parts:
-            (row,) = rows
-            state = row.states[part.index] if row.states else part.fresh()
-            states.append(part.copied(state) if part.copies else state)
-        caches = [self._layer_cache(layer, members, states) for layer in self._layout.layers]
-        return Batch(tuple(order), tuple(counts), caches, members.offset, members, states)
-
-    @staticmethod
-    def _layer_cache(layer: Layer, members: BatchRows, states: Sequence[Any]) -> Any:
-        return layer.assemble(
-            [
-                row_cache(members, part) if isinstance(part, RowPart) else states[part.index]
-                for part in layer.parts
-            ]
-        )
 
     def _empty(self, row: Row) -> None:
         """Back to an empty sequence that holds nothing."""

@@ -1,0 +1,147 @@
+"""The arrays of one bank, and how they grow and shrink: a few in each step, so that no step waits for all.
+
+A bank is one array for each plane of each layer, `(slots, heads, capacity, width)`. Another size means copying
+them all. So a size is aimed at, and every step brings some arrays to it; what the bank offers is what all of
+them have. Only tokens that have no place otherwise are not kept waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from mlx_ring.worker.kv.layers import Layout, RowPart
+
+BLOCK = 256
+GROWS_AHEAD = 64
+"""With so many tokens left, a bank begins to grow."""
+STEP_BYTES = 32 << 20
+"""What a step may write to bring arrays to another size ..."""
+_STEPS = 32
+"""... or more, where so many steps would not do."""
+
+
+def grown(present: int, need: int) -> int:
+    """A capacity of at least `need`: by blocks, and by a quarter where a block is less than that."""
+    wanted = max(need, present + max(BLOCK, present // 4)) if present else need
+    return -(-wanted // BLOCK) * BLOCK
+
+
+class BankMemory:
+    """Planes of one bank. Capacities are by window, in tokens; None is for layers that see everything."""
+
+    def __init__(self, layout: Layout, step_bytes: int) -> None:
+        self._layout = layout
+        self._step_bytes = step_bytes
+        self.planes: list[list[mx.array]] = [[] for _ in layout.row_parts]
+        self.slots = 0
+        self._capacities: dict[int | None, int] = {}
+        self._aimed_slots = 0
+        self._aimed: dict[int | None, int] = {}
+        self.is_changing = False
+        """Whether some arrays have not come to the size that is aimed at."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for planes in self.planes for plane in planes)
+
+    @property
+    def aimed_slots(self) -> int:
+        return self._aimed_slots
+
+    def capacity(self, window: int | None) -> int:
+        """Tokens that every slot has room for, in the layers with this window."""
+        return self._capacities.get(window, 0)
+
+    def aimed_capacity(self, window: int | None) -> int:
+        return self._aimed.get(window, 0)
+
+    def ensure(self, part: RowPart) -> list[mx.array]:
+        """The part's arrays, made when its first keys and values come."""
+        planes = self.planes[part.index]
+        if not planes and part.planes:
+            slots, capacity = self._aimed_slots, self._aimed[part.window]
+            planes = [
+                mx.zeros((slots, plane.heads, capacity, plane.width), plane.dtype) for plane in part.planes
+            ]
+            self.planes[part.index] = planes
+        return planes
+
+    def aim_slots(self, slots: int) -> None:
+        """Have room for so many rows, soon."""
+        self._aimed_slots = slots
+        self.go_on()
+
+    def aim_capacity(self, window: int | None, capacity: int) -> None:
+        """Have room for so many tokens in every slot, soon."""
+        self._aimed[window] = capacity
+        self.go_on()
+
+    def reserve(self, window: int | None, need: int, limit: int) -> None:
+        """Have room for `need` tokens now, and for more soon where few are left. No row will hold more than `limit`."""
+        if self.grows(window, need, limit):
+            aimed = self._aimed.get(window, 0)
+            if need > aimed or (aimed < limit and need + GROWS_AHEAD > aimed):
+                self.aim_capacity(window, min(grown(aimed, need), max(limit, need)))
+        if need > self.capacity(window):
+            for planes, position, part in self._behind():
+                if part.window == window:
+                    self._resize(planes, position, part)
+            self._take_stock()
+
+    def grows(self, window: int | None, need: int, limit: int) -> bool:
+        """Whether `reserve` would copy."""
+        capacity = self.capacity(window)
+        return need > capacity or (capacity < limit and need + GROWS_AHEAD > capacity)
+
+    def go_on(self) -> None:
+        """Bring some arrays to the size that is aimed at."""
+        most, written = max(self._step_bytes, self.nbytes // _STEPS), 0
+        for planes, position, part in self._behind():
+            if written >= most:
+                break
+            written += self._resize(planes, position, part)
+        self._take_stock()
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        self.planes = [[] for _ in self._layout.row_parts]
+        self._aimed_slots = 0
+        self._take_stock()
+
+    def _behind(self) -> Iterator[tuple[list[mx.array], int, RowPart]]:
+        for part in self._layout.row_parts:
+            planes = self.planes[part.index]
+            for position, plane in enumerate(planes):
+                if (plane.shape[0], plane.shape[2]) != (self._aimed_slots, self._aimed[part.window]):
+                    yield planes, position, part
+
+    def _resize(self, planes: list[mx.array], position: int, part: RowPart) -> int:
+        """One array, so that no more than one is held twice; the bytes of the new one."""
+        planes[position] = _resized(planes[position], 0, self._aimed_slots)
+        planes[position] = _resized(planes[position], 2, self._aimed[part.window])
+        mx.eval(planes[position])
+        return planes[position].nbytes
+
+    def _take_stock(self) -> None:
+        """What all arrays have is what there is."""
+        self.slots, self._capacities = self._aimed_slots, dict(self._aimed)
+        self.is_changing = False
+        for planes, position, part in self._behind():
+            slots, _, capacity, _ = planes[position].shape
+            self.slots = min(self.slots, slots)
+            self._capacities[part.window] = min(self._capacities[part.window], capacity)
+            self.is_changing = True
+
+
+def _resized(plane: mx.array, axis: int, size: int) -> mx.array:
+    """Cut off or pad with zeros along an axis."""
+    present = plane.shape[axis]
+    if size == present:
+        return plane
+    if size < present:
+        return mx.contiguous(plane[:size] if axis == 0 else plane[:, :, :size])
+    shape = list(plane.shape)
+    shape[axis] = size - present
+    return mx.concatenate([plane, mx.zeros(shape, plane.dtype)], axis=axis)
