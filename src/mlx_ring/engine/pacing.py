@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from mlx_ring.engine.stats import StepTiming
 
-SMALLEST_CHUNK = 4
+SMALLEST_CHUNK = 2
 _SMALLEST_ALONE = 128
 """Smaller chunks would keep a stage busy with reading its weights."""
 _CHUNKS_PER_STAGE = 8

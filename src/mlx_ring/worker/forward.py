@@ -13,7 +13,9 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from mlx_ring.worker.inputs import RowInput, StepInput
+from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker import attention
+from mlx_ring.worker.inputs import RowInput, StepInput, row_length
 from mlx_ring.worker.kv import Batch, KVStore
 from mlx_ring.worker.shard import Output, StageModel
 
@@ -39,6 +41,13 @@ class StageForward:
     def __init__(self, model: StageModel, kv: KVStore) -> None:
         self._model = model
         self._kv = kv
+        self._gains_at_once = attention.gains_here()
+
+    def stops(self, step: step_pb2.Step) -> bool:
+        """Whether the step would be computed while it is built, which stops whoever builds it."""
+        return self._gains_at_once and any(
+            _is_long(row.start, row_length(row)) for row in step.rows if row.HasField("input")
+        )
 
     def build(self, step: StepInput, passes: list[Pass]) -> None:
         """Add the passes for all rows to `passes`, one by one, so that a failure leaves those that were built."""
@@ -56,11 +65,20 @@ class StageForward:
 
     def _build(self, step: StepInput, rows: Sequence[int], output: Output, passes: list[Pass]) -> None:
         asked = [(step.rows[row].row.sequence, len(step.rows[row].tokens)) for row in rows]
+        at_once = self._gains_at_once and any(
+            _is_long(step.rows[row].row.start, len(step.rows[row].tokens)) for row in rows
+        )
         batches = self._kv.batches(asked)
         try:
             while batches:
                 batch = batches[0]
-                passes.append(self._pass(step, batch, [rows[index] for index in batch.rows], output))
+                members = [rows[index] for index in batch.rows]
+                if at_once:
+                    with attention.at_once():
+                        passes.append(self._pass(step, batch, members, output))
+                else:
+                    batch.remember()
+                    passes.append(self._pass(step, batch, members, output))
                 self._kv.begin(batch)
                 del batches[0]
         except BaseException:
@@ -73,7 +91,6 @@ class StageForward:
         width = max(batch.counts)
         count = max(map(len, offsets), default=0)
         positions = None if width == 1 or not self._model.is_last else _pad_offsets(offsets)
-        batch.remember()
         values = self._model.forward(
             _token_matrix(rows, width),
             _gather(step, members, width),
@@ -83,6 +100,11 @@ class StageForward:
             output=output,
         )
         return Pass(batch, members, offsets, max(1, count), values)
+
+
+def _is_long(start: int, count: int) -> bool:
+    """Whether a row's attention pays for stopping."""
+    return count > 1 and count * (start + count) >= attention.WORTH_IT
 
 
 def evaluate(passes: Sequence[Pass], *others: mx.array) -> None:

@@ -126,6 +126,7 @@ class StageRunner:
             and bool(step.rows)
             and all(operation.HasField("open") for operation in step.operations)
             and self._inputs.at_hand(step)
+            and not self._forward.stops(step)
             # KV that the device is reading would be copied as a whole if any of it moved.
             and self._kv.stay([(row.sequence, row_length(row)) for row in step.rows if row.HasField("input")])
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 
 from mlx_ring.core.errors import StepFailed
-from mlx_ring.worker.kv.bank import Row
+from mlx_ring.worker.kv.bank import Bank, Row
 from mlx_ring.worker.kv.batch import Batch
 from mlx_ring.worker.kv.layers import Layout
 
@@ -62,10 +62,13 @@ class PassLedger:
     def undo(self, batches: Sequence[Batch]) -> None:
         """Take back passes that were built last, whether they were begun or not: nothing of them is kept."""
         for batch in reversed(batches):
+            was_begun = batch in self._begun
             self._take_back(batch)
             if batch.planes_before is not None:
                 batch.members.bank.planes = batch.planes_before
                 batch.forget()
+            elif not was_begun:
+                self._check(batch.members.bank)
             self._lose_changed(batch)
 
     def fail(self, batches: Sequence[Batch]) -> None:
@@ -80,13 +83,17 @@ class PassLedger:
         """Passes that were asked for and never begun failed: make sure that their banks are sound."""
         failed, self._asked = self._asked, []
         for batch in failed:
-            bank = batch.members.bank
-            try:
-                mx.eval(bank.arrays())
-            except Exception as error:  # noqa: BLE001 - MLX raises whatever the failed pass did
-                _lose(bank.rows, str(error))
-                bank.drop()
+            self._check(batch.members.bank)
             self._lose_changed(batch)
+
+    @staticmethod
+    def _check(bank: Bank) -> None:
+        """Make sure that a bank is sound after a pass was broken off."""
+        try:
+            mx.eval(bank.arrays())
+        except Exception as error:  # noqa: BLE001 - MLX raises whatever the failed pass did
+            _lose(bank.rows, str(error))
+            bank.drop()
 
     def _take_back(self, batch: Batch) -> None:
         """Uncount a batch's tokens."""
