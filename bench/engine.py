@@ -309,7 +309,7 @@ def row_lookup(bench: Bench) -> list[Ratio]:
 
 
 def row_latency(bench: Bench) -> list[Ratio]:
-    """Running streams while a long prompt comes in."""
+    """Running streams while a long prompt comes in, over the same tokens of the same streams without it."""
     length, tokens = (600, 150) if bench.quick else (8000, 1200)
     pin_self(bench.other)
     ratios: list[float] = []
@@ -317,10 +317,20 @@ def row_latency(bench: Bench) -> list[Ratio]:
         for number in range(max(1, bench.rounds - 1)):
             streams = [replace(job, arrives_s=0.0) for job in jobs_of(number, 4, 16, tokens)]
             long = Job(90_000 + number, jobs_of(500 + number, 1, length, 1)[0].prompt, 1, 4.0)
-            records = load(ring, [*streams, long], None)
-            ratio, notes = _latency_ratio(records[:4], records[4])
-            note_round(number, notes)
-            ratios.append(ratio)
+            alone = load(ring, streams, None)
+            *beside, prompt = load(ring, [*streams, long], None)
+            busy, quiet = _gaps_meanwhile(beside, prompt, alone)
+            p95 = [percentile(sorted(gaps), 95) for gaps in (busy, quiet)]
+            ratios.append(p95[0] / p95[1])
+            note_round(
+                number,
+                {
+                    "p95 ms": 1000 * p95[0],
+                    "without": 1000 * p95[1],
+                    "prompt s": _ttft(prompt),
+                    "tokens": len(busy),
+                },
+            )
     return [
         Ratio("latency", f"p95 between tokens while {length} tokens prefill", ratios, 3.0, at_least=False)
     ]
@@ -384,27 +394,26 @@ def _p95(summary: Summary) -> float:
     return summary.ttft.p95
 
 
-def _latency_ratio(streams: Sequence[Record], long: Record) -> tuple[float, dict[str, float]]:
-    begin, end = long.sent_s, long.arrivals_s[0]
-    during: list[float] = []
-    before: list[float] = []
-    for record in streams:
-        times = record.arrivals_s
-        share = max(1.0, (record.output_tokens - 1) / (len(times) - 1))
-        for earlier, later in pairwise(times):
-            if later < begin:
-                before.append((later - earlier) / share)
-            elif earlier > begin and later < end:
-                during.append((later - earlier) / share)
-    if not during:
+def _gaps_meanwhile(
+    streams: Sequence[Record], prompt: Record, alone: Sequence[Record]
+) -> tuple[list[float], list[float]]:
+    """Seconds between tokens while the prompt was read, and between the same tokens of streams that ran alone."""
+    begin, end = prompt.sent_s, prompt.arrivals_s[0]
+    busy: list[float] = []
+    quiet: list[float] = []
+    for record, other in zip(streams, alone, strict=True):
+        if len(record.arrivals_s) != len(other.arrivals_s):
+            raise SystemExit(
+                "A stream came in other pieces the second time, so that its tokens cannot be compared."
+            )
+        pairs = zip(pairwise(record.arrivals_s), pairwise(other.arrivals_s), strict=True)
+        for (earlier, later), (earlier_alone, later_alone) in pairs:
+            if earlier > begin and later < end:
+                busy.append(later - earlier)
+                quiet.append(later_alone - earlier_alone)
+    if not busy:
         raise SystemExit("The streams had ended before the long prompt came; give them more tokens.")
-    quiet, busy = (percentile(sorted(values), 95) for values in (before, during))
-    return busy / quiet, {
-        "p95 ms before": 1000 * quiet,
-        "during": 1000 * busy,
-        "prompt s": end - begin,
-        "streams ran for s": min(record.arrivals_s[-1] for record in streams),
-    }
+    return busy, quiet
 
 
 ROWS: dict[str, Callable[[Bench], list[Ratio]]] = {
