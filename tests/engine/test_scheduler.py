@@ -125,6 +125,16 @@ def test_a_chunk_counts_as_in_flight_until_every_rank_has_answered() -> None:
     assert len(pipeline.twin.sent) == 4
 
 
+def test_short_prompts_that_come_while_another_is_read_share_the_next_step() -> None:
+    pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=32))
+    pipeline.add(8)
+    for _ in range(3):
+        pipeline.add(6)
+    assert [len(step.rows) for step in pipeline.twin.sent if is_prefill(step)] == [1]
+    pipeline.run(0)
+    assert [len(step.rows) for step in pipeline.twin.sent if is_prefill(step)] == [1, 3]
+
+
 @pytest.mark.parametrize("late", [0, 7, 20])
 def test_groups_take_turns_whenever_they_begin(late: int) -> None:
     pipeline, random = Pipeline((1, 1)), Random(0)

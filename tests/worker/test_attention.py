@@ -71,19 +71,41 @@ def test_it_equals_mlx(
     assert mx.allclose(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(["none", "causal", "plain", "rows", "heads", "numbers"]),
+    batch=st.integers(1, 3),
+    kv_heads=st.sampled_from([1, 2]),
+    repeats=st.sampled_from([1, 2, 3]),
+    length=st.sampled_from([1, 2, 30, 300]),
+)
+def test_single_tokens_equal_mlx(kind: str, batch: int, kv_heads: int, repeats: int, length: int) -> None:
+    given_arrays = arrays(batch, kv_heads, repeats, 1, length)
+    mask = mask_of(kind, batch, kv_heads * repeats, 1, length)
+    with attention.fitting(at_once=False):
+        ours = mx.fast.scaled_dot_product_attention(*given_arrays, scale=0.3, mask=mask)
+    theirs = stock(*given_arrays, scale=0.3, mask=mask, stream=CPU)
+    assert ours.shape == theirs.shape
+    assert mx.allclose(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("sinks", [False, True])
-def test_what_it_cannot_do_is_left_to_mlx(*, sinks: bool) -> None:
-    queries, keys, values = arrays(1, 2, 2, 3, 9)
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_it_cannot_do_is_left_to_mlx(count: int, *, sinks: bool) -> None:
+    queries, keys, values = arrays(1, 2, 2, count, 9)
     if sinks:
         options: dict[str, Any] = {"sinks": mx.zeros((4,))}
     else:
         queries, keys, values = (array.astype(mx.bfloat16) for array in (queries, keys, values))
         options = {}
-    ours = attention.attend(queries, keys, values, scale=0.3, mask="causal", **options)
+    with attention.fitting(at_once=True):
+        ours = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=0.3, mask="causal", **options
+        )
     assert mx.array_equal(ours, stock(queries, keys, values, scale=0.3, mask="causal", **options))
 
 
 def test_it_is_in_place_only_meanwhile() -> None:
-    with attention.at_once():
-        assert mx.fast.scaled_dot_product_attention is attention.attend
+    with attention.fitting(at_once=True):
+        assert mx.fast.scaled_dot_product_attention is not stock
     assert mx.fast.scaled_dot_product_attention is stock

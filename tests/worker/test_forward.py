@@ -49,7 +49,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(attention, COUNTED, count)
     monkeypatch.setattr(attention, "WORTH_IT", 1)
-    monkeypatch.setattr(attention, "gains_here", lambda: True)
+    monkeypatch.setattr(attention, "is_slow_here", lambda: True)
     return computed
 
 
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_passes_that_are_built_first(
     folder: Path, at_once: list[int], sampling: dict[str, Any], stages: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "gains_here", lambda: False)
+        patch.setattr(attention, "is_slow_here", lambda: False)
         expected = alone(folder, PROMPT, sampling)
     assert not at_once
     pipeline = Pipeline(folder, CUTS[stages])

@@ -275,8 +275,13 @@ class Scheduler:
                 self._groups.add(sequence)
 
     def _may_prefill(self) -> bool:
-        """At most one chunk between two decode steps of a group, and a bounded number of them in all."""
-        if self._flights.prefills > self._stages:
+        """At most one chunk between two decode steps of a group, and a bounded number of them in all.
+
+        What fills no chunk waits until a stage wants it: others may come and be read with it.
+        """
+        left = sum(sequence.fill_to - sequence.scheduled for sequence in self._prefilling)
+        can_wait = left < self._policy.prefill_chunk and not self._has_to_spare()
+        if self._flights.prefills > self._stages - can_wait:
             return False
         return self._is_catching_up() or all(
             group.last_step > self._last_chunk or not self._is_going(group) for group in self._groups

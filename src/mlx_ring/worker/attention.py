@@ -1,11 +1,11 @@
-"""Attention of prompts on an x86 CPU, with NumPy's exponential.
+"""Attention on an x86 CPU, for long chunks with NumPy's exponential.
 
 MLX's own takes 10.7 ns a number there (mlx 0.32.4, AVX-512: it is not vectorised, and calls the C library for every
 multiply-add), NumPy's takes 0.5 ns. A chunk of 512 tokens behind 4,000 spends three quarters of its
 attention on it. MLX has no lazy operation to put in its place, so the scores are evaluated while the
 forward pass is built: such a pass cannot be undone, and is not built ahead.
 
-Queries that share a KV head are multiplied with it at once, so that it is read once.
+In every pass the queries that share a KV head are multiplied with it together, so that it is read once.
 """
 
 from __future__ import annotations
@@ -31,34 +31,51 @@ _CACHED = 1 << 16
 _stock = mx.fast.scaled_dot_product_attention
 
 
-def gains_here() -> bool:
+def is_slow_here() -> bool:
     """Whether this machine computes with MLX's slow exponential."""
     return mx.default_device() == mx.Device(mx.cpu) and platform.machine() in {"x86_64", "AMD64"}
 
 
 @contextmanager
-def at_once() -> Generator[None]:
-    """Forward passes built meanwhile compute their attention at once."""
-    mx.fast.scaled_dot_product_attention = attend
+def fitting(*, at_once: bool) -> Generator[None]:
+    """Forward passes built meanwhile attend as suits the CPU; with `at_once` those of several tokens are computed now."""
+    mx.fast.scaled_dot_product_attention = _attend_at_once if at_once else _attend
     try:
         yield
     finally:
         mx.fast.scaled_dot_product_attention = _stock
 
 
-def attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    mask: mx.array | str | None = None,
-    **others: Any,
-) -> mx.array:
-    """As `mx.fast.scaled_dot_product_attention`: `(batch, heads, tokens, width)`, float32."""
+def _attend_at_once(queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
+    if queries.shape[2] > 1 and _is_plain(queries, **options):
+        return attend(queries, keys, values, scale=options["scale"], mask=options.get("mask"))
+    return _attend(queries, keys, values, **options)
+
+
+def _attend(queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
     batch, heads, count, _ = queries.shape
-    if queries.dtype != mx.float32 or count == 1 or any(value is not None for value in others.values()):
-        return _stock(queries, keys, values, scale=scale, mask=mask, **others)
+    kv_heads, mask = keys.shape[1], options.get("mask")
+    has_head_masks = isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1  # noqa: PLR2004 - behind (queries, keys)
+    if count > 1 or heads == kv_heads or has_head_masks or not _is_plain(queries, **options):
+        return _stock(queries, keys, values, **options)
+    folded = (queries * options["scale"]).reshape(batch, kv_heads, heads // kv_heads, -1)
+    scores = folded @ keys.swapaxes(-1, -2)
+    if isinstance(mask, mx.array):
+        is_shown = mask.dtype == mx.bool_
+        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min) if is_shown else scores + mask
+    return (mx.softmax(scores, axis=-1, precise=True) @ values).reshape(batch, heads, 1, -1)
+
+
+def _is_plain(queries: mx.array, *, scale: float, mask: Any = None, **others: Any) -> bool:
+    del scale, mask
+    return queries.dtype == mx.float32 and not any(value is not None for value in others.values())
+
+
+def attend(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | str | None = None
+) -> mx.array:
+    """As `mx.fast.scaled_dot_product_attention` does: `(batch, heads, tokens, width)`, float32. Evaluates."""
+    batch, heads, count, _ = queries.shape
     kv_heads, length = keys.shape[1:3]
     repeats = heads // kv_heads
     folded = (queries * scale).reshape(batch, kv_heads, repeats * count, -1)

@@ -8,6 +8,7 @@ batches, as the KV store asks, and taken apart again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -41,11 +42,11 @@ class StageForward:
     def __init__(self, model: StageModel, kv: KVStore) -> None:
         self._model = model
         self._kv = kv
-        self._gains_at_once = attention.gains_here()
+        self._is_slow = attention.is_slow_here()
 
     def stops(self, step: step_pb2.Step) -> bool:
         """Whether the step would be computed while it is built, which stops whoever builds it."""
-        return self._gains_at_once and any(
+        return self._is_slow and any(
             _is_long(row.start, row_length(row)) for row in step.rows if row.HasField("input")
         )
 
@@ -65,19 +66,17 @@ class StageForward:
 
     def _build(self, step: StepInput, rows: Sequence[int], output: Output, passes: list[Pass]) -> None:
         asked = [(step.rows[row].row.sequence, len(step.rows[row].tokens)) for row in rows]
-        at_once = self._gains_at_once and any(
+        at_once = self._is_slow and any(
             _is_long(step.rows[row].row.start, len(step.rows[row].tokens)) for row in rows
         )
         batches = self._kv.batches(asked)
         try:
             while batches:
                 batch = batches[0]
-                members = [rows[index] for index in batch.rows]
-                if at_once:
-                    with attention.at_once():
-                        passes.append(self._pass(step, batch, members, output))
-                else:
+                if not at_once:
                     batch.remember()
+                members = [rows[index] for index in batch.rows]
+                with attention.fitting(at_once=at_once) if self._is_slow else nullcontext():
                     passes.append(self._pass(step, batch, members, output))
                 self._kv.begin(batch)
                 del batches[0]
