@@ -277,10 +277,12 @@ class Scheduler:
     def _may_prefill(self) -> bool:
         """At most one chunk between two decode steps of a group, and a bounded number of them in all.
 
-        What fills no chunk waits until a stage wants it: others may come and be read with it.
+        Short prompts that fill no step wait until a stage wants them: others may come and be read with them.
         """
-        left = sum(sequence.fill_to - sequence.scheduled for sequence in self._prefilling)
-        can_wait = left < self._policy.prefill_chunk and not self._has_to_spare()
+        chunk = self._policy.prefill_chunk
+        left = [sequence.fill_to - sequence.scheduled for sequence in self._prefilling]
+        is_full = max(left) > chunk or sum(left) >= _PROMPTS_TOGETHER * chunk
+        can_wait = not is_full and not self._has_to_spare()
         if self._flights.prefills > self._stages - can_wait:
             return False
         return self._is_catching_up() or all(
