@@ -13,6 +13,7 @@ from tests.worker.kv.small_models import CONFIGURATIONS, RAGGED, RECURRENT, SLID
 from mlx_ring.core.errors import ModelUnsupported, StepFailed
 from mlx_ring.worker.kv import KVStore
 
+LEVEL = 2e-3
 ROUNDING = 2e-5
 """Logits are of the order of ten: the same sums in another order."""
 CHUNKS = [tokens(30), tokens(100, 1), tokens(7, 2), *([place] for place in range(40)), tokens(20, 3)]
@@ -162,7 +163,8 @@ def test_quantized_rows_equal_mlx_lms_quantized_cache(bits: int) -> None:
     for work in works:
         logits = run.step(work)
         for row, chunk in work.items():
-            bound = 0.0 if len(work) == 1 else ROUNDING
+            # Batches round differently, by which a key may come to the next level of its quantization.
+            bound = 0.0 if len(work) == 1 else LEVEL
             assert apart(logits[row], run.alone([chunk], caches[row])) <= bound
 
 
