@@ -25,6 +25,7 @@ from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.links import Inbox, deliver_frames
 from mlx_ring.rpc.methods import LINK, LOAD, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
+from mlx_ring.worker.device import device_memory, device_name
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.stage import build_stage
 from mlx_ring.worker.work import monotonic_us
@@ -42,23 +43,6 @@ class WorkerIdentity:
     stage: int
     rank: int
     blas: str
-
-
-def device_name() -> str:
-    """What MLX computes on by default: "cpu" or "gpu"."""
-    return mx.default_device().type.name
-
-
-def device_memory() -> tuple[int, int]:
-    """Bytes of memory that the device has, and that are left: what the system advises for a GPU, RAM for a CPU."""
-    if mx.default_device() == mx.Device(mx.cpu):
-        ram = psutil.virtual_memory()
-        return ram.total, ram.available
-    told = mx.device_info()
-    total = int(
-        told.get("max_recommended_working_set_size") or told.get("memory_size") or told["total_memory"]
-    )
-    return total, max(0, total - mx.get_active_memory())
 
 
 class _StepStream:

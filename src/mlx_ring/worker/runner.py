@@ -57,14 +57,12 @@ class StageRunner:
         self._under_way: StepWork | None = None
         self._patience = Patience()
         self.last_step = 0
+        self.kv_bytes = 0
+        """Held after the last step that was answered; other threads may ask."""
 
     @property
     def num_sequences(self) -> int:
         return len(self._sequences)
-
-    @property
-    def kv_bytes(self) -> int:
-        return self._kv.nbytes
 
     @property
     def is_under_way(self) -> bool:
@@ -115,6 +113,7 @@ class StageRunner:
             pass
         self._sequences.reset()
         self._handover.reset()
+        self.kv_bytes = self._kv.nbytes
 
     # ---- a step is built
 
@@ -228,7 +227,7 @@ class StageRunner:
         if follower is not None:
             follower.clock.started = monotonic_us()
         done = self._answers.give(work)
-        done.kv_bytes = self._kv.nbytes
+        done.kv_bytes = self.kv_bytes = self._kv.nbytes
         done.timings.CopyFrom(work.clock.timings(monotonic_us()))
         return done
 
