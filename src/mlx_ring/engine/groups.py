@@ -18,6 +18,10 @@ class DecodeGroup:
     last_step: int = 0
     """Number of its last decode step."""
 
+    def is_going(self, steps_ahead: int) -> bool:
+        """Whether it has a step under way, or could have."""
+        return self.in_flight > 0 or any(member.can_step(steps_ahead) for member in self.members.values())
+
 
 class DecodeGroups:
     """As many groups as stages, whose sizes differ by one at most."""

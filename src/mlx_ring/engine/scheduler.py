@@ -28,16 +28,14 @@ from mlx_ring.engine.groups import DecodeGroup, DecodeGroups
 from mlx_ring.engine.kv_plan import KvPlan
 from mlx_ring.engine.pacing import Pacing
 from mlx_ring.engine.policy import Policy, RankKv
-from mlx_ring.engine.prefill_line import PrefillLine
-from mlx_ring.engine.rows import decode_row, prefill_row, read_result, samples_token
+from mlx_ring.engine.prefilling import Prefilling
+from mlx_ring.engine.rows import decode_row, read_result, samples_token
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.stats import CacheStats, SchedulerStats, Unanswered
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 
 _MOST_REPLAYS = 2
-_PROMPTS_TOGETHER = 4
-"""Several short prompts may share a step that is so many times as long as one prompt's chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +66,18 @@ class Scheduler:
         self._policy = policy
         self._waiting: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
-        self._prefilling = PrefillLine()
         self._groups = DecodeGroups(self._stages)
         self._kv = KvPlan(kv, prefix_cache=policy.prefix_cache)
         self._pacing = Pacing(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
         self._flights = Flights(ranks, policy.step_deadline_s)
-        self._last_chunk = 0
-        """Number of the last prefill step."""
+        self._prefilling = Prefilling(
+            policy,
+            self._stages,
+            groups=self._groups,
+            flights=self._flights,
+            pacing=self._pacing,
+            kv=self._kv,
+        )
         self._steps_failed = 0
         self._preemptions = 0
         self._draft_tokens = self._accepted_tokens = 0
@@ -142,9 +145,9 @@ class Scheduler:
 
         Groups take turns: two steps of one group in a row would leave all stages but one without work.
         """
-        if self._is_catching_up():
+        if self._prefilling.is_catching_up():
             return None
-        going = [group for group in self._groups if self._is_going(group)]
+        going = [group for group in self._groups if group.is_going(self._policy.steps_ahead)]
         for place, group in enumerate(going):
             if group.in_flight >= self._policy.steps_ahead or (group.in_flight and place):
                 continue
@@ -220,51 +223,15 @@ class Scheduler:
             sequence.opened_at = now if sequence.opened_at is None else sequence.opened_at
 
     def _prefill_step(self, now: float) -> step_pb2.Step | None:
-        if not self._prefilling or not self._may_prefill():
+        chunks = self._prefilling.next_chunks(self._running)
+        if not chunks:
             return None
-        longest = max(sequence.fill_to - sequence.scheduled for sequence in self._prefilling)
-        beside_decode = self._has_to_spare()
-        size = self._pacing.chunk(longest, beside_decode=beside_decode)
-        together = size if beside_decode else _PROMPTS_TOGETHER * size
-        sequences: list[Sequence] = []
-        rows: list[step_pb2.Row] = []
-        for sequence in self._prefilling.in_turn(size):
-            left = min(size, together - sum(len(row.tokens.ids) for row in rows))
-            if rows and sequence.fill_to - self._kv.reuse(sequence, self._running) > left:
-                break
-            self._kv.begin(sequence, self._running)
-            end = min(sequence.scheduled + left, sequence.fill_to)
-            if sequence.scheduled < sequence.cut_at < end:
-                end = sequence.cut_at
-            rows.append(prefill_row(sequence, end))
-            sequence.scheduled = end
-            sequences.append(sequence)
-        if beside_decode:
-            self._pacing.spend(sum(len(row.tokens.ids) for row in rows))
-        step = self._make_step(sequences, rows, None, now)
-        self._last_chunk = step.step
+        sequences = [sequence for sequence, _ in chunks]
+        step = self._make_step(sequences, [row for _, row in chunks], None, now)
+        self._prefilling.last_step = step.step
         for sequence in sequences:
             self._after_chunk(sequence)
         return step
-
-    def _is_catching_up(self) -> bool:
-        """Whether those that came together are about to be all read: decoding waits, and then is done for all at once."""
-        if not self._prefilling or self._has_to_spare():
-            return False
-        left = sum(sequence.fill_to - sequence.scheduled for sequence in self._prefilling)
-        return left <= _PROMPTS_TOGETHER * self._policy.prefill_chunk
-
-    def _has_to_spare(self) -> bool:
-        """Whether a sequence is decoding that was running when the prompts were admitted: its tokens must not wait long.
-
-        Prompts that came together with the running ones have the same claim, and are read at full speed.
-        """
-        came = min(sequence.admitted_at for sequence in self._prefilling)
-        return any(
-            member.first_token_at is not None and member.first_token_at < came
-            for group in self._groups
-            for member in group.members.values()
-        )
 
     def _after_chunk(self, sequence: Sequence) -> None:
         self._kv.after_chunk(sequence)
@@ -273,25 +240,6 @@ class Scheduler:
             if sequence.wants_tokens:
                 sequence.unanswered += 1
                 self._groups.add(sequence)
-
-    def _may_prefill(self) -> bool:
-        """At most one chunk between two decode steps of a group, and a bounded number of them in all.
-
-        Short prompts that fill no step wait until a stage wants them: others may come and be read with them.
-        """
-        chunk = self._policy.prefill_chunk
-        left = [sequence.fill_to - sequence.scheduled for sequence in self._prefilling]
-        is_full = max(left) > chunk or sum(left) >= _PROMPTS_TOGETHER * chunk
-        can_wait = not is_full and not self._has_to_spare()
-        if self._flights.prefills > self._stages - can_wait:
-            return False
-        return self._is_catching_up() or all(
-            group.last_step > self._last_chunk or not self._is_going(group) for group in self._groups
-        )
-
-    def _is_going(self, group: DecodeGroup) -> bool:
-        steps_ahead = self._policy.steps_ahead
-        return group.in_flight > 0 or any(member.can_step(steps_ahead) for member in group.members.values())
 
     def _make_step(
         self, sequences: list[Sequence], rows: list[step_pb2.Row], group: DecodeGroup | None, now: float

@@ -1,0 +1,105 @@
+"""What goes into the next prefill step, and when. Pure.
+
+A chunk of one long prompt, or several short prompts whole. Prompts that came together are read at full speed before any of
+them decodes; beside running sequences chunks are as small as the promised pace asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlx_ring.engine.flights import Flights
+from mlx_ring.engine.groups import DecodeGroups
+from mlx_ring.engine.kv_plan import KvPlan
+from mlx_ring.engine.pacing import Pacing
+from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.prefill_line import PrefillLine
+from mlx_ring.engine.rows import prefill_row
+from mlx_ring.engine.sequence import Sequence
+from mlx_ring.rpc.protos import step_pb2
+
+_PROMPTS_TOGETHER = 4
+"""Several short prompts may share a step that is so many times as long as one prompt's chunk."""
+
+
+class Prefilling(PrefillLine):
+    """The line of prompts, and the steps that read them."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        stages: int,
+        *,
+        groups: DecodeGroups,
+        flights: Flights,
+        pacing: Pacing,
+        kv: KvPlan,
+    ) -> None:
+        super().__init__()
+        self._policy = policy
+        self._stages = stages
+        self._groups = groups
+        self._flights = flights
+        self._pacing = pacing
+        self._kv = kv
+        self.last_step = 0
+        """Number of the last prefill step."""
+
+    def next_chunks(self, running: Mapping[int, Sequence]) -> list[tuple[Sequence, step_pb2.Row]]:
+        """Rows of the next step, counted as on their way; none where nothing may go out now."""
+        if not self or not self._may_go():
+            return []
+        longest = max(sequence.fill_to - sequence.scheduled for sequence in self)
+        beside_decode = self._has_to_spare()
+        size = self._pacing.chunk(longest, beside_decode=beside_decode)
+        room = size if beside_decode else _PROMPTS_TOGETHER * size
+        chunks: list[tuple[Sequence, step_pb2.Row]] = []
+        for sequence in self.in_turn(size):
+            left = min(size, room)
+            if chunks and sequence.fill_to - self._kv.reuse(sequence, running) > left:
+                break
+            self._kv.begin(sequence, running)
+            end = min(sequence.scheduled + left, sequence.fill_to)
+            if sequence.scheduled < sequence.cut_at < end:
+                end = sequence.cut_at
+            chunks.append((sequence, prefill_row(sequence, end)))
+            room -= end - sequence.scheduled
+            sequence.scheduled = end
+        if beside_decode:
+            self._pacing.spend(sum(len(row.tokens.ids) for _, row in chunks))
+        return chunks
+
+    def is_catching_up(self) -> bool:
+        """Whether those that came together are about to be all read: decoding waits, and then is done for all at once."""
+        if not self or self._has_to_spare():
+            return False
+        left = sum(sequence.fill_to - sequence.scheduled for sequence in self)
+        return left <= _PROMPTS_TOGETHER * self._policy.prefill_chunk
+
+    def _has_to_spare(self) -> bool:
+        """Whether a sequence is decoding that was running when the prompts were admitted: its tokens must not wait long.
+
+        Prompts that came together with the running ones have the same claim, and are read at full speed.
+        """
+        came = min(sequence.admitted_at for sequence in self)
+        return any(
+            member.first_token_at is not None and member.first_token_at < came
+            for group in self._groups
+            for member in group.members.values()
+        )
+
+    def _may_go(self) -> bool:
+        """At most one chunk between two decode steps of a group, and a bounded number of them in all.
+
+        Short prompts that fill no step wait until a stage wants them: others may come and be read with them.
+        """
+        chunk = self._policy.prefill_chunk
+        left = [sequence.fill_to - sequence.scheduled for sequence in self]
+        is_full = max(left) > chunk or sum(left) >= _PROMPTS_TOGETHER * chunk
+        can_wait = not is_full and not self._has_to_spare()
+        if self._flights.prefills > self._stages - can_wait:
+            return False
+        return self.is_catching_up() or all(
+            group.last_step > self.last_step or not group.is_going(self._policy.steps_ahead)
+            for group in self._groups
+        )
