@@ -28,6 +28,8 @@ from mlx_ring.rpc.protos import step_pb2
 _FIRST_SNAPSHOT = 1 << 48
 """Ids of snapshots, far from those of requests."""
 _LEAST_SNAPSHOT = 64
+_OFFERED_TOKENS = 256
+"""A prompt that is being read is offered to others in pieces of so many tokens, for each time costs its whole length."""
 _NOTHING = Found(None, 0)
 
 
@@ -178,11 +180,13 @@ class KvPlan:
     def note_filled(self, sequence: Sequence) -> None:
         """Others may begin from what a sequence has prefilled."""
         if self._enabled and sequence.request.prompt_logprobs is None:
+            sequence.offered = sequence.scheduled
             self._cache.note_running(sequence.id, tuple(sequence.tokens[: sequence.scheduled]))
 
     def after_chunk(self, sequence: Sequence) -> None:
         """A chunk was sent: others may begin from it, and some lengths cannot be come back to later."""
-        self.note_filled(sequence)
+        if sequence.is_prefilled or sequence.scheduled - sequence.offered >= _OFFERED_TOKENS:
+            self.note_filled(sequence)
         at_cut = sequence.scheduled == sequence.cut_at
         at_end = self._cache.recurrent and sequence.is_prefilled and not sequence.generation
         if self._enabled and (at_cut or at_end) and sequence.scheduled >= _LEAST_SNAPSHOT:

@@ -16,7 +16,6 @@ from mlx_ring.engine.prefix_index import PrefixIndex, Tokens
 
 LEAST_TOKENS = 16
 """A shorter beginning is computed again."""
-_LEAST_SNAPSHOT = 64
 _TAIL_TO_SPARE = 64
 """So many tokens of an ended sequence may be lost to who takes its KV instead of copying it."""
 

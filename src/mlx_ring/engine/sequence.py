@@ -63,6 +63,8 @@ class Sequence:
     """Whether the last of them has drafts: until it is answered nobody knows the KV length."""
     cut_at: int = 0
     """Where a chunk must end, so that the KV can be kept as it is there; 0: nowhere."""
+    offered: int = 0
+    """Tokens that others may begin from while it runs."""
     generation: int = 0
     """Grows when the sequence is put back: answers to earlier rows say nothing any more."""
     replays: int = 0
@@ -135,7 +137,7 @@ class Sequence:
     def put_back(self) -> None:
         """Forget what was computed: all tokens are prefilled again, and the answer goes on where it stands."""
         self.generation += 1
-        self.scheduled = self.unanswered = self.cut_at = 0
+        self.scheduled = self.unanswered = self.cut_at = self.offered = 0
         self.verifying = False
         self.fill_to = self.length
         if self.length == self.prompt_length and self.request.prompt_logprobs is not None:
