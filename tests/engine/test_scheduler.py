@@ -135,6 +135,35 @@ def test_short_prompts_that_come_while_another_is_read_share_the_next_step() -> 
     assert [len(step.rows) for step in pipeline.twin.sent if is_prefill(step)] == [1, 3]
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_who_comes_or_leaves_is_heeded_within_four_tokens(stages: int) -> None:
+    """Steps that went out before it happened are those that nobody can change."""
+    pipeline = Pipeline((1,) * stages, replace(PLAIN, max_num_seqs=2 * stages + 1))
+    endless = SamplingParams(max_tokens=50, ignore_eos=True)
+    running = [pipeline.add(3, endless) for _ in range(2 * stages)]
+    while any(sequence.length < sequence.prompt_length + 8 for sequence in running):
+        pipeline.run_any(Random(0))
+    gone, stays = running[0], running[1]
+    sent = len(pipeline.twin.sent)
+    pipeline.cancel(gone)
+    pipeline.add(3, endless)
+    newcomer = len(running) + 1
+    (first,) = [
+        step.step for step in pipeline.twin.sent if any(row.sequence == newcomer for row in step.rows)
+    ]
+    before = [step for step in pipeline.twin.sent[:first] if pipeline.answers[step.step] < stages]
+    assert sum(row.sequence == stays.id for step in before for row in step.rows) <= 4
+    assert sum(row.sequence == gone.id for step in before for row in step.rows) <= 4
+    frees = [
+        step.step
+        for step in pipeline.twin.sent
+        if any(
+            operation.HasField("free") and operation.free.sequence == gone.id for operation in step.operations
+        )
+    ]
+    assert frees == [sent + 1]
+
+
 @pytest.mark.parametrize("late", [0, 7, 20])
 def test_groups_take_turns_whenever_they_begin(late: int) -> None:
     pipeline, random = Pipeline((1, 1)), Random(0)
