@@ -28,7 +28,7 @@ from tests.worker.test_lookahead import GEMMA3, SAMPLINGS, alone, drawn, watch
 
 from mlx_ring.worker import attention
 
-COUNTED = "_in_place"
+COUNTED = "_exponentials"
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3"])
@@ -41,11 +41,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every row of more than one token is computed at once; what was, in scores."""
     computed: list[int] = []
-    in_place = attention._in_place
+    exponentials = attention._exponentials
 
-    def count(scores: attention._Numbers, *others: attention._Numbers) -> None:
+    def count(scores: attention._Numbers, *others: Any) -> attention._Numbers:
         computed.append(scores.size)
-        in_place(scores, *others)
+        return exponentials(scores, *others)
 
     monkeypatch.setattr(attention, COUNTED, count)
     monkeypatch.setattr(attention, "WORTH_IT", 1)
@@ -105,14 +105,14 @@ def test_a_pass_that_is_broken_off_harms_no_other_row(
         steps.make(chunk(1, len(PROMPT), [3, 4], want()), chunk(2, 0, PROMPT[:3], want())),
     )
     told = [*drawn(first)[1], *drawn(second)[1]]
-    compute, left = attention._in_place, [1]
+    compute, left = attention._exponentials, [1]
 
-    def break_off(*given: attention._Numbers) -> None:
+    def break_off(*given: Any) -> attention._Numbers:
         if not left:
             monkeypatch.setattr(attention, COUNTED, compute)
             raise MemoryError("no room")
         left.pop()
-        compute(*given)
+        return compute(*given)
 
     monkeypatch.setattr(attention, COUNTED, break_off)
     failed = runner.run(steps.make(chunk(1, len(PROMPT) + 2, [7, 8, 9], want())), 0)

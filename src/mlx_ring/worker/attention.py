@@ -23,10 +23,10 @@ _Numbers = NDArray[Any]
 
 WORTH_IT = 4096
 """Scores of one head from which on it pays to stop for them."""
-_BLOCK = 1 << 22
-"""Scores that are held at once."""
-_CACHED = 1 << 16
-"""Scores that stay in a core's cache from the first operation on them to the last."""
+_BLOCK = 1 << 19
+"""Scores that are made, used and forgotten together, near the core."""
+_LEAST_QUERIES = 32
+"""Of a block: below it the product does no better than the memory."""
 
 _stock = mx.fast.scaled_dot_product_attention
 
@@ -74,44 +74,67 @@ def _is_plain(queries: mx.array, *, scale: float, mask: Any = None, **others: An
 def attend(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | str | None = None
 ) -> mx.array:
-    """As `mx.fast.scaled_dot_product_attention` does: `(batch, heads, tokens, width)`, float32. Evaluates."""
-    batch, heads, count, _ = queries.shape
+    """As `mx.fast.scaled_dot_product_attention` does: `(batch, heads, tokens, width)`, float32. Evaluates.
+
+    In blocks of queries, whose scores stay in the cache from the product that makes them to the one that uses them;
+    with "causal" a block looks at no key behind its last query.
+    """
+    batch, heads, count, width = queries.shape
     kv_heads, length = keys.shape[1:3]
     repeats = heads // kv_heads
-    folded = (queries * scale).reshape(batch, kv_heads, repeats * count, -1)
-    shown = _read_mask(mask, batch, kv_heads, repeats, count, length)
-    together = max(1, _BLOCK // (batch * repeats * count * length))
-    outputs: list[mx.array] = []
+    split = (queries * scale).reshape(batch, kv_heads, repeats, count, width)
+    is_causal = isinstance(mask, str)
+    shown = None if mask is None or is_causal else _read_mask(mask, batch, kv_heads, repeats)
+    rows, together = _blocks(batch * repeats, kv_heads, count, length)
+    by_heads: list[mx.array] = []
     for low in range(0, kv_heads, together):
-        high = min(kv_heads, low + together)
-        scores = folded[:, low:high] @ keys[:, low:high].swapaxes(-1, -2)
-        mx.eval(scores)
-        numbers = _numbers(scores).reshape(batch, high - low, repeats, count, length)
-        sums = _exponentials(numbers, shown, low)
-        output = (scores @ values[:, low:high]) / mx.array(sums.reshape(batch, high - low, -1, 1))
-        mx.eval(output)
-        outputs.append(output)
-    whole = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
+        of_heads = slice(low, low + together)
+        outputs: list[mx.array] = []
+        for begin in range(0, count, rows):
+            end = min(count, begin + rows)
+            seen = length - count + end if is_causal else length
+            block = split[:, of_heads, :, begin:end].reshape(batch, -1, repeats * (end - begin), width)
+            scores = block @ keys[:, of_heads, :seen].swapaxes(-1, -2)
+            mx.eval(scores)
+            numbers = _numbers(scores).reshape(batch, -1, repeats, end - begin, seen)
+            part = _triangle(end - begin) if is_causal else _part_of(shown, of_heads, begin, end)
+            sums = _exponentials(numbers, part)
+            output = (scores @ values[:, of_heads, :seen]) / mx.array(
+                sums.reshape(batch, -1, sums.shape[2] * sums.shape[3], 1)
+            )
+            mx.eval(output)
+            outputs.append(output.reshape(batch, -1, repeats, end - begin, values.shape[-1]))
+        by_heads.append(outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=3))
+    whole = by_heads[0] if len(by_heads) == 1 else mx.concatenate(by_heads, axis=1)
     return whole.reshape(batch, heads, count, -1)
 
 
-def _read_mask(
-    mask: mx.array | str | None, batch: int, kv_heads: int, repeats: int, count: int, length: int
-) -> _Numbers | None:
-    """What to show: `(batch, KV heads or 1, repeats or 1, tokens, keys)`, booleans or numbers to add.
+def _blocks(rows_of_token: int, kv_heads: int, count: int, length: int) -> tuple[int, int]:
+    """Queries and KV heads of a block."""
+    rows = min(count, max(_LEAST_QUERIES, _BLOCK // (rows_of_token * length)))
+    return rows, max(1, min(kv_heads, _BLOCK // (rows_of_token * rows * length)))
 
-    For "causal" it has columns for the last keys only, `(1, 1, 1, tokens, tokens)`: those before are seen by all.
-    """
-    if mask is None:
-        return None
-    if isinstance(mask, str):
-        return np.tril(np.ones((count, count), np.bool_))[None, None, None]
+
+def _read_mask(mask: mx.array, batch: int, kv_heads: int, repeats: int) -> _Numbers:
+    """`(batch, KV heads or 1, repeats or 1, tokens, keys)`: booleans, or numbers to add."""
     mx.eval(mask)
     numbers = _numbers(mask)
     numbers = numbers.reshape((1,) * (4 - numbers.ndim) + numbers.shape)
     split = (1, 1) if numbers.shape[1] == 1 else (kv_heads, repeats)
     numbers = numbers.reshape(numbers.shape[0], *split, *numbers.shape[2:])
-    return np.broadcast_to(numbers, (batch, *split, count, length))
+    return np.broadcast_to(numbers, (batch, *numbers.shape[1:]))
+
+
+def _part_of(shown: _Numbers | None, heads: slice, begin: int, end: int) -> _Numbers | None:
+    """The mask of a block."""
+    if shown is None:
+        return None
+    return (shown[:, heads] if shown.shape[1] > 1 else shown)[..., begin:end, :]
+
+
+def _triangle(count: int) -> _Numbers:
+    """For the last keys, which are the block's own: `(1, 1, 1, count, count)`."""
+    return np.tril(np.ones((count, count), np.bool_))[None, None, None]
 
 
 def _numbers(array: mx.array) -> _Numbers:
@@ -119,27 +142,8 @@ def _numbers(array: mx.array) -> _Numbers:
     return cast("_Numbers", np.asarray(array))
 
 
-def _exponentials(scores: _Numbers, shown: _Numbers | None, first_head: int) -> _Numbers:
+def _exponentials(scores: _Numbers, shown: _Numbers | None) -> _Numbers:
     """Replace scores `(batch, KV heads, repeats, tokens, keys)` by their exponentials; the sums over keys."""
-    batch, heads, repeats, count, length = scores.shape
-    sums = np.empty(scores.shape[:-1], np.float32)
-    if scores.size <= _CACHED and (shown is None or shown.shape[1] == 1):
-        _in_place(scores, shown, sums)
-        return sums
-    rows = max(1, _CACHED // (repeats * length))
-    for index in np.ndindex(batch, heads):
-        mask = None
-        if shown is not None:
-            mask = shown[
-                index[0] if shown.shape[0] > 1 else 0, first_head + index[1] if shown.shape[1] > 1 else 0
-            ]
-        for low in range(0, count, rows):
-            part = slice(low, low + rows)
-            _in_place(scores[index][:, part], None if mask is None else mask[:, part], sums[index][:, part])
-    return sums
-
-
-def _in_place(scores: _Numbers, shown: _Numbers | None, sums: _Numbers) -> None:
     if shown is not None:
         masked = scores[..., scores.shape[-1] - shown.shape[-1] :]
         if shown.dtype == np.bool_:
@@ -148,4 +152,4 @@ def _in_place(scores: _Numbers, shown: _Numbers | None, sums: _Numbers) -> None:
             masked += shown
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
-    np.sum(scores, axis=-1, out=sums)
+    return cast("_Numbers", scores.sum(axis=-1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, cast
 
 import mlx.core as mx
@@ -129,6 +130,48 @@ def test_rows_of_different_lengths_take_one_pass(family: str) -> None:
     (batch,) = run.store.batches([(1, 1), (2, 1), (3, 1)])
     assert isinstance(batch.offset, mx.array)
     assert sorted(batch.offset.tolist()) == [20, 40, 60]  # pyright: ignore[reportArgumentType] - one axis
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_rows_decode_in_one_pass_whoever_comes_and_leaves(family: str) -> None:
+    run = ModelRun(small_model(family))
+    run.open(1, 2, 3, 4)
+    fed = {row: [tokens(7 * row, row)] for row in (1, 2, 3, 4)}
+    run.step({row: chunks[0] for row, chunks in fed.items()})
+    passes: list[int] = []
+    for place, present in enumerate(
+        [(1, 2, 3), (1, 2, 3), (3, 1), (1, 2, 3, 4), (4, 3, 2, 1), (2,), (2, 4), (2, 4)]
+    ):
+        work = {row: [10 * place + row] for row in present}
+        logits = run.step(work)
+        for row in present:
+            fed[row].append(work[row])
+            assert apart(logits[row], run.alone(fed[row])) <= ROUNDING
+        batches = run.store.batches([(row, 1) for row in present])
+        passes.append(len(batches))
+        run.store.undo(batches)
+    assert passes == [1] * len(passes)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_recurrent_row_that_is_kept_keeps_no_other_rows_states(family: str) -> None:
+    model = small_model(family)
+    mx.eval(model.parameters())
+    gc.collect()
+    before = mx.get_active_memory()
+    run = ModelRun(model)
+    run.open(*range(1, 10))
+    for row in range(1, 9):
+        run.step({row: tokens(20, row)})
+    for token in (5, 9):
+        run.step({row: [token] for row in range(1, 9)})
+    for row in range(2, 9):
+        run.store.free(row)
+    run.store.park(1)
+    gc.collect()
+    assert mx.get_active_memory() - before < 2 * run.store.nbytes
+    run.store.fork(1, 9, 22, take=True)
+    assert apart(run.step({9: [3]})[9], run.alone([tokens(20, 1), [5], [9], [3]])) <= ROUNDING
 
 
 @pytest.mark.parametrize("family", RECURRENT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from mlx_ring.worker.kv.bank import Bank, Row
@@ -11,6 +11,7 @@ from mlx_ring.worker.kv.grouping import SHORT_PROMPT_TOKENS, Candidate, group_ev
 from mlx_ring.worker.kv.layers import Layer, Layout, RowPart
 from mlx_ring.worker.kv.placement import Banks
 from mlx_ring.worker.kv.rows import BatchRows, row_cache
+from mlx_ring.worker.kv.states import join_states
 
 
 class Assembly:
@@ -35,17 +36,37 @@ class Assembly:
 
     def _groups(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
         if self._layout.object_parts:
-            return [[index] for index in range(len(rows))]
+            return self._groups_with_states(rows, counts)
+        return self._groups_of(range(len(rows)), rows, counts)
+
+    def _groups_with_states(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
+        """Rows with one token each go together, for padding would go into their states."""
+        groups: list[list[int]] = []
+        by_shape: dict[Hashable, list[int]] = {}
+        copies = all(part.copies for part in self._layout.object_parts)
+        for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if count == 1 and copies and row.states is not None:
+                by_shape.setdefault(row.states.joined.shape, []).append(index)
+            else:
+                groups.append([index])
+        return [
+            *groups,
+            *(group for alike in by_shape.values() for group in self._groups_of(alike, rows, counts)),
+        ]
+
+    def _groups_of(
+        self, indices: Iterable[int], rows: Sequence[Row], counts: Sequence[int]
+    ) -> list[list[int]]:
         windows = self._layout.windows
         candidates = [
             Candidate(
                 index,
-                row.length,
-                count,
-                id(row.bank) if row.bank is not None else 0,
-                tuple(row.base(window) for window in windows),
+                rows[index].length,
+                counts[index],
+                0 if rows[index].bank is None else id(rows[index].bank),
+                tuple(rows[index].base(window) for window in windows),
             )
-            for index, (row, count) in enumerate(zip(rows, counts, strict=True))
+            for index in indices
         ]
         if not self._ragged:
             return group_even_rows(candidates)
@@ -57,11 +78,8 @@ class Assembly:
         widths = [counts[index] for index in order]
         self._banks.reserve(bank, members, widths)
         batch = BatchRows(self._layout, bank, members, widths)
-        states: list[Any] = []
-        for part in self._layout.object_parts:
-            (row,) = members
-            state = row.states[part.index] if row.states else part.fresh()
-            states.append(part.copied(state) if part.copies else state)
+        parts = self._layout.object_parts
+        states = join_states(parts, [row.states for row in members]) if parts else []
         caches = [_layer_cache(layer, batch, states) for layer in self._layout.layers]
         return Batch(tuple(order), tuple(widths), caches, batch.offset, batch, states)
 

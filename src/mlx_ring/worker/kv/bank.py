@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 
 from mlx_ring.worker.kv.layers import Layout
 from mlx_ring.worker.kv.memory import BLOCK, BankMemory, grown
+from mlx_ring.worker.kv.states import RowStates
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +32,8 @@ class Row:
     """By window: the position of the first token held."""
     written: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     """By part and KV head, while content comes from outside: tokens up to here are in their place."""
-    states: list[Any] = field(default_factory=list[Any])
-    """mlx-lm's own caches for the parts that no bank holds."""
+    states: RowStates | None = None
+    """For the parts that no bank holds; None before its first pass."""
     lost: str = ""
     """Why the content is gone, if it is."""
     parked: bool = False

@@ -9,6 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_ring.worker.kv.rows import BatchRows
+from mlx_ring.worker.kv.states import RowStates
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +26,7 @@ class Batch:
     """Position of the first token: one for all rows, or `(batch,)`."""
     members: BatchRows = field(repr=False)
     states: list[Any] = field(default_factory=list[Any], repr=False)
-    states_before: list[list[Any]] = field(default_factory=list[list[Any]], repr=False)
+    states_before: list[RowStates | None] = field(default_factory=list["RowStates | None"], repr=False)
     """The rows' states when the batch was begun."""
     planes_before: list[list[mx.array]] | None = field(default=None, repr=False)
     """The bank's planes when the pass was built, while it can be undone."""

@@ -15,6 +15,7 @@ from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv.bank import Bank, Row
 from mlx_ring.worker.kv.batch import Batch
 from mlx_ring.worker.kv.layers import Layout
+from mlx_ring.worker.kv.states import JoinedStates, RowStates
 
 
 class PassLedger:
@@ -46,10 +47,11 @@ class PassLedger:
         self._asked.remove(batch)
         self._begun.append(batch)
         batch.states_before = [row.states for row in batch.members.rows]
-        for row, count in zip(batch.members.rows, batch.counts, strict=True):
+        joined = JoinedStates(batch.states, len(batch.rows)) if batch.states else None
+        for index, (row, count) in enumerate(zip(batch.members.rows, batch.counts, strict=True)):
             row.length += count
-            if batch.states:
-                row.states = batch.states
+            if joined is not None:
+                row.states = RowStates(joined, index)
 
     def commit(self, batch: Batch) -> None:
         """The pass was evaluated; others may have been built on top of it. One that was not begun is, first."""
@@ -110,7 +112,7 @@ class PassLedger:
     def _lose_changed(self, batch: Batch) -> None:
         """States that a pass changes in place are gone with it."""
         if not self._can_undo:
-            _lose([row for row in batch.members.rows if row.states], "its state cannot go back")
+            _lose([row for row in batch.members.rows if row.states is not None], "its state cannot go back")
 
 
 def _lose(rows: Sequence[Row], reason: str) -> None:

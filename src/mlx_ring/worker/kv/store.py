@@ -17,6 +17,7 @@ from mlx_ring.worker.kv.layers import Layout, read_layout
 from mlx_ring.worker.kv.ledger import PassLedger
 from mlx_ring.worker.kv.memory import STEP_BYTES
 from mlx_ring.worker.kv.placement import Banks
+from mlx_ring.worker.kv.states import JoinedStates, RowStates
 
 
 class KVStore:
@@ -50,8 +51,8 @@ class KVStore:
     @property
     def nbytes(self) -> int:
         """Bytes held now, room for growth included."""
-        states = sum(state.nbytes for row in self._rows.values() for state in row.states)
-        return self._banks.nbytes + int(states)
+        states = sum(row.states.nbytes for row in self._rows.values() if row.states is not None)
+        return self._banks.nbytes + states
 
     @property
     def can_undo(self) -> bool:
@@ -113,6 +114,8 @@ class KVStore:
         row = self._sound(sequence)
         row.parked = True
         self._banks.park(row)
+        if row.states is not None:
+            row.states = row.states.owned(self._layout.object_parts)
 
     def fork(self, source: int, destination: int, length: int, *, take: bool = False) -> None:
         """Give `destination`, which is open and empty, the first `length` tokens of `source`.
@@ -143,9 +146,8 @@ class KVStore:
             self._take(origin, row, length)
             return
         row.length, row.bases = length, dict(origin.bases)
-        row.states = [
-            part.copied(state) for part, state in zip(self._layout.object_parts, origin.states, strict=True)
-        ]
+        if origin.states is not None:
+            row.states = RowStates(JoinedStates(origin.states.alone(self._layout.object_parts), 1), 0)
         bank = self._banks.place_alone(row, 1)
         if origin.bank is not None:
             bank.take_copy(row, origin.bank, origin.slot)
@@ -279,7 +281,7 @@ class KVStore:
 
     def _empty(self, row: Row) -> None:
         """Back to an empty sequence that holds nothing."""
-        states = sum(int(state.nbytes) for state in row.states)
-        self._state_bytes = max(self._state_bytes, states)
+        if row.states is not None:
+            self._state_bytes = max(self._state_bytes, row.states.nbytes)
         self._banks.leave(row)
-        row.length, row.bases, row.written, row.states, row.lost = 0, {}, {}, [], ""
+        row.length, row.bases, row.written, row.states, row.lost = 0, {}, {}, None, ""
