@@ -67,8 +67,8 @@ def test_chunks_stay_within_their_bounds() -> None:
 
 def test_a_prompt_alone_is_cut_so_that_stages_overlap() -> None:
     assert Pacing(1, chunk=512, max_itl_ratio=2.0).chunk(4000, beside_decode=False) == 512
-    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(4000, beside_decode=False) == 250
-    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(40, beside_decode=False) == 128
+    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(4000, beside_decode=False) == 334
+    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(40, beside_decode=False) == 192
 
 
 def test_verifying_costs_what_it_was_measured_to_cost() -> None:

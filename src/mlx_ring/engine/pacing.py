@@ -10,10 +10,11 @@ from __future__ import annotations
 from mlx_ring.engine.stats import StepTiming
 
 SMALLEST_CHUNK = 2
-_SMALLEST_ALONE = 128
+_SMALLEST_ALONE = 192
 """Smaller chunks would keep a stage busy with reading its weights."""
-_CHUNKS_PER_STAGE = 8
-"""A prompt alone is cut so that filling and draining the pipeline cost an eighth at most."""
+_CHUNKS_PER_STAGE = 6
+"""A prompt alone is cut into so many: with more of them reading the weights again costs more than it saves in
+filling and draining the pipeline, with fewer of them the other way round."""
 _WEIGHT = 0.25
 """Of the newest measurement in a running mean."""
 _MARGIN = 0.9
@@ -61,13 +62,16 @@ class Pacing:
         elif (plain := self._decode_us[stage].value) is not None:
             self._draft_us[stage].add(max(0.0, timing.compute_us - plain) / (timing.tokens - timing.rows))
 
-    def chunk(self, remaining: int, *, beside_decode: bool) -> int:
-        """Most tokens of a chunk now, alone or beside running sequences that must not wait long."""
+    def chunk(self, prompt: int, *, beside_decode: bool) -> int:
+        """Most tokens of a chunk of a prompt, alone or beside running sequences that must not wait long.
+
+        `prompt` is what had to be computed when it began, so that its chunks are alike.
+        """
         if beside_decode:
             return self._beside_decode()
         if self._stages == 1:
             return self._chunk
-        even = -(-remaining // (_CHUNKS_PER_STAGE * self._stages))
+        even = -(-prompt // (_CHUNKS_PER_STAGE * self._stages))
         return min(self._chunk, max(_SMALLEST_ALONE, even))
 
     def _earn(self) -> None:
