@@ -35,40 +35,49 @@ def pacing(*, decode_us: int, token_us: int, stages: int = 1, ratio: float = 3.0
 
 
 def test_a_chunk_beside_decode_takes_what_the_ratio_leaves() -> None:
-    size = pacing(decode_us=10_000, token_us=100).chunk(5000, beside_decode=True)
+    size = pacing(decode_us=10_000, token_us=100).chunk(5000, 5000, beside_decode=True)
     assert 150 <= size <= 200, "two decode steps' time is left, some of it as a margin"
 
 
 def test_what_is_spent_must_be_earned_again() -> None:
     pace = pacing(decode_us=10_000, token_us=100, steps=2)
-    size = pace.chunk(5000, beside_decode=True)
+    size = pace.chunk(5000, 5000, beside_decode=True)
     pace.spend(size)
-    assert pace.chunk(5000, beside_decode=True) == SMALLEST_CHUNK
+    assert pace.chunk(5000, 5000, beside_decode=True) == SMALLEST_CHUNK
     pace.note(timing(0, rows=4, tokens=4, compute_us=10_000), is_prefill=False)
-    assert pace.chunk(5000, beside_decode=True) == size // 2
+    assert pace.chunk(5000, 5000, beside_decode=True) == size // 2
 
 
 def test_streams_that_were_left_in_peace_let_one_full_chunk_pass_and_no_more() -> None:
     pace = pacing(decode_us=10_000, token_us=100, steps=100)
-    assert pace.chunk(5000, beside_decode=True) == 512
+    assert pace.chunk(5000, 5000, beside_decode=True) == 512
     pace.spend(512)
-    assert pace.chunk(5000, beside_decode=True) == SMALLEST_CHUNK
+    assert pace.chunk(5000, 5000, beside_decode=True) == SMALLEST_CHUNK
 
 
 def test_before_anything_is_measured_chunks_are_small_beside_decode() -> None:
-    assert Pacing(1, chunk=512, max_itl_ratio=2.0).chunk(5000, beside_decode=True) == SMALLEST_CHUNK
+    assert Pacing(1, chunk=512, max_itl_ratio=2.0).chunk(5000, 5000, beside_decode=True) == SMALLEST_CHUNK
 
 
 def test_chunks_stay_within_their_bounds() -> None:
-    assert pacing(decode_us=10_000, token_us=1).chunk(5000, beside_decode=True) == 512
-    assert pacing(decode_us=10, token_us=1000).chunk(5000, beside_decode=True) == SMALLEST_CHUNK
-    assert Pacing(1, chunk=2, max_itl_ratio=2.0).chunk(5000, beside_decode=True) == 2
+    assert pacing(decode_us=10_000, token_us=1).chunk(5000, 5000, beside_decode=True) == 512
+    assert pacing(decode_us=10, token_us=1000).chunk(5000, 5000, beside_decode=True) == SMALLEST_CHUNK
+    assert Pacing(1, chunk=2, max_itl_ratio=2.0).chunk(5000, 5000, beside_decode=True) == 2
+
+
+def chunks_alone(stages: int, prompt: int) -> list[int]:
+    pace = Pacing(stages, chunk=512, max_itl_ratio=2.0)
+    chunks: list[int] = []
+    while (remaining := prompt - sum(chunks)) > 0:
+        chunks.append(min(remaining, pace.chunk(remaining, prompt, beside_decode=False)))
+    return chunks
 
 
 def test_a_prompt_alone_is_cut_so_that_stages_overlap() -> None:
-    assert Pacing(1, chunk=512, max_itl_ratio=2.0).chunk(4000, beside_decode=False) == 512
-    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(4000, beside_decode=False) == 334
-    assert Pacing(2, chunk=512, max_itl_ratio=2.0).chunk(40, beside_decode=False) == 192
+    assert chunks_alone(1, 4000) == [512] * 7 + [416]
+    assert chunks_alone(2, 4000) == [334] * 10 + [330, 165, 165]
+    assert chunks_alone(2, 40) == [40]
+    assert max(chunks_alone(3, 100_000)) == 512
 
 
 def test_verifying_costs_what_it_was_measured_to_cost() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from mlx_ring.engine.stats import StepTiming
 
 SMALLEST_CHUNK = 2
-_SMALLEST_ALONE = 192
+_SMALLEST_ALONE = 160
 """Smaller chunks would keep a stage busy with reading its weights."""
 _CHUNKS_PER_STAGE = 6
 """A prompt alone is cut into so many: with more of them reading the weights again costs more than it saves in
@@ -62,17 +62,20 @@ class Pacing:
         elif (plain := self._decode_us[stage].value) is not None:
             self._draft_us[stage].add(max(0.0, timing.compute_us - plain) / (timing.tokens - timing.rows))
 
-    def chunk(self, prompt: int, *, beside_decode: bool) -> int:
+    def chunk(self, remaining: int, prompt: int, *, beside_decode: bool) -> int:
         """Most tokens of a chunk of a prompt, alone or beside running sequences that must not wait long.
 
-        `prompt` is what had to be computed when it began, so that its chunks are alike.
+        `prompt` is what had to be computed when it began, `remaining` what is left of it.
         """
         if beside_decode:
             return self._beside_decode()
         if self._stages == 1:
             return self._chunk
-        even = -(-prompt // (_CHUNKS_PER_STAGE * self._stages))
-        return min(self._chunk, max(_SMALLEST_ALONE, even))
+        even = max(_SMALLEST_ALONE, -(-prompt // (_CHUNKS_PER_STAGE * self._stages)))
+        if remaining <= _SMALLEST_ALONE * 3 // 2:
+            return min(self._chunk, remaining)
+        # While the last chunk goes through the later stages, the first ones have nothing to do: it is a small one.
+        return min(self._chunk, even, max(_SMALLEST_ALONE, -(-remaining // 2)))
 
     def _earn(self) -> None:
         """A decode step has given time to prompts: on every stage as much as on the slowest."""

@@ -49,9 +49,10 @@ class Prefilling(PrefillLine):
         """Rows of the next step, counted as on their way; none where nothing may go out now."""
         if not self or not self._may_go():
             return []
-        longest = max(sequence.fill_to - sequence.cached_tokens for sequence in self)
+        remaining = max(sequence.fill_to - sequence.scheduled for sequence in self)
+        prompt = max(sequence.fill_to - sequence.cached_tokens for sequence in self)
         beside_decode = self._has_to_spare()
-        size = self._pacing.chunk(longest, beside_decode=beside_decode)
+        size = self._pacing.chunk(remaining, prompt, beside_decode=beside_decode)
         room = size if beside_decode else _PROMPTS_TOGETHER * size
         chunks: list[tuple[Sequence, step_pb2.Row]] = []
         for sequence in self.in_turn(size):
