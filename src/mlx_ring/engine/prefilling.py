@@ -97,7 +97,8 @@ class Prefilling(PrefillLine):
         chunk = self._policy.prefill_chunk
         left = [sequence.fill_to - sequence.scheduled for sequence in self]
         is_full = max(left) > chunk or sum(left) >= _PROMPTS_TOGETHER * chunk
-        can_wait = not is_full and not self._has_to_spare()
+        has_begun = any(sequence.scheduled for sequence in self)
+        can_wait = not is_full and not has_begun and not self._has_to_spare()
         if self._flights.prefills > self._stages - can_wait:
             return False
         return self.is_catching_up() or all(
