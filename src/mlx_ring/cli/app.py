@@ -12,6 +12,7 @@ from typer.main import get_command
 from mlx_ring.cli.bench.command import bench
 from mlx_ring.cli.main import INTERRUPTED
 from mlx_ring.cli.models import app as models_app
+from mlx_ring.cli.plan import plan
 from mlx_ring.cli.serve import serve
 from mlx_ring.cli.talk import chat
 from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(chat)
+app.command()(plan)
 app.command()(bench)
 app.add_typer(models_app, name="models")
 

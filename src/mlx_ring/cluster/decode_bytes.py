@@ -56,6 +56,19 @@ def decode_bytes(folder: ModelFolder, *, widened: bool) -> DecodeBytes | None:
     return DecodeBytes(tuple(map(int, layers)), _head_bytes(outside, folder.vocab_size, widened=widened))
 
 
+def layer_bytes(folder: ModelFolder) -> tuple[int, ...] | None:
+    """What each layer takes as it is stored, all experts; None where the tensors' names do not tell their layers."""
+    inside, _ = _by_layers(folder.tensors)
+    path = _path_of_layers(inside, folder.num_layers)
+    if path is None:
+        return None
+    sizes = [0] * folder.num_layers
+    for number, _, entry in inside[path]:
+        if number < folder.num_layers:
+            sizes[number] += entry.nbytes
+    return tuple(sizes)
+
+
 _Inside = Mapping[str, list[tuple[int, str, TensorEntry]]]
 
 

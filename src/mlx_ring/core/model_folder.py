@@ -161,6 +161,21 @@ def read_model_folder(path: Path) -> ModelFolder:
     return ModelFolder(path, config, generation_config, tuple(_read_tensors(path)))
 
 
+def read_model_config(file: Path) -> ModelFolder:
+    """What a configuration alone says: a model without weights.
+
+    Raises:
+        ModelNotFound: there is no such file.
+        ModelCorrupt: it is no model's configuration.
+    """
+    if not file.is_file():
+        raise ModelNotFound(f"There is no file {file}.")
+    config = _read_json(file)
+    if not isinstance(config.get("model_type"), str):
+        raise ModelCorrupt(f"{file} names no model_type.")
+    return ModelFolder(file.parent, config, {}, ())
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -21,6 +21,7 @@ import psutil
 from huggingface_hub import (
     HfApi,
     constants,
+    hf_hub_download,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
     scan_cache_dir,
     snapshot_download,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
     try_to_load_from_cache,
@@ -35,7 +36,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe, PlanError
-from mlx_ring.core.model_folder import ModelFolder, read_model_folder
+from mlx_ring.core.model_folder import ModelFolder, read_model_config, read_model_folder
 
 BUILTIN_FOLDER = Path(__file__).resolve().parent.parent / "builtin_models"
 _WANTED = ("*.json", "model*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja")
@@ -99,6 +100,33 @@ def find_model(name: str) -> LocalModel:
         raise ModelNotFound(_unknown(name))
     folder = _complete_in_cache(name)
     return LocalModel(name, "hub", folder if folder is not None else _fetch(name))
+
+
+def describe_model(name: str) -> LocalModel:
+    """What is known of a model without fetching its weights: their headers where they are here, else its configuration.
+
+    Args:
+        name: a built-in name, a folder, a config.json, or a hub id, of which the configuration is fetched.
+
+    Raises:
+        ModelNotFound: there is none of that name, or the hub cannot be reached.
+        ModelCorrupt, ModelUnsafe: what is there cannot be read.
+    """
+    path = Path(name).expanduser()
+    if name not in builtin_names() and _is_there(path):
+        if path.is_file():
+            return LocalModel(path.absolute().parent.name, "folder", read_model_config(path.absolute()))
+        if not any(path.glob("model*.safetensors")):
+            return LocalModel(
+                path.absolute().name, "folder", read_model_config(path.absolute() / "config.json")
+            )
+    if name in builtin_names() or _is_there(path) or not _HUB_ID.fullmatch(name) or name.startswith("."):
+        return find_model(name)
+    folder = _complete_in_cache(name)
+    if folder is None:
+        file = _in_time(name, lambda: hf_hub_download(name, "config.json"))
+        folder = read_model_config(Path(file))
+    return LocalModel(name, "hub", folder)
 
 
 def _is_there(path: Path) -> bool:

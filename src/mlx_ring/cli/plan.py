@@ -1,0 +1,171 @@
+"""`mlx-ring plan`: which machine would get which layers, and what that would give. Nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, TypeVar, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mlx_ring.cluster.planner.cluster_file import cluster_of, known_machines, known_profile, read_cluster
+from mlx_ring.cluster.planner.model_sizes import WeightFormat, profile_folder
+from mlx_ring.cluster.planner.place import Wish, place
+from mlx_ring.cluster.planner.plan import AIMS, STRATEGIES, Aim, Plan, Strategy
+from mlx_ring.cluster.planner.profiles import ClusterProfile
+from mlx_ring.cluster.planner.stage_costs import Demand
+from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.core.model_source import describe_model
+
+_BITS = (2, 3, 4, 5, 6, 8, 16, 32)
+_KV_BITS = (4, 8, 16)
+_CONTEXT = 8192
+Value = TypeVar("Value", int, str)
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A built-in name, a folder, a config.json or a hub id.")],
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Machines and links, YAML or JSON.")
+    ] = None,
+    machine: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A known machine, as m4-mac-mini-16; may be given several times."),
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option(metavar="|".join(STRATEGIES), help="How layers are shared out.")
+    ] = "auto",
+    aim: Annotated[str, typer.Option(metavar="|".join(AIMS), help="What `auto` makes best.")] = "latency",
+    proportions: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Parts of the layers by machine, with custom.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(metavar="N,M", help="Layers by machine, with custom.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", help=f"Promised context; {_CONTEXT} or what the model takes."),
+    ] = None,
+    sequences: Annotated[int, typer.Option(metavar="N", help="Sequences at once.")] = 1,
+    kv_bits: Annotated[int, typer.Option(metavar="4|8|16", help="Of the KV cache.")] = 16,
+    quantization: Annotated[
+        int | None, typer.Option(metavar="BITS", help="Of the weights; as they are stored otherwise.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show which machine would get which layers, why, and how fast it would be.
+
+    Without machines, the known ones are listed.
+    """
+    if cluster is None and not machine:
+        _list_machines()
+        return
+    described = describe_model(model)
+    weights = None if quantization is None else WeightFormat(_one_of("--quantization", quantization, _BITS))
+    profile = profile_folder(described.folder, described.name, weights)
+    demand = Demand(
+        context_tokens=_at_least_one(
+            "--context", min(_CONTEXT, profile.context_tokens) if context is None else context
+        ),
+        sequences=_at_least_one("--sequences", sequences),
+        kv_bits=_one_of("--kv-bits", kv_bits, _KV_BITS),
+    )
+    wish = Wish(
+        demand,
+        strategy=cast("Strategy", _one_of("--strategy", strategy, STRATEGIES)),
+        aim=cast("Aim", _one_of("--aim", aim, AIMS)),
+        proportions=_numbers("--proportions", proportions),
+        counts=tuple(map(int, _numbers("--layers", layers))),
+    )
+    if strategy == "custom" and not wish.proportions and not wish.counts:
+        raise PlanError("The strategy custom needs --proportions, as 0.7,0.3, or --layers, as 20,8.")
+    made = place(profile, _cluster(cluster, machine), wish)
+    if as_json:
+        print(json.dumps(made.as_json(), indent=1))
+        return
+    _show(made)
+
+
+def _cluster(file: Path | None, machines: list[str] | None) -> ClusterProfile:
+    if file is not None and machines:
+        raise ConfigError("--cluster and --machine were both given; the file names the machines.")
+    if file is None:
+        names = machines or []
+        twice = {name for name in names if names.count(name) > 1}
+        told = [
+            known_profile(name, f"{name}#{names[: place + 1].count(name)}" if name in twice else None)
+            for place, name in enumerate(names)
+        ]
+        return cluster_of(tuple(told))
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--cluster is {file}, which cannot be read: {error}.") from error
+    return read_cluster(text, str(file))
+
+
+def _one_of(flag: str, value: Value, allowed: tuple[Value, ...]) -> Value:
+    if value not in allowed:
+        raise ConfigError(f"{flag} is {value}; it must be one of {', '.join(map(str, allowed))}.")
+    return value
+
+
+def _at_least_one(flag: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{flag} is {value}; it must be 1 or more.")
+    return value
+
+
+def _numbers(flag: str, text: str | None) -> tuple[float, ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(float(part) for part in text.strip("[] ").split(","))
+    except ValueError:
+        raise ConfigError(f"{flag} is {text}; it must be numbers with commas between them.") from None
+
+
+def _list_machines() -> None:
+    table = Table("machine", "memory, GB", box=None, pad_edge=False)
+    table.add_column("GB/s", justify="right")
+    table.add_column("teraflops", justify="right")
+    for known in known_machines().values():
+        table.add_row(known.name, ", ".join(map(str, known.gb)), f"{known.gb_s:,.0f}", f"{known.tflops:.1f}")
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(
+        "\nName some: `mlx-ring plan MODEL --machine m4-mac-mini-16 --machine m2-max-mac-studio-64`, "
+        "or write them down for --cluster.",
+        highlight=False,
+    )
+
+
+def _show(made: Plan) -> None:
+    console = Console(soft_wrap=True)
+    table = Table("machine", "layers", box=None, pad_edge=False)
+    for title in ("weights", "memory", "of", "ms a token"):
+        table.add_column(title, justify="right")
+    table.add_column("why")
+    for stage in made.stages:
+        table.add_row(
+            stage.node,
+            f"{stage.layers.start}-{stage.layers.end - 1}",
+            *(
+                f"{size / 1e9:.1f} GB"
+                for size in (stage.weight_bytes, stage.memory_bytes, stage.usable_bytes)
+            ),
+            f"{1e3 * stage.token_s:.1f}",
+            stage.why,
+        )
+    console.print(table)
+    for left in made.left_out:
+        console.print(f"{left.node} gets no layers: {left.why}.", highlight=False)
+    told = made.prediction
+    console.print(
+        f"\n{made.model}, {made.sequences} x {made.context_tokens} tokens, strategy {made.strategy}: "
+        f"{1 / told.token_s:.1f} tokens/s for one stream, {told.tokens_per_s:.1f} for {made.sequences}; "
+        f"{told.first_token_s:.2f} s to the first token of a prompt of {told.prompt_tokens}.",
+        highlight=False,
+    )
+    for remark in made.remarks:
+        console.print(remark, highlight=False)

@@ -1,0 +1,156 @@
+"""A cluster as a person writes it down: machines by name or by numbers, and what is between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any, cast
+
+import yaml
+
+from mlx_ring.cluster.planner.profiles import ETHERNET, ClusterProfile, LinkProfile, NodeProfile
+from mlx_ring.core.errors import ConfigError
+
+_SMALL_MAC_GB = 36
+_MAC_SHARES = (0.67, 0.75)
+"""Of a Mac's memory, what Metal recommends for its working set: up to 36 GB, and above."""
+_MACHINE_FIELDS = frozenset({"name", "machine", "memory_gb", "bandwidth_gb_s", "tflops", "reserve"})
+_LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s"})
+
+
+@dataclass(frozen=True, slots=True)
+class KnownMachine:
+    """A machine that the package knows."""
+
+    name: str
+    gb: tuple[int, ...]
+    gb_s: float
+    tflops: float
+    profiles: dict[int, NodeProfile] = field(default_factory=dict[int, NodeProfile])
+
+
+@cache
+def known_machines() -> Mapping[str, KnownMachine]:
+    """By name, as `machines.yaml` has them."""
+    text = files("mlx_ring.cluster.planner").joinpath("machines.yaml").read_text("utf-8")
+    return {
+        name: KnownMachine(name, tuple(entry["gb"]), float(entry["gb_s"]), float(entry["tflops"]))
+        for name, entry in cast("dict[str, dict[str, Any]]", yaml.safe_load(text)).items()
+    }
+
+
+def known_profile(text: str, name: str | None = None) -> NodeProfile:
+    """A machine that is known, as `m4-mac-mini-16`: model, and gigabytes where it is sold with several.
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    machines = known_machines()
+    model, _, last = text.rpartition("-")
+    wanted = machines.get(text)
+    gigabytes = wanted.gb[0] if wanted is not None else 0
+    if wanted is None and last.isdigit():
+        wanted, gigabytes = machines.get(model), int(last)
+    if wanted is None or gigabytes not in wanted.gb:
+        close = [f"{machine.name}-{size}" for machine in machines.values() for size in machine.gb]
+        alike = [known for known in close if wanted is None or known.startswith(wanted.name)]
+        raise ConfigError(f"The machine {text} is not known; known are {', '.join(alike)}.")
+    share = _MAC_SHARES[gigabytes > _SMALL_MAC_GB]
+    return NodeProfile(
+        name=name or text,
+        memory_bytes=int(gigabytes * share * 2**30),
+        bandwidth=wanted.gb_s * 1e9,
+        flops=wanted.tflops * 1e12,
+        reserve_share=0.05,
+    )
+
+
+def read_cluster(text: str, where: str) -> ClusterProfile:
+    """A cluster file, YAML or JSON.
+
+    Raises:
+        ConfigError: it is not one, and why.
+    """
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is neither YAML nor JSON: {error}.") from error
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("machines"), list)
+        or not content["machines"]
+    ):
+        raise ConfigError(f"{where} must have a list `machines` with one or more entries.")
+    entries = cast("dict[str, Any]", content)
+    nodes = tuple(_read_machine(entry, where) for entry in cast("list[Any]", entries["machines"]))
+    return cluster_of(nodes, links=entries.get("links") or [], usual=entries.get("usual_link"), where=where)
+
+
+def cluster_of(
+    nodes: tuple[NodeProfile, ...], *, links: Any = (), usual: Any = None, where: str = "The cluster"
+) -> ClusterProfile:
+    """Machines with names of their own, and the links between them."""
+    names = [node.name for node in nodes]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{where} names the machine {twice} twice; give each a `name` of its own.")
+    between: dict[frozenset[str], LinkProfile] = {}
+    for entry in cast("list[Any]", links):
+        pair = _pair(entry)
+        if pair is None or not set(pair) <= set(names):
+            raise ConfigError(f"{where}: the link {entry!r} must be `between` two of {', '.join(names)}.")
+        between[frozenset(pair)] = _read_link(entry, where)
+    return ClusterProfile(nodes, between, ETHERNET if usual is None else _read_link(usual, where))
+
+
+def _pair(link: Any) -> tuple[str, str] | None:
+    """The two ends of a link."""
+    between = cast("dict[str, Any]", link).get("between") if isinstance(link, dict) else None
+    match between:
+        case [str(one), str(other)] if one != other:
+            return one, other
+        case _:
+            return None
+
+
+def _read_machine(entry: Any, where: str) -> NodeProfile:
+    if isinstance(entry, str):
+        return known_profile(entry)
+    if not isinstance(entry, dict):
+        raise ConfigError(
+            f"{where}: a machine is {entry!r}; it must be a known machine's name, or have fields."
+        )
+    fields = cast("dict[str, Any]", entry)
+    if unknown := sorted(set(fields) - _MACHINE_FIELDS):
+        raise ConfigError(
+            f"{where}: a machine has no field {unknown[0]}; fields are {', '.join(sorted(_MACHINE_FIELDS))}."
+        )
+    name = fields.get("name")
+    if "machine" in fields:
+        return known_profile(str(fields["machine"]), None if name is None else str(name))
+    if name is None:
+        raise ConfigError(f"{where}: a machine has no `name`.")
+    return NodeProfile(
+        name=str(name),
+        memory_bytes=int(_positive(fields, "memory_gb", where) * 2**30),
+        bandwidth=_positive(fields, "bandwidth_gb_s", where) * 1e9,
+        flops=_positive(fields, "tflops", where) * 1e12,
+        reserve_share=float(fields.get("reserve", 0.1)),
+    )
+
+
+def _read_link(entry: Any, where: str) -> LinkProfile:
+    if not isinstance(entry, dict) or not set(cast("dict[str, Any]", entry)) <= _LINK_FIELDS:
+        raise ConfigError(f"{where}: a link is {entry!r}; it must have round_trip_ms and gbit_s.")
+    fields = cast("dict[str, Any]", entry)
+    return LinkProfile(
+        _positive(fields, "round_trip_ms", where) / 1e3, _positive(fields, "gbit_s", where) * 1e9 / 8
+    )
+
+
+def _positive(fields: Mapping[str, Any], name: str, where: str) -> float:
+    value = fields.get(name)
+    if type(value) not in (int, float) or not 0 < cast("float", value) < float("inf"):
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a number above 0.")
+    return float(cast("float", value))

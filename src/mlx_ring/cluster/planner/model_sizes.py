@@ -1,0 +1,155 @@
+"""A model's profile from its configuration, and from safetensors headers where there are any. Pure.
+
+Without headers the sizes follow from the configuration: for decoders of the usual build, dense or with
+experts. Where headers are there, they say what each layer takes, whatever its build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from mlx_ring.cluster.decode_bytes import decode_bytes, layer_bytes
+from mlx_ring.cluster.planner.profiles import LayerProfile, ModelProfile
+from mlx_ring.core.errors import ModelUnsupported
+from mlx_ring.core.model_folder import ModelFolder
+
+_KV_BYTES = 2
+"""Of one number in a 16-bit KV cache."""
+_SCALE_BITS = 32
+"""Of scale and bias of one group of quantized weights."""
+_GROUP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How many bits a weight takes, with its part of scale and bias."""
+
+    bits: int
+    group: int = _GROUP
+
+    @property
+    def nbytes(self) -> float:
+        quantized = self.bits < 16  # noqa: PLR2004 - bits
+        return (self.bits + (_SCALE_BITS / self.group if quantized else 0)) / 8
+
+
+def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None = None) -> ModelProfile:
+    """Of a model whose files are here, as they are stored; of its configuration alone where there are none.
+
+    Raises:
+        ModelUnsupported: neither tells the sizes of its layers.
+    """
+    by_config = profile_config(folder, name, weights or _format_of(folder))
+    stored = decode_bytes(folder, widened=False) if folder.tensors and weights is None else None
+    whole = layer_bytes(folder)
+    if stored is None or whole is None:
+        return by_config
+    layers = tuple(
+        replace(layer, weight_bytes=size, read_bytes=read)
+        for layer, size, read in zip(by_config.layers, whole, stored.layers, strict=True)
+    )
+    embedding = sum(
+        entry.nbytes
+        for entry in folder.tensors
+        if "embed" in entry.name and "layers." not in entry.name and "position" not in entry.name
+    )
+    tied = by_config.is_tied
+    return replace(
+        by_config, layers=layers, head_bytes=stored.head, embedding_bytes=stored.head if tied else embedding
+    )
+
+
+def profile_config(folder: ModelFolder, name: str, weights: WeightFormat) -> ModelProfile:
+    """Of a configuration alone."""
+    hidden, vocabulary, count = folder.hidden_size, folder.vocab_size, folder.num_layers
+    heads = _number(folder, "num_attention_heads", "n_head", "n_heads")
+    if heads is None:
+        raise ModelUnsupported(
+            f"{name} does not say how many attention heads it has (num_attention_heads), so its sizes are not known."
+        )
+    layers = tuple(_layer(folder, index, hidden, heads, weights) for index in range(count))
+    tied = folder.entry("tie_word_embeddings")
+    table = int(vocabulary * hidden * weights.nbytes)
+    return ModelProfile(
+        name=name,
+        layers=layers,
+        embedding_bytes=table,
+        head_bytes=table,
+        is_tied=bool(tied),
+        hidden_size=hidden,
+        vocabulary=vocabulary,
+        attention_heads=heads,
+        context_tokens=folder.context_length,
+    )
+
+
+def _layer(folder: ModelFolder, index: int, hidden: int, heads: int, weights: WeightFormat) -> LayerProfile:
+    width = _number(folder, "head_dim") or hidden // heads
+    kv_heads = _number(folder, "num_key_value_heads", "n_kv_heads") or heads
+    attention = hidden * width * (heads + 2 * kv_heads) + heads * width * hidden
+    dense = 3 * hidden * (_number(folder, "intermediate_size", "n_inner") or 4 * hidden)
+    held = read = dense
+    if (experts := _experts(folder, index, hidden)) is not None:
+        held, read = experts
+    window = _window(folder, index)
+    kv = 2 * kv_heads * width * _KV_BYTES
+    if (latent := _number(folder, "kv_lora_rank")) is not None:
+        kv = (latent + (_number(folder, "qk_rope_head_dim") or 0)) * _KV_BYTES
+    return LayerProfile(
+        weight_bytes=int((attention + held) * weights.nbytes),
+        read_bytes=int((attention + read) * weights.nbytes),
+        flops_per_token=2 * (attention + read),
+        kv_bytes_per_token=0 if window is not None else kv,
+        kv_bytes_per_sequence=0 if window is None else kv * window,
+    )
+
+
+def _experts(folder: ModelFolder, index: int, hidden: int) -> tuple[int, int] | None:
+    """Weights of a layer's experts, all and those that one token passes; None where the layer is dense."""
+    count = _number(folder, "num_experts", "num_local_experts", "n_routed_experts")
+    active = _number(folder, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
+    if count is None or active is None or index < (_number(folder, "first_k_dense_replace") or 0):
+        return None
+    dense = folder.entry("mlp_only_layers")
+    if isinstance(dense, list) and index in dense:
+        return None
+    every = _number(folder, "decoder_sparse_step") or 1
+    if (index + 1) % every:
+        return None
+    size = 3 * hidden * (_number(folder, "moe_intermediate_size", "intermediate_size") or hidden)
+    shared = _number(folder, "shared_expert_intermediate_size")
+    beside = 3 * hidden * shared if shared else (_number(folder, "n_shared_experts") or 0) * size
+    router = hidden * count
+    return count * size + beside + router, active * size + beside + router
+
+
+def _window(folder: ModelFolder, index: int) -> int | None:
+    """How many tokens the layer looks back at, where that is bounded."""
+    window = _number(folder, "sliding_window")
+    kinds = folder.entry("layer_types")
+    if window is None or folder.entry("use_sliding_window") is False:
+        return None
+    if isinstance(kinds, list):
+        return window if cast("list[object]", kinds)[index] == "sliding_attention" else None
+    pattern = _number(folder, "sliding_window_pattern")
+    if pattern is not None:
+        return None if (index + 1) % pattern == 0 else window
+    return window
+
+
+def _format_of(folder: ModelFolder) -> WeightFormat:
+    quantization: Mapping[str, Any] = folder.quantization or {}
+    bits, group = quantization.get("bits"), quantization.get("group_size")
+    if type(bits) is int and type(group) is int:
+        return WeightFormat(bits, group)
+    dtype = folder.entry("torch_dtype") or folder.entry("dtype")
+    return WeightFormat(32 if dtype == "float32" else 16)
+
+
+def _number(folder: ModelFolder, *names: str) -> int | None:
+    for name in names:
+        if type(value := folder.entry(name)) is int:
+            return value
+    return None

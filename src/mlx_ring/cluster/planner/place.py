@@ -1,0 +1,339 @@
+"""Which machine gets which layers: `place(model, cluster, wish)`. Pure, and total: a plan, or an error that says what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from mlx_ring.cluster.planner.cuts import Piece, Way, in_order, quickest_way, steadiest_way
+from mlx_ring.cluster.planner.plan import Aim, LeftOut, Plan, Prediction, StagePlan, Strategy
+from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.cluster.planner.shares import given_counts, proportional_counts
+from mlx_ring.cluster.planner.stage_costs import Demand, StageCosts, Table
+from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import LayerRange
+
+_CHUNK_TOKENS = 512
+_SHORTEST_CONTEXT = 256
+_MOST_NODES = 8
+_KV_BITS = (8, 4)
+_ALIKE = 1e-3
+"""Times that differ by less are told as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of a plan."""
+
+    demand: Demand
+    strategy: Strategy = "auto"
+    aim: Aim = "latency"
+    proportions: tuple[float, ...] = ()
+    """With `custom`: of the layers, by machine."""
+    counts: tuple[int, ...] = ()
+    """With `custom`: layers by machine, instead of proportions."""
+    prompt_tokens: int = 1024
+    """Of the prompt for which the time to the first token is told."""
+
+
+def place(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> Plan:
+    """The plan.
+
+    Raises:
+        PlanError: the machines cannot hold the model as promised, or the wish contradicts itself.
+    """
+    if not cluster.nodes:
+        raise PlanError("There is no machine to plan for; name one or more.")
+    if wish.demand.context_tokens > model.context_tokens:
+        raise PlanError(
+            f"A context of {wish.demand.context_tokens} tokens was asked for; {model.name} takes "
+            f"{model.context_tokens} at most."
+        )
+    planner = _Planner(model, cluster, wish)
+    way = planner.way()
+    if way is None:
+        raise PlanError(_what_is_missing(model, cluster, wish))
+    return planner.plan(way)
+
+
+class _Planner:
+    def __init__(self, model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._wish = wish
+        self._nodes = cluster.nodes
+        self._costs = StageCosts(model, wish.demand)
+
+    def _tables(self, rows: int) -> list[Table]:
+        # Half of the context is what a stream has behind it in the mean.
+        return [
+            self._costs.seconds(node, rows, self._wish.demand.context_tokens // 2) for node in self._nodes
+        ]
+
+    def _hops(self, rows: int) -> Table:
+        nbytes = rows * self._model.hidden_size * self._model.activation_bytes
+        names = [node.name for node in self._nodes]
+        return np.array(
+            [[self._cluster.link(one, other).seconds(nbytes) for other in names] for one in names]
+        )
+
+    def way(self) -> Way | None:
+        """Machines and layers as wished; None where memory does not do."""
+        match self._wish.strategy:
+            case "auto":
+                return self._best_way()
+            case "balanced":
+                self._check_layers()
+                return in_order(self._tables(1))
+            case _:
+                return self._fixed_way(self._counts())
+
+    def _best_way(self) -> Way | None:
+        if len(self._nodes) > _MOST_NODES:
+            raise PlanError(
+                f"{len(self._nodes)} machines were given; plans by `auto` are exact for {_MOST_NODES} at most. "
+                "Use the strategy balanced, or leave some out."
+            )
+        quickest = quickest_way(self._tables(1), self._hops(1))
+        if self._wish.aim == "latency" or quickest is None:
+            return quickest
+        ways = [
+            way for stages in range(1, len(self._nodes) + 1) if (way := self._steady_way(stages)) is not None
+        ]
+        best = max(ways, key=lambda way: self._throughput(way.pieces))
+        return replace(best, with_node=quickest.with_node, alone=quickest.alone)
+
+    def _steady_way(self, stages: int) -> Way | None:
+        rows = -(-self._wish.demand.sequences // stages)
+        return steadiest_way(self._tables(rows), self._hops(rows), stages)
+
+    def _check_layers(self) -> None:
+        if len(self._nodes) > len(self._model.layers):
+            raise PlanError(
+                f"{len(self._nodes)} machines were given and {self._model.name} has {len(self._model.layers)} "
+                "layers: each machine needs a layer, so leave some out."
+            )
+
+    def _counts(self) -> tuple[int, ...]:
+        layers, nodes = len(self._model.layers), self._nodes
+        match self._wish.strategy:
+            case "memory":
+                shares = [float(node.usable_bytes) for node in nodes]
+            case "compute":
+                shares = [1 / float(table[0, -1] - table[0, 0]) for table in self._unbound_tables()]
+            case "custom":
+                if self._wish.counts:
+                    self._check_given(self._wish.counts, "layer counts")
+                    return given_counts(layers, self._wish.counts)
+                shares = list(self._wish.proportions)
+                self._check_given(shares, "proportions")
+            case _:
+                shares = [1.0] * len(nodes)
+        self._check_layers()
+        return proportional_counts(layers, shares)
+
+    def _check_given(self, given: Sequence[float], what: str) -> None:
+        if len(given) != len(self._nodes):
+            raise PlanError(
+                f"The strategy custom takes {what} for each of the {len(self._nodes)} machines; {len(given)} were given."
+            )
+
+    def _unbound_tables(self) -> list[Table]:
+        """What steps take where memory is no matter."""
+        costs = StageCosts(self._model, self._wish.demand)
+        boundless = [replace(node, memory_bytes=1 << 62) for node in self._nodes]
+        return [np.where(np.isfinite(table := costs.seconds(node, 1, 0)), table, 0.0) for node in boundless]
+
+    def _fixed_way(self, counts: Sequence[int]) -> Way | None:
+        tables = self._tables(1)
+        ends = [0, *accumulate(counts)]
+        pieces = tuple(Piece(node, first, end) for node, (first, end) in enumerate(pairwise(ends)))
+        cost = sum(float(tables[piece.node][piece.first, piece.end]) for piece in pieces)
+        return Way(pieces, cost) if np.isfinite(cost) else None
+
+    # ---- what is to be expected
+
+    def plan(self, way: Way) -> Plan:
+        wish, prediction = self._wish, self._predict(way.pieces)
+        return Plan(
+            model=self._model.name,
+            strategy=wish.strategy,
+            aim=wish.aim,
+            context_tokens=wish.demand.context_tokens,
+            sequences=wish.demand.sequences,
+            kv_bits=wish.demand.kv_bits,
+            stages=tuple(self._stage(piece) for piece in way.pieces),
+            left_out=self._left_out(way, prediction),
+            prediction=prediction,
+            remarks=self._remarks(way, prediction),
+        )
+
+    def _stage(self, piece: Piece) -> StagePlan:
+        node = self._nodes[piece.node]
+        model = self._model
+        weights = sum(layer.weight_bytes for layer in model.layers[piece.first : piece.end])
+        is_first, is_last = piece.first == 0, piece.end == len(model.layers)
+        weights += model.embedding_bytes * is_first
+        weights += model.head_bytes * (is_last and not (is_first and model.is_tied))
+        seconds = float(self._tables(1)[piece.node][piece.first, piece.end])
+        return StagePlan(
+            node=node.name,
+            layers=LayerRange(piece.first, piece.end),
+            weight_bytes=weights,
+            memory_bytes=int(self._costs.memory[piece.first, piece.end]),
+            usable_bytes=node.usable_bytes,
+            token_s=seconds,
+            why=self._why(piece, node),
+        )
+
+    def _why(self, piece: Piece, node: NodeProfile) -> str:
+        count, layers = piece.end - piece.first, len(self._model.layers)
+        part = {
+            "uniform": "as many layers as the others, give or take one",
+            "memory": f"{node.usable_bytes / sum(other.usable_bytes for other in self._nodes):.0%} of the usable memory",
+            "compute": f"reads {node.bandwidth / 1e9:,.0f} GB/s",
+            "balanced": "so that no stage takes longer than it must",
+            "custom": "as given",
+            "auto": f"reads {node.bandwidth / 1e9:,.0f} GB/s",
+        }[self._wish.strategy]
+        memory = self._costs.memory
+        if piece.end < layers and memory[piece.first, piece.end + 1] > node.usable_bytes:
+            part += "; its memory is full"
+        return f"{count} of {layers} layers: {part}"
+
+    def _left_out(self, way: Way, prediction: Prediction) -> tuple[LeftOut, ...]:
+        used = {piece.node for piece in way.pieces}
+        told: list[LeftOut] = []
+        for place, node in enumerate(self._nodes):
+            if place in used:
+                continue
+            with_it = way.with_node[place] if way.with_node else np.inf
+            if not np.isfinite(with_it):
+                why = "too little memory for a single layer"
+            elif self._wish.aim == "throughput":
+                why = "no plan with it was found to give more"
+            elif with_it > prediction.token_s * (1 + _ALIKE):
+                why = (
+                    f"with it a token takes {1e3 * with_it:.1f} ms instead of {1e3 * prediction.token_s:.1f}"
+                )
+            else:
+                why = "with it a token takes as long"
+            told.append(LeftOut(node.name, why))
+        return tuple(told)
+
+    def _remarks(self, way: Way, prediction: Prediction) -> tuple[str, ...]:
+        if len(way.pieces) == 1:
+            return ("One machine alone does best.",) if len(self._nodes) > 1 else ()
+        alone = [float(table[0, -1]) for table in self._tables(1)]
+        best = min(range(len(alone)), key=lambda place: alone[place])
+        if alone[best] < prediction.token_s:
+            return (
+                (
+                    f"{self._nodes[best].name} alone would answer a single stream sooner: "
+                    f"{1e3 * alone[best]:.1f} ms a token instead of {1e3 * prediction.token_s:.1f}."
+                ),
+            )
+        return ()
+
+    def _predict(self, pieces: Sequence[Piece]) -> Prediction:
+        return Prediction(
+            token_s=self._token_s(pieces),
+            tokens_per_s=self._throughput(pieces),
+            first_token_s=self._first_token_s(pieces),
+            prompt_tokens=self._wish.prompt_tokens,
+        )
+
+    def _around(self, pieces: Sequence[Piece], rows: int) -> float:
+        """Seconds of all hops on the way around."""
+        hops = self._hops(rows)
+        places = [piece.node for piece in pieces]
+        if len(places) == 1:
+            return 0.0
+        return sum(
+            float(hops[one, other]) for one, other in zip(places, [*places[1:], places[0]], strict=True)
+        )
+
+    def _token_s(self, pieces: Sequence[Piece]) -> float:
+        tables = self._tables(1)
+        return sum(float(tables[piece.node][piece.first, piece.end]) for piece in pieces) + self._around(
+            pieces, 1
+        )
+
+    def _throughput(self, pieces: Sequence[Piece]) -> float:
+        """As many groups as stages: a cycle lasts as long as the slowest stage takes for all groups, or one group around."""
+        sequences, stages = self._wish.demand.sequences, len(pieces)
+        groups = min(stages, sequences)
+        rows = -(-sequences // groups)
+        tables = self._tables(rows)
+        times = [float(tables[piece.node][piece.first, piece.end]) for piece in pieces]
+        return sequences / max(groups * max(times), sum(times) + self._around(pieces, rows))
+
+    def _first_token_s(self, pieces: Sequence[Piece]) -> float:
+        tokens = self._wish.prompt_tokens
+        chunks = -(-tokens // _CHUNK_TOKENS)
+        times = [
+            self._costs.prefill_seconds(self._nodes[piece.node], piece.first, piece.end, tokens) / chunks
+            for piece in pieces
+        ]
+        hops = self._around(pieces, min(tokens, _CHUNK_TOKENS))
+        return sum(times) + (chunks - 1) * max(times) + hops + self._token_s(pieces)
+
+
+def _what_is_missing(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
+    """Why nothing fits, and what would."""
+    demand, usable = wish.demand, sum(node.usable_bytes for node in cluster.nodes)
+    need = float(StageCosts(model, demand).memory[0, -1])
+    several = "" if demand.sequences == 1 else "s"
+    asked = (
+        f"{model.name} with {demand.sequences} sequence{several} of {demand.context_tokens} tokens "
+        f"needs {need / 1e9:.1f} GB"
+    )
+    have = f"the {len(cluster.nodes)} machines have {usable / 1e9:.1f} GB for it"
+    if need > usable:
+        begin = f"{asked}, and {have}: {(need - usable) / 1e9:.1f} GB are missing."
+    else:
+        begin = f"{asked}, and {have}, but not in the parts that the strategy {wish.strategy} gives them."
+    return f"{begin} {_nearest(model, cluster, wish)}"
+
+
+def _nearest(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
+    demand, ways = wish.demand, list[str]()
+
+    def fits(**changes: int) -> bool:
+        changed = replace(wish, demand=replace(demand, **changes), aim="latency")
+        return _Planner(model, cluster, changed).way() is not None
+
+    for bits in _KV_BITS:
+        if bits < demand.kv_bits and fits(kv_bits=bits):
+            ways.append(f"KV of {bits} bits")
+            break
+    context = _largest(_SHORTEST_CONTEXT, demand.context_tokens, lambda tokens: fits(context_tokens=tokens))
+    if context:
+        ways.append(f"a context of {context} tokens")
+    sequences = _largest(1, demand.sequences, lambda number: fits(sequences=number))
+    if sequences:
+        ways.append(f"{sequences} sequence{'s' * (sequences > 1)}")
+    if not ways:
+        return (
+            "Even one short sequence does not fit."
+            if not fits(context_tokens=_SHORTEST_CONTEXT, sequences=1)
+            else (f"One sequence of {_SHORTEST_CONTEXT} tokens fits.")
+        )
+    return f"What fits: {', or '.join(ways)}."
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from `low` to below `high` that fits, in steps of `low`; 0: none."""
+    if not fits(low):
+        return 0
+    good, bad = 1, -(-high // low)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(low * middle):
+            good = middle
+        else:
+            bad = middle
+    return good * low

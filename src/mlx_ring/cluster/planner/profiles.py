@@ -1,0 +1,95 @@
+"""What the planner knows: of a model, of machines, and of what is between them. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """One layer's sizes."""
+
+    weight_bytes: int
+    read_bytes: int
+    """Of the weights, what one token reads: of a mixture of experts some."""
+    flops_per_token: int
+    kv_bytes_per_token: int = 0
+    kv_bytes_per_sequence: int = 0
+    """However long it is: a recurrent state, or the window of a sliding layer once it is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """A model's sizes. The first stage also embeds, the last also has the output head."""
+
+    name: str
+    layers: tuple[LayerProfile, ...]
+    embedding_bytes: int
+    head_bytes: int
+    is_tied: bool
+    """Whether the head is the embedding, so that a stage with both holds one."""
+    hidden_size: int
+    vocabulary: int
+    attention_heads: int
+    context_tokens: int
+    """The longest that the model takes."""
+    activation_bytes: int = 2
+    """Of one number between stages."""
+
+    @property
+    def weight_bytes(self) -> int:
+        once = self.embedding_bytes if self.is_tied else self.embedding_bytes + self.head_bytes
+        return once + sum(layer.weight_bytes for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProfile:
+    """One machine."""
+
+    name: str
+    memory_bytes: int
+    """That its accelerator may use."""
+    bandwidth: float
+    """Bytes a second that it reads from memory."""
+    flops: float
+    """A second, in large products of the dtype that it computes in."""
+    reserve_share: float = 0.1
+    """Of its memory, what is left to others."""
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.memory_bytes * (1 - self.reserve_share))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """Between two machines, one way and back."""
+
+    round_trip_s: float
+    bandwidth: float
+    """Bytes a second."""
+
+    def seconds(self, nbytes: float) -> float:
+        """One way."""
+        return self.round_trip_s / 2 + nbytes / self.bandwidth
+
+
+LOCAL = LinkProfile(round_trip_s=200e-6, bandwidth=2e9)
+"""Between two processes of one machine."""
+ETHERNET = LinkProfile(round_trip_s=500e-6, bandwidth=1.1e8)
+"""1 Gbit/s, where nothing better is said."""
+
+
+@dataclass(frozen=True)
+class ClusterProfile:
+    """Machines, in the order that their owner gave them, the head's first."""
+
+    nodes: tuple[NodeProfile, ...]
+    links: Mapping[frozenset[str], LinkProfile] = field(default_factory=dict[frozenset[str], LinkProfile])
+    usual_link: LinkProfile = ETHERNET
+
+    def link(self, one: str, other: str) -> LinkProfile:
+        if one == other:
+            return LOCAL
+        return self.links.get(frozenset((one, other)), self.usual_link)

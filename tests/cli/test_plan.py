@@ -1,0 +1,60 @@
+"""`mlx-ring plan` as a person types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.test_main import complaint
+from tests.processes import run_cli
+
+MINIS = ("--machine", "m4-mac-mini-16", "--machine", "m4-mac-mini-16")
+
+
+def test_a_plan_names_machines_layers_and_reasons(tmp_path: Path) -> None:
+    done = run_cli("plan", "demo", *MINIS, "--strategy", "uniform", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "m4-mac-mini-16#1" in done.stdout
+    assert "tokens/s for one stream" in done.stdout
+    assert "alone would answer a single stream sooner" in done.stdout
+
+
+def test_a_plan_as_json_has_every_layer_once(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(
+        "machines:\n"
+        "  - {name: a, memory_gb: 8, bandwidth_gb_s: 100, tflops: 4}\n"
+        "  - {name: b, memory_gb: 24, bandwidth_gb_s: 100, tflops: 4}\n"
+    )
+    options = ("--cluster", "cluster.yaml", "--strategy", "memory", "--json")
+    done = run_cli("plan", "demo", *options, folder=tmp_path)
+    told = json.loads(done.stdout)
+    assert [stage["node"] for stage in told["stages"]] == ["a", "b"]
+    assert [(stage["layers"]["start"], stage["layers"]["end"]) for stage in told["stages"]] == [
+        (0, 2),
+        (2, 8),
+    ]
+
+
+def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
+    done = run_cli("plan", "demo", folder=tmp_path)
+    assert done.returncode == 0
+    assert "m3-ultra-mac-studio" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["demo", *MINIS, "--strategy", "best"], "--strategy is best; it must be one of auto, uniform"),
+        (["demo", *MINIS, "--strategy", "custom"], "needs --proportions, as 0.7,0.3, or --layers"),
+        (["demo", *MINIS, "--strategy", "custom", "--layers", "a,b"], "--layers is a,b; it must be numbers"),
+        (["demo", *MINIS, "--kv-bits", "3"], "--kv-bits is 3; it must be one of 4, 8, 16."),
+        (["demo", *MINIS, "--sequences", "0"], "--sequences is 0; it must be 1 or more."),
+        (["demo", *MINIS, "--cluster", "c.yaml"], "--cluster and --machine were both given"),
+        (["demo", "--cluster", "none.yaml"], "--cluster is none.yaml, which cannot be read"),
+        (["demo", "--machine", "pc"], "The machine pc is not known"),
+        (["./nowhere", *MINIS], "There is no model './nowhere'"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
+    assert said in complaint("plan", *arguments, folder=tmp_path)

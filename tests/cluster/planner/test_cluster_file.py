@@ -1,0 +1,64 @@
+"""Clusters as people write them down."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_ring.cluster.planner.cluster_file import known_machines, known_profile, read_cluster
+from mlx_ring.core.errors import ConfigError
+
+CLUSTER = """
+machines:
+  - {name: studio, machine: m2-max-mac-studio-64}
+  - m4-mac-mini-16
+  - {name: box, memory_gb: 24, bandwidth_gb_s: 936, tflops: 71, reserve: 0.2}
+links:
+  - {between: [studio, box], round_trip_ms: 0.3, gbit_s: 10}
+usual_link: {round_trip_ms: 0.6, gbit_s: 1}
+"""
+
+
+def test_machines_are_known_ones_or_described() -> None:
+    cluster = read_cluster(CLUSTER, "cluster.yaml")
+    studio, mini, box = cluster.nodes
+    assert (studio.name, studio.bandwidth) == ("studio", 400e9)
+    assert (mini.name, round(mini.memory_bytes / 2**30, 2)) == ("m4-mac-mini-16", 10.72)
+    assert box.usable_bytes == int(24 * 2**30 * 0.8)
+    assert cluster.link("box", "studio").seconds(1.25e9) == pytest.approx(1.00015)
+    assert cluster.link("box", "m4-mac-mini-16").round_trip_s == pytest.approx(0.6e-3)
+    assert cluster.link("box", "box").bandwidth > 1e9
+
+
+def test_every_known_machine_can_be_named_with_every_size() -> None:
+    for machine in known_machines().values():
+        for gigabytes in machine.gb:
+            assert (
+                0.5 * gigabytes
+                < known_profile(f"{machine.name}-{gigabytes}").memory_bytes / 2**30
+                < gigabytes
+            )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("machines: [", "neither YAML nor JSON"),
+        ("machines: []", "a list `machines`"),
+        ("- a", "a list `machines`"),
+        ("machines: [m9-mac-mini-16]", "m9-mac-mini-16 is not known"),
+        ("machines: [m4-mac-mini-17]", "known are m4-mac-mini-16, m4-mac-mini-24"),
+        ("machines: [3]", "a machine is 3"),
+        ("machines: [{name: a, memory: 3}]", "no field memory;"),
+        ("machines: [{memory_gb: 3}]", "no `name`"),
+        ("machines: [{name: a, memory_gb: -3, bandwidth_gb_s: 1, tflops: 1}]", "memory_gb is -3"),
+        ("machines: [{name: a, memory_gb: many, bandwidth_gb_s: 1, tflops: 1}]", "memory_gb is 'many'"),
+        ("machines: [m4-mac-mini-16, m4-mac-mini-16]", "the machine m4-mac-mini-16 twice"),
+        ("machines: [m4-mac-mini-16]\nlinks: [{between: [a, b]}]", "must be `between` two of m4-mac-mini-16"),
+        ("machines: [m4-mac-mini-16]\nusual_link: {gbit_s: 1}", "round_trip_ms is None"),
+        ("machines: [m4-mac-mini-16]\nusual_link: fast", "a link is 'fast'"),
+    ],
+)
+def test_what_cannot_be_read_is_told(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(text, "cluster.yaml")
+    assert sentence in str(caught.value)

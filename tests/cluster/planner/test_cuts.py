@@ -1,0 +1,109 @@
+"""The search against trying everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_ring.cluster.planner.cuts import Piece, Way, in_order, quickest_way, steadiest_way
+from mlx_ring.cluster.planner.stage_costs import Table
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[Table], Table]:
+    layers, nodes = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32)))
+    tables: list[Table] = []
+    for _ in range(nodes):
+        table = numbers.integers(1, 40, (layers + 1, layers + 1)).astype(float)
+        table[numbers.random(table.shape) < draw(st.sampled_from([0.0, 0.3, 0.7]))] = np.inf
+        table[np.tril_indices(layers + 1)] = np.inf
+        tables.append(table)
+    hops = (
+        np.full((nodes, nodes), 3.0)
+        if draw(st.booleans())
+        else numbers.integers(1, 9, (nodes, nodes)).astype(float)
+    )
+    return tables, hops
+
+
+def every_way(tables: Sequence[Table], orders: Iterator[tuple[int, ...]]) -> Iterator[tuple[Piece, ...]]:
+    layers = len(tables[0]) - 1
+    for order in orders:
+        for inner in combinations(range(1, layers), len(order) - 1):
+            yield tuple(
+                Piece(node, first, end)
+                for node, (first, end) in zip(order, pairwise((0, *inner, layers)), strict=True)
+            )
+
+
+def orders(nodes: int, stages: range) -> Iterator[tuple[int, ...]]:
+    for count in stages:
+        yield from permutations(range(nodes), count)
+
+
+def times(tables: Sequence[Table], pieces: tuple[Piece, ...]) -> list[float]:
+    return [float(tables[piece.node][piece.first, piece.end]) for piece in pieces]
+
+
+def around(hops: Table, pieces: tuple[Piece, ...]) -> float:
+    places = [piece.node for piece in pieces]
+    if len(places) == 1:
+        return 0.0
+    return sum(float(hops[one, other]) for one, other in zip(places, [*places[1:], places[0]], strict=True))
+
+
+def same(way: Way | None, cost: float) -> bool:
+    return way is None if np.isinf(cost) else way is not None and way.cost == pytest.approx(cost)
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_the_quickest_way_is_the_best_of_all(problem: tuple[list[Table], Table]) -> None:
+    tables, hops = problem
+    nodes = len(tables)
+    costs = {
+        pieces: sum(times(tables, pieces)) + around(hops, pieces)
+        for pieces in every_way(tables, orders(nodes, range(1, nodes + 1)))
+    }
+    way = quickest_way(tables, hops)
+    assert same(way, min(costs.values(), default=np.inf))
+    if way is not None:
+        assert costs[way.pieces] == pytest.approx(way.cost)
+        for node, cost in enumerate(way.with_node):
+            having = [cost for pieces, cost in costs.items() if any(piece.node == node for piece in pieces)]
+            assert cost == pytest.approx(min(having, default=np.inf))
+
+
+@given(problems(), st.integers(1, 4))
+@settings(max_examples=150, deadline=None)
+def test_the_steadiest_way_has_the_quickest_slowest_stage(
+    problem: tuple[list[Table], Table], stages: int
+) -> None:
+    tables, hops = problem
+    stages = min(stages, len(tables))
+    costs = {
+        pieces: max(times(tables, pieces))
+        for pieces in every_way(tables, orders(len(tables), range(stages, stages + 1)))
+    }
+    way = steadiest_way(tables, hops, stages)
+    assert same(way, min(costs.values(), default=np.inf))
+    if way is not None:
+        assert costs[way.pieces] == pytest.approx(way.cost)
+
+
+@given(problems())
+@settings(max_examples=100, deadline=None)
+def test_in_order_takes_every_machine_and_the_best_cut(problem: tuple[list[Table], Table]) -> None:
+    tables, _ = problem
+    every = tuple(range(len(tables)))
+    costs = {pieces: max(times(tables, pieces)) for pieces in every_way(tables, iter([every]))}
+    way = in_order(tables)
+    assert same(way, min(costs.values(), default=np.inf))
+    if way is not None:
+        assert costs[way.pieces] == pytest.approx(way.cost)
