@@ -77,3 +77,13 @@ def test_who_insists_on_a_context_reads_how_much_fits_and_where_it_does_not() ->
 
 def test_a_model_without_growing_kv_has_no_limit_on_its_context() -> None:
     assert fitting_context({FIRST: RankKv(1000, 0, 50)}, 4096, insisted=True) == 4096
+
+
+def test_workers_on_one_gpu_do_not_take_each_others_weights_for_free_memory() -> None:
+    def on_gpu(held: int) -> worker_pb2.WorkerStatus:
+        told = status(100 * GIB, 100 * GIB - held)
+        told.device, told.device_memory_bytes = "gpu", held
+        return told
+
+    limits = rank_limits({("here", FIRST): on_gpu(40 * GIB), ("here", SECOND): on_gpu(30 * GIB)}, None)
+    assert [kv.limit_bytes for kv in limits.values()] == [10 * GIB] * 2

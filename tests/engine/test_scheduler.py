@@ -335,3 +335,16 @@ def test_whatever_is_cached_drafted_evicted_and_put_back_the_answers_are_those_o
         whole = pipeline.alone(sequence)
         assert sequence.output == (whole[: len(sequence.output)] if sequence.id in cancelled else whole)
     pipeline.check_nothing_is_left()
+
+
+def test_what_was_kept_is_given_up_when_a_rank_says_that_it_is_gone() -> None:
+    pipeline = Pipeline((1,), replace(PLAIN, prefix_cache=True))
+    kept = pipeline.add(20)
+    pipeline.run_out()
+    assert pipeline.scheduler.cache_stats().entries == 1
+    pipeline.add(20)
+    number = pipeline.scheduler.stats().steps_completed + 1
+    failure = error_to_failure(ProtocolError("gone"), [kept.id])
+    done = step_pb2.StepDone(instance="demo", epoch=1, step=number, failure=failure)
+    pipeline.scheduler.answer(done, pipeline.now)
+    assert pipeline.scheduler.cache_stats().entries == 0

@@ -23,6 +23,7 @@ from tests.worker.stages import (
 )
 
 from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker.kv import KVStore
 
 
 def opened(sequence: int, **sampling: Any) -> step_pb2.CacheOperation:
@@ -188,3 +189,19 @@ def test_what_was_taken_over_is_gone_and_its_taker_goes_on(pipeline: Pipeline, e
     answers = pipeline.run(decode(1, len(PROMPT), expected[0]))
     assert all("Sequence 1 is not open here" in answer.failure.message for answer in answers)
     assert all(runner.num_sequences == 1 for runner in pipeline.runners)
+
+
+def test_an_operation_that_the_device_fails_names_its_sequence_and_the_others_are_run(
+    pipeline: Pipeline, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.results(chunk(1, 0, PROMPT, want()), operations=[opened(1)])
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("[malloc] Unable to allocate")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVStore, "park", no_memory)
+        park = step_pb2.CacheOperation(park=step_pb2.Park(sequence=1))
+        answers = pipeline.run(chunk(3, 0, PROMPT, want()), operations=[park, opened(3)])
+    assert failures(answers) == [("StepFailed", [1])] * len(answers)
+    assert sampled(answers) == {3: expected[:1]}

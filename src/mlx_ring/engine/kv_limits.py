@@ -30,10 +30,15 @@ def rank_limits(
         given_bytes: `--kv-cache-memory`, for each worker; else what is left is shared out.
     """
     on_node = Counter(node for node, _ in workers)
+    held = Counter[str]()
+    for (node, _), status in workers.items():
+        held[node] += status.device_memory_bytes
     limits: dict[RankId, RankKv] = {}
     for (node, rank), status in workers.items():
         reserve = max(RESERVE_BYTES, int(status.memory_bytes * RESERVE_SHARE))
-        left = max(0, status.memory_left_bytes - reserve) // on_node[node]
+        # A worker knows what it holds of a GPU's memory, and not what the others do.
+        others = held[node] - status.device_memory_bytes if status.device == "gpu" else 0
+        left = max(0, status.memory_left_bytes - others - reserve) // on_node[node]
         traits = status.kv
         limits[rank] = RankKv(
             limit_bytes=left if given_bytes is None else given_bytes,

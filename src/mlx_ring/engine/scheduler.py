@@ -293,6 +293,10 @@ class Scheduler:
         flight.failed = True
         is_stale = len(list(flight.current())) < len(flight.sequences)
         again = not failure.sequences or failure.kind == ProtocolError.__name__
+        for sequence in failure.sequences:
+            if sequence in self._kv.held and sequence not in self._running:
+                # It has ended, and what was kept of it is gone or not what it was taken for.
+                self._kv.free(sequence)
         for sequence, _ in list(flight.current()):
             if sequence.id not in self._running or (
                 failure.sequences and sequence.id not in failure.sequences

@@ -1,4 +1,4 @@
-"""The worker's gRPC front. Its threads never touch MLX: they hand work to the compute thread and take answers.
+"""The worker's gRPC front. Its threads make no arrays: they hand work to the compute thread and take answers.
 
 The compute thread is the process's main thread: MLX's streams belong to threads,
 so the one that loads is the one that computes.
@@ -65,6 +65,8 @@ class WorkerFront:
         self._assigned = threading.Event()
         self._stopping = False
         self._stream: _StepStream | None = None
+        self._taken_from: _StepStream | None = None
+        """Where the steps came from that the runner has taken in."""
         self._lock = threading.Lock()
         self._phase = "empty"
         self._dtype = ""
@@ -213,13 +215,15 @@ class WorkerFront:
     def execute(self, stream: _StepStream, step: step_pb2.Step, arrived_us: int) -> None:
         """Compute thread: take in one step, unless another head has taken over since it came."""
         if stream is self._stream and self._runner is not None:
+            self._taken_from = stream
             self._answer(self._runner.take(step, arrived_us))
 
     def _answer(self, answers: Iterator[step_pb2.StepDone]) -> None:
         for done in answers:
             if done.HasField("failure"):
                 log.error("step %d failed: %s", done.step, done.failure.message)
-            if self._stream is not None:
+            # A head that has taken over since asked for none of these.
+            if self._taken_from is self._stream and self._stream is not None:
                 self._stream.answers.put(worker_pb2.StepsReply(done=done))
 
     # Link

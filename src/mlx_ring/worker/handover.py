@@ -94,6 +94,9 @@ class TokenHandover:
         failed = frozenset(message.failure.sequences if message.failure is not None else ())
         if message.failure is not None:
             self._failed.update(dict.fromkeys(failed & latest, failure_to_error(message.failure)))
+            self._failed = {
+                sequence: error for sequence, error in self._failed.items() if sequence in self._sequences
+            }
         sampled = [sequence for sequence in sequences if sequence not in failed]
         if len(sampled) != len(message.tokens):
             raise ProtocolError(

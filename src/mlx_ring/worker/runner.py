@@ -113,6 +113,7 @@ class StageRunner:
             pass
         self._sequences.reset()
         self._handover.reset()
+        self.last_step = 0
         self.kv_bytes = self._kv.nbytes
 
     # ---- a step is built
@@ -206,6 +207,8 @@ class StageRunner:
         if work.activations is not None:
             return [work.activations]
         outputs = list(work.draws.arrays) if work.draws is not None else []
+        if outputs:
+            outputs += [end_mark([item]) for item in work.passes if not any(item.offsets)]
         if work.is_looked_at:
             outputs += [item.values for item in work.passes]
         return outputs or [end_mark(work.passes)]

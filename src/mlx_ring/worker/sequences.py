@@ -100,11 +100,15 @@ class SequenceTable:
         for operation in operations:
             try:
                 self._apply(operation)
-            except RingError as error:
-                sequence = _concerned(operation)
-                if sequence is None:
+            except Exception as error:
+                sequences = self._concerned(operation)
+                if not sequences:
                     raise
-                failed.setdefault(sequence, error)
+                told = (
+                    error if isinstance(error, RingError) else StepFailed(f"{type(error).__name__}: {error}")
+                )
+                for sequence in sequences:
+                    failed.setdefault(sequence, told)
         return failed
 
     def _apply(self, operation: step_pb2.CacheOperation) -> None:
@@ -123,6 +127,25 @@ class SequenceTable:
                 self.reset()
             case _:
                 raise ProtocolError("A cache operation names nothing to do.")
+
+    def _concerned(self, operation: step_pb2.CacheOperation) -> tuple[int, ...]:
+        """The sequences that suffer when an operation fails, one whose content is gone among them; none where that is all."""
+        match operation.WhichOneof("operation"):
+            case "open":
+                return (operation.open.sequence,)
+            case "fork":
+                fork = operation.fork
+                return (
+                    (fork.destination, fork.source) if self._kv.is_lost(fork.source) else (fork.destination,)
+                )
+            case "trim":
+                return (operation.trim.sequence,)
+            case "free":
+                return (operation.free.sequence,)
+            case "park":
+                return (operation.park.sequence,)
+            case _:
+                return ()
 
     def _start(self, opened: step_pb2.Open) -> None:
         sequence = opened.sequence
@@ -156,8 +179,8 @@ class SequenceTable:
 
     def _free(self, sequence: int) -> None:
         if self._refused.pop(sequence, None) is None:
-            self._kv.free(sequence)
             self._open.pop(sequence, None)
+            self._kv.free(sequence)
 
     def reset(self) -> None:
         """Free every sequence."""
@@ -191,20 +214,3 @@ class SequenceTable:
         """Note the tokens that a row feeds, from its start on. What was sampled before is used up."""
         state.tokens[start:] = tokens
         state.sampled = state.drawing = None
-
-
-def _concerned(operation: step_pb2.CacheOperation) -> int | None:
-    """The sequence that suffers when an operation fails; None where that is all."""
-    match operation.WhichOneof("operation"):
-        case "open":
-            return operation.open.sequence
-        case "fork":
-            return operation.fork.destination
-        case "trim":
-            return operation.trim.sequence
-        case "free":
-            return operation.free.sequence
-        case "park":
-            return operation.park.sequence
-        case _:
-            return None

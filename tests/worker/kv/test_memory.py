@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 
 import mlx.core as mx
+import pytest
 from mlx_lm.models.cache import KVCache
 from tests.worker.kv.test_store import TOKEN_BYTES, append, content
 
 from mlx_ring.worker.kv import KVStore
+from mlx_ring.worker.kv.bank import Bank
 from mlx_ring.worker.kv.memory import GROWS_AHEAD
 
 LAYERS = 6
@@ -103,3 +105,47 @@ def test_slots_that_are_given_back_and_taken_again_hold_nothing_of_before() -> N
     for sequence in (4, 5, 6):
         store.free(sequence)
     assert store.nbytes == 0
+
+
+def test_a_longer_row_joins_too() -> None:
+    store = slow_store()
+    running(store, 4, 300)
+    store.open(9, 4000)
+    append(store, {9: range(590)})
+    together = [len(append(store, {row: [7] for row in (0, 1, 2, 3, 9)})) == 1 for _ in range(60)]
+    assert together.index(True) <= 4 * LAYERS
+    assert all(together[together.index(True) :])
+    assert content(store, 9) == [*range(590), *[7] * 60]
+
+
+def test_a_fork_that_finds_no_memory_leaves_an_empty_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = slow_store()
+    running(store, 1, 300)
+    store.open(5, 1200)
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bank, "take_copy", no_memory)
+        with pytest.raises(MemoryError):
+            store.fork(0, 5, 200)
+    assert store.length(5) == 0
+    store.fork(0, 5, 200)
+    assert content(store, 5) == list(range(200))
+
+
+def test_bytes_are_counted_as_they_come_and_go() -> None:
+    store = slow_store()
+    running(store, 3, 300)
+    for step in range(80):
+        append(store, {row: [7] for row in range(3)})
+        if step == 20:
+            store.open(7, 900)
+            append(store, {7: range(100)})
+        arrays = {id(plane): plane.nbytes for bank in store_banks(store) for plane in bank.arrays()}
+        assert store.nbytes == sum(arrays.values())
+
+
+def store_banks(store: KVStore) -> list[Bank]:
+    return store._banks._banks  # pyright: ignore[reportPrivateUsage] - what it holds shows nowhere else

@@ -8,13 +8,13 @@ would make MLX copy the whole of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from mlx_ring.worker.kv.layers import Layout
-from mlx_ring.worker.kv.memory import BLOCK, BankMemory, grown
+from mlx_ring.worker.kv.memory import BLOCK, GROWS_AHEAD, BankMemory, grown
 from mlx_ring.worker.kv.states import RowStates
 
 
@@ -71,17 +71,23 @@ class Bank:
     def arrays(self) -> list[mx.array]:
         return [plane for planes in self.planes for plane in planes]
 
-    def make_room(self, rows: Sequence[Row]) -> bool:
-        """Whether there is room now for rows that join; if not, there will be after some more steps."""
+    def make_room(self, rows: Sequence[Row], limits: Mapping[int | None, int]) -> bool:
+        """Whether there is room now for rows that join, and for their next tokens; if not, there will be some steps later.
+
+        `limits` says, by window, the most that any row will ever hold. What is aimed at leaves them room to go on meanwhile.
+        """
         memory, slots = self.memory, len(self.rows) + len(rows)
         if slots > memory.aimed_slots:
             memory.aim_slots(max(slots, memory.aimed_slots * 3 // 2))
-        for window in self._layout.kinds:
-            held = max(row.held(window) for row in rows)
-            if held > memory.aimed_capacity(window):
-                memory.aim_capacity(window, held)
+        needs = {
+            window: min(limit, max(row.held(window) for row in rows) + 1) for window, limit in limits.items()
+        }
+        for window, need in needs.items():
+            aimed = memory.aimed_capacity(window)
+            if need > aimed:
+                memory.aim_capacity(window, min(grown(aimed, need + GROWS_AHEAD), limits[window]))
         return slots <= memory.slots and all(
-            row.held(window) <= memory.capacity(window) for window in self._layout.kinds for row in rows
+            need <= memory.capacity(window) for window, need in needs.items()
         )
 
     def take(self, row: Row) -> None:

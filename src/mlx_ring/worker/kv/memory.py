@@ -35,16 +35,13 @@ class BankMemory:
         self._layout = layout
         self._step_bytes = step_bytes
         self.planes: list[list[mx.array]] = [[] for _ in layout.row_parts]
+        self.nbytes = 0
         self.slots = 0
         self._capacities: dict[int | None, int] = {}
         self._aimed_slots = 0
         self._aimed: dict[int | None, int] = {}
         self.is_changing = False
         """Whether some arrays have not come to the size that is aimed at."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(plane.nbytes for planes in self.planes for plane in planes)
 
     @property
     def aimed_slots(self) -> int:
@@ -66,6 +63,7 @@ class BankMemory:
                 mx.zeros((slots, plane.heads, capacity, plane.width), plane.dtype) for plane in part.planes
             ]
             self.planes[part.index] = planes
+            self._take_stock()
         return planes
 
     def aim_slots(self, slots: int) -> None:
@@ -128,6 +126,7 @@ class BankMemory:
         """What all arrays have is what there is."""
         self.slots, self._capacities = self._aimed_slots, dict(self._aimed)
         self.is_changing = False
+        self.nbytes = sum(plane.nbytes for planes in self.planes for plane in planes)
         for planes, position, part in self._behind():
             slots, _, capacity, _ = planes[position].shape
             self.slots = min(self.slots, slots)

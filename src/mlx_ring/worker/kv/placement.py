@@ -62,7 +62,8 @@ class Banks:
             bank.memory.go_on()
         residents = [row for row in group if row.bank is bank]
         strangers = [row for row in group if row.bank is not bank]
-        if strangers and not bank.make_room(strangers):
+        limits = {window: self._limit(bank, window, strangers) for window in self._layout.kinds}
+        if strangers and not bank.make_room(strangers, limits):
             return [(bank, residents), *self._apart(strangers)]
         for row in strangers:
             bank.take(row)

@@ -63,6 +63,10 @@ class KVStore:
         """Committed tokens."""
         return self._row(sequence).length
 
+    def is_lost(self, sequence: int) -> bool:
+        """Whether a sequence is here whose content is gone."""
+        return sequence in self._rows and bool(self._rows[sequence].lost)
+
     def open(self, sequence: int, max_length: int) -> None:
         """Make a sequence known. Nothing is allocated before its first token."""
         if sequence in self._rows:
@@ -77,8 +81,10 @@ class KVStore:
         """Forget a sequence and give its memory back."""
         self._ledger.settle()
         row = self._row(sequence)
-        self._empty(row)
-        del self._rows[sequence]
+        try:
+            self._empty(row)
+        finally:
+            del self._rows[sequence]
 
     def reset(self) -> None:
         """Forget every sequence."""
@@ -136,6 +142,9 @@ class KVStore:
         if length == 0:
             return
         self._empty(row)
+        if origin.lost:
+            # Whoever wanted to begin from it is computed from the start.
+            raise ProtocolError(origin.lost)
         self._check_reach(origin, length, "forked")
         if self._layout.object_parts and length != origin.length:
             raise StepFailed(
@@ -146,6 +155,13 @@ class KVStore:
             self._take(origin, row, length)
             return
         row.length, row.bases = length, dict(origin.bases)
+        try:
+            self._copy(origin, row)
+        except BaseException:
+            self._empty(row)
+            raise
+
+    def _copy(self, origin: Row, row: Row) -> None:
         if origin.states is not None:
             row.states = RowStates(JoinedStates(origin.states.alone(self._layout.object_parts), 1), 0)
         bank = self._banks.place_alone(row, 1)
