@@ -237,6 +237,17 @@ def test_a_full_line_takes_no_more() -> None:
     asyncio.run(run())
 
 
+def test_without_a_line_those_are_taken_who_need_not_wait() -> None:
+    async def run() -> None:
+        engine = make_engine(TwinExecutor(automatic=False), replace(PLAIN, max_num_seqs=2, max_waiting=0))
+        for _ in range(2):
+            engine.submit(ask())
+        with pytest.raises(Overloaded):
+            engine.submit(ask())
+
+    asyncio.run(run())
+
+
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=8), st.integers(1, 4))
 @settings(deadline=None, max_examples=40)
 def test_requests_together_get_what_each_gets_alone(requests: list[tuple[int, int]], stages: int) -> None:

@@ -87,3 +87,10 @@ def test_workers_on_one_gpu_do_not_take_each_others_weights_for_free_memory() ->
 
     limits = rank_limits({("here", FIRST): on_gpu(40 * GIB), ("here", SECOND): on_gpu(30 * GIB)}, None)
     assert [kv.limit_bytes for kv in limits.values()] == [10 * GIB] * 2
+
+
+def test_kv_that_does_not_grow_must_fit_as_a_whole() -> None:
+    state = RankKv(limit_bytes=100, bytes_per_token=0, bytes_per_sequence=200)
+    assert KvBudget({FIRST: state}).capacity_tokens == 0
+    with pytest.raises(ConfigError, match="0 tokens fit"):
+        fitting_context({FIRST: state}, 4096, insisted=False)

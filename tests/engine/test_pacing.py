@@ -39,6 +39,13 @@ def test_a_chunk_beside_decode_takes_what_the_ratio_leaves() -> None:
     assert 150 <= size <= 200, "two decode steps' time is left, some of it as a margin"
 
 
+def test_steps_with_drafts_leave_time_to_prompts_too() -> None:
+    pace = pacing(decode_us=10_000, token_us=100)
+    pace.spend(1000)
+    pace.note(timing(0, rows=4, tokens=20, compute_us=14_000), is_prefill=False)
+    assert pace.chunk(5000, 5000, beside_decode=True) >= 150
+
+
 def test_what_is_spent_must_be_earned_again() -> None:
     pace = pacing(decode_us=10_000, token_us=100, steps=2)
     size = pace.chunk(5000, 5000, beside_decode=True)

@@ -22,6 +22,7 @@ from tests.worker.stages import (
     want,
 )
 
+from mlx_ring.core.errors import StepFailed
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.kv import KVStore
 
@@ -205,3 +206,20 @@ def test_an_operation_that_the_device_fails_names_its_sequence_and_the_others_ar
         answers = pipeline.run(chunk(3, 0, PROMPT, want()), operations=[park, opened(3)])
     assert failures(answers) == [("StepFailed", [1])] * len(answers)
     assert sampled(answers) == {3: expected[:1]}
+
+
+def test_a_fork_that_cannot_be_is_computed_anew_and_leaves_no_source_that_the_head_gave_up(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.results(chunk(1, 0, PROMPT, want()), operations=[opened(1)])
+
+    def out_of_reach(*_: object, **__: object) -> None:
+        raise StepFailed("a layer holds tokens from 7 on only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVStore, "fork", out_of_reach)
+        fork = step_pb2.CacheOperation(fork=step_pb2.Fork(source=1, destination=2, length=5, take=True))
+        answers = pipeline.run(chunk(2, 5, [8], want()), operations=[opened(2), fork])
+    assert {kind for kind, _ in failures(answers)} == {"ProtocolError"}
+    freed = pipeline.run(operations=[free(2)])
+    assert [answer.kv_bytes for answer in freed] == [0] * len(freed)

@@ -125,7 +125,7 @@ class Engine:
     def _check_open(self) -> None:
         if self._ended is not None:
             raise NotReady(f"Instance {self._instance} cannot answer: {self._ended}")
-        if self._scheduler.num_waiting >= self._policy.max_waiting:
+        if self._scheduler.num_waiting >= self._policy.max_waiting and not self._scheduler.has_place:
             raise Overloaded(
                 f"{self._policy.max_waiting} requests wait already; try again in {_RETRY_AFTER_S:g} s.",
                 retry_after_s=_RETRY_AFTER_S,

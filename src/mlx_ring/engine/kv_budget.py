@@ -56,6 +56,8 @@ class KvBudget:
             for rank in self._ranks.values()
             if rank.bytes_per_token
         ]
+        # Where KV does not grow with its tokens, a sequence fits as a whole or not at all.
+        rooms += [0 for rank in self._ranks.values() if rank.bytes_per_sequence > rank.limit_bytes]
         return max(0, min(rooms)) if rooms else None
 
     @property

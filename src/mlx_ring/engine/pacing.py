@@ -55,12 +55,13 @@ class Pacing:
             return
         if is_prefill:
             self._token_us[stage].add(timing.compute_us / timing.tokens)
-        elif timing.tokens == timing.rows:
+            return
+        if timing.tokens == timing.rows:
             self._decode_us[stage].add(timing.compute_us)
-            if stage == 0:
-                self._earn()
         elif (plain := self._decode_us[stage].value) is not None:
             self._draft_us[stage].add(max(0.0, timing.compute_us - plain) / (timing.tokens - timing.rows))
+        if stage == 0:
+            self._earn()
 
     def chunk(self, remaining: int, prompt: int, *, beside_decode: bool) -> int:
         """Most tokens of a chunk of a prompt, alone or beside running sequences that must not wait long.

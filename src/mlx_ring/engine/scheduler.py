@@ -91,6 +91,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def has_place(self) -> bool:
+        """Whether a sequence that comes now need not wait for others to end."""
+        return not self._waiting and len(self._running) < self._policy.max_num_seqs
+
+    @property
     def capacity_tokens(self) -> int | None:
         """Most tokens that one sequence can have; None without a limit."""
         return self._kv.budget.capacity_tokens

@@ -129,15 +129,15 @@ class SequenceTable:
                 raise ProtocolError("A cache operation names nothing to do.")
 
     def _concerned(self, operation: step_pb2.CacheOperation) -> tuple[int, ...]:
-        """The sequences that suffer when an operation fails, one whose content is gone among them; none where that is all."""
+        """The sequences that suffer when an operation fails, a kept one that cannot be forked among them; none where that is all."""
         match operation.WhichOneof("operation"):
             case "open":
                 return (operation.open.sequence,)
             case "fork":
                 fork = operation.fork
-                return (
-                    (fork.destination, fork.source) if self._kv.is_lost(fork.source) else (fork.destination,)
-                )
+                source = self._open.get(fork.source)
+                is_kept = source is not None and source.parked
+                return (fork.destination, fork.source) if is_kept else (fork.destination,)
             case "trim":
                 return (operation.trim.sequence,)
             case "free":
@@ -162,7 +162,14 @@ class SequenceTable:
 
     def _fork(self, fork: step_pb2.Fork) -> None:
         source, destination = self[fork.source], self[fork.destination]
-        self._kv.fork(fork.source, fork.destination, fork.length, take=fork.take)
+        try:
+            self._kv.fork(fork.source, fork.destination, fork.length, take=fork.take)
+        except Exception as error:
+            if fork.take:
+                # The head has given it up already.
+                self._free(fork.source)
+            # Whoever wanted to begin there is computed from the start.
+            raise ProtocolError(str(error) or type(error).__name__) from error
         destination.tokens = source.tokens[: fork.length]
         if fork.take:
             del self._open[fork.source]

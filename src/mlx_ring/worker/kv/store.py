@@ -63,10 +63,6 @@ class KVStore:
         """Committed tokens."""
         return self._row(sequence).length
 
-    def is_lost(self, sequence: int) -> bool:
-        """Whether a sequence is here whose content is gone."""
-        return sequence in self._rows and bool(self._rows[sequence].lost)
-
     def open(self, sequence: int, max_length: int) -> None:
         """Make a sequence known. Nothing is allocated before its first token."""
         if sequence in self._rows:
@@ -142,9 +138,6 @@ class KVStore:
         if length == 0:
             return
         self._empty(row)
-        if origin.lost:
-            # Whoever wanted to begin from it is computed from the start.
-            raise ProtocolError(origin.lost)
         self._check_reach(origin, length, "forked")
         if self._layout.object_parts and length != origin.length:
             raise StepFailed(
