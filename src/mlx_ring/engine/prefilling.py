@@ -21,6 +21,9 @@ from mlx_ring.rpc.protos import step_pb2
 _PROMPTS_TOGETHER = 4
 """Several short prompts may share a step that is so many times as long as one prompt's chunk."""
 
+_BURST_S = 0.25
+"""Requests that come within this time of each other have come together."""
+
 
 class Prefilling(PrefillLine):
     """The line of prompts, and the steps that read them."""
@@ -78,13 +81,14 @@ class Prefilling(PrefillLine):
         return left <= _PROMPTS_TOGETHER * self._policy.prefill_chunk
 
     def _has_to_spare(self) -> bool:
-        """Whether a sequence is decoding that was running when the prompts were admitted: its tokens must not wait long.
+        """Whether a sequence is decoding that did not come together with the prompts: its tokens must not wait long.
 
-        Prompts that came together with the running ones have the same claim, and are read at full speed.
+        Prompts that came with the running ones have the same claim, and are read at full speed.
         """
         came = min(sequence.admitted_at for sequence in self)
         return any(
-            member.first_token_at is not None and member.first_token_at < came
+            (member.first_token_at is not None and member.first_token_at < came)
+            or member.admitted_at > came + _BURST_S
             for group in self._groups
             for member in group.members.values()
         )
