@@ -67,7 +67,7 @@ def test_a_client_that_leaves_a_stream_stops_every_sequence(n: int) -> None:
             lines = got.iter_lines()
             for _ in range(5):
                 next(lines)
-            assert service.sequences_held == n
+            until(lambda: service.sequences_held == n)
             assert httpx.get(f"{url}/cache/stats").json()["kv_bytes"] > 0
         until(lambda: service.sequences_held == 0)
         assert waiting(service) == 0

@@ -116,6 +116,8 @@ class _Rank:
             raise ProtocolError(f"Sequence {row.sequence} has ended; it steps no more.")
         if len(held.tokens) != row.start:
             raise ProtocolError(f"Sequence {row.sequence} has {len(held.tokens)} tokens, not {row.start}.")
+        if row.previous and row.start not in sampled:
+            raise ProtocolError(f"The row before sampled no token for sequence {row.sequence}.")
         given = row.tokens.ids or [sampled[row.start] if row.previous else row.token]
         held.tokens += [*given, *row.draft]
         if len(held.tokens) > held.opened.max_length:
