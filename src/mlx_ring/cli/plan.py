@@ -15,7 +15,7 @@ from mlx_ring.cluster.planner.model_sizes import WeightFormat, profile_folder
 from mlx_ring.cluster.planner.place import Wish, place
 from mlx_ring.cluster.planner.plan import AIMS, STRATEGIES, Aim, Plan, Strategy
 from mlx_ring.cluster.planner.profiles import ClusterProfile
-from mlx_ring.cluster.planner.stage_costs import Demand
+from mlx_ring.cluster.planner.stage_tables import Demand
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.model_source import describe_model
 

@@ -108,15 +108,13 @@ class Flights:
         self._recent.append(timing)
         return Answered(flight, rank, timing)
 
-    def land(self) -> list[Flight]:
-        """The steps that every rank has answered by now, and which are over."""
-        completed = self.completed
-        landed: list[Flight] = []
+    def land(self) -> bool:
+        """Forget the steps that every rank has answered by now; tells whether there were any."""
+        completed, has_landed = self.completed, False
         while self._flights and (number := next(iter(self._flights))) <= completed:
-            flight = self._flights.pop(number)
-            self.prefills -= flight.is_prefill
-            landed.append(flight)
-        return landed
+            self.prefills -= self._flights.pop(number).is_prefill
+            has_landed = True
+        return has_landed
 
     @property
     def completed(self) -> int:

@@ -27,7 +27,6 @@ def model_of(
         is_tied=True,
         hidden_size=1024,
         vocabulary=32_000,
-        attention_heads=16,
         context_tokens=32_768,
     )
 

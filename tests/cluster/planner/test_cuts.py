@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_ring.cluster.planner.cuts import Piece, Way, in_order, quickest_way, steadiest_way
-from mlx_ring.cluster.planner.stage_costs import Table
+from mlx_ring.cluster.planner.stage_tables import Table
 
 
 @st.composite

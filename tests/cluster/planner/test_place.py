@@ -12,7 +12,7 @@ from tests.cluster.planner.clusters import NODES, cluster_of, model_of, node_of
 from mlx_ring.cluster.planner.place import Wish, place
 from mlx_ring.cluster.planner.plan import STRATEGIES, Plan
 from mlx_ring.cluster.planner.profiles import LinkProfile, NodeProfile
-from mlx_ring.cluster.planner.stage_costs import Demand
+from mlx_ring.cluster.planner.stage_tables import Demand
 from mlx_ring.core.errors import PlanError
 
 SMALL = Demand(context_tokens=1024, sequences=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, cast
@@ -28,7 +28,6 @@ class KnownMachine:
     gb: tuple[int, ...]
     gb_s: float
     tflops: float
-    profiles: dict[int, NodeProfile] = field(default_factory=dict[int, NodeProfile])
 
 
 @cache

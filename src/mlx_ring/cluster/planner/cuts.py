@@ -13,7 +13,7 @@ from itertools import combinations
 
 import numpy as np
 
-from mlx_ring.cluster.planner.stage_costs import Table
+from mlx_ring.cluster.planner.stage_tables import Table
 
 
 @dataclass(frozen=True, slots=True)

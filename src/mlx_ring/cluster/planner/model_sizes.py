@@ -80,7 +80,6 @@ def profile_config(folder: ModelFolder, name: str, weights: WeightFormat) -> Mod
         is_tied=bool(tied),
         hidden_size=hidden,
         vocabulary=vocabulary,
-        attention_heads=heads,
         context_tokens=folder.context_length,
     )
 

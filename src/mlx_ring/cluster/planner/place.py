@@ -12,7 +12,7 @@ from mlx_ring.cluster.planner.cuts import Piece, Way, in_order, quickest_way, st
 from mlx_ring.cluster.planner.plan import Aim, LeftOut, Plan, Prediction, StagePlan, Strategy
 from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.cluster.planner.shares import given_counts, proportional_counts
-from mlx_ring.cluster.planner.stage_costs import Demand, StageCosts, Table
+from mlx_ring.cluster.planner.stage_tables import Demand, StageTables, Table
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 
@@ -65,7 +65,7 @@ class _Planner:
         self._cluster = cluster
         self._wish = wish
         self._nodes = cluster.nodes
-        self._costs = StageCosts(model, wish.demand)
+        self._costs = StageTables(model, wish.demand)
 
     def _tables(self, rows: int) -> list[Table]:
         # Half of the context is what a stream has behind it in the mean.
@@ -143,7 +143,7 @@ class _Planner:
 
     def _unbound_tables(self) -> list[Table]:
         """What steps take where memory is no matter."""
-        costs = StageCosts(self._model, self._wish.demand)
+        costs = StageTables(self._model, self._wish.demand)
         boundless = [replace(node, memory_bytes=1 << 62) for node in self._nodes]
         return [np.where(np.isfinite(table := costs.seconds(node, 1, 0)), table, 0.0) for node in boundless]
 
@@ -285,7 +285,7 @@ class _Planner:
 def _what_is_missing(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
     """Why nothing fits, and what would."""
     demand, usable = wish.demand, sum(node.usable_bytes for node in cluster.nodes)
-    need = float(StageCosts(model, demand).memory[0, -1])
+    need = float(StageTables(model, demand).memory[0, -1])
     several = "" if demand.sequences == 1 else "s"
     asked = (
         f"{model.name} with {demand.sequences} sequence{several} of {demand.context_tokens} tokens "

@@ -31,7 +31,6 @@ class ModelProfile:
     """Whether the head is the embedding, so that a stage with both holds one."""
     hidden_size: int
     vocabulary: int
-    attention_heads: int
     context_tokens: int
     """The longest that the model takes."""
     activation_bytes: int = 2

@@ -39,7 +39,7 @@ class Demand:
         return 1.0 if self.kv_bits >= 16 else (self.kv_bits + 0.5) / 16  # noqa: PLR2004 - bits
 
 
-class StageCosts:
+class StageTables:
     """Sums over layers, so that a stage's costs are differences."""
 
     def __init__(self, model: ModelProfile, demand: Demand) -> None:
