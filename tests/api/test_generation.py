@@ -21,7 +21,7 @@ def asking(*lengths: int) -> list[GenerateRequest]:
     ]
 
 
-def test_a_refused_sequence_takes_the_others_with_it_and_names_the_clients_field() -> None:
+def test_a_refused_sequence_keeps_the_others_from_starting_and_names_the_clients_field() -> None:
     service = TwinService(automatic=False)
 
     async def run() -> None:
@@ -31,7 +31,7 @@ def test_a_refused_sequence_takes_the_others_with_it_and_names_the_clients_field
     with pytest.raises(ContextExceeded) as refused:
         asyncio.run(run())
     assert refused.value.param == "messages[7]"
-    assert service.engine.stats().finished == {"abort": 2}
+    assert service.engine.stats().scheduler.steps_sent == 0
 
 
 def test_leaving_early_stops_every_sequence() -> None:
@@ -54,7 +54,10 @@ class ScriptedEngine:
         self._streams: list[RequestStream] = []
         self.aborted = 0
 
-    def submit(self, request: GenerateRequest) -> RequestStream:
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
+        return [self._start(request) for request in requests]
+
+    def _start(self, request: GenerateRequest) -> RequestStream:
         stream = RequestStream(abort=self._count)
         stream.put(Delta("a", (97,), (), len(request.prompt_tokens), 1))
         self._streams.append(stream)

@@ -51,10 +51,10 @@ def test_a_service_that_cannot_answer_says_why_everywhere(
 
 
 def test_a_full_queue_says_when_to_try_again(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> None:
+    def refuse(*_: object) -> None:
         raise Overloaded("16 requests wait already; try again in 2 s.", retry_after_s=2)
 
-    monkeypatch.setattr(api.service.engine, "submit", refuse)
+    monkeypatch.setattr(api.service.engine, "submit_all", refuse)
     for stream in (False, True):
         response = api.chat(stream=stream)
         refusal(response, 429)
@@ -64,10 +64,10 @@ def test_a_full_queue_says_when_to_try_again(api: Api, monkeypatch: pytest.Monke
 def test_what_nobody_expected_is_500_and_shows_no_inside(
     api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise LookupError("secret detail")
 
-    monkeypatch.setattr(api.service.engine, "submit", fail)
+    monkeypatch.setattr(api.service.engine, "submit_all", fail)
     _, message = refusal(api.chat(), 500)
     assert "secret" not in message
     assert "secret detail" in caplog.text
@@ -103,7 +103,7 @@ def test_the_cache_keeps_what_has_ended_and_says_what_was_reused(api: Api) -> No
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["prompt_tokens_details"]["cached_tokens"] == second["prompt_tokens"] - 1
     stats = api.get("/cache/stats").json()
-    assert (stats["running"], stats["waiting"], stats["preemptions"]) == (0, 0, 0)
+    assert (stats["running"], stats["waiting"], stats["num_preemptions"]) == (0, 0, 0)
     cache = stats["prefix_cache"]
     assert (cache["enabled"], cache["queries"], cache["hits"]) == (True, 2, 1)
     assert cache["hit_tokens"] == second["prompt_tokens"] - 1

@@ -187,10 +187,10 @@ def test_sequences_that_are_put_back_go_on_with_the_same_tokens(tmp_path: Path) 
     async def run() -> tuple[list[list[int]], int]:
         async with running_engine(folder, 2, tmp_path, policy=policy, kv_blocks=6) as (engine, _):
             tokens = await asyncio.gather(*(generate(engine, prompt, 420) for prompt in prompts))
-            return tokens, engine.stats().scheduler.preemptions
+            return tokens, engine.stats().scheduler.num_preemptions
 
-    tokens, preemptions = asyncio.run(run())
-    assert preemptions > 0
+    tokens, num_preemptions = asyncio.run(run())
+    assert num_preemptions > 0
     for prompt, got in zip(prompts, tokens, strict=True):
         expected = whole.greedy(prompt, 420)
         same = next(

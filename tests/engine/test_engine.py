@@ -237,6 +237,22 @@ def test_a_full_line_takes_no_more() -> None:
     asyncio.run(run())
 
 
+def test_requests_that_belong_together_are_taken_as_a_whole_or_not_at_all() -> None:
+    async def run() -> None:
+        twin = TwinExecutor(automatic=False)
+        engine = make_engine(twin, replace(PLAIN, max_num_seqs=2, max_waiting=3))
+        engine.submit_all(ask(), ask())
+        with pytest.raises(Overloaded, match="asks for 4 answers"):
+            engine.submit_all(*(ask() for _ in range(4)))
+        assert engine.stats().scheduler.waiting == 0
+        engine.submit_all(*(ask() for _ in range(3)))
+        with pytest.raises(RequestError, match=r"asks for 6 answers.*takes 5 at once") as refused:
+            engine.submit_all(*(ask() for _ in range(6)))
+        assert refused.value.param == "n"
+
+    asyncio.run(run())
+
+
 def test_without_a_line_those_are_taken_who_need_not_wait() -> None:
     async def run() -> None:
         engine = make_engine(TwinExecutor(automatic=False), replace(PLAIN, max_num_seqs=2, max_waiting=0))

@@ -46,7 +46,7 @@ def test_a_sequence_can_take_anothers_place() -> None:
     kv = budget(2)
     kv.charge(1, 2 * BLOCK)
     assert not kv.fits(2 * BLOCK, 2)
-    assert kv.fits(2 * BLOCK, 2, instead_of=1)
+    assert kv.fits(2 * BLOCK, 2, without=[1])
 
 
 def test_a_sequences_own_bytes_count_too() -> None:

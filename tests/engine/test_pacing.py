@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.pacing import SMALLEST_CHUNK, Pacing
 from mlx_ring.engine.stats import StepTiming
@@ -55,11 +57,18 @@ def test_what_is_spent_must_be_earned_again() -> None:
     assert pace.chunk(5000, 5000, beside_decode=True) == size // 2
 
 
-def test_streams_that_were_left_in_peace_let_one_full_chunk_pass_and_no_more() -> None:
-    pace = pacing(decode_us=10_000, token_us=100, steps=100)
-    assert pace.chunk(5000, 5000, beside_decode=True) == 512
-    pace.spend(512)
+def test_streams_that_were_left_in_peace_owe_eight_steps_and_a_full_chunk_at_most() -> None:
+    pace = pacing(decode_us=1_000, token_us=100, steps=100)
+    assert pace.chunk(5000, 5000, beside_decode=True) == 144, "eight steps, 18 tokens each"
+    pace.spend(144)
     assert pace.chunk(5000, 5000, beside_decode=True) == SMALLEST_CHUNK
+    assert pacing(decode_us=10_000, token_us=100, steps=100).chunk(5000, 5000, beside_decode=True) == 512
+
+
+def test_time_is_earned_where_every_step_has_drafts() -> None:
+    pace = pacing(decode_us=10_000, token_us=100, steps=0)
+    pace.note(timing(0, rows=4, tokens=20, compute_us=10_000), is_prefill=False)
+    assert pace.chunk(5000, 5000, beside_decode=True) >= 150
 
 
 def test_before_anything_is_measured_chunks_are_small_beside_decode() -> None:
@@ -89,6 +98,13 @@ def test_a_prompt_alone_is_cut_so_that_stages_overlap() -> None:
 
 def test_verifying_costs_what_it_was_measured_to_cost() -> None:
     pace = pacing(decode_us=10_000, token_us=100, stages=2)
-    assert pace.verifying_cost(8) == 1.0
     pace.note(timing(1, rows=4, tokens=14, compute_us=15_000), is_prefill=False)
+    assert pace.verifying_cost(0) == 1.0
     assert pace.verifying_cost(4) == 1.2
+
+
+def test_before_it_was_measured_one_draft_token_is_tried_beside_steps_that_were() -> None:
+    assert Pacing(1, chunk=512, max_itl_ratio=2.0).verifying_cost(1) == math.inf
+    pace = pacing(decode_us=10_000, token_us=100, stages=2)
+    assert pace.verifying_cost(1) == 1.0
+    assert pace.verifying_cost(2) == math.inf

@@ -209,6 +209,84 @@ def test_decoding_goes_on_between_the_chunks_of_a_long_prompt() -> None:
     assert len(short.output) > 8
 
 
+def read_beside_decode(pipeline: Pipeline, steps: int) -> list[int]:
+    """Of the next steps of one stage, whose prompt each chunk is of."""
+    sent = len(pipeline.twin.sent)
+    for _ in range(steps):
+        pipeline.run(0)
+    return [step.rows[0].sequence for step in pipeline.twin.sent[sent:] if is_prefill(step)]
+
+
+def test_while_a_long_prompt_is_read_beside_decode_every_second_chunk_is_for_short_ones() -> None:
+    pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=16), context=700)
+    pipeline.add(1, SamplingParams(ignore_eos=True))
+    pipeline.run(0)
+    pipeline.run(0)
+    long, short = pipeline.add(400), pipeline.add(12)
+    turns = read_beside_decode(pipeline, 12)
+    assert turns.count(short.id) >= 2, "the short prompt is larger than a chunk beside decode"
+    assert all({one, other} == {long.id, short.id} for one, other in pairwise(turns[:4]))
+
+
+def test_a_prompt_of_which_little_is_left_to_compute_is_a_short_one() -> None:
+    pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=16, prefix_cache=True), context=700)
+    pipeline.add(SHARED[:300])
+    pipeline.run_out()
+    pipeline.add(1, SamplingParams(ignore_eos=True, max_tokens=600))
+    pipeline.run(0)
+    pipeline.run(0)
+    pipeline.add(400)
+    again = pipeline.add((*SHARED[:300], 3, 4, 5))
+    assert again.id in read_beside_decode(pipeline, 6)
+    assert again.cached_tokens == 300
+
+
+def test_who_leaves_gives_back_the_kept_beginning_that_it_took_over() -> None:
+    pipeline = Pipeline((1,), replace(PLAIN, prefix_cache=True), context=700)
+    pipeline.add(SHARED[:300], SamplingParams(max_tokens=1))
+    pipeline.run_out()
+    leaving = pipeline.add((*SHARED[:300], 3, 4, 5), SamplingParams(ignore_eos=True))
+    pipeline.run(0)
+    assert leaving.taken == 300
+    pipeline.cancel(leaving)
+    pipeline.run_out()
+    stays = pipeline.add((*SHARED[:300], 6, 7))
+    pipeline.run_out()
+    assert (stays.cached_tokens, stays.output) == (300, pipeline.alone(stays))
+    pipeline.check_nothing_is_left()
+
+
+def test_nothing_that_is_kept_goes_for_a_prompt_that_would_not_fit_even_then() -> None:
+    pipeline = Pipeline(
+        (1,), replace(PLAIN, prefix_cache=True), kv=budget((1,), 5), context=5 * 256, next_token=lambda _: 7
+    )
+    pipeline.add(SHARED[:200], SamplingParams(max_tokens=1))
+    pipeline.run_out()
+    pipeline.add(3, SamplingParams(ignore_eos=True, max_tokens=700))
+    for _ in range(400):
+        pipeline.run(0)
+    waiting = pipeline.add(1000)
+    pipeline.run(0)
+    assert not waiting.scheduled
+    assert pipeline.scheduler.cache_stats().entries == 1
+    pipeline.run_out()
+    assert pipeline.scheduler.cache_stats().evictions > 0
+    assert waiting.finish_reason is not None
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_where_rows_hold_more_than_they_count_someone_makes_way_and_all_end(*, prefix_cache: bool) -> None:
+    policy = replace(PLAIN, prefix_cache=prefix_cache, prefill_chunk=64)
+    pipeline = Pipeline((1,), policy, kv=budget((1,), 8), context=1500, next_token=lambda _: 7, pads=True)
+    pipeline.add(1000, SamplingParams(max_tokens=300))
+    for _ in range(4):
+        pipeline.add(20, SamplingParams(max_tokens=100))
+    pipeline.run_out()
+    assert all(sequence.finish_reason for sequence in pipeline.sequences.values())
+    assert pipeline.scheduler.stats().num_preemptions > 0
+    pipeline.check_nothing_is_left()
+
+
 def test_free_goes_out_alone_when_there_is_no_other_work() -> None:
     pipeline = Pipeline((1, 1))
     sequence = pipeline.add(3)
@@ -285,9 +363,9 @@ def test_the_rank_that_owes_longest_is_known_from_its_last_progress() -> None:
 ALL_ON = Policy(prefill_chunk=5, draft_tokens=4, step_deadline_s=5.0)
 SHARED = tuple(Random(0).randrange(1, 50) for _ in range(300))
 REACHES: dict[str, Reach] = {
-    "plain": lambda _present, _length: True,
-    "recurrent": lambda present, length: length == present,
-    "sliding": lambda present, length: present <= 12 or length >= present - 8,
+    "plain": lambda _present, _reached, _length: True,
+    "recurrent": lambda present, _reached, length: length == present,
+    "sliding": lambda _present, reached, length: reached <= 12 or length >= reached - 8,
 }
 
 
@@ -312,7 +390,10 @@ def test_whatever_is_cached_drafted_evicted_and_put_back_the_answers_are_those_o
         steps_ahead=data.draw(st.integers(1, 3)),
         prefill_chunk=data.draw(st.integers(1, 64)),
     )
-    pipeline = Pipeline(tp_sizes, policy, kv=kv, context=700, next_token=circling, reach=REACHES[kind])
+    pads = data.draw(st.booleans())
+    pipeline = Pipeline(
+        tp_sizes, policy, kv=kv, context=700, next_token=circling, reach=REACHES[kind], pads=pads
+    )
     cancelled: set[int] = set()
     for _ in range(data.draw(st.integers(1, 8))):
         prompt = SHARED[: random.choice([1, 30, 100, 200, 300])] + tuple(

@@ -62,17 +62,14 @@ class Generation:
         self.answers = [Answer() for _ in requests]
 
     async def __aenter__(self) -> Self:
-        """Raises the `RingError` with which the engine refuses one of the sequences."""
+        """Raises the `RingError` with which the engine refuses the sequences."""
         try:
-            for request in self._requests:
-                stream = self._engine.submit(request)
-                self._streams.append(stream)
-                stream.tell(self._news.set)
-        except RingError as error:
-            await self._stop()
-            if isinstance(error, ContextExceeded):
-                error.param = self._prompt_field
+            self._streams = self._engine.submit_all(*self._requests)
+        except ContextExceeded as error:
+            error.param = self._prompt_field
             raise
+        for stream in self._streams:
+            stream.tell(self._news.set)
         return self
 
     async def __aexit__(self, *_: object) -> None:

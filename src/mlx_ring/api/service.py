@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
 class ServingEngine(Protocol):
     """The engine, as `/v1/...` uses it."""
 
-    def submit(self, request: GenerateRequest) -> RequestStream:
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
         """Raises `RequestError` for values that the model cannot take, `ServingError` when it cannot answer."""
         ...
 

@@ -20,6 +20,7 @@ from mlx_ring.core.errors import (
     NotReady,
     Overloaded,
     ProtocolError,
+    RequestError,
     RingError,
     ServingError,
 )
@@ -86,18 +87,27 @@ class Engine:
     # ---- from the API
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        """Start to answer a request.
+        """Start to answer a request. Raises what `submit_all` raises."""
+        return self.submit_all(request)[0]
+
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
+        """Start to answer requests that belong together: all of them, or none.
 
         Raises:
-            RequestError: the model cannot take it.
+            RequestError: the model cannot take one of them, or the server never takes so many.
             Overloaded: too many requests wait already.
             NotReady: the instance is lost or closed.
         """
-        self._check_open()
+        self._check_open(len(requests))
         now = self._clock()
-        sequence = make_sequence(next(self._sequence_ids), request, self._limits, now)
+        sequences = [
+            make_sequence(next(self._sequence_ids), request, self._limits, now) for request in requests
+        ]
+        return [self._start(sequence, now) for sequence in sequences]
+
+    def _start(self, sequence: Sequence, now: float) -> RequestStream:
         stream = RequestStream(abort=lambda: self._abort(sequence))
-        text = AnswerText(self._vocabulary, request.sampling, sequence.ends)
+        text = AnswerText(self._vocabulary, sequence.request.sampling, sequence.ends)
         self._live[sequence.id] = _Live(sequence, stream, text)
         self._scheduler.add(sequence)
         self._send_steps(now)
@@ -122,12 +132,21 @@ class Engine:
         )
         self._send_steps(self._clock())
 
-    def _check_open(self) -> None:
+    def _check_open(self, requests: int) -> None:
+        """Whether so many requests can come now."""
         if self._ended is not None:
             raise NotReady(f"Instance {self._instance} cannot answer: {self._ended}")
-        if self._scheduler.num_waiting >= self._policy.max_waiting and not self._scheduler.has_place:
+        most = self._policy.max_num_seqs + self._policy.max_waiting
+        if requests > most:
+            raise RequestError(
+                f"This request asks for {requests} answers (its prompts times n), and the server takes {most} at once "
+                f"(--max-num-seqs {self._policy.max_num_seqs}, --max-waiting {self._policy.max_waiting}): ask for fewer.",
+                param="n",
+            )
+        if requests > self._scheduler.places:
+            asked = f", and this one asks for {requests} answers" if requests > 1 else ""
             raise Overloaded(
-                f"{self._policy.max_waiting} requests wait already; try again in {_RETRY_AFTER_S:g} s.",
+                f"{self._scheduler.num_waiting} requests wait already{asked}; try again in {_RETRY_AFTER_S:g} s.",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
@@ -210,7 +229,10 @@ class Engine:
         self._finished[reason] += 1
         if live.deadline is not None:
             live.deadline.cancel()
-        self._scheduler.finish(live.sequence, keep=reason in ("stop", "length"))
+        if reason in ("stop", "length"):
+            self._scheduler.finish(live.sequence)
+        else:
+            self._scheduler.abort(live.sequence)
 
     def _end_with_error(self, live: _Live, error: RingError) -> None:
         live.stream.fail(error)

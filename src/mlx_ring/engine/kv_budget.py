@@ -7,7 +7,7 @@ sequences. What was released counts until every rank has answered the step that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mlx_ring.engine.executor import RankId
@@ -70,7 +70,7 @@ class KvBudget:
         tokens: int,
         sequence: int,
         *,
-        instead_of: int | None = None,
+        without: Iterable[int] = (),
         spare_blocks: int = 0,
         freed: bool = False,
     ) -> bool:
@@ -79,14 +79,14 @@ class KvBudget:
         Args:
             tokens: in all.
             sequence: whose.
-            instead_of: a sequence whose memory it takes over.
+            without: sequences whose memory would be free for it.
             spare_blocks: to leave for others.
             freed: whether to count on what is being freed.
         """
         held = self._blocks.get(sequence)
-        taken = None if instead_of is None else self._blocks.get(instead_of)
-        blocks = _blocks(tokens) - (held or 0) - (taken or 0) + spare_blocks
-        sequences = int(held is None) - int(taken is not None)
+        gone = [self._blocks[other] for other in without if other in self._blocks]
+        blocks = _blocks(tokens) - (held or 0) - sum(gone) + spare_blocks
+        sequences = int(held is None) - len(gone)
         if freed:
             blocks -= self._freeing_blocks
             sequences -= len(self._freeing)
@@ -102,6 +102,11 @@ class KvBudget:
             self._held[place] + self._bytes(rank, more, 1) <= rank.limit_bytes
             for place, rank in self._ranks.items()
         )
+
+    @property
+    def is_over_as_held(self) -> bool:
+        """Whether some rank says that it holds more than it may."""
+        return any(self._held[place] > rank.limit_bytes for place, rank in self._ranks.items())
 
     def charge(self, sequence: int, tokens: int) -> None:
         """A sequence holds so many tokens from now on."""

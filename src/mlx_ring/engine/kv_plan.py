@@ -12,7 +12,7 @@ from itertools import count
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.kv_budget import KvBudget
 from mlx_ring.engine.policy import RankKv
-from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Found, Match, PrefixCache
+from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Extent, Found, Match, PrefixCache
 from mlx_ring.engine.rows import (
     fork_operation,
     free_operation,
@@ -87,17 +87,49 @@ class KvPlan:
         match = self._find(sequence, running).match
         source = match.source if match is not None and match.kept else None
         spare = len(running)
-        while not self.budget.fits(tokens, sequence.id, spare_blocks=spare, freed=True):
-            if not self._evict(source):
-                break
-        if self.budget.fits(tokens, sequence.id, spare_blocks=spare) and self._is_roomy(
-            tokens, running, source
+        if (
+            self._make_way(tokens, sequence.id, spare=source, spare_blocks=spare)
+            and self.budget.fits(tokens, sequence.id, spare_blocks=spare)
+            and self._is_roomy(tokens, running, source)
         ):
             self.budget.charge(sequence.id, tokens)
             return True
-        if source is not None and not self.budget.being_freed:
-            return self._admit_instead(sequence, tokens, match, spare)
-        return False
+        if match is None or source is None or self.budget.being_freed:
+            return False
+        # Both do not fit: it is admitted in the place of the kept one that it begins from.
+        if not self._make_way(tokens, sequence.id, instead_of=source, spare_blocks=spare):
+            return False
+        if not self.budget.fits(tokens, sequence.id, without=(source,), spare_blocks=spare):
+            return False
+        self.budget.charge(sequence.id, tokens)
+        self._begin(sequence, match, take=True)
+        return True
+
+    def _make_way(
+        self,
+        tokens: int,
+        sequence: int,
+        *,
+        spare: int | None = None,
+        instead_of: int | None = None,
+        spare_blocks: int = 0,
+    ) -> bool:
+        """Whether a sequence can have `tokens`, at once or when what is being freed is free.
+
+        What is kept goes for it, but nothing goes where all of it together would not do. `spare` stays; so does
+        `instead_of`, whose memory counts as the sequence's.
+        """
+        own = () if instead_of is None else (instead_of,)
+        stays = spare if instead_of is None else instead_of
+
+        def fits(*without: int) -> bool:
+            return self.budget.fits(tokens, sequence, without=without, spare_blocks=spare_blocks, freed=True)
+
+        if not fits(*own) and not fits(*own, *self._cache.kept(spare=stays)):
+            return False
+        while not fits(*own):
+            self._evict(stays)
+        return True
 
     def _is_roomy(self, tokens: int, running: Mapping[int, Sequence], spare: int | None) -> bool:
         """Whether what the ranks really hold leaves room too; if not, something that is kept goes."""
@@ -106,17 +138,6 @@ class KvPlan:
         if not self.budget.being_freed:
             self._evict(spare)
         return False
-
-    def _admit_instead(self, sequence: Sequence, tokens: int, match: Match | None, spare: int) -> bool:
-        """Admit a sequence in the place of the kept one that it begins from."""
-        if match is None:
-            return False
-        if not self.budget.fits(tokens, sequence.id, instead_of=match.source, spare_blocks=spare):
-            self._evict(None)
-            return False
-        self.budget.charge(sequence.id, tokens)
-        self._begin(sequence, match, take=True)
-        return True
 
     def begin(self, sequence: Sequence, running: Mapping[int, Sequence]) -> None:
         """Open an admitted sequence, with as much KV as others have for it."""
@@ -139,8 +160,16 @@ class KvPlan:
     def _find(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Found:
         if not self._enabled or sequence.request.prompt_logprobs is not None or sequence.id in self.held:
             return _NOTHING
-        lengths = {other.id: other.scheduled for other in running.values() if other.id != sequence.id}
-        return self._cache.find(tuple(sequence.tokens), lengths)
+        # Where caches forget, what others have computed meanwhile counts too, and not only what is noted of them.
+        now = (self._cache.version, sequence.length)
+        if sequence.found is None or sequence.found[:2] != now or self._cache.forgets:
+            extents = {
+                other.id: Extent(other.scheduled, other.reached)
+                for other in running.values()
+                if other.id != sequence.id
+            }
+            sequence.found = (*now, self._cache.find(tuple(sequence.tokens), extents))
+        return sequence.found[2]
 
     def _begin(self, sequence: Sequence, match: Match | None, *, take: bool) -> None:
         self._operations.append(open_operation(sequence))
@@ -149,10 +178,12 @@ class KvPlan:
         if match is None:
             return
         self._operations.append(fork_operation(match.source, sequence.id, match.length, take=take))
-        sequence.scheduled = match.length
+        sequence.scheduled = sequence.reused = match.length
+        sequence.reached = match.extent.reached
         if not sequence.generation:
             sequence.cached_tokens = min(match.length, sequence.prompt_length)
         if take:
+            sequence.taken = match.length
             self._cache.forget(match.source)
             self.budget.drop(match.source)
             self.held.discard(match.source)
@@ -164,9 +195,20 @@ class KvPlan:
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Whether a running sequence can have `tokens`; if so it has them. What is kept makes way."""
-        while not self.budget.fits(tokens, sequence.id, freed=True):
-            if not self._evict(None):
-                return False
+        if not self._make_way(tokens, sequence.id) or not self.budget.fits(tokens, sequence.id):
+            return False
+        self.budget.charge(sequence.id, tokens)
+        return True
+
+    def relieve(self) -> bool:
+        """Whether the ranks really hold no more than they may, or soon will not; something that is kept goes for it.
+
+        Rows of one bank share a capacity, so that ranks hold more than is accounted for.
+        """
+        return not self.budget.is_over_as_held or self.budget.being_freed > 0 or self._evict(None)
+
+    def may_draft(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether there is room for drafts, `tokens` in all, with nothing put out for it; if so it is reserved."""
         if not self.budget.fits(tokens, sequence.id):
             return False
         self.budget.charge(sequence.id, tokens)
@@ -190,20 +232,18 @@ class KvPlan:
         at_cut = sequence.scheduled == sequence.cut_at
         at_end = self._cache.recurrent and sequence.is_prefilled and not sequence.generation
         if self._enabled and (at_cut or at_end) and sequence.scheduled >= _LEAST_SNAPSHOT:
-            self._keep_snapshot(sequence.id, tuple(sequence.tokens[: sequence.scheduled]))
+            self._keep_snapshot(sequence)
 
-    def _keep_snapshot(self, source: int, tokens: tuple[int, ...]) -> None:
+    def _keep_snapshot(self, source: Sequence) -> None:
+        tokens = tuple(source.tokens[: source.scheduled])
         if self._cache.covers(tokens):
             return
         snapshot = next(self._snapshots)
-        while not self.budget.fits(len(tokens), snapshot, freed=True):
-            if not self._evict(None):
-                return
-        if self.budget.fits(len(tokens), snapshot):
+        if self._make_way(len(tokens), snapshot) and self.budget.fits(len(tokens), snapshot):
             self.budget.charge(snapshot, len(tokens))
             self.held.add(snapshot)
-            self._operations += snapshot_operations(source, snapshot, len(tokens))
-            self._cache.keep(snapshot, tokens)
+            self._operations += snapshot_operations(source.id, snapshot, len(tokens))
+            self._cache.keep(snapshot, tokens, source.reached)
 
     # ---- it goes
 
@@ -217,23 +257,24 @@ class KvPlan:
         else:
             self.budget.drop(sequence)
 
-    def keep(self, sequence: Sequence) -> None:
-        """An ended sequence's KV stays for others, as far as its tokens are known."""
-        tokens = tuple(sequence.tokens[: sequence.computed])
-        if not self._is_worth_keeping(sequence, tokens):
+    def keep(self, sequence: Sequence, most: int | None = None) -> None:
+        """An ended sequence's KV stays for others, as far as its tokens are known, and no more than `most` of them."""
+        known = sequence.computed if most is None else min(most, sequence.computed)
+        tokens = tuple(sequence.tokens[:known])
+        if sequence.id not in self.held or not self._is_worth_keeping(sequence, tokens):
             self.free(sequence.id)
             return
         if len(tokens) < sequence.scheduled:
             self._operations.append(trim_operation(sequence.id, len(tokens)))
         self._operations.append(park_operation(sequence.id))
         self.budget.charge(sequence.id, len(tokens))
-        for needless in self._cache.keep(sequence.id, tokens):
+        for needless in self._cache.keep(sequence.id, tokens, sequence.reached):
             self.free(needless)
 
     def _is_worth_keeping(self, sequence: Sequence, tokens: tuple[int, ...]) -> bool:
         if not self._enabled or len(tokens) < LEAST_TOKENS or sequence.request.prompt_logprobs is not None:
             return False
-        if self._cache.reusable_length(sequence.scheduled, len(tokens)) != len(tokens):
+        if not self._cache.is_exact(len(tokens), length=sequence.scheduled, reached=sequence.reached):
             return False
         return not self._cache.covers(tokens)
 

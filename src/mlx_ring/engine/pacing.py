@@ -1,11 +1,14 @@
 """How large a prompt's chunk may be, from how long steps were found to take. Pure.
 
 A chunk delays every running sequence by its own time on the slowest stage. The time that a token takes without
-chunks is known from decode steps; what the promised ratio leaves over is the chunks'. What they do not use is kept, up to
-one full chunk: a short prompt that comes to streams which were left in peace is read at once, a long one in small pieces.
+chunks is known from decode steps; what the promised ratio leaves over is the chunks'. What they do not use is kept for some
+steps: a short prompt that comes to streams which were left in peace is read in few pieces, a long one in small ones, and over
+so many tokens of a stream together the ratio holds.
 """
 
 from __future__ import annotations
+
+import math
 
 from mlx_ring.engine.stats import StepTiming
 
@@ -15,6 +18,8 @@ _SMALLEST_ALONE = 160
 _CHUNKS_PER_STAGE = 6
 """A prompt alone is cut into so many: with more of them reading the weights again costs more than it saves in
 filling and draining the pipeline, with fewer of them the other way round."""
+_STEPS_SAVED = 8
+"""Time that so many decode steps leave over can be spent at once."""
 _WEIGHT = 0.25
 """Of the newest measurement in a running mean."""
 _MARGIN = 0.9
@@ -41,6 +46,8 @@ class Pacing:
         self._ratio = max_itl_ratio
         self._decode_us = [RunningMean() for _ in range(stages)]
         """By stage: one decode step without drafts."""
+        self._any_decode_us = [RunningMean() for _ in range(stages)]
+        """By stage: one decode step, with drafts or without."""
         self._token_us = [RunningMean() for _ in range(stages)]
         """By stage: one token of the last chunks."""
         self._credit_us = 0.0
@@ -56,6 +63,7 @@ class Pacing:
         if is_prefill:
             self._token_us[stage].add(timing.compute_us / timing.tokens)
             return
+        self._any_decode_us[stage].add(timing.compute_us)
         if timing.tokens == timing.rows:
             self._decode_us[stage].add(timing.compute_us)
         elif (plain := self._decode_us[stage].value) is not None:
@@ -80,9 +88,13 @@ class Pacing:
 
     def _earn(self) -> None:
         """A decode step has given time to prompts: on every stage as much as on the slowest."""
-        slowest = max(mean.value or 0.0 for mean in self._decode_us)
-        most = self._chunk * self._slowest_token_us
-        self._credit_us = min(most, self._credit_us + (self._ratio - 1.0) * _MARGIN * slowest)
+        slowest = max(
+            plain.value or step.value or 0.0
+            for plain, step in zip(self._decode_us, self._any_decode_us, strict=True)
+        )
+        earned = (self._ratio - 1.0) * _MARGIN * slowest
+        most = min(self._chunk * self._slowest_token_us, _STEPS_SAVED * earned)
+        self._credit_us = min(most, self._credit_us + earned)
 
     @property
     def _slowest_token_us(self) -> float:
@@ -99,10 +111,18 @@ class Pacing:
         self._credit_us = max(0.0, self._credit_us - tokens * self._slowest_token_us)
 
     def verifying_cost(self, draft_tokens: int) -> float:
-        """A decode step with so many draft tokens over one without, on the stage where it is dearest; 1 if unknown."""
+        """A decode step with so many draft tokens over one without, on the stage where it is dearest.
+
+        Infinite before a step without drafts was timed; and for more than one draft token, before any was.
+        """
+        if not draft_tokens:
+            return 1.0
+        plain = [mean.value for mean in self._decode_us]
         ratios = [
-            1.0 + draft_tokens * draft.value / plain.value
-            for draft, plain in zip(self._draft_us, self._decode_us, strict=True)
-            if draft.value is not None and plain.value
+            1.0 + draft_tokens * draft.value / step
+            for draft, step in zip(self._draft_us, plain, strict=True)
+            if draft.value is not None and step
         ]
+        if not all(plain) or (draft_tokens > 1 and not ratios):
+            return math.inf
         return max(ratios, default=1.0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mlx_ring.engine.sequence import Sequence
 
 
 class PrefillLine:
-    """In order of arrival; but while a long prompt is at the head, every second chunk is for those that fit in one.
+    """In order of arrival; but while a long prompt is at the head, every second chunk is for short ones.
 
     A prompt whose step failed goes alone, so that it takes no other down if it is to blame.
     """
@@ -32,18 +32,14 @@ class PrefillLine:
     def remove(self, sequence: int) -> None:
         self._line.pop(sequence, None)
 
-    def in_turn(self, size: int) -> list[Sequence]:
-        """Who may go into the next chunk, of so many tokens; the first of them has to."""
+    def in_turn(self, left: Callable[[Sequence], int], most: int) -> list[Sequence]:
+        """Who may go into the next chunk; the first of them has to. Short are those with no more than `most` tokens left."""
         first = next(iter(self._line.values()))
         short = [
-            sequence for sequence in self._line.values() if _left(sequence) <= size and not sequence.replays
+            sequence for sequence in self._line.values() if left(sequence) <= most and not sequence.replays
         ]
         if short and (short[0] is first or self._long == first.id):
             self._long = None
             return short
         self._long = first.id
         return [first]
-
-
-def _left(sequence: Sequence) -> int:
-    return sequence.fill_to - sequence.scheduled

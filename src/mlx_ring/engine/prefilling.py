@@ -37,6 +37,7 @@ class Prefilling(PrefillLine):
         flights: Flights,
         pacing: Pacing,
         kv: KvPlan,
+        running: Mapping[int, Sequence],
     ) -> None:
         super().__init__()
         self._policy = policy
@@ -45,40 +46,49 @@ class Prefilling(PrefillLine):
         self._flights = flights
         self._pacing = pacing
         self._kv = kv
+        self._running = running
         self.last_step = 0
         """Number of the last prefill step."""
 
-    def next_chunks(self, running: Mapping[int, Sequence]) -> list[tuple[Sequence, step_pb2.Row]]:
+    def next_chunks(self) -> list[tuple[Sequence, step_pb2.Row]]:
         """Rows of the next step, counted as on their way; none where nothing may go out now."""
         if not self or not self._may_go():
             return []
-        remaining = max(sequence.fill_to - sequence.scheduled for sequence in self)
-        prompt = max(sequence.fill_to - sequence.cached_tokens for sequence in self)
+        remaining = max(map(self._left, self))
+        prompt = max(sequence.scheduled - sequence.reused + self._left(sequence) for sequence in self)
         beside_decode = self._has_to_spare()
         size = self._pacing.chunk(remaining, prompt, beside_decode=beside_decode)
-        room = size if beside_decode else _PROMPTS_TOGETHER * size
-        chunks: list[tuple[Sequence, step_pb2.Row]] = []
-        for sequence in self.in_turn(size):
-            left = min(size, room)
-            if chunks and sequence.fill_to - self._kv.reuse(sequence, running) > left:
-                break
-            self._kv.begin(sequence, running)
-            end = min(sequence.scheduled + left, sequence.fill_to)
-            if sequence.scheduled < sequence.cut_at < end:
-                end = sequence.cut_at
-            chunks.append((sequence, prefill_row(sequence, end)))
-            room -= end - sequence.scheduled
-            sequence.scheduled = end
+        chunks = self._fill(size, size if beside_decode else _PROMPTS_TOGETHER * size)
         if beside_decode:
             self._pacing.spend(sum(len(row.tokens.ids) for _, row in chunks))
         return chunks
+
+    def _fill(self, size: int, room: int) -> list[tuple[Sequence, step_pb2.Row]]:
+        """As much of the first in turn as a chunk of `size` holds, and of those after it who fit as a whole."""
+        chunks: list[tuple[Sequence, step_pb2.Row]] = []
+        for sequence in self.in_turn(self._left, self._policy.prefill_chunk):
+            most = min(size, room)
+            if chunks and self._left(sequence) > most:
+                break
+            self._kv.begin(sequence, self._running)
+            end = min(sequence.scheduled + most, sequence.fill_to)
+            if sequence.scheduled < sequence.cut_at < end:
+                end = sequence.cut_at
+            row = prefill_row(sequence, end)
+            chunks.append((sequence, row))
+            room -= len(row.tokens.ids)
+            sequence.feed(len(row.tokens.ids))
+        return chunks
+
+    def _left(self, sequence: Sequence) -> int:
+        """Tokens that must still be computed."""
+        return sequence.fill_to - self._kv.reuse(sequence, self._running)
 
     def is_catching_up(self) -> bool:
         """Whether those that came together are about to be all read: decoding waits, and then is done for all at once."""
         if not self or self._has_to_spare():
             return False
-        left = sum(sequence.fill_to - sequence.scheduled for sequence in self)
-        return left <= _PROMPTS_TOGETHER * self._policy.prefill_chunk
+        return sum(map(self._left, self)) <= _PROMPTS_TOGETHER * self._policy.prefill_chunk
 
     def _has_to_spare(self) -> bool:
         """Whether a sequence is decoding that did not come together with the prompts: its tokens must not wait long.
@@ -99,7 +109,7 @@ class Prefilling(PrefillLine):
         Short prompts that fill no step wait until a stage wants them: others may come and be read with them.
         """
         chunk = self._policy.prefill_chunk
-        left = [sequence.fill_to - sequence.scheduled for sequence in self]
+        left = list(map(self._left, self))
         is_full = max(left) > chunk or sum(left) >= _PROMPTS_TOGETHER * chunk
         has_begun = any(sequence.scheduled for sequence in self)
         can_wait = not is_full and not has_begun and not self._has_to_spare()

@@ -1,7 +1,7 @@
 """Which sequences' KV there is to begin from: running ones, and ended ones that are kept. Pure.
 
 Where a layer forgets (sliding windows) or only knows its present state (recurrent ones), a sequence can be forked
-at some lengths alone; `reusable_length` says at which. Wherever a longer beginning is shared than can be reused, the
+at some lengths alone; `is_exact` says at which. Wherever a longer beginning is shared than can be reused, the
 prompt that shares it leaves a snapshot there, for the next one.
 """
 
@@ -21,6 +21,17 @@ _TAIL_TO_SPARE = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """How much KV a sequence holds, and the most that it ever held. Tokens."""
+
+    length: int
+    reached: int
+
+
+_NOTHING = Extent(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Match:
     """A sequence that begins as a prompt does."""
 
@@ -29,12 +40,13 @@ class Match:
     """Tokens to reuse."""
     kept: bool
     """Whether it has ended."""
-    source_length: int
+    extent: Extent
+    """Of the sequence."""
 
     @property
     def nearly_whole(self) -> bool:
         """Whether taking it loses little."""
-        return self.source_length - self.length <= max(_TAIL_TO_SPARE, self.source_length // 20)
+        return self.extent.length - self.length <= max(_TAIL_TO_SPARE, self.extent.length // 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +68,10 @@ class PrefixCache:
         self._slack = min((rank.slack for rank in sliding), default=None)
         self._exact_length = min((rank.exact_length for rank in sliding), default=0)
         self._index = PrefixIndex()
-        self._kept: dict[int, None] = {}
-        """Ended sequences, the least recently used first."""
+        self._kept: dict[int, int] = {}
+        """Ended sequences, the least recently used first, and the most tokens that each ever held."""
+        self.version = 0
+        """Grows with every change of what there is to find."""
         self.queries = self.query_tokens = self.hits = self.hit_tokens = self.evictions = 0
 
     @property
@@ -68,13 +82,25 @@ class PrefixCache:
     def entry_tokens(self) -> int:
         return sum(len(self._index.tokens(sequence)) for sequence in self._kept)
 
-    def reusable_length(self, length: int, shared: int) -> int:
-        """How much of `shared` tokens can be forked from a sequence that holds `length`; 0 if nothing."""
+    def is_exact(self, shared: int, *, length: int, reached: int) -> bool:
+        """Whether `shared` tokens can be forked from a sequence, or kept of it.
+
+        Args:
+            shared: the first of its tokens.
+            length: tokens that it holds.
+            reached: the most that it ever held.
+        """
         if self.recurrent:
-            return shared if shared == length else 0
-        if self._slack is None or length <= self._exact_length or shared >= length - self._slack:
-            return shared
-        return 0
+            return shared == length
+        return self._slack is None or reached <= self._exact_length or shared >= reached - self._slack
+
+    def reached(self, sequence: int) -> int:
+        """The most tokens that a kept sequence ever held."""
+        return self._kept[sequence]
+
+    def kept(self, *, spare: int | None = None) -> Iterable[int]:
+        """Those that could be evicted."""
+        return (sequence for sequence in self._kept if sequence != spare)
 
     @property
     def forgets(self) -> bool:
@@ -83,10 +109,10 @@ class PrefixCache:
 
     # ---- look-up
 
-    def find(self, tokens: Tokens, running: Mapping[int, int]) -> Found:
+    def find(self, tokens: Tokens, running: Mapping[int, Extent]) -> Found:
         """The longest beginning of `tokens` that can be reused, and the longest that is shared.
 
-        One token at least is left over to compute. `running` gives the KV length of sequences that run.
+        One token at least is left over to compute.
         """
         shared, best = 0, None
         for point, holders in self._index.prefixes(tokens[:-1]):
@@ -98,18 +124,21 @@ class PrefixCache:
                 break
         return Found(best, shared)
 
-    def _best(self, point: int, holders: Collection[int], running: Mapping[int, int]) -> Match | None:
+    def _best(self, point: int, holders: Collection[int], running: Mapping[int, Extent]) -> Match | None:
         matches = (self._match(sequence, point, running) for sequence in holders)
         usable = [match for match in matches if match is not None]
         # An ended one of which little else would be lost comes first, for it can be taken.
-        return min(usable, key=lambda match: (not match.kept, match.source_length), default=None)
+        return min(usable, key=lambda match: (not match.kept, match.extent.length), default=None)
 
-    def _match(self, sequence: int, point: int, running: Mapping[int, int]) -> Match | None:
+    def _match(self, sequence: int, point: int, running: Mapping[int, Extent]) -> Match | None:
         kept = sequence in self._kept
-        length = len(self._index.tokens(sequence)) if kept else running.get(sequence, 0)
-        if length < point or self.reusable_length(length, point) < point:
+        extent = self._extent(sequence) if kept else running.get(sequence, _NOTHING)
+        if extent.length < point or not self.is_exact(point, length=extent.length, reached=extent.reached):
             return None
-        return Match(sequence, point, kept, length)
+        return Match(sequence, point, kept, extent)
+
+    def _extent(self, sequence: int) -> Extent:
+        return Extent(len(self._index.tokens(sequence)), self._kept[sequence])
 
     def count(self, prompt_tokens: int, match: Match | None) -> None:
         """Note a look-up that was acted upon."""
@@ -123,13 +152,15 @@ class PrefixCache:
 
     def note_running(self, sequence: int, tokens: Tokens) -> None:
         """A running sequence's KV holds these tokens."""
+        self.version += 1
         self._index.put(sequence, tokens)
 
-    def keep(self, sequence: int, tokens: Tokens) -> Iterable[int]:
+    def keep(self, sequence: int, tokens: Tokens, reached: int) -> Iterable[int]:
         """An ended sequence, or a snapshot, is kept. Returns those kept before that it makes needless."""
+        self.version += 1
         self._index.put(sequence, tokens)
         needless = [] if self.forgets else self._kept_within(sequence, tokens)
-        self._kept[sequence] = None
+        self._kept[sequence] = reached
         for other in needless:
             self.forget(other)
         return needless
@@ -139,9 +170,9 @@ class PrefixCache:
         for point, holders in self._index.prefixes(tokens):
             if point < len(tokens):
                 break
-            for holder in holders:
-                length = len(self._index.tokens(holder))
-                if holder in self._kept and self.reusable_length(length, point) == point:
+            for holder in filter(self._kept.__contains__, holders):
+                extent = self._extent(holder)
+                if self.is_exact(point, length=extent.length, reached=extent.reached):
                     return True
         return False
 
@@ -157,22 +188,23 @@ class PrefixCache:
     def touch(self, sequence: int) -> None:
         """A kept sequence was used."""
         if sequence in self._kept:
-            del self._kept[sequence]
-            self._kept[sequence] = None
+            self._kept[sequence] = self._kept.pop(sequence)
 
     def forget(self, sequence: int) -> None:
         """A sequence's KV is gone, or is about to change in ways that nobody should fork."""
+        self.version += 1
         self._kept.pop(sequence, None)
         self._index.remove(sequence)
 
     def evict(self, spare: int | None = None) -> int | None:
         """The least recently used of the kept ones, `spare` apart, which is forgotten; None when there is none."""
-        oldest = next((sequence for sequence in self._kept if sequence != spare), None)
+        oldest = next(iter(self.kept(spare=spare)), None)
         if oldest is not None:
             self.evictions += 1
             self.forget(oldest)
         return oldest
 
     def clear(self) -> None:
+        self.version += 1
         self._kept.clear()
         self._index = PrefixIndex()

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.types import TokenLogprob
+from mlx_ring.engine.drafts import DraftedStep
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.flights import Flight, Flights
 from mlx_ring.engine.groups import DecodeGroup, DecodeGroups
@@ -77,6 +78,7 @@ class Scheduler:
             flights=self._flights,
             pacing=self._pacing,
             kv=self._kv,
+            running=self._running,
         )
         self._steps_failed = 0
         self._preemptions = 0
@@ -91,9 +93,10 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def has_place(self) -> bool:
-        """Whether a sequence that comes now need not wait for others to end."""
-        return not self._waiting and len(self._running) < self._policy.max_num_seqs
+    def places(self) -> int:
+        """How many sequences may come now: to be computed at once, or to wait."""
+        free = 0 if self._waiting else self._policy.max_num_seqs - len(self._running)
+        return max(0, self._policy.max_waiting - len(self._waiting)) + free
 
     @property
     def capacity_tokens(self) -> int | None:
@@ -104,28 +107,40 @@ class Scheduler:
         """Put a sequence at the end of the line."""
         self._waiting[sequence.id] = sequence
 
-    def finish(self, sequence: Sequence, *, keep: bool = False) -> None:
-        """Take a sequence out, also while a step with its row is under way.
+    def finish(self, sequence: Sequence) -> None:
+        """Take out a sequence that has come to its end, also while steps with its rows are under way.
 
-        Its KV is freed, or kept for prompts that begin as it did.
+        Its KV is kept for prompts that begin as it did.
         """
+        if self._take_out(sequence):
+            self._kv.keep(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Take out a sequence that nobody wants any more. Of its KV only what it took over from others is kept."""
+        if self._take_out(sequence):
+            self._kv.keep(sequence, sequence.taken)
+
+    def _fail(self, sequence: Sequence) -> None:
+        """Take out a sequence whose KV may not be what it should be."""
+        if self._take_out(sequence):
+            self._kv.free(sequence.id)
+
+    def _take_out(self, sequence: Sequence) -> bool:
+        """Whether it was running: then its KV is to be kept or freed."""
         if self._waiting.pop(sequence.id, None) is not None:
-            return
+            return False
         if self._running.pop(sequence.id, None) is None:
-            return
+            return False
         sequence.generation += 1
         self._prefilling.remove(sequence.id)
         self._groups.remove(sequence.id)
-        if keep and sequence.id in self._kv.held:
-            self._kv.keep(sequence)
-        else:
-            self._kv.free(sequence.id)
+        return True
 
     def reset(self) -> None:
         """Forget every sequence and free all KV, kept and running."""
         self._waiting.clear()
         for sequence in list(self._running.values()):
-            self.finish(sequence)
+            self._fail(sequence)
         self._kv.reset()
         self._closing = True
 
@@ -157,35 +172,39 @@ class Scheduler:
             if group.in_flight >= self._policy.steps_ahead or (group.in_flight and place):
                 continue
             ready = [member for member in group.members.values() if member.can_step(self._policy.steps_ahead)]
-            rows = [(sequence, row) for sequence in ready if (row := self._decode_row(sequence)) is not None]
+            drafted = DraftedStep(len(ready), self._pacing.verifying_cost)
+            rows = [
+                (sequence, row)
+                for sequence in ready
+                if (row := self._decode_row(sequence, drafted)) is not None
+            ]
             # Room for one may have been made by putting back another.
             rows = [(sequence, row) for sequence, row in rows if sequence.id in self._groups]
             if rows:
                 return self._send_decode(group, rows, now)
         return None
 
-    def _decode_row(self, sequence: Sequence) -> step_pb2.Row | None:
+    def _decode_row(self, sequence: Sequence, step: DraftedStep) -> step_pb2.Row | None:
         """A sequence's next row; None when there is no room for it now."""
         if sequence.id not in self._groups or not self._make_room(sequence, sequence.scheduled + 1):
             return None
-        draft = self._draft(sequence)
-        return decode_row(sequence, draft)
+        return decode_row(sequence, self._draft(sequence, step))
 
-    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+    def _draft(self, sequence: Sequence, step: DraftedStep) -> tuple[int, ...]:
         most = min(self._policy.draft_tokens, sequence.max_length - 2 - sequence.scheduled)
         if most <= 0 or not self._kv.can_draft:
             return ()
-        draft = sequence.lookup.propose(
-            sequence.tokens, sequence.unanswered, most, self._pacing.verifying_cost
-        )
-        fits = draft and self._kv.grow(sequence, sequence.scheduled + 1 + len(draft))
-        return draft if fits else ()
+        draft = sequence.lookup.propose(sequence.tokens, sequence.unanswered, most, step)
+        if not draft or not self._kv.may_draft(sequence, sequence.scheduled + 1 + len(draft)):
+            return ()
+        sequence.lookup.carried(step, len(draft))
+        return draft
 
     def _send_decode(
         self, group: DecodeGroup, rows: list[tuple[Sequence, step_pb2.Row]], now: float
     ) -> step_pb2.Step:
         for sequence, row in rows:
-            sequence.scheduled += 1 + len(row.draft)
+            sequence.feed(1 + len(row.draft))
             sequence.unanswered += 1
             sequence.verifying = bool(row.draft)
             self._draft_tokens += len(row.draft)
@@ -196,7 +215,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         """Whether a running sequence can have `tokens` now; the youngest others make way, for later if not for now."""
-        while not self._kv.grow(sequence, tokens):
+        while not (self._is_relieved() and self._kv.grow(sequence, tokens)):
             if self._kv.budget.being_freed:
                 return False
             youngest = self._running[max(self._running)]
@@ -205,6 +224,10 @@ class Scheduler:
             if youngest is sequence:
                 return False
         return True
+
+    def _is_relieved(self) -> bool:
+        """Whether the ranks hold no more than they may; one sequence alone may always go on."""
+        return len(self._running) == 1 or self._kv.relieve()
 
     def _put_back(self, sequence: Sequence) -> None:
         """Free a running sequence's KV; it waits where it came in, and will be computed again."""
@@ -228,7 +251,7 @@ class Scheduler:
             sequence.opened_at = now if sequence.opened_at is None else sequence.opened_at
 
     def _prefill_step(self, now: float) -> step_pb2.Step | None:
-        chunks = self._prefilling.next_chunks(self._running)
+        chunks = self._prefilling.next_chunks()
         if not chunks:
             return None
         sequences = [sequence for sequence, _ in chunks]
@@ -311,7 +334,7 @@ class Scheduler:
                 sequence.replays += not is_stale
                 self._put_back(sequence)
                 continue
-            self.finish(sequence)
+            self._fail(sequence)
             yield Advance(sequence, error=failure_to_error(failure))
 
     def _commit_rows(self, flight: Flight, done: step_pb2.StepDone, now: float) -> Iterator[Advance]:
@@ -322,7 +345,7 @@ class Scheduler:
             try:
                 sampled, prompt_logprobs = read_result(row, results.get(sequence.id))
             except ProtocolError as error:
-                self.finish(sequence)
+                self._fail(sequence)
                 yield Advance(sequence, error=error)
                 continue
             sequence.prompt_logprobs.extend(prompt_logprobs)
@@ -345,7 +368,7 @@ class Scheduler:
         sequence.unanswered -= bool(sampled)
         tokens = sequence.commit(sampled, now)
         if sequence.finish_reason is not None:
-            self.finish(sequence, keep=True)
+            self.finish(sequence)
         return Advance(sequence, tokens)
 
     # ---- how it stands
@@ -367,7 +390,7 @@ class Scheduler:
             steps_completed=self._flights.completed,
             steps_failed=self._steps_failed,
             recent=self._flights.recent,
-            preemptions=self._preemptions,
+            num_preemptions=self._preemptions,
             draft_tokens=self._draft_tokens,
             accepted_tokens=self._accepted_tokens,
         )

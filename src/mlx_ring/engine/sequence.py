@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from mlx_ring.core.errors import ContextExceeded, RequestError
 from mlx_ring.core.types import FinishReason, SamplingParams, TokenLogprob
 from mlx_ring.engine.drafts import PromptLookup
+from mlx_ring.engine.prefix_cache import Found
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,12 @@ class Sequence:
     """Tokens to prefill: the prompt, and after a preemption what was sampled before it too."""
     scheduled: int = 0
     """KV length after the last step that was sent."""
+    reached: int = 0
+    """The most tokens that the KV ever held: a window that has moved on does not come back."""
+    reused: int = 0
+    """KV length that it began with this time: others had it."""
+    taken: int = 0
+    """KV that was kept for everyone until this sequence took it over, in tokens."""
     unanswered: int = 0
     """Rows under way that sample a token."""
     verifying: bool = False
@@ -70,7 +77,9 @@ class Sequence:
     replays: int = 0
     """How often a failed step put it back."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV was there already."""
+    """Prompt tokens whose KV was there already when it first began."""
+    found: tuple[int, int, Found] | None = None
+    """Its last look-up in the prefix cache, with the cache's version and the number of tokens then."""
     lookup: PromptLookup = field(default_factory=PromptLookup)
     admitted_at: float = 0.0
     """The last time, where it was put back."""
@@ -121,6 +130,11 @@ class Sequence:
         """Whether a decode row can be sent: it would sample a token that belongs to the answer."""
         return self.unanswered < steps_ahead and not self.verifying and self.scheduled + 1 < self.max_length
 
+    def feed(self, tokens: int) -> None:
+        """A step goes out with so many of its tokens."""
+        self.scheduled += tokens
+        self.reached = max(self.reached, self.scheduled)
+
     def commit(self, sampled: Iterable[TokenLogprob], now: float) -> tuple[TokenLogprob, ...]:
         """Take sampled tokens; those past the end of the answer are dropped. Returns what was taken."""
         taken: list[TokenLogprob] = []
@@ -137,7 +151,8 @@ class Sequence:
     def put_back(self) -> None:
         """Forget what was computed: all tokens are prefilled again, and the answer goes on where it stands."""
         self.generation += 1
-        self.scheduled = self.unanswered = self.cut_at = self.offered = 0
+        self.scheduled = self.reached = self.reused = self.taken = 0
+        self.unanswered = self.cut_at = self.offered = 0
         self.verifying = False
         self.fill_to = self.length
         if self.length == self.prompt_length and self.request.prompt_logprobs is not None:

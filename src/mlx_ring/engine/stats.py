@@ -80,7 +80,7 @@ class SchedulerStats:
     """On one rank at least, whole or in part."""
     recent: tuple[StepTiming, ...]
     """Of the last steps, in order of arrival."""
-    preemptions: int
+    num_preemptions: int
     """Times that a sequence was put back because KV memory ran out."""
     draft_tokens: int
     """Proposed by prompt look-up."""

@@ -24,13 +24,13 @@ NextToken = Callable[[Sequence[int]], int]
 Trouble = Callable[[step_pb2.Step, int], step_pb2.Failure | None]
 """Whether a stage, given by its number, fails in a step, and how. Its ranks fail together."""
 
-Reach = Callable[[int, int], bool]
-"""Whether a sequence of the first length can be cut or forked at the second."""
+Reach = Callable[[int, int, int], bool]
+"""Whether a sequence can be cut or forked: its length, the most tokens that it ever held, and the length asked for."""
 
 KV_BYTES_PER_TOKEN = 8
 
 
-def anywhere(_present: int, _length: int) -> bool:
+def anywhere(_present: int, _reached: int, _length: int) -> bool:
     """The reach of a model that sees every token."""
     return True
 
@@ -50,6 +50,8 @@ class _Held:
 
     opened: step_pb2.Open
     tokens: list[int]
+    reached: int = 0
+    """The most tokens that it ever held."""
     parked: bool = False
 
 
@@ -59,6 +61,7 @@ class _Rank:
 
     id: RankId
     reach: Reach
+    pads: bool
     queue: deque[step_pb2.Step] = field(default_factory=deque[step_pb2.Step])
     answers: deque[step_pb2.StepDone] = field(default_factory=deque[step_pb2.StepDone])
     held: dict[int, _Held] = field(default_factory=dict[int, _Held])
@@ -94,18 +97,19 @@ class _Rank:
     def _fork(self, fork: step_pb2.Fork) -> None:
         source, destination = self.find(fork.source), self.find(fork.destination)
         present = len(source.tokens)
-        if destination.tokens or fork.length > present or not self.reach(present, fork.length):
+        can_fork = fork.length <= present and self.reach(present, source.reached, fork.length)
+        if destination.tokens or not can_fork:
             raise ProtocolError(
                 f"Sequence {fork.source} has not {fork.length} tokens for {fork.destination}."
             )
-        destination.tokens = source.tokens[: fork.length]
+        destination.tokens, destination.reached = source.tokens[: fork.length], source.reached
         if fork.take:
             del self.held[fork.source]
 
     def _trim(self, trim: step_pb2.Trim) -> None:
         held = self.find(trim.sequence)
         present = len(held.tokens)
-        if trim.length > present or not self.reach(present, trim.length):
+        if trim.length > present or not self.reach(present, held.reached, trim.length):
             raise ProtocolError(f"Sequence {trim.sequence} has {len(held.tokens)} tokens, not {trim.length}.")
         del held.tokens[trim.length :]
 
@@ -120,17 +124,24 @@ class _Rank:
             raise ProtocolError(f"The row before sampled no token for sequence {row.sequence}.")
         given = row.tokens.ids or [sampled[row.start] if row.previous else row.token]
         held.tokens += [*given, *row.draft]
+        held.reached = max(held.reached, len(held.tokens))
         if len(held.tokens) > held.opened.max_length:
             raise ProtocolError(f"Sequence {row.sequence} outgrows its {held.opened.max_length} tokens.")
         return held
 
     @property
     def kv_bytes(self) -> int:
-        return KV_BYTES_PER_TOKEN * sum(len(held.tokens) for held in self.held.values())
+        lengths = [len(held.tokens) for held in self.held.values() if not held.parked]
+        parked = sum(len(held.tokens) for held in self.held.values() if held.parked)
+        running = max(lengths, default=0) * len(lengths) if self.pads else sum(lengths)
+        return KV_BYTES_PER_TOKEN * (running + parked)
 
 
 class TwinExecutor:
-    """Ranks in the process. `tp_sizes` gives the ranks of each stage."""
+    """Ranks in the process. `tp_sizes` gives the ranks of each stage.
+
+    With `pads` every running sequence holds as much as the longest.
+    """
 
     def __init__(
         self,
@@ -139,10 +150,11 @@ class TwinExecutor:
         next_token: NextToken | None = None,
         trouble: Trouble | None = None,
         reach: Reach = anywhere,
+        pads: bool = False,
         automatic: bool = True,
     ) -> None:
         self._ranks = {
-            RankId(stage, rank): _Rank(RankId(stage, rank), reach)
+            RankId(stage, rank): _Rank(RankId(stage, rank), reach, pads)
             for stage, size in enumerate(tp_sizes)
             for rank in range(size)
         }

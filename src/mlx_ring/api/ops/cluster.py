@@ -44,7 +44,7 @@ def routes(context: ApiContext) -> APIRouter:
             "sequences": 0 if stats is None else stats.scheduler.sequences_held,
             "running": 0 if stats is None else stats.scheduler.running,
             "waiting": 0 if stats is None else stats.scheduler.waiting,
-            "preemptions": 0 if stats is None else stats.scheduler.preemptions,
+            "num_preemptions": 0 if stats is None else stats.scheduler.num_preemptions,
             "prefix_cache": {"enabled": False} if stats is None else _prefix_cache(stats.cache),
             "speculation": None if stats is None else _speculation(stats.scheduler),
             "workers": [_worker_cache(worker, stats, service.context_length) for worker in workers],
