@@ -162,3 +162,14 @@ def test_a_link_to_nobody_says_so(tmp_path: Path) -> None:
 def test_a_frame_without_content_is_refused(inbox: Inbox) -> None:
     with pytest.raises(ProtocolError, match="neither activations nor a tombstone"):
         deliver_frames(iter([Frame(worker_pb2.FrameHeader())]), inbox)
+
+
+def test_whether_a_message_is_here_can_be_waited_for_and_given_up(inbox: Inbox) -> None:
+    assert not inbox.holds(key(1))
+    assert not inbox.holds(key(1), wait_s=1e-3)
+    sender = threading.Thread(target=inbox.put, args=(key(1), TENSOR))
+    sender.start()
+    assert inbox.holds(key(1), wait_s=60.0)
+    sender.join()
+    inbox.break_off(WorkerLost("gone"))
+    assert inbox.holds(key(2), wait_s=60.0), "an error is an answer too"

@@ -15,6 +15,8 @@ from mlx_ring.engine.policy import RankKv
 
 BLOCK = 256
 """Tokens by which a sequence's memory grows."""
+_SCARCE = 0.75
+"""Of a limit: from there on workers make no room ahead of need, which may take as much again as a third of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,11 @@ class KvBudget:
             self._held[place] + self._bytes(rank, more, 1) <= rank.limit_bytes
             for place, rank in self._ranks.items()
         )
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether some rank says that it holds nearly all that it may."""
+        return any(self._held[place] > _SCARCE * rank.limit_bytes for place, rank in self._ranks.items())
 
     @property
     def is_over_as_held(self) -> bool:

@@ -281,6 +281,7 @@ class Scheduler:
             rows=rows,
             deadline_s=self._policy.step_deadline_s,
             hand_over_tokens=self._stages > 1 and any(map(samples_token, rows)),
+            kv_is_scarce=self._kv.budget.is_scarce,
         )
         self._flights.send(step, sequences, group, now)
         return step

@@ -116,10 +116,14 @@ class Inbox:
                     raise WorkerStuck(f"No activations arrived for {key} before the deadline.")
                 self._arrived.wait(remaining)
 
-    def holds(self, key: LinkKey) -> bool:
-        """Whether `recv` would answer at once, be it with an error."""
-        with self._arrived:
+    def holds(self, key: LinkKey, wait_s: float = 0.0) -> bool:
+        """Whether `recv` would answer at once, be it with an error; if not, waits so long whether it comes to that."""
+
+        def is_settled() -> bool:
             return key in self._messages or self._broken is not None or key.epoch < self._epoch
+
+        with self._arrived:
+            return is_settled() if wait_s <= 0 else self._arrived.wait_for(is_settled, wait_s)
 
     def _drop_before(self, key: LinkKey) -> None:
         """Activations are taken in order of steps: what an earlier, failed one left behind is wanted no more.

@@ -65,10 +65,10 @@ class StepInputs:
         self._sequences = sequences
         self._handover = handover
 
-    def at_hand(self, step: step_pb2.Step) -> bool:
-        """Whether all that the step feeds is here or being drawn, so that it can be built without waiting."""
+    def at_hand(self, step: step_pb2.Step, patience_s: float) -> bool:
+        """Whether all that the step feeds is here or being drawn, or here within `patience_s`."""
         if not self._model.is_first:
-            return self._inbox.holds(step_key(step))
+            return self._inbox.holds(step_key(step), patience_s)
         return all(self._has_tokens(row) for row in step.rows)
 
     def _has_tokens(self, row: step_pb2.Row) -> bool:

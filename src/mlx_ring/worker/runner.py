@@ -72,7 +72,7 @@ class StageRunner:
     @property
     def patience_s(self) -> float:
         """How long to wait for another step before `finish` is called, where one is under way."""
-        return self._patience.seconds(self._under_way) if self._under_way is not None else 0.0
+        return 0.0 if self._under_way is None else self._patience.seconds(self._under_way, monotonic_us())
 
     def take(self, step: step_pb2.Step, arrived_us: int) -> Iterator[step_pb2.StepDone]:
         """Take in a step; gives the answers that are due, of the step before and perhaps of this one.
@@ -119,16 +119,16 @@ class StageRunner:
     # ---- a step is built
 
     def _can_go_on(self, before: StepWork, step: step_pb2.Step) -> bool:
-        """Whether a step can be built while the one before is under way, without waiting for anything."""
+        """Whether a step can be built while the one before is under way, without waiting for long."""
         return (
             before.leaves_way
             and self._kv.can_undo
             and bool(step.rows)
             and all(operation.HasField("open") for operation in step.operations)
-            and self._inputs.at_hand(step)
             and not self._forward.stops(step)
             # KV that the device is reading would be copied as a whole if any of it moved.
             and self._kv.stay([(row.sequence, row_length(row)) for row in step.rows if row.HasField("input")])
+            and self._inputs.at_hand(step, self._patience.seconds(before, monotonic_us()))
         )
 
     def _start(self, work: StepWork) -> None:
@@ -147,6 +147,7 @@ class StageRunner:
     def _take_in(self, work: StepWork) -> None:
         """All that happens once, however often the step is built."""
         self._admit(work.step)
+        self._kv.spare(is_scarce=work.step.kv_is_scarce)
         work.refused = self._sequences.apply(work.step.operations)
         if work.step.rows:
             deadline = time.monotonic() + work.step.deadline_s if work.step.deadline_s else None

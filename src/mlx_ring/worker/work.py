@@ -63,9 +63,11 @@ class Patience:
         if work.is_decode:
             self._waits_us.append(now_us - work.clock.submitted)
 
-    def seconds(self, work: StepWork) -> float:
-        """For the step under way."""
-        return min(self._waits_us, default=0) / 2e6 if work.is_decode else 0.0
+    def seconds(self, work: StepWork, now_us: int) -> float:
+        """What is left of it for the step under way."""
+        if not work.is_decode:
+            return 0.0
+        return max(0.0, min(self._waits_us, default=0) / 2 - (now_us - work.clock.submitted)) / 1e6
 
 
 @dataclass(slots=True)

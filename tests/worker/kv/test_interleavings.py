@@ -14,7 +14,7 @@ from tests.worker.kv.passes import HEADS, feed, flat, seen
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
-from mlx_ring.worker.kv.memory import STEP_BYTES
+from mlx_ring.worker.kv.growth import STEP_BYTES
 
 WINDOW = 12
 SLACK = 8
@@ -44,6 +44,10 @@ class Interleavings(RuleBasedStateMachine):
         self.tokens[self.fresh] = []
         self.reached[self.fresh] = 0
         self.fresh += 1
+
+    @rule(is_scarce=st.booleans())
+    def spare(self, is_scarce: bool) -> None:  # noqa: FBT001 - drawn by hypothesis
+        self.store.spare(is_scarce=is_scarce)
 
     @rule(data=st.data())
     @precondition(lambda self: self.tokens)

@@ -11,7 +11,7 @@ from tests.worker.kv.test_store import TOKEN_BYTES, append, content
 
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.kv.bank import Bank
-from mlx_ring.worker.kv.memory import GROWS_AHEAD
+from mlx_ring.worker.kv.growth import GROWS_AHEAD
 
 LAYERS = 6
 
@@ -149,3 +149,37 @@ def test_bytes_are_counted_as_they_come_and_go() -> None:
 
 def store_banks(store: KVStore) -> list[Bank]:
     return store._banks._banks  # pyright: ignore[reportPrivateUsage] - what it holds shows nowhere else
+
+
+def test_where_memory_is_scarce_banks_hold_whole_blocks_and_no_slot_too_many() -> None:
+    store = slow_store()
+    running(store, 5, 1100)
+    for _ in range(4 * LAYERS):
+        append(store, {sequence: [7] for sequence in range(5)})
+    store.free(4)
+    assert store.nbytes >= bytes_of(5 * 1280)
+    store.spare(is_scarce=True)
+    for _ in range(4 * LAYERS):
+        append(store, {sequence: [7] for sequence in range(4)})
+    assert store.nbytes == bytes_of(4 * 1280)
+    for _ in range(256):
+        append(store, {sequence: [7] for sequence in range(4)})
+    assert store.nbytes == bytes_of(4 * 1536), "a block more, not a quarter"
+    store.open(9, 4400)
+    append(store, {9: range(1100)})
+    for _ in range(4 * LAYERS):
+        append(store, {sequence: [7] for sequence in (0, 1, 2, 3, 9)})
+    assert store.nbytes == bytes_of(5 * 1536)
+    assert content(store, 3) == [*range(1100), *[7] * (12 * LAYERS + 256)]
+
+
+def test_capacity_is_there_in_time_for_rows_that_take_many_tokens_a_step() -> None:
+    store = slow_store()
+    running(store, 2, 256 - GROWS_AHEAD)
+    changes: list[int] = []
+    for _ in range(8):
+        before = store.nbytes
+        append(store, {0: [7] * 9, 1: [7] * 9})
+        changes.append(store.nbytes - before)
+    assert sum(changes) == 2 * bytes_of(256)
+    assert max(changes) <= bytes_of(256), "half of all in one step would be a step that waits for it"

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from mlx_ring.worker.kv.growth import GROWS_AHEAD, Growth, blocks
 from mlx_ring.worker.kv.layers import Layout
-from mlx_ring.worker.kv.memory import BLOCK, GROWS_AHEAD, BankMemory, grown
+from mlx_ring.worker.kv.memory import BankMemory
 from mlx_ring.worker.kv.states import RowStates
 
 
@@ -50,10 +51,11 @@ class Row:
 class Bank:
     """A group of rows, side by side."""
 
-    def __init__(self, layout: Layout, slots: int, step_bytes: int) -> None:
-        """Room for `slots` rows; a step writes about `step_bytes` to bring the bank to another size."""
+    def __init__(self, layout: Layout, slots: int, growth: Growth) -> None:
+        """Room for `slots` rows."""
         self._layout = layout
-        self.memory = BankMemory(layout, step_bytes)
+        self._growth = growth
+        self.memory = BankMemory(layout, growth)
         self.memory.aim_slots(slots)
         self.rows: list[Row] = []
         self._used = 0
@@ -78,14 +80,15 @@ class Bank:
         """
         memory, slots = self.memory, len(self.rows) + len(rows)
         if slots > memory.aimed_slots:
-            memory.aim_slots(max(slots, memory.aimed_slots * 3 // 2))
+            memory.aim_slots(self._growth.slots(memory.aimed_slots, slots))
         needs = {
             window: min(limit, max(row.held(window) for row in rows) + 1) for window, limit in limits.items()
         }
         for window, need in needs.items():
             aimed = memory.aimed_capacity(window)
             if need > aimed:
-                memory.aim_capacity(window, min(grown(aimed, need + GROWS_AHEAD), limits[window]))
+                capacity = self._growth.capacity(aimed, need + GROWS_AHEAD)
+                memory.aim_capacity(window, min(capacity, limits[window]))
         return slots <= memory.slots and all(
             need <= memory.capacity(window) for window, need in needs.items()
         )
@@ -152,17 +155,18 @@ class Bank:
         if not self.rows:
             self.drop()
             return
-        if len(self.rows) <= self.memory.aimed_slots // 2:
-            self.memory.aim_slots(len(self.rows))
-            if not self.memory.is_changing:
-                self._used = len(self.rows)
         self.tighten()
 
     def tighten(self) -> None:
-        """Give back the better part of slots that are four times as long as any row."""
+        """Give back slots that are not used, and the better part of those that are far longer than any row."""
+        slots = self._growth.slots_to_keep(self.memory.aimed_slots, len(self.rows))
+        if slots < self.memory.aimed_slots:
+            self.memory.aim_slots(slots)
+            if not self.memory.is_changing:
+                self._used = len(self.rows)
         longest = max(row.length for row in self.rows)
-        if self.memory.capacity(None) > 4 * (longest + BLOCK):
-            self.memory.aim_capacity(None, grown(0, longest + 1))
+        if self._growth.has_far_too_much(self.memory.aimed_capacity(None), longest):
+            self.memory.aim_capacity(None, blocks(longest + 1))
 
     def drop(self) -> None:
         """Give the memory back."""

@@ -11,29 +11,16 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from mlx_ring.worker.kv.growth import GROWS_AHEAD, STEPS, Growth
 from mlx_ring.worker.kv.layers import Layout, RowPart
-
-BLOCK = 256
-GROWS_AHEAD = 64
-"""With so many tokens left, a bank begins to grow."""
-STEP_BYTES = 32 << 20
-"""What a step may write to bring arrays to another size ..."""
-_STEPS = 32
-"""... or more, where so many steps would not do."""
-
-
-def grown(present: int, need: int) -> int:
-    """A capacity of at least `need`: by blocks, and by a quarter where a block is less than that."""
-    wanted = max(need, present + max(BLOCK, present // 4)) if present else need
-    return -(-wanted // BLOCK) * BLOCK
 
 
 class BankMemory:
     """Planes of one bank. Capacities are by window, in tokens; None is for layers that see everything."""
 
-    def __init__(self, layout: Layout, step_bytes: int) -> None:
+    def __init__(self, layout: Layout, growth: Growth) -> None:
         self._layout = layout
-        self._step_bytes = step_bytes
+        self._growth = growth
         self.planes: list[list[mx.array]] = [[] for _ in layout.row_parts]
         self.nbytes = 0
         self.slots = 0
@@ -76,17 +63,28 @@ class BankMemory:
         self._aimed[window] = capacity
         self.go_on()
 
-    def reserve(self, window: int | None, need: int, limit: int) -> None:
-        """Have room for `need` tokens now, and for more soon where few are left. No row will hold more than `limit`."""
+    def reserve(self, window: int | None, need: int, limit: int, count: int = 1) -> None:
+        """Have room for `need` tokens now, and for more soon where few are left. No row will hold more than `limit`.
+
+        `count` of them are this step's: the next steps may want as many each.
+        """
         if self.grows(window, need, limit):
             aimed = self._aimed.get(window, 0)
             if need > aimed or (aimed < limit and need + GROWS_AHEAD > aimed):
-                self.aim_capacity(window, min(grown(aimed, need), max(limit, need)))
+                self.aim_capacity(window, min(self._growth.capacity(aimed, need), max(limit, need)))
         if need > self.capacity(window):
             for planes, position, part in self._behind():
                 if part.window == window:
                     self._resize(planes, position, part)
             self._take_stock()
+        elif self.is_changing:
+            self._hurry((self.capacity(window) - need) // count + 1)
+
+    def _hurry(self, steps: int) -> None:
+        """Be done in so many steps, if the usual pace is too slow."""
+        if steps < STEPS:
+            behind = sum(planes[position].nbytes for planes, position, _ in self._behind())
+            self._bring(behind // steps)
 
     def grows(self, window: int | None, need: int, limit: int) -> bool:
         """Whether `reserve` would copy."""
@@ -95,7 +93,11 @@ class BankMemory:
 
     def go_on(self) -> None:
         """Bring some arrays to the size that is aimed at."""
-        most, written = max(self._step_bytes, self.nbytes // _STEPS), 0
+        self._bring(max(self._growth.step_bytes, self.nbytes // STEPS))
+
+    def _bring(self, most: int) -> None:
+        """Arrays of `most` bytes, or a little more, to the size that is aimed at."""
+        written = 0
         for planes, position, part in self._behind():
             if written >= most:
                 break

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from mlx_ring.worker.kv.bank import Bank, Row
 from mlx_ring.worker.kv.grouping import SHORT_TOKENS
+from mlx_ring.worker.kv.growth import BLOCK, Growth
 from mlx_ring.worker.kv.layers import Layout
-from mlx_ring.worker.kv.memory import BLOCK
 
 
 class Banks:
     """Every bank of a store."""
 
-    def __init__(self, layout: Layout, step_bytes: int) -> None:
+    def __init__(self, layout: Layout, growth: Growth) -> None:
         self._layout = layout
-        self._step_bytes = step_bytes
+        self._growth = growth
         self._banks: list[Bank] = []
 
     @property
@@ -36,6 +36,10 @@ class Banks:
         """
         placed = [place for group in groups for place in self._join(group)]
         self._banks = [bank for bank in self._banks if bank.rows]
+        for bank in self._banks if self._growth.is_scarce else ():
+            # One that is growing has somebody to wait for.
+            if not bank.memory.is_changing:
+                bank.tighten()
         for bank, group in placed:
             bank.gather(group)
         return placed
@@ -102,7 +106,7 @@ class Banks:
                 need = max(row.length + count for row, count in zip(rows, counts, strict=True))
             else:
                 need = self._slide(bank, rows, counts, window)
-            bank.memory.reserve(window, need, self._limit(bank, window, rows))
+            bank.memory.reserve(window, need, self._limit(bank, window, rows), max(counts))
 
     def _limit(self, bank: Bank, window: int | None, rows: Sequence[Row] = ()) -> int:
         """The most tokens that a slot will ever hold, for the rows there and those that come."""
@@ -139,6 +143,6 @@ class Banks:
         return max(fitting, key=lambda bank: sum(row.length + 1 for row in group if row.bank is bank))
 
     def _new_bank(self, slots: int) -> Bank:
-        bank = Bank(self._layout, slots, self._step_bytes)
+        bank = Bank(self._layout, slots, self._growth)
         self._banks.append(bank)
         return bank

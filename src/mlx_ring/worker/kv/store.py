@@ -13,9 +13,9 @@ from mlx_ring.worker.kv.assembly import Assembly
 from mlx_ring.worker.kv.bank import Row
 from mlx_ring.worker.kv.batch import Batch
 from mlx_ring.worker.kv.content import Range, check_written, read_row, write_row
+from mlx_ring.worker.kv.growth import STEP_BYTES, Growth
 from mlx_ring.worker.kv.layers import Layout, read_layout
 from mlx_ring.worker.kv.ledger import PassLedger
-from mlx_ring.worker.kv.memory import STEP_BYTES
 from mlx_ring.worker.kv.placement import Banks
 from mlx_ring.worker.kv.states import JoinedStates, RowStates
 
@@ -42,7 +42,8 @@ class KVStore:
         self.dtype = dtype
         self._layout: Layout = read_layout(prototypes, kv_bits, slack)
         self._rows: dict[int, Row] = {}
-        self._banks = Banks(self._layout, step_bytes)
+        self._growth = Growth(step_bytes)
+        self._banks = Banks(self._layout, self._growth)
         self._assembly = Assembly(self._layout, self._banks, ragged=ragged)
         self._state_bytes = 0
         """Of one sequence's recurrent states, the most that was seen."""
@@ -58,6 +59,10 @@ class KVStore:
     def can_undo(self) -> bool:
         """Whether a pass that was built leaves everything before it as it was."""
         return self._ledger.can_undo
+
+    def spare(self, *, is_scarce: bool) -> None:
+        """Whether memory is nearly all in use: from the next step on banks hold no more than they need."""
+        self._growth.is_scarce = is_scarce
 
     def length(self, sequence: int) -> int:
         """Committed tokens."""
