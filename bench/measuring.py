@@ -1,0 +1,129 @@
+"""How the rows of `engine.py` are measured: who runs where, what is asked of them, and what a ratio is held to."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from servers import Server
+
+from mlx_ring.cli.bench.client import BenchClient, RequestOptions
+from mlx_ring.cli.bench.load import Run, run_load
+from mlx_ring.cli.bench.summary import Record, Summary, summarise
+from mlx_ring.cli.bench.workload import Job, Range, Workload, make_jobs
+
+_TIMEOUT_S = 1200.0
+
+
+@dataclass
+class Ratio:
+    """One line of the table."""
+
+    row: str
+    what: str
+    rounds: list[float]
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def target(self) -> str:
+        bounds = [(">=", self.at_least), ("<=", self.at_most)]
+        return " ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+    @property
+    def met(self) -> bool:
+        low, high = self.at_least, self.at_most
+        return (low is None or self.median >= low) and (high is None or self.median <= high)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How much is measured, and where it runs."""
+
+    rounds: int
+    quick: bool
+    cores: Sequence[int]
+
+    @property
+    def one(self) -> list[int]:
+        return list(self.cores[:1])
+
+    @property
+    def other(self) -> int | None:
+        """The core beside the first worker's."""
+        return self.cores[1] if len(self.cores) > 1 else None
+
+    @property
+    def shared(self) -> int | None:
+        """The first worker's core."""
+        return self.cores[0] if self.cores else None
+
+
+def load(server: Server, jobs: Sequence[Job], concurrency: int | None, **options: Any) -> list[Record]:
+    """Send jobs and follow them. Any error ends the bench."""
+
+    async def run() -> list[Record]:
+        client = BenchClient(server.url, api_key=None, timeout_s=_TIMEOUT_S)
+        try:
+            target = server.target or await client.discover(None)
+            if any(isinstance(job.prompt, str) for job in jobs):
+                target = replace(target, vocabulary=None)
+            done = await run_load(
+                client, target, jobs, RequestOptions(**options), concurrency=concurrency, run=Run()
+            )
+        finally:
+            await client.close()
+        return done.records
+
+    records = asyncio.run(run())
+    for record in records:
+        if record.error is not None:
+            raise SystemExit(f"{server.name}: {record.error}")
+    return sorted(records, key=lambda record: record.number)
+
+
+def summary_of(records: Sequence[Record]) -> Summary:
+    begin = min(record.sent_s for record in records)
+    return summarise(records, max(record.ended_s for record in records) - begin)
+
+
+def decode_speed(record: Record) -> float:
+    """Tokens per second after the first."""
+    return (record.output_tokens - 1) / (record.arrivals_s[-1] - record.arrivals_s[0])
+
+
+def jobs_of(number: int, requests: int, prompt: int, output: int, *, vocabulary: int | None) -> list[Job]:
+    workload = Workload(requests, Range(prompt, prompt), Range(output, output), seed=7)
+    return list(make_jobs(workload, vocabulary, first=1000 * number))
+
+
+@contextmanager
+def running(*servers: Callable[[], Server]) -> Iterator[list[Any]]:
+    """Contestants, all of them started before any is asked, and all of them ended."""
+    started: list[Server] = []
+    try:
+        for start in servers:
+            started.append(start())
+            print(f"  {started[-1].name} is ready", file=sys.stderr)
+        yield started
+    finally:
+        for server in started:
+            server.stop()
+
+
+def note_round(number: int, values: dict[str, float]) -> None:
+    told = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    print(f"  round {number + 1}: {told}", file=sys.stderr)
+
+
+def ttft(record: Record) -> float:
+    return record.arrivals_s[0] - record.sent_s

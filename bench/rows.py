@@ -1,0 +1,309 @@
+"""The rows of `engine.py`: what is compared with what."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+from contestants import Stock
+from copying_model import make_copying
+from measuring import Bench, Ratio, decode_speed, jobs_of, load, note_round, running, summary_of, ttft
+from random_model import CACHE, Shape, make
+from servers import MlxLmServer, RingServer, pin_self
+from simulated import steady_throughput
+
+from mlx_ring.cli.bench.summary import Record, Summary, percentile
+from mlx_ring.cli.bench.workload import Job, Range, Workload, make_jobs
+from mlx_ring.cluster.planner.costs import MeasuredCost
+
+FLOAT = Shape(layers=8, hidden=1024, vocabulary=4096, dtype="float32")
+DEEP = Shape(layers=16, hidden=768, intermediate=2304, heads=12, kv_heads=6, vocabulary=4096, dtype="float32")
+_PLAIN = ("--prefix-cache", "off", "--draft-tokens", "0")
+_HOP_US = 300.0
+"""Between processes of this machine, one way, with what waking them takes."""
+
+
+def row_loop(bench: Bench) -> list[Ratio]:
+    """One stage, one stream, over mlx-lm's own loop."""
+    model, tokens = make(FLOAT), 48 if bench.quick else 128
+    loop = Stock(model, bench.one, dtype="float32", fast_blas=True)
+    pin_self(bench.other)
+    ratios: list[float] = []
+    try:
+        with running(lambda: RingServer(model, *_PLAIN, cores=bench.one, head_core=bench.other)) as (ring,):
+            for number in range(bench.rounds + 1):
+                (job,) = jobs_of(number, 1, 64, tokens, FLOAT.vocabulary)
+                ours = decode_speed(load(ring, [job], 1)[0])
+                theirs = loop.run(list(job.prompt), tokens).decode  # pyright: ignore[reportArgumentType]
+                note_round(number, {"mlx-ring tok/s": ours, "mlx-lm's loop": theirs})
+                ratios.append(ours / theirs)
+    finally:
+        loop.stop()
+    return [Ratio("loop", "decode through HTTP over mlx-lm's loop", ratios[1:], at_least=0.97)]
+
+
+def row_server(bench: Bench) -> list[Ratio]:
+    """One stage, eight streams, over mlx_lm.server."""
+    model, tokens, requests = make(FLOAT), 32 if bench.quick else 64, 8 if bench.quick else 16
+    pin_self(bench.other)
+    speed: list[float] = []
+    first: list[float] = []
+    with running(
+        lambda: RingServer(model, *_PLAIN, cores=bench.one, head_core=bench.other),
+        lambda: MlxLmServer(model, core=bench.shared),
+    ) as (ring, theirs):
+        for number in range(bench.rounds + 1):
+            jobs = jobs_of(number, requests, 64, tokens, None)
+            ours, other = (summary_of(load(server, jobs, 8)) for server in (ring, theirs))
+            note_round(
+                number,
+                {
+                    "mlx-ring tok/s": ours.output_tokens_per_s,
+                    "mlx_lm.server": other.output_tokens_per_s,
+                    "TTFT p95": _p95(ours),
+                    "theirs": _p95(other),
+                },
+            )
+            speed.append(ours.output_tokens_per_s / other.output_tokens_per_s)
+            first.append(_p95(ours) / _p95(other))
+    return [
+        Ratio("server", "8 streams, throughput over mlx_lm.server", speed[1:], at_least=1.0),
+        Ratio("server", "8 streams, p95 TTFT over mlx_lm.server", first[1:], at_most=1.0),
+    ]
+
+
+def row_streams(bench: Bench) -> list[Ratio]:
+    """Two stages over one, eight streams, bound by computation."""
+    tokens, requests = (24, 8) if bench.quick else (64, 8)
+    ratios: list[float] = []
+    limits: list[float] = []
+    told: list[float] = []
+    with _one_and_two(bench) as (one, two):
+        for number in range(bench.rounds + 1):
+            jobs = jobs_of(number, requests, 16, tokens, FLOAT.vocabulary)
+            single, double = (_steady_speed(load(server, jobs, 8)) for server in (one, two))
+            means = _decode_means_us(two)
+            limit = sum(means) / max(means)
+            predicted = steady_throughput([MeasuredCost(mean) for mean in means], streams=8, hop_us=_HOP_US)
+            note_round(
+                number,
+                {"one tok/s": single, "two": double, "the cut's limit": limit, "simulated tok/s": predicted},
+            )
+            ratios.append(double / single)
+            limits.append(double / single / limit)
+            told.append(double / predicted)
+    return [
+        Ratio("streams", "8 streams, two stages over one", ratios[1:], at_least=1.8),
+        Ratio("streams", "  of the cut's own limit", limits[1:], at_least=0.92),
+        Ratio(
+            "streams",
+            "  over the simulated scheduler, with these stages",
+            told[1:],
+            at_least=0.9,
+            at_most=1.1,
+        ),
+    ]
+
+
+def row_prompt(bench: Bench) -> list[Ratio]:
+    """Time to the first token of a long prompt, in float32: reading a prompt is bound by computation as it is.
+
+    Of the last layer a chunk that samples nothing needs keys and values alone. In a model of 8 layers that would make the second
+    stage lighter by a seventh, whatever the cut; this one has 16, as many as half of a small model that is in use.
+    """
+    length = 1000 if bench.quick else 4000
+    ratios: list[float] = []
+    with _one_and_two(bench, make(DEEP)) as (one, two):
+        for number in range(bench.rounds):
+            jobs = jobs_of(number, 1, length, 1, FLOAT.vocabulary)
+            single, double = (ttft(load(server, jobs, 1)[0]) for server in (one, two))
+            note_round(number, {"one s": single, "two": double})
+            ratios.append(single / double)
+    return [Ratio("prompt", f"{length}-token prompt, TTFT of one stage over two", ratios, at_least=1.7)]
+
+
+def row_stream(bench: Bench) -> list[Ratio]:
+    """Two stages over one, one stream."""
+    tokens = 32 if bench.quick else 96
+    ratios: list[float] = []
+    with _one_and_two(bench) as (one, two):
+        for number in range(bench.rounds + 1):
+            jobs = jobs_of(number, 1, 16, tokens, FLOAT.vocabulary)
+            single, double = (decode_speed(load(server, jobs, 1)[0]) for server in (one, two))
+            note_round(number, {"one tok/s": single, "two": double})
+            ratios.append(double / single)
+    return [Ratio("stream", "one stream, decode of two stages over one", ratios[1:], at_least=0.97)]
+
+
+def row_prefix(bench: Bench) -> list[Ratio]:
+    """The same long beginning twice."""
+    length = 500 if bench.quick else 2000
+    pin_self(bench.other)
+    ratios: list[float] = []
+    with running(lambda: RingServer(make(FLOAT), cores=bench.one, head_core=bench.other)) as (ring,):
+        for number in range(bench.rounds):
+            workload = Workload(
+                2, Range(length + 16, length + 16), Range(4, 4), shared_prefix=length, seed=number
+            )
+            first, second = load(ring, list(make_jobs(workload, FLOAT.vocabulary)), 1)
+            note_round(number, {"first s": ttft(first), "second": ttft(second)})
+            if second.cached_tokens < length:
+                raise SystemExit(f"Only {second.cached_tokens} tokens came from the cache.")
+            ratios.append(ttft(second) / ttft(first))
+    return [Ratio("prefix", f"{length} tokens again, TTFT over the first", ratios, at_most=0.1)]
+
+
+def row_lookup(bench: Bench) -> list[Ratio]:
+    """Prompt look-up on and off."""
+    tokens = 48 if bench.quick else 128
+    pin_self(bench.other)
+    copying, plain = make_copying(), make(FLOAT)
+    result: list[Ratio] = []
+    for what, model, target, options, repeats in (
+        ("text that repeats its prompt", copying, 1.5, {}, True),
+        ("text that does not", plain, 0.95, {"temperature": 1.0}, False),
+    ):
+        with running(
+            lambda model=model: RingServer(
+                model, "--draft-tokens", "8", cores=bench.one, head_core=bench.other
+            ),
+            lambda model=model: RingServer(
+                model, "--draft-tokens", "0", cores=bench.one, head_core=bench.other
+            ),
+        ) as (with_drafts, without):
+            ratios: list[float] = []
+            for number in range(bench.rounds + 1):
+                text = random.Random(number).sample(range(FLOAT.vocabulary), 300)
+                # A text and its beginning again is what an edit looks like.
+                job = Job(number, [*text, *text[:16]] if repeats else text, tokens, 0.0)
+                fast, slow = (
+                    decode_speed(load(server, [job], 1, **options)[0]) for server in (with_drafts, without)
+                )
+                note_round(number, {"with tok/s": fast, "without": slow})
+                ratios.append(fast / slow)
+        result.append(Ratio("lookup", f"drafts on over off, {what}", ratios[1:], at_least=target))
+    return result
+
+
+def row_latency(bench: Bench) -> list[Ratio]:
+    """Running streams while a long prompt comes in, over the same tokens of the same streams without it."""
+    length, tokens = (600, 150) if bench.quick else (8000, 1200)
+    pin_self(bench.other)
+    ratios: list[float] = []
+    with running(lambda: RingServer(make(FLOAT), *_PLAIN, cores=bench.one, head_core=bench.other)) as (ring,):
+        for number in range(max(1, bench.rounds - 1)):
+            streams = [
+                replace(job, arrives_s=0.0) for job in jobs_of(number, 4, 16, tokens, FLOAT.vocabulary)
+            ]
+            long = Job(
+                90_000 + number, jobs_of(500 + number, 1, length, 1, FLOAT.vocabulary)[0].prompt, 1, 4.0
+            )
+            alone = load(ring, streams, None)
+            *beside, prompt = load(ring, [*streams, long], None)
+            busy, quiet = _gaps_meanwhile(beside, prompt, alone)
+            p95 = [percentile(sorted(gaps), 95) for gaps in (busy, quiet)]
+            ratios.append(p95[0] / p95[1])
+            note_round(
+                number,
+                {
+                    "p95 ms": 1000 * p95[0],
+                    "without": 1000 * p95[1],
+                    "prompt s": ttft(prompt),
+                    "tokens": len(busy),
+                },
+            )
+    return [Ratio("latency", f"p95 between tokens while {length} tokens prefill", ratios, at_most=3.0)]
+
+
+# ---- parts of rows
+
+
+@contextmanager
+def _one_and_two(bench: Bench, model: Path | None = None) -> Iterator[list[Any]]:
+    """The same model on one stage and on two; quantized unless given."""
+    model = model or quantized()
+    pin_self(bench.shared)
+    with running(
+        *(
+            lambda stages=stages: RingServer(
+                model, *_PLAIN, stages=stages, cores=bench.cores, head_core=bench.shared
+            )
+            for stages in (1, 2)
+        )
+    ) as servers:
+        yield servers
+
+
+def quantized() -> Path:
+    """The random model with 4-bit weights, group size 64, everything else in float32."""
+    folder = CACHE / f"{make(FLOAT).name}-4bit"
+    if not (folder / "config.json").is_file():
+        from mlx_lm import convert  # noqa: PLC0415 - MLX is wanted for this alone
+
+        convert(str(make(FLOAT)), str(folder), quantize=True, q_bits=4, q_group_size=64, dtype="float32")
+    return folder
+
+
+def _decode_means_us(server: RingServer) -> list[float]:
+    """What a decode step took on each stage, as the stages have timed it."""
+    steps = httpx.get(f"{server.url}/cluster/status", trust_env=False).json()["step_times"]
+    return [stage["decode_compute_us"] for stage in steps]
+
+
+def _steady_speed(records: Sequence[Record]) -> float:
+    """Output tokens a second while all streams were running: from the last first token to the first end."""
+    begin = max(record.arrivals_s[0] for record in records)
+    end = min(record.arrivals_s[-1] for record in records)
+    tokens = sum(
+        sum(begin < arrival <= end for arrival in record.arrivals_s)
+        * record.output_tokens
+        / len(record.arrivals_s)
+        for record in records
+    )
+    return tokens / (end - begin)
+
+
+def _p95(summary: Summary) -> float:
+    if summary.ttft is None:
+        raise SystemExit("No token came.")
+    return summary.ttft.p95
+
+
+def _gaps_meanwhile(
+    streams: Sequence[Record], prompt: Record, alone: Sequence[Record]
+) -> tuple[list[float], list[float]]:
+    """Seconds between tokens while the prompt was read, and between the same tokens of streams that ran alone."""
+    begin, end = prompt.sent_s, prompt.arrivals_s[0]
+    busy: list[float] = []
+    quiet: list[float] = []
+    for record, other in zip(streams, alone, strict=True):
+        if len(record.arrivals_s) != len(other.arrivals_s):
+            raise SystemExit(
+                "A stream came in other pieces the second time, so that its tokens cannot be compared."
+            )
+        pairs = zip(pairwise(record.arrivals_s), pairwise(other.arrivals_s), strict=True)
+        for (earlier, later), (earlier_alone, later_alone) in pairs:
+            if earlier > begin and later < end:
+                busy.append(later - earlier)
+                quiet.append(later_alone - earlier_alone)
+    if not busy:
+        raise SystemExit("The streams had ended before the long prompt came; give them more tokens.")
+    return busy, quiet
+
+
+ROWS: dict[str, Callable[[Bench], list[Ratio]]] = {
+    "loop": row_loop,
+    "server": row_server,
+    "streams": row_streams,
+    "prompt": row_prompt,
+    "stream": row_stream,
+    "prefix": row_prefix,
+    "lookup": row_lookup,
+    "latency": row_latency,
+}

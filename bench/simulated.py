@@ -1,0 +1,42 @@
+"""The engine's own scheduler by the clock, with stages of given times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mlx_ring.cluster.planner.costs import MeasuredCost, StageCosts
+from mlx_ring.cluster.planner.simulation import Simulation, Times
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.scheduler import Scheduler
+from mlx_ring.engine.sequence import GenerateRequest, Limits, make_sequence
+
+_LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())
+_WARM, _STEPS = 10, 100
+
+
+def steady_throughput(stages: Sequence[MeasuredCost], *, streams: int, hop_us: float) -> float:
+    """Output tokens a second of so many streams that all run.
+
+    `hop_us` is the time between stages, and between head and stages, one way.
+    """
+    ranks = [RankId(stage, 0) for stage in range(len(stages))]
+    policy = Policy(prefix_cache=False, draft_tokens=0, max_num_seqs=streams)
+    scheduler = Scheduler(ranks, instance="simulated", epoch=1, policy=policy)
+    times = Times(StageCosts(stages), hop_us / 1e6, hop_us / 1e6)
+    step_s = sum(stage.decode_us for stage in stages) / 1e6
+    begin_s, end_s = _WARM * step_s, (_WARM + _STEPS) * step_s
+    outcome = Simulation(scheduler, times, len(stages)).run(
+        [(0.0, _coming(scheduler, number)) for number in range(1, streams + 1)], until_s=end_s
+    )
+    return outcome.tokens_per_s(begin_s, end_s)
+
+
+def _coming(scheduler: Scheduler, number: int) -> Callable[[float], None]:
+    asked = GenerateRequest(str(number), (number,), SamplingParams())
+
+    def come(now: float) -> None:
+        scheduler.add(make_sequence(number, asked, _LIMITS, now))
+
+    return come
