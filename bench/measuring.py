@@ -101,7 +101,7 @@ def decode_speed(record: Record) -> float:
     return (record.output_tokens - 1) / (record.arrivals_s[-1] - record.arrivals_s[0])
 
 
-def jobs_of(number: int, requests: int, prompt: int, output: int, *, vocabulary: int | None) -> list[Job]:
+def jobs_of(number: int, requests: int, prompt: int, output: int, vocabulary: int | None) -> list[Job]:
     workload = Workload(requests, Range(prompt, prompt), Range(output, output), seed=7)
     return list(make_jobs(workload, vocabulary, first=1000 * number))
 
