@@ -16,7 +16,8 @@ from mlx_ring.cluster.planner.prediction import predict_throughput
 from mlx_ring.cluster.planner.simulation import Simulation, Times
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.kv_budget import BLOCK
+from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
 from mlx_ring.rpc.protos import step_pb2
@@ -30,10 +31,17 @@ class Bench:
     """A scheduler over simulated stages."""
 
     def __init__(
-        self, stages: int, policy: Policy = PLAIN, *, hop_s: float = 0.0, head_s: float = 0.001
+        self,
+        stages: int,
+        policy: Policy = PLAIN,
+        *,
+        hop_s: float = 0.0,
+        head_s: float = 0.001,
+        kv_blocks: int | None = None,
     ) -> None:
         ranks = [RankId(stage, 0) for stage in range(stages)]
-        self.scheduler = Scheduler(ranks, instance="demo", epoch=1, policy=policy)
+        kv = None if kv_blocks is None else {rank: RankKv(kv_blocks * BLOCK, 1) for rank in ranks}
+        self.scheduler = Scheduler(ranks, instance="demo", epoch=1, policy=policy, kv=kv)
         self.sequences: dict[int, Sequence] = {}
         cost = LinearCost(DECODE_S / stages, TOKEN_S / stages)
 
@@ -53,6 +61,10 @@ class Bench:
             self.scheduler.add(self.sequences[number])
 
         return come
+
+    def leave(self, number: int) -> None:
+        """The client goes away, if it has not been answered."""
+        self.scheduler.abort(self.sequences[number])
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -115,17 +127,51 @@ def test_prompts_that_come_together_are_read_at_full_speed() -> None:
     assert last_first_token <= 1.35 * (8 * 200 * TOKEN_S + 4 * DECODE_S)
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 2), st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=20),
-    st.integers(1, 4),
-    st.integers(1, 8),
-)
-@settings(deadline=None, max_examples=40)
-def test_nobody_starves(requests: list[tuple[float, int, int]], stages: int, places: int) -> None:
-    bench = Bench(stages, replace(PLAIN, max_num_seqs=places))
-    arrivals = [(at, bench.request(prompt, answer)) for at, prompt, answer in requests]
+REQUEST = st.tuples(st.floats(0, 2), st.integers(1, 900), st.integers(1, 60), st.floats(0.1, 3) | st.none())
+"""When it comes, its prompt, its answer, and after what time the client leaves."""
+
+
+@given(st.lists(REQUEST, min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 8), st.data())
+@settings(deadline=None, max_examples=60)
+def test_nobody_starves(
+    requests: list[tuple[float, int, int, float | None]], stages: int, places: int, data: st.DataObject
+) -> None:
+    policy = Policy(
+        max_num_seqs=places,
+        prefix_cache=data.draw(st.booleans()),
+        draft_tokens=data.draw(st.sampled_from([0, 4])),
+        prefill_chunk=data.draw(st.sampled_from([16, 512])),
+    )
+    bench = Bench(stages, policy, kv_blocks=data.draw(st.integers(4, 12) | st.none()))
+    arrivals: list[tuple[float, Callable[[float], None]]] = []
+    for number, (at, prompt, answer, stays_s) in enumerate(requests, start=1):
+        arrivals.append((at, bench.request(prompt, answer)))
+        if stays_s is not None:
+            arrivals.append((at + stays_s, lambda _now, number=number: bench.leave(number)))
     result = bench.simulation.run(arrivals)
-    assert {number: len(times.tokens_s) for number, times in result.sequences.items()} == {
-        number: answer for number, (_, _, answer) in enumerate(requests, start=1)
-    }
+    for number, (at, _, answer, stays_s) in enumerate(requests, start=1):
+        sequence = bench.sequences[number]
+        assert len(sequence.output) == answer or (stays_s is not None and result.elapsed_s >= at + stays_s)
     assert result.most_in_flight <= stages + 1 + 2 * stages
+    stats = bench.scheduler.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+def test_a_long_prompt_gets_on_while_short_ones_keep_coming_and_they_beside_it() -> None:
+    bench = Bench(1, replace(PLAIN, max_num_seqs=8))
+    arrivals = [(0.0, bench.request(4000, 4))]
+    arrivals += [(0.05 + 0.1 * number, bench.request(40, 4)) for number in range(100)]
+    result = bench.simulation.run(arrivals)
+    alone_s = 4000 * TOKEN_S + 8 * DECODE_S
+    assert result.sequences[1].first_token_s <= 4 * alone_s
+    waits = sorted(result.sequences[number].first_token_s - at for number, (at, _) in enumerate(arrivals, 1))
+    assert waits[len(waits) // 2] < alone_s / 4, "the short ones do not wait for the long one's end"
+
+
+def test_a_sequence_that_needs_most_of_the_memory_is_not_passed_by_for_ever() -> None:
+    bench = Bench(1, replace(PLAIN, max_num_seqs=8), kv_blocks=8)
+    arrivals = [(0.2 * number, bench.request(200, 40)) for number in range(40)]
+    arrivals.insert(5, (0.95, bench.request(1500, 40)))
+    result = bench.simulation.run(arrivals)
+    large, later = (number for number, (at, _) in enumerate(arrivals, 1) if at in {0.95, 0.2 * 15})
+    assert result.sequences[large].first_token_s < result.sequences[later].first_token_s

@@ -95,6 +95,6 @@ class EngineStats:
     scheduler: SchedulerStats
     cache: CacheStats
     prompt_tokens: int
-    """Computed, of requests that got as far as an answer."""
+    """Of requests that got as far as an answer, those included whose KV was there already."""
     generated_tokens: int
     finished: Mapping[FinishReason, int]

@@ -19,7 +19,7 @@ def test_a_percentile_is_numpy_s(values: list[float], share: float) -> None:
 
 def test_a_distribution_of_a_hundred_and_one_numbers() -> None:
     numbers = [float(number) for number in range(100, -1, -1)]
-    assert Distribution.of(numbers) == Distribution(mean=50, p50=50, p95=95, p99=99, most=100)
+    assert Distribution.of(numbers) == Distribution(mean=50, p50=50, p95=95, p99=99, worst=100)
     assert Distribution.of([]) is None
 
 
@@ -96,7 +96,10 @@ def test_a_run_in_numbers_counts_answers_and_errors_apart() -> None:
     assert summary.ttft == Distribution(1.0, 1.0, 1.0, 1.0, 1.0)
     assert summary.end_to_end == Distribution(2.0, 2.0, 2.0, 2.0, 2.0)
     assert summary.inter_token is not None
-    assert summary.inter_token.most == 0.5
+    assert summary.inter_token.worst == 0.5
+    speeds = summary.request_tokens_per_s
+    assert speeds is not None
+    assert (speeds.mean, speeds.p50, speeds.p95, speeds.worst) == pytest.approx((3.0, 3.0, 2.1, 2.0))
 
 
 def test_a_run_in_which_nothing_was_answered_has_no_latencies() -> None:
@@ -104,3 +107,4 @@ def test_a_run_in_which_nothing_was_answered_has_no_latencies() -> None:
         summary = summarise(records, 0.0)
         assert (summary.completed, summary.output_tokens_per_s, summary.tokens_per_event) == (0, 0, None)
         assert (summary.ttft, summary.inter_token, summary.end_to_end) == (None, None, None)
+        assert summary.request_tokens_per_s is None

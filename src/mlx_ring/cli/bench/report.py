@@ -36,16 +36,33 @@ def print_summary(
         f"{summary.output_tokens:,} output tokens"
     )
     console.print(_latencies(summary))
+    console.print(_speeds(summary))
     for note in (*notes, *_remarks(summary)):
         line(note, "yellow")
     for kind, count in sorted(summary.errors.items()):
         line(f"{count} x {_example(kind, records)}", "red")
 
 
-def _latencies(summary: Summary) -> Table:
-    table = Table("milliseconds", box=None, pad_edge=False)
+def _table(unit: str) -> Table:
+    table = Table(f"{unit:26}", box=None, pad_edge=False)
     for title in ("mean", "p50", "p95", "p99"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", min_width=8)
+    return table
+
+
+def _speeds(summary: Summary) -> Table:
+    table, values = _table("tokens a second"), summary.request_tokens_per_s
+    told = ["-"] * 4 if values is None else [f"{value:,.1f}" for value in _numbers(values)]
+    table.add_row("each request", *told)
+    return table
+
+
+def _numbers(values: Distribution) -> Sequence[float]:
+    return (values.mean, values.p50, values.p95, values.p99)
+
+
+def _latencies(summary: Summary) -> Table:
+    table = _table("milliseconds")
     table.add_row("time to first token (TTFT)", *_milliseconds(summary.ttft))
     table.add_row("between tokens (ITL)", *_milliseconds(summary.inter_token))
     if _several_at_once(summary):
@@ -57,7 +74,7 @@ def _latencies(summary: Summary) -> Table:
 def _milliseconds(values: Distribution | None) -> Sequence[str]:
     if values is None:
         return ("-",) * 4
-    return [f"{1000 * value:,.1f}" for value in (values.mean, values.p50, values.p95, values.p99)]
+    return [f"{1000 * value:,.1f}" for value in _numbers(values)]
 
 
 def _several_at_once(summary: Summary) -> bool:

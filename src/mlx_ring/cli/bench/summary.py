@@ -41,6 +41,14 @@ class Record:
         return self.arrivals_s[0] - self.sent_s if self.arrivals_s else None
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """After the first chunk; None where all came at once."""
+        chunks = self.chunks()
+        if len(chunks) < 2:  # noqa: PLR2004 - time passes between two
+            return None
+        return (self.output_tokens - chunks[0][1]) / (chunks[-1][0] - chunks[0][0])
+
+    @property
     def error_kind(self) -> str | None:
         return None if self.error is None else self.error.partition(":")[0]
 
@@ -72,22 +80,28 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Seconds."""
+    """What half, 95 % and 99 % of the values do not exceed; of speeds, what so many reach."""
 
     mean: float
     p50: float
     p95: float
     p99: float
-    most: float
+    worst: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution | None:
-        """None where there is nothing to measure."""
+        """Of times. None where there is nothing to measure."""
         if not values:
             return None
         ordered = sorted(values)
         p50, p95, p99 = (percentile(ordered, share) for share in _PERCENTILES)
         return cls(math.fsum(ordered) / len(ordered), p50, p95, p99, ordered[-1])
+
+    @classmethod
+    def of_speeds(cls, values: Sequence[float]) -> Distribution | None:
+        """As `of`, for values of which the smallest are the worst."""
+        times = cls.of([-value for value in values])
+        return times and cls(-times.mean, -times.p50, -times.p95, -times.p99, -times.worst)
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -117,6 +131,8 @@ class Summary:
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
+    request_tokens_per_s: Distribution | None
+    """Of each request, after its first token."""
     ttft: Distribution | None
     inter_token: Distribution | None
     between_chunks: Distribution | None
@@ -149,6 +165,9 @@ def summarise(records: Iterable[Record], duration_s: float) -> Summary:
         requests_per_s=len(completed) / seconds,
         output_tokens_per_s=output / seconds,
         total_tokens_per_s=(prompt + output) / seconds,
+        request_tokens_per_s=Distribution.of_speeds(
+            [record.tokens_per_s for record in completed if record.tokens_per_s is not None]
+        ),
         ttft=Distribution.of([record.ttft_s for record in completed if record.ttft_s is not None]),
         inter_token=Distribution.of([gap for record in completed for gap in record.inter_token_s()]),
         between_chunks=Distribution.of([gap for record in completed for gap in record.between_chunks_s()]),
