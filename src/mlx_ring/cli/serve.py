@@ -22,7 +22,7 @@ from mlx_ring.core.machine import listen, node_name
 from mlx_ring.rpc.protos import agent_pb2
 
 if TYPE_CHECKING:
-    from mlx_ring.node import Running
+    from mlx_ring.node.head import Running
 
 _DEFAULT_URL = "http://127.0.0.1:8100"
 SAMPLE_QUESTION = "What is the capital of France?"
@@ -121,7 +121,7 @@ def serve(
 
     served = prepare_model(settings)
     # The API's libraries take a second to come in: what is wrong above is told before.
-    from mlx_ring.node import Head  # noqa: PLC0415
+    from mlx_ring.node.head import Head  # noqa: PLC0415
 
     async def run() -> None:
         with LoadingBars(settings.stages) as bars:

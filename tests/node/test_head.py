@@ -11,7 +11,7 @@ import pytest
 from tests.processes import Server, serving
 
 from mlx_ring.engine.executor import RankId
-from mlx_ring.node import ready_workers
+from mlx_ring.node.head import ready_workers
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 

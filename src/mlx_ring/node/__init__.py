@@ -1,0 +1,1 @@
+"""Composition root: builds a head from settings, and takes it down again."""

@@ -1,0 +1,50 @@
+"""The head's HTTP server inside the head's event loop, which alone decides when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Generator
+
+import uvicorn
+
+from mlx_ring.api.app import build_app
+from mlx_ring.api.service import ModelService
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.config import Settings
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the head ends it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+async def end_http(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    server.should_exit = True
+    await asyncio.wait((serving,))
+
+
+def local_url(host: str, port: int) -> str:
+    """Where a person on this machine reaches the server."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
+    return f"http://{local}:{port}"
+
+
+def http_config(service: ModelService, settings: Settings) -> uvicorn.Config:
+    """What is served, and to whom."""
+    app = build_app(
+        service,
+        ApiSettings(
+            host=settings.host,
+            allowed_hosts=settings.allowed_hosts,
+            allowed_origins=settings.allowed_origins,
+            default_max_tokens=settings.default_max_tokens,
+            max_body_bytes=settings.max_request_mb << 20,
+        ),
+    )
+    return uvicorn.Config(
+        app, log_config=None, proxy_headers=False, server_header=False, timeout_graceful_shutdown=2
+    )

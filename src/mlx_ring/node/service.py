@@ -1,0 +1,150 @@
+"""The served model as the API sees it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_ring.api.service import InstanceInfo, SamplingDefaults, ServingEngine, WorkerInfo
+from mlx_ring.core.errors import NotReady, RingError, WorkerLost
+from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.served_model import ServedModel, describe_model
+from mlx_ring.rpc.protos import agent_pb2
+
+log = logging.getLogger(__name__)
+
+FIRST_EPOCH = 1
+_LOADING = "The model is being loaded; ask again in a moment."
+
+
+class HeadService:
+    """The served model as the API sees it: an engine, or the reason why there is none."""
+
+    def __init__(
+        self, served: ServedModel, ranges: Sequence[LayerRange], instance: str, *, kv_bits: int = 0
+    ) -> None:
+        self._served = served
+        self._kv_bits = kv_bits
+        self._ranges = ranges
+        self._instance = instance
+        self._engine: Engine | None = None
+        self._lost: RingError | None = None
+        self._workers: tuple[WorkerInfo, ...] = ()
+        self._metadata = describe_model(served.folder)
+        self.created = int(time.time())
+        self.default_sampling = _sampling_defaults(served.folder.generation_config)
+
+    @property
+    def model_id(self) -> str:
+        return self._served.names[0]
+
+    @property
+    def aliases(self) -> Sequence[str]:
+        return self._served.names[1:]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._served.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        limits = self._served.limits
+        return limits.context_length if self._engine is None else self._engine.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        return self._served.limits.vocab_size
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        return self._metadata
+
+    @property
+    def engine(self) -> ServingEngine:
+        if self._engine is None:
+            raise NotReady(_LOADING)
+        return self._engine
+
+    @property
+    def error(self) -> RingError | None:
+        if self._lost is not None:
+            return self._lost
+        return NotReady(_LOADING) if self._engine is None else self._engine.error
+
+    def instance(self) -> InstanceInfo:
+        layers = self._served.folder.num_layers
+        return InstanceInfo(self._instance, FIRST_EPOCH, layers, self._workers, self._kv_bits)
+
+    @property
+    def is_serving(self) -> bool:
+        return self._engine is not None
+
+    def serve(self, engine: Engine) -> None:
+        """From now on requests are answered."""
+        self._engine = engine
+
+    def lose(self, error: RingError) -> None:
+        """End what is being answered, and say why nothing more is."""
+        if self._lost is None:
+            log.error("%s", error)
+            self._lost = error
+        if self._engine is not None:
+            self._engine.fail(error)
+
+    def hear(self, event: agent_pb2.AgentEvent) -> None:
+        """Take in what the agent tells of the workers."""
+        ours = [state for state in event.workers if state.instance == self._instance]
+        self._workers = tuple(
+            _worker_info(state, self._ranges[state.stage], event.hello.node) for state in ours
+        )
+        for state in ours:
+            if not state.alive:
+                self.lose(
+                    WorkerLost(
+                        f"The worker of stage {state.stage}, rank {state.rank} (pid {state.pid}) "
+                        f"{state.exit_reason}. Restart the server."
+                    )
+                )
+
+
+def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) -> WorkerInfo:
+    status = state.status
+    return WorkerInfo(
+        stage=state.stage,
+        rank=state.rank,
+        layers=layers,
+        node=node,
+        pid=state.pid,
+        device=status.device,
+        dtype=status.dtype,
+        alive=state.alive,
+        phase=status.phase,
+        weight_bytes=status.weight_bytes,
+        device_memory_bytes=status.device_memory_bytes,
+        peak_memory_bytes=status.peak_memory_bytes,
+        rss_bytes=status.rss_bytes,
+        kv_bytes=status.kv_bytes,
+        blas=status.blas,
+    )
+
+
+def _sampling_defaults(config: Mapping[str, Any]) -> SamplingDefaults:
+    """What the model's makers advise, where their file gives numbers."""
+    fallback = SamplingDefaults()
+
+    def number(name: str, otherwise: float) -> float:
+        value: object = config.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return otherwise
+        return float(value) if value >= 0 else otherwise
+
+    return SamplingDefaults(
+        temperature=0.0 if config.get("do_sample") is False else number("temperature", fallback.temperature),
+        top_p=number("top_p", fallback.top_p),
+        top_k=int(number("top_k", fallback.top_k)),
+        min_p=number("min_p", fallback.min_p),
+        repetition_penalty=number("repetition_penalty", fallback.repetition_penalty),
+    )
