@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from urllib.parse import unquote
 from cryptography import x509
 
 from mlx_ring.core.errors import PeerRefused
+from mlx_ring.rpc.tls.certificates import certificate_names
 from mlx_ring.rpc.tls.names import HEAD_NAME, node_of
 
 
@@ -103,19 +104,15 @@ def peer_of_certificate(certificate: x509.Certificate) -> Peer:
     return Peer(names[0], f"{certificate.serial_number:x}")
 
 
-def certificate_names(certificate: x509.Certificate | x509.CertificateSigningRequest) -> Sequence[str]:
-    """Every alternative name; one that is no DNS name is given by its class, so that it fits nothing."""
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
-        return ()
-    return [name.value if isinstance(name, x509.DNSName) else type(name).__name__ for name in names]
-
-
 def address_of_call(context: CallContext) -> str:
     """Where a call comes from, readable: `192.168.1.7:51234`, `[fe80::1]:51234`."""
     kind, _, address = unquote(context.peer()).partition(":")
     return address if kind in ("ipv4", "ipv6") else f"{kind}:{address}"
+
+
+def host_of_call(context: CallContext) -> str:
+    """The address of a call without its port and brackets."""
+    return address_of_call(context).rpartition(":")[0].strip("[]")
 
 
 @lru_cache(maxsize=256)
