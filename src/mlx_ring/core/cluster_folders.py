@@ -11,5 +11,5 @@ def authority_folder(state: Path) -> Path:
 
 
 def node_folder(state: Path) -> Path:
-    """This machine's id, key and certificate."""
+    """The machine's own id, key and certificate."""
     return state / "node"

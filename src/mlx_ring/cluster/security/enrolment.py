@@ -6,11 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
 
 import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from mlx_ring.agent.identity import open_identity
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.cluster.security.tokens import TokenStore
@@ -21,8 +24,11 @@ from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, RENEW, RENEWAL_SERVICE, service_handler
 from mlx_ring.rpc.protos import enrol_pb2
-from mlx_ring.rpc.tls.names import check_node_id
-from mlx_ring.rpc.tls.peers import address_of_call, host_of_call, peer_of_call
+from mlx_ring.rpc.tls.certificates import needs_renewal
+from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
+from mlx_ring.rpc.tls.names import check_node_id, node_name
+from mlx_ring.rpc.tls.peers import address_of_call, host_of_call, peer_of_call, peer_of_certificate
+from mlx_ring.rpc.tls.signing_requests import key_to_pem, make_signing_request
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +108,26 @@ class EnrolmentFront:
 def _refuse(context: Context, error: RingError) -> enrol_pb2.EnrolReply:
     log.warning("refused to enrol %s: %s", address_of_call(context), error)
     return enrol_pb2.EnrolReply(failure=error_to_failure(error))
+
+
+def admit_own_machine(authority: Authority, members: Members, folder: Path) -> Credentials:
+    """Credentials for the node on the head's machine, which needs no token; kept in `folder`, its `node_folder`.
+
+    What is there is kept too, unless it is of another cluster, was removed, or ends soon.
+    """
+    kept = load_credentials(folder)
+    if kept is not None and kept.authority == authority.pem:
+        certificate = x509.load_pem_x509_certificate(kept.certificate)
+        soon = needs_renewal(certificate, datetime.now(UTC))
+        if not soon and not members.refusal(peer_of_certificate(certificate)):
+            return kept
+    identity = open_identity(folder)
+    request = make_signing_request(identity.key, node_name(identity.node))
+    certificate = authority.sign(request, identity.node)
+    members.admit(certificate)
+    credentials = Credentials(authority.pem, certificate.public_bytes(Encoding.PEM), key_to_pem(identity.key))
+    credentials.save(folder)
+    return credentials
 
 
 async def start_enrolment_server(

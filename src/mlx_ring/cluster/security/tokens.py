@@ -96,7 +96,7 @@ class TokenStore:
             ConfigError: there is none, or several have the name.
         """
         with self._file.change() as content:
-            found = [record for record in content.tokens if wanted in (record.id, record.name)]
+            found = [record for record in content.tokens if wanted and wanted in (record.id, record.name)]
             if len(found) != 1:
                 trouble = f"There are {len(found)} tokens" if found else "There is no token"
                 raise ConfigError(f"{trouble} {wanted!r}: `mlx-ring token list` shows the ids.")
