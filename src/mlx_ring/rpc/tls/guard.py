@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -19,7 +19,7 @@ from mlx_ring.rpc.tls.peers import CallContext, Refusal, address_of_call, is_loc
 
 log = logging.getLogger(__name__)
 
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour = Callable[[Any, Any], Any]
 
 
