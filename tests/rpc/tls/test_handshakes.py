@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import ssl
@@ -85,11 +86,11 @@ def test_a_server_logs_each_connection_that_it_refuses_and_why(tmp_path: Path) -
         context.load_cert_chain(tmp_path / "stranger" / "certificate.pem", tmp_path / "stranger" / "key.pem")
         with (
             socket.create_connection(("127.0.0.1", port)) as plain,
-            pytest.raises(OSError, match=r"(?i)alert|closed|reset|eof"),
+            contextlib.suppress(OSError),
             context.wrap_socket(plain) as connection,
         ):
+            # An alert, a reset or the end, whichever comes first.
             connection.recv(1)
-            raise ssl.SSLEOFError("closed")
         _next(process.stderr, "WARNING node=here .*refused a connection: its certificate is of another")
         process.stdin.close()
         process.wait(30)

@@ -6,7 +6,6 @@ import asyncio
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -199,8 +198,6 @@ def test_grpc_cannot_ask_for_a_certificate_without_insisting_on_it(
     assert seen == [False]
 
 
-
-
 def meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[Peer | Exception, ...]:
     """Whom server and client see at the other end of a plain socket, or what each gets instead."""
     seen: list[Peer | Exception] = []
@@ -287,5 +284,3 @@ def test_a_key_that_is_not_the_certificate_s_is_refused_by_name(
 
 def test_the_key_is_not_in_what_a_log_would_show(mini: Credentials) -> None:
     assert "PRIVATE" not in repr(mini)
-
-
