@@ -41,6 +41,8 @@ ENVIRONMENT_PREFIX = "MLX_RING_"
 _FOREIGN_VARIABLES = {"mlx_ring_verbose"}
 """MLX's own ring backend reads this one."""
 _CONFIG_VARIABLE = "config"
+_OUR_GRPC_LEVEL = "info"
+"""In small letters, which gRPC reads alike and nobody else writes: so it is known for ours."""
 SOCKET_PATH_LIMIT = 103
 """Bytes of a Unix socket's path: 104 with its end on macOS, 108 on Linux."""
 
@@ -266,15 +268,18 @@ def quieten_grpc() -> None:
 def let_grpc_speak() -> None:
     """Have gRPC's C library write why it refused a connection; `rpc/tls/handshakes.py` reads that off.
 
-    To be called before gRPC is first used. A level that a person has set stays.
+    To be called before gRPC is first used. A level that a person has set stays; children begin quiet again.
     """
     if os.environ.get("GRPC_VERBOSITY", "NONE") == "NONE":
-        os.environ["GRPC_VERBOSITY"] = "INFO"
+        os.environ["GRPC_VERBOSITY"] = _OUR_GRPC_LEVEL
 
 
 def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process with changes: what a child is started with."""
-    return dict(os.environ) | dict(changes)
+    inherited = dict(os.environ)
+    if inherited.get("GRPC_VERBOSITY") == _OUR_GRPC_LEVEL:
+        inherited["GRPC_VERBOSITY"] = "NONE"
+    return inherited | dict(changes)
 
 
 def allowed_values(field: FieldInfo) -> str:

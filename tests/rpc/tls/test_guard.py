@@ -163,6 +163,49 @@ def test_streams_of_threads_are_guarded_and_pass_whole(authority: Authority, *, 
         server.stop(None)
 
 
+def test_running_streams_of_a_removed_node_end_and_others_go_on(authority: Authority) -> None:
+    lost, kept = node_credentials(authority, "lost-1"), node_credentials(authority, "kept-1")
+    revoked = Revoked()
+    guard = AioPeerGuard(revoked.refusal)
+    go_on = asyncio.Event()
+
+    async def events(
+        _request: agent_pb2.WatchRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[agent_pb2.AgentEvent]:
+        yield agent_pb2.AgentEvent(memory_bytes=1)
+        await go_on.wait()
+        yield agent_pb2.AgentEvent(memory_bytes=2)
+
+    async def run() -> None:
+        server = make_aio_server(interceptors=[guard])
+        server.add_generic_rpc_handlers((service_handler(AGENT_SERVICE, ((WATCH, events),)),))
+        port = add_secure_port(server, "127.0.0.1:0", authority.head_credentials().for_server())
+        await server.start()
+        try:
+            async with (
+                open_aio_channel(f"127.0.0.1:{port}", lost, HEAD_NAME) as losing,
+                open_aio_channel(f"127.0.0.1:{port}", kept, HEAD_NAME) as keeping,
+            ):
+                ends = WATCH.aio_unary_stream(losing)(agent_pb2.WatchRequest(), timeout=30)
+                lives = WATCH.aio_unary_stream(keeping)(agent_pb2.WatchRequest(), timeout=30)
+                first, second = aiter(ends), aiter(lives)
+                await anext(first)
+                await anext(second)
+                assert guard.end_refused() == 0
+                revoked.replace([serial(lost)])
+                assert guard.end_refused() == 1
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await anext(first)
+                assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+                assert "lost-1" in (caught.value.details() or "")
+                go_on.set()
+                assert (await anext(second)).memory_bytes == 2
+        finally:
+            await server.stop(None)
+
+    asyncio.run(run())
+
+
 def test_nobody_is_asked_over_a_unix_socket_and_everybody_over_a_plain_port(tmp_path: Path) -> None:
     async def run() -> str:
         async def answer(

@@ -122,6 +122,13 @@ def test_errors_about_something_else_are_left_to_others() -> None:
     assert handshake_error(caught.value, "The peer") is None
 
 
+def test_a_peer_that_ends_after_the_handshake_has_refused_nobody() -> None:
+    # What a stream gets whose server was killed.
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "Socket closed")
+    assert handshake_error(error, "The peer") is None
+
+
 def test_an_ssl_error_is_explained() -> None:
     error = ssl.SSLCertVerificationError("certificate verify failed: Hostname mismatch")
     mapped = handshake_error(error, "mini-1")

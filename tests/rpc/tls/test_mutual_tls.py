@@ -18,7 +18,15 @@ from mlx_ring.core.errors import ConfigError, PeerRefused
 from mlx_ring.rpc.channels import add_secure_port, make_server, open_aio_channel, open_channel
 from mlx_ring.rpc.methods import AGENT_SERVICE, STOP, service_handler
 from mlx_ring.rpc.protos import agent_pb2
-from mlx_ring.rpc.tls.credentials import KEY_FILE, Anchor, ChannelTrust, Credentials, load_credentials
+from mlx_ring.rpc.tls.credentials import (
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    Anchor,
+    ChannelTrust,
+    Credentials,
+    load_credentials,
+    serve_from_folder,
+)
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
 from mlx_ring.rpc.tls.peers import Peer, peer_of_call, peer_of_socket
@@ -280,6 +288,44 @@ def test_a_key_that_is_not_the_certificate_s_is_refused_by_name(
     (tmp_path / KEY_FILE).unlink()
     with pytest.raises(ConfigError, match=r"key\.pem is missing"):
         load_credentials(tmp_path)
+
+
+def test_a_server_shows_a_renewed_certificate_and_still_asks_for_the_client_s(
+    authority: Authority, mini: Credentials, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="There is no certificate in"):
+        serve_from_folder(tmp_path)
+    mini.save(tmp_path)
+    server = make_server(1)
+
+    def behaviour(_request: agent_pb2.StopRequest, _context: grpc.ServicerContext) -> agent_pb2.StopReply:
+        return agent_pb2.StopReply(stopped=ANSWER)
+
+    server.add_generic_rpc_handlers((service_handler(AGENT_SERVICE, ((STOP, behaviour),)),))
+    port = add_secure_port(server, "127.0.0.1:0", serve_from_folder(tmp_path))
+    server.start()
+
+    def shown() -> Peer:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            mini.socket_client().wrap_socket(plain, server_hostname=MINI) as connection,
+        ):
+            return peer_of_socket(connection)
+
+    try:
+        first = shown()
+        assert shown() == first
+        node_credentials(authority, "mini-1").save(tmp_path)
+        renewed = shown()
+        assert renewed.serial != first.serial
+        (tmp_path / KEY_FILE).write_text("rubbish")
+        (tmp_path / CERTIFICATE_FILE).write_text("rubbish")
+        assert shown() == renewed
+        assert asyncio.run(ask(f"127.0.0.1:{port}", mini, MINI)) == ANSWER
+        with pytest.raises(PeerRefused):
+            asyncio.run(ask(f"127.0.0.1:{port}", Anchor(authority.pem), MINI))
+    finally:
+        server.stop(None)
 
 
 def test_the_key_is_not_in_what_a_log_would_show(mini: Credentials) -> None:

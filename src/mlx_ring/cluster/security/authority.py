@@ -79,7 +79,8 @@ class Authority:
             certificate = x509.load_pem_x509_certificate(kept.certificate)
             if not needs_renewal(certificate, moment):
                 return kept
-        key = make_key()
+        # The same key again: a save that is cut short then leaves files that still belong together.
+        key = make_key() if kept is None else key_from_pem(kept.key, folder)
         certificate = self._issue(key.public_key(), HEAD_NAME, moment, carries_authority=True)
         credentials = Credentials(self.pem, certificate.public_bytes(Encoding.PEM), key_to_pem(key))
         credentials.save(folder)

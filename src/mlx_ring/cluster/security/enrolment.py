@@ -6,8 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 from cryptography import x509
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 10
 
+Request = TypeVar("Request")
 Context = grpc.aio.ServicerContext[object, object]
 
 
@@ -52,6 +55,7 @@ class EnrolmentFront:
         self._authority, self._tokens, self._members = authority, tokens, members
         self._tries = tries or TryLimit()
         self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="enrolment")
 
     def enrolment_handler(self) -> grpc.GenericRpcHandler:
         """For the enrolment port, where nobody shows a certificate; see `start_enrolment_server`."""
@@ -69,8 +73,7 @@ class EnrolmentFront:
                 context, TokenRefused("Too many wrong join requests came from here: wait a minute.")
             )
         try:
-            # Files are locked and synced: not on the loop that serves tokens.
-            certificate = await asyncio.to_thread(self._enrol, request, address_of_call(context))
+            certificate = await self._apart(self._enrol, request, address_of_call(context))
         except RingError as error:
             return _refuse(context, error)
         self._tries.give_back(host)
@@ -88,7 +91,7 @@ class EnrolmentFront:
     async def renew(self, request: enrol_pb2.RenewRequest, context: Context) -> enrol_pb2.EnrolReply:
         """A new certificate for the caller's own name and key."""
         try:
-            certificate = await asyncio.to_thread(self._renew, request, peer_of_call(context).node)
+            certificate = await self._apart(self._renew, request, peer_of_call(context).node)
         except RingError as error:
             return _refuse(context, error)
         return self._reply(certificate)
@@ -98,6 +101,12 @@ class EnrolmentFront:
         self._members.renew(certificate)
         log.info("renewed the certificate of %s", node)
         return certificate
+
+    async def _apart(
+        self, sign: Callable[[Request, str], x509.Certificate], request: Request, who: str
+    ) -> x509.Certificate:
+        """Files are locked and synced: not on the loop that serves tokens, and one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, sign, request, who)
 
     def _reply(self, certificate: x509.Certificate) -> enrol_pb2.EnrolReply:
         return enrol_pb2.EnrolReply(

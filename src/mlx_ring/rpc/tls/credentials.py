@@ -5,6 +5,7 @@ Both sides show a certificate of the cluster's CA, and TLS is 1.2 at least (gRPC
 
 from __future__ import annotations
 
+import logging
 import ssl
 import tempfile
 from collections.abc import Generator
@@ -17,6 +18,8 @@ import grpc
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.private_files import read_private, write_private
+
+log = logging.getLogger(__name__)
 
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "authority.pem", "certificate.pem", "key.pem"
 
@@ -108,6 +111,44 @@ def load_credentials(folder: Path) -> Credentials | None:
             f"The certificate and key in {folder} cannot be used ({error}): remove it and join again with a token."
         ) from error
     return credentials
+
+
+def serve_from_folder(folder: Path) -> grpc.ServerCredentials:
+    """As `Credentials.for_server`, and a renewed certificate in the folder is shown from the next connection on.
+
+    Raises:
+        ConfigError: there are no credentials in the folder now.
+    """
+    shown = read_private(folder / CERTIFICATE_FILE)
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        """What has changed; None where nothing has. gRPC asks before each handshake."""
+        nonlocal shown
+        try:
+            found = read_private(folder / CERTIFICATE_FILE)
+            if found == shown or found is None:
+                return None
+            configuration = _configuration(folder)
+        except ConfigError as error:
+            log.warning("a renewed certificate cannot be used, the last one is shown on: %s", error)
+            return None
+        shown = found
+        return configuration
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(folder),
+        renewed,  # pyright: ignore[reportArgumentType] - gRPC's own words: None keeps the last one
+        require_client_authentication=True,
+    )
+
+
+def _configuration(folder: Path) -> grpc.ServerCertificateConfiguration:
+    credentials = load_credentials(folder)
+    if credentials is None:
+        raise ConfigError(f"There is no certificate in {folder}: join the cluster with a token.")
+    return grpc.ssl_server_certificate_configuration(
+        [(credentials.key, credentials.certificate)], credentials.authority
+    )
 
 
 @contextmanager

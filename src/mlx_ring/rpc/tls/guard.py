@@ -6,10 +6,12 @@ nodes that ask for what only the head may. Over a Unix socket nobody is asked.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
@@ -20,6 +22,7 @@ from mlx_ring.rpc.tls.peers import CallContext, Refusal, address_of_call, is_loc
 log = logging.getLogger(__name__)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+AioContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Behaviour = Callable[[Any, Any], Any]
 
 
@@ -74,8 +77,35 @@ class PeerGuard(_Rules, grpc.ServerInterceptor):
         return _rewrap(continuation(handler_call_details), guard)
 
 
+@dataclass(slots=True)
+class _Running:
+    """A call that goes on."""
+
+    method: str
+    context: AioContext
+    ended_for: str = ""
+
+
 class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
     """For `make_aio_server`. The server's functions are coroutines or async generators."""
+
+    def __init__(self, refusal: Refusal, head_only: Collection[str] = ()) -> None:
+        """Take the rules, as `PeerGuard` does."""
+        super().__init__(refusal, head_only)
+        self._running: dict[asyncio.Task[Any], _Running] = {}
+
+    def end_refused(self) -> int:
+        """End the running calls of peers that are refused by now, such as a removed node's streams; says how many.
+
+        To be called in the server's event loop.
+        """
+        ended = 0
+        for task, call in self._running.items():
+            if not call.ended_for and (reason := self.objection(call.method, call.context)):
+                call.ended_for = reason
+                task.cancel()
+                ended += 1
+        return ended
 
     async def intercept_service(
         self,
@@ -84,24 +114,39 @@ class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         method = handler_call_details.method
 
-        async def ask(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            if reason := self.objection(method, context):
-                await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
-
         def guard(behaviour: Behaviour) -> Behaviour:
-            async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-                await ask(context)
-                return await behaviour(request, context)
+            async def answer(request: Any, context: AioContext) -> Any:
+                async with self._admitted(method, context):
+                    return await behaviour(request, context)
 
-            async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-                await ask(context)
-                async with aclosing(behaviour(request, context)) as answers:
+            async def stream(request: Any, context: AioContext) -> AsyncIterator[Any]:
+                async with self._admitted(method, context), aclosing(behaviour(request, context)) as answers:
                     async for item in answers:
                         yield item
 
             return stream if inspect.isasyncgenfunction(behaviour) else answer
 
         return _rewrap(await continuation(handler_call_details), guard)
+
+    @asynccontextmanager
+    async def _admitted(self, method: str, context: AioContext) -> AsyncGenerator[None]:
+        """Refuse the call, or let `end_refused` know of it for as long as it runs, in this task of its own."""
+        if reason := self.objection(method, context):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+        task, call = asyncio.current_task(), _Running(method, context)
+        if task is None:
+            raise RuntimeError("A guarded call runs in no task.")
+        self._running[task] = call
+        try:
+            yield
+        except asyncio.CancelledError:
+            if call.ended_for:
+                # gRPC sends nothing to the client when only the task is cancelled.
+                task.uncancel()
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, call.ended_for)
+            raise
+        finally:
+            del self._running[task]
 
 
 def _rewrap(handler: Handler | None, guard: Callable[[Behaviour], Behaviour]) -> Handler | None:

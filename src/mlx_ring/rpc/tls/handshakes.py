@@ -51,9 +51,10 @@ def handshake_error(error: Exception, peer: str) -> TrustError | None:
     if isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
             return PeerRefused(f"{peer} refused this machine: {error.details()}")
-        if error.code() is not grpc.StatusCode.UNAVAILABLE:
-            return None
         text = error.details() or ""
+        # A peer that ends later than in the handshake is lost, and has refused nobody.
+        if error.code() is not grpc.StatusCode.UNAVAILABLE or "failed to connect" not in text:
+            return None
     elif isinstance(error, ssl.SSLError | ConnectionResetError):
         text = f"{type(error).__name__} {error}"
     else:
