@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.core.config import Settings, allowed_values, flag_name, load_settings
+from mlx_ring.core.config import Settings, allowed_values, flag_name, load_settings, state_folder
 from mlx_ring.core.errors import ConfigError
 
 
@@ -170,6 +170,20 @@ def test_a_variable_of_mlx_itself_is_let_be(monkeypatch: pytest.MonkeyPatch) -> 
 def test_folders_become_absolute_so_that_every_process_means_the_same(tmp_path: Path) -> None:
     assert load_settings({"log_dir": "mine"}).log_dir == tmp_path / "mine"
     assert load_settings({"log_dir": "~/mine"}).log_dir == Path.home() / "mine"
+
+
+def test_the_state_folder_is_the_one_asked_for_else_in_the_user_s_data_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert state_folder(load_settings({"state_dir": "mine"})) == tmp_path / "mine"
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert state_folder(load_settings({})) == Path.home() / "Library" / "Application Support" / "mlx-ring"
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert state_folder(load_settings({})) == tmp_path / "mlx-ring"
+    for no_folder in ("", "relative"):
+        monkeypatch.setenv("XDG_DATA_HOME", no_folder)
+        assert state_folder(load_settings({})) == Path.home() / ".local" / "share" / "mlx-ring"
 
 
 def test_a_folder_too_long_for_a_socket_is_refused() -> None:

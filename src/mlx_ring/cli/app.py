@@ -12,10 +12,12 @@ from typer.main import get_command
 from mlx_ring.cli.bench.command import bench
 from mlx_ring.cli.main import INTERRUPTED
 from mlx_ring.cli.models import app as models_app
+from mlx_ring.cli.node import app as node_app
 from mlx_ring.cli.plan import plan
 from mlx_ring.cli.serve import serve
 from mlx_ring.cli.talk import chat
-from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError
+from mlx_ring.cli.token import app as token_app
+from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, TrustError
 
 WRONG_INPUT = 2
 """Exit code for what the person can mend; 1 is the program's own trouble."""
@@ -38,6 +40,8 @@ app.command()(chat)
 app.command()(plan)
 app.command()(bench)
 app.add_typer(models_app, name="models")
+app.add_typer(token_app, name="token")
+app.add_typer(node_app, name="node")
 
 
 def _show_version(wanted: bool) -> None:
@@ -69,7 +73,7 @@ def run() -> int:
         return WRONG_INPUT
     except RingError as error:
         _complain(str(error))
-        return WRONG_INPUT if isinstance(error, (ConfigError, ModelError, PlanError)) else 1
+        return WRONG_INPUT if isinstance(error, (ConfigError, ModelError, PlanError, TrustError)) else 1
     return code if isinstance(code, int) else 0
 
 

@@ -31,7 +31,7 @@ _VLLM_NAMES = {
     "prefill_chunk": ("--max-num-batched-tokens",),
 }
 _CHOICES = ("dtype", "log_level", "blas", "prefix_cache", "kv_bits")
-_METAVARS = dict.fromkeys(("log_dir", "run_dir"), "DIR") | {
+_METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "host": "ADDRESS",
     "dtype": "TYPE",
     "served_model_name": "NAME,...",
@@ -98,6 +98,7 @@ def serve(
     log_level: Annotated[str | None, setting("log_level")] = None,
     log_dir: Annotated[str | None, setting("log_dir")] = None,
     run_dir: Annotated[str | None, setting("run_dir")] = None,
+    state_dir: Annotated[str | None, setting("state_dir")] = None,
     blas: Annotated[str | None, setting("blas")] = None,
     blas_threads: Annotated[str | None, setting("blas_threads")] = None,
     model_load_timeout: Annotated[str | None, setting("model_load_timeout")] = None,

@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ ENVIRONMENT_PREFIX = "MLX_RING_"
 _FOREIGN_VARIABLES = {"mlx_ring_verbose"}
 """MLX's own ring backend reads this one."""
 _CONFIG_VARIABLE = "config"
+_OUR_GRPC_LEVEL = "info"
+"""In small letters, which gRPC reads alike and nobody else writes: so it is known for ours."""
 SOCKET_PATH_LIMIT = 103
 """Bytes of a Unix socket's path: 104 with its end on macOS, 108 on Linux."""
 
@@ -164,6 +167,10 @@ class Settings(BaseSettings):
     run_dir: Annotated[Path | None, AfterValidator(_short_enough)] = Field(
         None, description="Folder for sockets, at most 63 bytes long; a private temporary one otherwise."
     )
+    state_dir: Path | None = Field(
+        None,
+        description="Folder for the cluster's keys, members and tokens; the user's data folder otherwise.",
+    )
     blas: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_switch)] = Field(
         "auto", description="On a CPU, let MLX compute with OpenBLAS (auto) or as it comes (off)."
     )
@@ -234,6 +241,17 @@ def load_settings(
     return _check(given)
 
 
+def state_folder(settings: Settings) -> Path:
+    """What must outlive a run: the folder of `--state-dir`, else ours in the user's data folder."""
+    if settings.state_dir is not None:
+        return settings.state_dir
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "mlx-ring"
+    given = os.environ.get("XDG_DATA_HOME", "")
+    # The standard says that a relative path counts as none.
+    return (Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "share") / "mlx-ring"
+
+
 def flag_name(field: str) -> str:
     """The flag of a field of `Settings`."""
     return "--" + field.replace("_", "-")
@@ -247,9 +265,21 @@ def quieten_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def let_grpc_speak() -> None:
+    """Have gRPC's C library write why it refused a connection; `rpc/tls/handshakes.py` reads that off.
+
+    To be called before gRPC is first used. A level that a person has set stays; children begin quiet again.
+    """
+    if os.environ.get("GRPC_VERBOSITY", "NONE") == "NONE":
+        os.environ["GRPC_VERBOSITY"] = _OUR_GRPC_LEVEL
+
+
 def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process with changes: what a child is started with."""
-    return dict(os.environ) | dict(changes)
+    inherited = dict(os.environ)
+    if inherited.get("GRPC_VERBOSITY") == _OUR_GRPC_LEVEL:
+        inherited["GRPC_VERBOSITY"] = "NONE"
+    return inherited | dict(changes)
 
 
 def allowed_values(field: FieldInfo) -> str:
@@ -369,6 +399,7 @@ def _check(given: Mapping[str, _Given]) -> Settings:
         update={
             "log_dir": settings.log_dir.expanduser().absolute(),
             "run_dir": settings.run_dir and settings.run_dir.expanduser().absolute(),
+            "state_dir": settings.state_dir and settings.state_dir.expanduser().absolute(),
         }
     )
 

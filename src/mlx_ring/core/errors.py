@@ -9,6 +9,9 @@
     │   ├── ModelUnsafe            wants code from its folder to be run
     │   └── ModelUnsupported       the architecture cannot be cut, or not that way
     ├── PlanError                  the model cannot be placed as asked
+    ├── TrustError                 machines that must not, or cannot, speak with each other
+    │   ├── TokenRefused           a join token is mistyped, unknown, expired, used up, revoked, or of another cluster
+    │   └── PeerRefused            a peer's certificate was refused, by either side, or a node was
     ├── RequestError               a client's request; `param` names the field
     │   ├── ContextExceeded
     │   ├── UnknownModel
@@ -66,6 +69,18 @@ class ModelUnsupported(ModelError):
 
 class PlanError(RingError):
     """The model cannot be placed as asked."""
+
+
+class TrustError(RingError):
+    """Two machines do not trust each other."""
+
+
+class TokenRefused(TrustError):
+    """A join token opens nothing here."""
+
+
+class PeerRefused(TrustError):
+    """A peer is not whom it should be, or may not do what it asked for."""
 
 
 class RequestError(RingError):

@@ -1,41 +1,96 @@
-"""Channels and servers with the same limits everywhere.
+"""Channels and servers with the same limits everywhere, plain or over TLS.
 
-Addresses are gRPC targets: `unix:/path` on one machine, `host:port` between machines.
+Addresses are gRPC targets: `unix:/path` on one machine, `host:port` between machines. A Unix
+socket stays plain whatever is given: its folder says who may use it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 
+from mlx_ring.core.errors import AddressInUse
+from mlx_ring.rpc.tls.credentials import ChannelTrust
+
 MAX_MESSAGE_BYTES = 1 << 30
 """A chunk's activations fit: 8,192 tokens of a hidden size of 16,384 in float32 are 512 MiB."""
+_HANDSHAKE_MS = 10_000
+"""A peer that connects and says nothing holds a descriptor for so long."""
 
-_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.so_reuseport", 0),
-]
+Options = list[tuple[str, Any]]
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """A channel for threads."""
-    return grpc.insecure_channel(address, options=_OPTIONS)
+def _options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+    ]
 
 
-def open_aio_channel(address: str) -> grpc.aio.Channel:
-    """A channel for an event loop."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+def _named(name: str) -> Options:
+    """The peer's certificate must be for this name, whatever its address."""
+    return [*_options(), ("grpc.ssl_target_name_override", name)]
 
 
-def make_server(threads: int) -> grpc.Server:
+def open_channel(address: str, trust: ChannelTrust | None = None, name: str = "") -> grpc.Channel:
+    """A channel for threads.
+
+    Args:
+        trust: credentials for TLS; without them, and over a Unix socket, the channel is plain.
+        name: whom the peer's certificate must name: `names.HEAD_NAME`, or `names.node_name(id)`.
+    """
+    if trust is None or address.startswith("unix:"):
+        return grpc.insecure_channel(address, options=_options())
+    return grpc.secure_channel(address, trust.for_channel(), options=_named(name))
+
+
+def open_aio_channel(address: str, trust: ChannelTrust | None = None, name: str = "") -> grpc.aio.Channel:
+    """A channel for an event loop; the arguments are those of `open_channel`."""
+    if trust is None or address.startswith("unix:"):
+        return grpc.aio.insecure_channel(address, options=_options())
+    return grpc.aio.secure_channel(address, trust.for_channel(), options=_named(name))
+
+
+def make_server(
+    threads: int,
+    *,
+    interceptors: Sequence[grpc.ServerInterceptor] = (),
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.Server:
     """A server whose calls run on `threads` threads; a stream holds one for as long as it lives."""
-    return grpc.server(ThreadPoolExecutor(threads, thread_name_prefix="grpc"), options=_OPTIONS)
+    return grpc.server(
+        ThreadPoolExecutor(threads, thread_name_prefix="grpc"),
+        interceptors=list(interceptors),
+        options=_options(max_message_bytes),
+    )
 
 
-def make_aio_server() -> grpc.aio.Server:
+def make_aio_server(
+    *,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.aio.Server:
     """A server inside the running event loop."""
-    return grpc.aio.server(options=_OPTIONS)
+    return grpc.aio.server(interceptors=interceptors, options=_options(max_message_bytes))
+
+
+def add_secure_port(
+    server: grpc.Server | grpc.aio.Server, address: str, credentials: grpc.ServerCredentials
+) -> int:
+    """Listen with TLS; returns the port.
+
+    Raises:
+        AddressInUse: another process has the address, or it is not this machine's.
+    """
+    try:
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise AddressInUse(
+            f"{address} cannot be listened on: another process holds it, or it is no address of this machine."
+        ) from error

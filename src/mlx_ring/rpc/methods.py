@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from mlx_ring.rpc.frames import Frame, decode_frame, encode_frame
-from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.rpc.protos import agent_pb2, enrol_pb2, worker_pb2
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -22,6 +22,8 @@ Arity = Literal["unary_unary", "unary_stream", "stream_stream"]
 
 WORKER_SERVICE = "mlx_ring.Worker"
 AGENT_SERVICE = "mlx_ring.Agent"
+ENROLMENT_SERVICE = "mlx_ring.Enrolment"
+RENEWAL_SERVICE = "mlx_ring.Renewal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,9 @@ LINK: Method[Frame, worker_pb2.FrameAccepted] = Method(
 START = _method(AGENT_SERVICE, "Start", "unary_stream", agent_pb2.StartRequest, agent_pb2.StartProgress)
 WATCH = _method(AGENT_SERVICE, "Watch", "unary_stream", agent_pb2.WatchRequest, agent_pb2.AgentEvent)
 STOP = _method(AGENT_SERVICE, "Stop", "unary_unary", agent_pb2.StopRequest, agent_pb2.StopReply)
+
+ENROL = _method(ENROLMENT_SERVICE, "Enrol", "unary_unary", enrol_pb2.EnrolRequest, enrol_pb2.EnrolReply)
+RENEW = _method(RENEWAL_SERVICE, "Renew", "unary_unary", enrol_pb2.RenewRequest, enrol_pb2.EnrolReply)
 
 
 def service_handler(

@@ -1,0 +1,157 @@
+"""How this machine becomes a member of a cluster, and stays one: the node's side of `Enrol` and `Renew`.
+
+A machine that joins has a token, and in it the fingerprint of the cluster's CA. It reads the CA's
+certificate off a first connection that it does not trust and sends nothing over; only where that has
+the fingerprint, a second connection, verified by this CA and for the head's name, carries the secret.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from mlx_ring.agent.identity import Identity, open_identity
+from mlx_ring.core.addresses import HeadAddress, parse_head_address
+from mlx_ring.core.errors import ConfigError, PeerRefused, TokenRefused
+from mlx_ring.core.join_token import parse_token
+from mlx_ring.rpc.channels import open_channel
+from mlx_ring.rpc.failures import channel_error, failure_to_error
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.methods import ENROL, RENEW
+from mlx_ring.rpc.protos import enrol_pb2
+from mlx_ring.rpc.tls.certificates import carried_authority, certificate_names, fingerprint
+from mlx_ring.rpc.tls.credentials import Anchor, Credentials
+from mlx_ring.rpc.tls.handshakes import handshake_error
+from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
+from mlx_ring.rpc.tls.signing_requests import key_to_pem, make_signing_request
+
+_WAIT_S = 15.0
+_NONCE_BYTES = 16
+
+
+def join(address: str, token: str, folder: Path) -> Credentials:
+    """Become a member, and keep what proves it in `folder`; this machine's identity is made or found there.
+
+    Args:
+        address: the head's, as a person types it; the enrolment port is the one after.
+        token: the text from `mlx-ring token create`.
+        folder: private to this machine.
+
+    Raises:
+        TokenRefused: the token is mistyped, of another cluster, or not taken by the head.
+        PeerRefused, VersionMismatch: the head does not take this machine, or is none.
+        ConfigError: the address is none, or nobody answers there.
+    """
+    ticket = parse_token(token)
+    head = parse_head_address(address)
+    identity = open_identity(folder)
+    authority = fetch_authority(head, ticket.fingerprint)
+    request = enrol_pb2.EnrolRequest(
+        hello=make_hello(node=identity.node),
+        token_id=ticket.id,
+        secret=ticket.secret,
+        node=identity.node,
+        signing_request=make_signing_request(identity.key, node_name(identity.node)),
+        nonce=secrets.token_bytes(_NONCE_BYTES),
+    )
+    anchor = Anchor(authority.public_bytes(Encoding.PEM))
+    with open_channel(head.enrolment, anchor, HEAD_NAME) as channel:
+        reply = _call(head.enrolment, lambda: ENROL.unary_unary(channel)(request, timeout=_WAIT_S))
+    return _take(reply, identity, authority, folder)
+
+
+def renew(head: HeadAddress, credentials: Credentials, folder: Path) -> Credentials:
+    """A new certificate for the same name and key, kept in `folder`; `certificates.needs_renewal` says when.
+
+    Raises:
+        PeerRefused: the head does not take this machine: it was removed, or its certificate has expired.
+        WorkerLost: the head cannot be reached.
+    """
+    identity = open_identity(folder)
+    authority = x509.load_pem_x509_certificate(credentials.authority)
+    request = enrol_pb2.RenewRequest(
+        hello=make_hello(node=identity.node),
+        signing_request=make_signing_request(identity.key, node_name(identity.node)),
+    )
+    with open_channel(head.cluster, credentials, HEAD_NAME) as channel:
+        reply = _call(head.cluster, lambda: RENEW.unary_unary(channel)(request, timeout=_WAIT_S))
+    return _take(reply, identity, authority, folder)
+
+
+def fetch_authority(head: HeadAddress, expected: bytes) -> x509.Certificate:
+    """The cluster CA's certificate, from a connection that is not trusted, checked against its fingerprint.
+
+    Raises:
+        TokenRefused: another cluster's head answers there.
+        PeerRefused, ConfigError: no head answers there.
+    """
+    authority = carried_authority(_unverified_leaf(head))
+    if not hmac.compare_digest(fingerprint(authority), expected):
+        raise TokenRefused(
+            f"The head at {head} is of another cluster than the token: create a token on that head, "
+            "or check the address."
+        )
+    return authority
+
+
+def _unverified_leaf(head: HeadAddress) -> bytes:
+    """The certificate (DER) that the enrolment port shows; nothing is sent to it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection((head.host, head.enrolment_port), timeout=_WAIT_S) as plain,
+            context.wrap_socket(plain, server_hostname=HEAD_NAME) as connection,
+        ):
+            shown = connection.getpeercert(binary_form=True)
+    except ssl.SSLError as error:
+        raise PeerRefused(f"What answers at {head.enrolment} is no mlx-ring head: {error}.") from error
+    except OSError as error:
+        raise ConfigError(
+            f"No head answers at {head.enrolment} ({error.strerror or error}): check the address, that "
+            f"`mlx-ring serve` runs there, and that ports {head.port} and {head.enrolment_port} are open."
+        ) from error
+    if shown is None:
+        raise PeerRefused(f"What answers at {head.enrolment} shows no certificate: it is no mlx-ring head.")
+    return shown
+
+
+def _call(peer: str, ask: Callable[[], enrol_pb2.EnrolReply]) -> enrol_pb2.EnrolReply:
+    try:
+        reply = ask()
+    except grpc.RpcError as error:
+        who = f"The head at {peer}"
+        raise (handshake_error(error, who) or channel_error(error, who)) from error
+    if reply.HasField("failure"):
+        raise failure_to_error(reply.failure)
+    return reply
+
+
+def _take(
+    reply: enrol_pb2.EnrolReply, identity: Identity, authority: x509.Certificate, folder: Path
+) -> Credentials:
+    """Keep what the head has signed, once it is what was asked for."""
+    try:
+        certificate = x509.load_pem_x509_certificate(reply.certificate)
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        raise PeerRefused(f"The head's answer holds no certificate of its cluster: {error}.") from error
+    same_key = certificate.public_key() == identity.key.public_key()
+    if not same_key or list(certificate_names(certificate)) != [node_name(identity.node)]:
+        raise PeerRefused(f"The head signed a certificate that is not for {identity.node}.")
+    credentials = Credentials(
+        authority.public_bytes(Encoding.PEM), reply.certificate, key_to_pem(identity.key)
+    )
+    credentials.save(folder)
+    return credentials

@@ -1,0 +1,1 @@
+"""Who belongs to the cluster: its authority, join tokens, members, and how a machine becomes one."""

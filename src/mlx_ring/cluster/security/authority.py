@@ -1,0 +1,162 @@
+"""The cluster's certificate authority: made at the first start, and the root of all trust between its machines."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.private_files import locked, read_private, write_private
+from mlx_ring.rpc.tls.certificates import CARRIED_AUTHORITY, Key, fingerprint, needs_renewal
+from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
+from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
+from mlx_ring.rpc.tls.signing_requests import (
+    check_signing_request,
+    common_name,
+    key_from_pem,
+    key_to_pem,
+    make_key,
+)
+
+CERTIFICATE_LIFE = timedelta(days=365)
+_AUTHORITY_LIFE = timedelta(days=20 * 365)
+_CLOCK_SLACK = timedelta(hours=1)
+"""A machine whose clock is late by so much still finds a new certificate valid."""
+_CERTIFICATE_FILE, _KEY_FILE, _HEAD_FOLDER = "ca.pem", "ca.key", "head"
+
+
+class Authority:
+    """The CA's certificate and key, in a folder of the head's machine. The key never leaves it."""
+
+    def __init__(self, folder: Path, certificate: x509.Certificate, key: Key) -> None:
+        self._folder = folder
+        self._key = key
+        self.certificate = certificate
+        self.pem = certificate.public_bytes(Encoding.PEM)
+        self.fingerprint = fingerprint(certificate)
+
+    @classmethod
+    def open(cls, folder: Path) -> Authority:
+        """The CA of this folder, made where there is none.
+
+        Raises:
+            ConfigError: its files cannot be read, or do not belong together.
+        """
+        with locked(folder):
+            certificate, key = read_private(folder / _CERTIFICATE_FILE), read_private(folder / _KEY_FILE)
+            if certificate is None:
+                # The key alone is what a first start left that was cut short; it has signed nothing.
+                return _make(folder)
+        if key is None:
+            raise ConfigError(
+                f"{folder / _KEY_FILE} is missing: restore it from a backup, or remove {folder} and have every "
+                "machine join again."
+            )
+        return _load(folder, certificate, key)
+
+    def sign(self, signing_request: bytes, node: str, now: datetime | None = None) -> x509.Certificate:
+        """A certificate for this node, after its request has been checked.
+
+        Raises:
+            PeerRefused: the request is not the node's own: see `check_signing_request`.
+            ConfigError: the id is none.
+        """
+        name = node_name(node)
+        return self._issue(check_signing_request(signing_request, name), name, now or datetime.now(UTC))
+
+    def head_credentials(self, now: datetime | None = None) -> Credentials:
+        """What the head shows, kept on disk and made anew when it is about to end."""
+        moment = now or datetime.now(UTC)
+        folder = self._folder / _HEAD_FOLDER
+        kept = load_credentials(folder)
+        if kept is not None and kept.authority == self.pem:
+            certificate = x509.load_pem_x509_certificate(kept.certificate)
+            if not needs_renewal(certificate, moment):
+                return kept
+        # The same key again: a save that is cut short then leaves files that still belong together.
+        key = make_key() if kept is None else key_from_pem(kept.key, folder)
+        certificate = self._issue(key.public_key(), HEAD_NAME, moment, carries_authority=True)
+        credentials = Credentials(self.pem, certificate.public_bytes(Encoding.PEM), key_to_pem(key))
+        credentials.save(folder)
+        return credentials
+
+    def _issue(
+        self, key: ec.EllipticCurvePublicKey, name: str, now: datetime, *, carries_authority: bool = False
+    ) -> x509.Certificate:
+        builder = _begin(name, self.certificate.subject, key, now, CERTIFICATE_LIFE)
+        own = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
+        both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        builder = (
+            builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+            .add_extension(both, critical=False)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(issuer, critical=False)
+        )
+        if carries_authority:
+            carried = x509.UnrecognizedExtension(
+                CARRIED_AUTHORITY, self.certificate.public_bytes(Encoding.DER)
+            )
+            builder = builder.add_extension(carried, critical=False)
+        return builder.sign(self._key, hashes.SHA256())
+
+
+def _make(folder: Path) -> Authority:
+    key = make_key()
+    name = common_name("mlx-ring cluster")
+    builder = _begin("mlx-ring cluster", name, key.public_key(), datetime.now(UTC), _AUTHORITY_LIFE)
+    certificate = (
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    write_private(folder / _KEY_FILE, key_to_pem(key))
+    write_private(folder / _CERTIFICATE_FILE, certificate.public_bytes(Encoding.PEM))
+    return Authority(folder, certificate, key)
+
+
+def _load(folder: Path, certificate_pem: bytes, key_pem: bytes) -> Authority:
+    key = key_from_pem(key_pem, folder / _KEY_FILE)
+    try:
+        certificate = x509.load_pem_x509_certificate(certificate_pem)
+    except ValueError as error:
+        raise ConfigError(f"{folder / _CERTIFICATE_FILE} cannot be read: {error}.") from error
+    if certificate.public_key() != key.public_key():
+        raise ConfigError(f"{_CERTIFICATE_FILE} and {_KEY_FILE} in {folder} do not belong together.")
+    return Authority(folder, certificate, key)
+
+
+def _begin(
+    name: str, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime, life: timedelta
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(common_name(name))
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SLACK)
+        .not_valid_after(now + life)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )

@@ -1,0 +1,150 @@
+"""How a machine becomes a member, and stays one: the head's side of `Enrol` and `Renew`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from mlx_ring.agent.identity import open_identity
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.cluster.security.members import Members
+from mlx_ring.cluster.security.tokens import TokenStore
+from mlx_ring.cluster.security.try_limit import TryLimit
+from mlx_ring.core.errors import RingError, TokenRefused
+from mlx_ring.rpc.channels import add_secure_port, make_aio_server
+from mlx_ring.rpc.failures import error_to_failure
+from mlx_ring.rpc.hello import check_hello, make_hello
+from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, RENEW, RENEWAL_SERVICE, service_handler
+from mlx_ring.rpc.protos import enrol_pb2
+from mlx_ring.rpc.tls.certificates import needs_renewal
+from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
+from mlx_ring.rpc.tls.names import check_node_id, node_name
+from mlx_ring.rpc.tls.peers import address_of_call, host_of_call, peer_of_call, peer_of_certificate
+from mlx_ring.rpc.tls.signing_requests import key_to_pem, make_signing_request
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 10
+
+Request = TypeVar("Request")
+Context = grpc.aio.ServicerContext[object, object]
+
+
+class EnrolmentFront:
+    """Gives certificates: to who has a token, and to members whose certificate ends soon."""
+
+    def __init__(
+        self,
+        authority: Authority,
+        tokens: TokenStore,
+        members: Members,
+        *,
+        tries: TryLimit | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._authority, self._tokens, self._members = authority, tokens, members
+        self._tries = tries or TryLimit()
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="enrolment")
+
+    def enrolment_handler(self) -> grpc.GenericRpcHandler:
+        """For the enrolment port, where nobody shows a certificate; see `start_enrolment_server`."""
+        return service_handler(ENROLMENT_SERVICE, ((ENROL, self.enrol),))
+
+    def renewal_handler(self) -> grpc.GenericRpcHandler:
+        """For the head's port, behind a guard that asks `Members.refusal`."""
+        return service_handler(RENEWAL_SERVICE, ((RENEW, self.renew),))
+
+    async def enrol(self, request: enrol_pb2.EnrolRequest, context: Context) -> enrol_pb2.EnrolReply:
+        """Sign, where the token and the request are right; a refusal is logged with the peer's address."""
+        host = host_of_call(context)
+        if not self._tries.take(host, self._clock()):
+            return _refuse(
+                context, TokenRefused("Too many wrong join requests came from here: wait a minute.")
+            )
+        try:
+            certificate = await self._apart(self._enrol, request, address_of_call(context))
+        except RingError as error:
+            return _refuse(context, error)
+        self._tries.give_back(host)
+        return self._reply(certificate)
+
+    def _enrol(self, request: enrol_pb2.EnrolRequest, address: str) -> x509.Certificate:
+        check_hello(request.hello, make_hello(), f"The machine at {address}")
+        node = check_node_id(request.node)
+        certificate = self._authority.sign(request.signing_request, node)
+        token = self._tokens.redeem(request.token_id, request.secret, request.nonce)
+        self._members.admit(certificate)
+        log.info("%s joined from %s with token %s", node, address, token.name or token.id)
+        return certificate
+
+    async def renew(self, request: enrol_pb2.RenewRequest, context: Context) -> enrol_pb2.EnrolReply:
+        """A new certificate for the caller's own name and key."""
+        try:
+            certificate = await self._apart(self._renew, request, peer_of_call(context).node)
+        except RingError as error:
+            return _refuse(context, error)
+        return self._reply(certificate)
+
+    def _renew(self, request: enrol_pb2.RenewRequest, node: str) -> x509.Certificate:
+        certificate = self._authority.sign(request.signing_request, node)
+        self._members.renew(certificate)
+        log.info("renewed the certificate of %s", node)
+        return certificate
+
+    async def _apart(
+        self, sign: Callable[[Request, str], x509.Certificate], request: Request, who: str
+    ) -> x509.Certificate:
+        """Files are locked and synced: not on the loop that serves tokens, and one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, sign, request, who)
+
+    def _reply(self, certificate: x509.Certificate) -> enrol_pb2.EnrolReply:
+        return enrol_pb2.EnrolReply(
+            certificate=certificate.public_bytes(Encoding.PEM), authority=self._authority.pem
+        )
+
+
+def _refuse(context: Context, error: RingError) -> enrol_pb2.EnrolReply:
+    log.warning("refused to enrol %s: %s", address_of_call(context), error)
+    return enrol_pb2.EnrolReply(failure=error_to_failure(error))
+
+
+def admit_own_machine(authority: Authority, members: Members, folder: Path) -> Credentials:
+    """Credentials for the node on the head's machine, which needs no token; kept in `folder`, its `node_folder`.
+
+    What is there is kept too, unless it is of another cluster, was removed, or ends soon.
+    """
+    kept = load_credentials(folder)
+    if kept is not None and kept.authority == authority.pem:
+        certificate = x509.load_pem_x509_certificate(kept.certificate)
+        soon = needs_renewal(certificate, datetime.now(UTC))
+        if not soon and not members.refusal(peer_of_certificate(certificate)):
+            return kept
+    identity = open_identity(folder)
+    request = make_signing_request(identity.key, node_name(identity.node))
+    certificate = authority.sign(request, identity.node)
+    members.admit(certificate)
+    credentials = Credentials(authority.pem, certificate.public_bytes(Encoding.PEM), key_to_pem(identity.key))
+    credentials.save(folder)
+    return credentials
+
+
+async def start_enrolment_server(
+    front: EnrolmentFront, authority: Authority, address: str
+) -> tuple[grpc.aio.Server, int]:
+    """Listen for machines that want to join: `address` is `HeadAddress.enrolment`. Returns the server and its port."""
+    server = make_aio_server(max_message_bytes=MAX_MESSAGE_BYTES)
+    server.add_generic_rpc_handlers((front.enrolment_handler(),))
+    port = add_secure_port(server, address, authority.head_credentials().for_strangers())
+    await server.start()
+    return server, port

@@ -1,0 +1,148 @@
+"""Join tokens, as the head keeps them: never the secret, only its SHA-256.
+
+The secret is 20 random bytes, so a plain hash is as hard to turn back as the secret is to guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from mlx_ring.cluster.security.state_file import StateFile
+from mlx_ring.core.errors import ConfigError, TokenRefused
+from mlx_ring.core.join_token import ID_BYTES, SECRET_BYTES, JoinToken
+
+DEFAULT_LIFE_S = 24 * 3600.0
+NONCE_BYTES = 16
+_NONCES_KEPT = 1024
+_FILE = "tokens.json"
+_SHOWN_AFTER_END_S = 7 * 24 * 3600.0
+
+
+class TokenRecord(BaseModel):
+    """One token, without its secret. Times are seconds since the epoch."""
+
+    id: str
+    name: str = ""
+    secret_sha256: str
+    created_s: float
+    expires_s: float
+    uses_left: int | None = None
+    """None: any number until it expires."""
+    uses: int = 0
+    revoked: bool = False
+    nonces: list[str] = []
+    """Of every request that it let in: the same request a second time is refused for as long as it is valid."""
+
+    def state(self, now_s: float) -> str:
+        """In one word or two, as `mlx-ring token list` shows it; "valid" where it opens the cluster."""
+        if self.revoked:
+            return "revoked"
+        if now_s >= self.expires_s:
+            return "expired"
+        return "used up" if self.uses_left == 0 else "valid"
+
+
+class _Content(BaseModel):
+    tokens: list[TokenRecord] = []
+
+
+class TokenStore:
+    """The tokens of a cluster, in its folder."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self._file = StateFile(folder / _FILE, _Content)
+        self._clock = clock
+
+    def create(
+        self,
+        fingerprint: bytes,
+        *,
+        name: str = "",
+        life_s: float = DEFAULT_LIFE_S,
+        uses: int | None = None,
+    ) -> JoinToken:
+        """A new token, whose secret only the returned value has."""
+        now_s = self._clock()
+        token = JoinToken(fingerprint, secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES))
+        record = TokenRecord(
+            id=token.id.hex(),
+            name=name,
+            secret_sha256=_digest(token.secret),
+            created_s=now_s,
+            expires_s=now_s + life_s,
+            uses_left=uses,
+        )
+        with self._file.change() as content:
+            content.tokens = [
+                kept for kept in content.tokens if now_s < kept.expires_s + _SHOWN_AFTER_END_S
+            ] + [record]
+        return token
+
+    def list(self) -> Sequence[TokenRecord]:
+        """Every token, the oldest first; one that has expired is shown for another week."""
+        return tuple(self._file.read().tokens)
+
+    def revoke(self, wanted: str) -> TokenRecord:
+        """From now on the token of this id or name opens nothing.
+
+        Raises:
+            ConfigError: there is none, or several have the name.
+        """
+        with self._file.change() as content:
+            found = [record for record in content.tokens if wanted and wanted in (record.id, record.name)]
+            if len(found) != 1:
+                trouble = f"There are {len(found)} tokens" if found else "There is no token"
+                raise ConfigError(f"{trouble} {wanted!r}: `mlx-ring token list` shows the ids.")
+            found[0].revoked = True
+            return found[0]
+
+    def redeem(self, token_id: bytes, secret: bytes, nonce: bytes) -> TokenRecord:
+        """Take one use of a token, or none at all.
+
+        Raises:
+            TokenRefused: with the reason. Who does not know the secret is told nothing of the token.
+        """
+        if len(nonce) != NONCE_BYTES:
+            raise TokenRefused(f"A join request's nonce has {len(nonce)} bytes; it must have {NONCE_BYTES}.")
+        with self._file.change() as content:
+            record = _find(content.tokens, token_id.hex(), _digest(secret))
+            if reason := _objection(record, nonce.hex(), self._clock()):
+                raise TokenRefused(reason)
+            record.nonces.append(nonce.hex())
+            record.uses += 1
+            if record.uses_left is not None:
+                record.uses_left -= 1
+            return record
+
+
+def _find(records: Sequence[TokenRecord], wanted: str, secret_sha256: str) -> TokenRecord:
+    """The token of this id and secret; the same sentence, after the same work, where either is wrong."""
+    record = next((record for record in records if record.id == wanted), None)
+    known = record.secret_sha256 if record is not None else _digest(b"")
+    if not hmac.compare_digest(known, secret_sha256) or record is None:
+        raise TokenRefused(
+            "The join token is not known here: create another with `mlx-ring token create` on the head."
+        )
+    return record
+
+
+def _objection(record: TokenRecord, nonce: str, now_s: float) -> str:
+    if nonce in record.nonces:
+        return "The join request was sent a second time: each is taken once. Run `mlx-ring join` again."
+    state = record.state(now_s)
+    if state == "valid" and len(record.nonces) >= _NONCES_KEPT:
+        state = f"used {_NONCES_KEPT} times"
+    if state == "valid":
+        return ""
+    return f"The join token {record.id} is {state}: create another with `mlx-ring token create` on the head."
+
+
+def _digest(secret: bytes) -> str:
+    return hashlib.sha256(secret).hexdigest()

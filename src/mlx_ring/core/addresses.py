@@ -1,0 +1,74 @@
+"""Where the head of a cluster listens: `host`, `host:port`, `[IPv6]:port`."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from mlx_ring.core.errors import ConfigError
+
+CLUSTER_PORT = 50051
+_LAST_PORT = 65534
+"""The port after it must be one too."""
+_HOST_AND_PORT = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^\[\]:\s]+))(?::(?P<port>\d{1,5}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadAddress:
+    """A head's two ports. A person types the first; the second is always the one after it."""
+
+    host: str
+    """Without brackets."""
+    port: int = CLUSTER_PORT
+
+    @property
+    def cluster(self) -> str:
+        """Where members speak: both sides show a certificate."""
+        return self._with(self.port)
+
+    @property
+    def enrolment(self) -> str:
+        """Where a machine without a certificate asks for one.
+
+        gRPC's Python servers cannot ask for a certificate without insisting on it, so who has none needs
+        another port.
+        """
+        return self._with(self.enrolment_port)
+
+    @property
+    def enrolment_port(self) -> int:
+        return self.port + 1
+
+    def _with(self, port: int) -> str:
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    def __str__(self) -> str:
+        return self.cluster
+
+
+def parse_head_address(text: str) -> HeadAddress:
+    """Read what a person typed; without a port it is 50051.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    typed = text.strip()
+    if _is_bare_ipv6(typed):
+        return HeadAddress(typed)
+    found = _HOST_AND_PORT.fullmatch(typed)
+    port = int(found["port"] or CLUSTER_PORT) if found else 0
+    if found is None or not 1 <= port <= _LAST_PORT:
+        raise ConfigError(
+            f"{text!r} is no address of a head: give a name or an address, with a port from 1 to {_LAST_PORT} or "
+            f"without, such as mini.local or 192.168.1.7:{CLUSTER_PORT} or [fe80::1%en0]:{CLUSTER_PORT}."
+        )
+    return HeadAddress(found["six"] or found["host"], port)
+
+
+def _is_bare_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True

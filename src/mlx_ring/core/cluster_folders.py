@@ -1,0 +1,15 @@
+"""Where in the state folder a machine keeps what. A head has both folders: its machine is a node too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def authority_folder(state: Path) -> Path:
+    """The cluster's CA, tokens and members; only the head's machine has it."""
+    return state / "cluster"
+
+
+def node_folder(state: Path) -> Path:
+    """The machine's own id, key and certificate."""
+    return state / "node"

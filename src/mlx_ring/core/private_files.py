@@ -1,0 +1,73 @@
+"""Files that only their owner may read: written whole or not at all, and changed by one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+
+from mlx_ring.core.errors import ConfigError
+
+_OWNER_ONLY = 0o600
+_OWNER_FOLDER = 0o700
+
+
+def make_private_folder(folder: Path) -> Path:
+    """The folder, made where it is missing, closed to everybody else.
+
+    Raises:
+        ConfigError: it cannot be made, or belongs to somebody else.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=_OWNER_FOLDER)
+        folder.chmod(_OWNER_FOLDER)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made a private folder ({error.strerror}): choose another with --state-dir."
+        ) from error
+    return folder
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace the file at once: who reads it meanwhile sees the old content or the new, also after a power cut."""
+    make_private_folder(path.parent)
+    # mkstemp gives mode 0600 from the first moment on.
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read_private(path: Path) -> bytes | None:
+    """The content; None where there is no such file.
+
+    Raises:
+        ConfigError: it is there and cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): mend its permissions.") from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Only one process, and one thread of it, is inside for a folder; the lock goes with its holder, however it ends."""
+    make_private_folder(folder)
+    descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWNER_ONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

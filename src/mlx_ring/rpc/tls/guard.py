@@ -1,0 +1,166 @@
+"""Asks at every call who calls: a server interceptor, for threads and for an event loop.
+
+TLS itself refuses strangers; this refuses machines that TLS lets in: removed ones, and
+nodes that ask for what only the head may. Over a Unix socket nobody is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+
+from mlx_ring.core.errors import PeerRefused
+from mlx_ring.rpc.tls.peers import CallContext, Refusal, address_of_call, is_local, peer_of_call
+
+log = logging.getLogger(__name__)
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+AioContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Behaviour = Callable[[Any, Any], Any]
+
+
+class _Rules:
+    """What both interceptors ask."""
+
+    def __init__(self, refusal: Refusal, head_only: Collection[str] = ()) -> None:
+        """Take the rules.
+
+        Args:
+            refusal: asked at each call, such as `Revoked().refusal`.
+            head_only: paths of methods, or services as `/mlx_ring.Agent/`, that nodes may not call.
+        """
+        self._refusal = refusal
+        self._head_only = tuple(head_only)
+
+    def objection(self, method: str, context: CallContext) -> str:
+        """Why this call is refused, logged; empty where it is not."""
+        if is_local(context):
+            return ""
+        try:
+            peer = peer_of_call(context)
+        except PeerRefused as error:
+            reason = str(error)
+        else:
+            reason = self._refusal(peer)
+            if not reason and method.startswith(self._head_only) and not peer.is_head:
+                reason = f"{peer} called {method}, which only the head may."
+        if reason:
+            log.warning("refused a call of %s from %s: %s", method, address_of_call(context), reason)
+        return reason
+
+
+class PeerGuard(_Rules, grpc.ServerInterceptor):
+    """For `make_server`."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        method = handler_call_details.method
+
+        def guard(behaviour: Behaviour) -> Behaviour:
+            def ask(request: Any, context: grpc.ServicerContext) -> Any:
+                if reason := self.objection(method, context):
+                    context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+                return behaviour(request, context)
+
+            return ask
+
+        return _rewrap(continuation(handler_call_details), guard)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A call that goes on."""
+
+    method: str
+    context: AioContext
+    ended_for: str = ""
+
+
+class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
+    """For `make_aio_server`. The server's functions are coroutines or async generators."""
+
+    def __init__(self, refusal: Refusal, head_only: Collection[str] = ()) -> None:
+        """Take the rules, as `PeerGuard` does."""
+        super().__init__(refusal, head_only)
+        self._running: dict[asyncio.Task[Any], _Running] = {}
+
+    def end_refused(self) -> int:
+        """End the running calls of peers that are refused by now, such as a removed node's streams; says how many.
+
+        To be called in the server's event loop.
+        """
+        ended = 0
+        for task, call in self._running.items():
+            if not call.ended_for and (reason := self.objection(call.method, call.context)):
+                call.ended_for = reason
+                task.cancel()
+                ended += 1
+        return ended
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        method = handler_call_details.method
+
+        def guard(behaviour: Behaviour) -> Behaviour:
+            async def answer(request: Any, context: AioContext) -> Any:
+                async with self._admitted(method, context):
+                    return await behaviour(request, context)
+
+            async def stream(request: Any, context: AioContext) -> AsyncIterator[Any]:
+                async with self._admitted(method, context), aclosing(behaviour(request, context)) as answers:
+                    async for item in answers:
+                        yield item
+
+            return stream if inspect.isasyncgenfunction(behaviour) else answer
+
+        return _rewrap(await continuation(handler_call_details), guard)
+
+    @asynccontextmanager
+    async def _admitted(self, method: str, context: AioContext) -> AsyncGenerator[None]:
+        """Refuse the call, or let `end_refused` know of it for as long as it runs, in this task of its own."""
+        if reason := self.objection(method, context):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+        task, call = asyncio.current_task(), _Running(method, context)
+        if task is None:
+            raise RuntimeError("A guarded call runs in no task.")
+        self._running[task] = call
+        try:
+            yield
+        except asyncio.CancelledError:
+            if call.ended_for:
+                # gRPC sends nothing to the client when only the task is cancelled.
+                task.uncancel()
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, call.ended_for)
+            raise
+        finally:
+            del self._running[task]
+
+
+def _rewrap(handler: Handler | None, guard: Callable[[Behaviour], Behaviour]) -> Handler | None:
+    """The handler with its function guarded; None, which gRPC answers itself, stays None."""
+    if handler is None:
+        return None
+    arity = f"{_side(handler.request_streaming)}_{_side(handler.response_streaming)}"
+    make = getattr(grpc, f"{arity}_rpc_method_handler")
+    return make(
+        guard(getattr(handler, arity)),
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _side(streaming: bool) -> str:  # noqa: FBT001 - a field of gRPC's handlers
+    return "stream" if streaming else "unary"

@@ -1,0 +1,102 @@
+"""What a TLS handshake that failed means, on either side.
+
+A client gets an exception. A server gets nothing: gRPC drops the connection inside its C library,
+which at level INFO writes a line to stderr and tells nobody else. `log_refused_handshakes` reads
+those lines and makes log lines of them; the peer's address is not in them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import ssl
+import sys
+import threading
+from functools import cache
+
+import grpc
+
+from mlx_ring.core.errors import PeerRefused, TrustError
+
+log = logging.getLogger(__name__)
+
+_REASONS = (
+    ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "it showed no certificate"),
+    ("WRONG_VERSION_NUMBER", "it did not speak TLS"),
+    ("HTTP_REQUEST", "it spoke plain HTTP"),
+    ("UNSUPPORTED_PROTOCOL", "it speaks only TLS older than 1.2"),
+    ("certificate has expired", "its certificate has expired"),
+    ("certificate is not yet valid", "its certificate is not valid yet; compare the clocks"),
+    ("Hostname", "its certificate is for another name"),
+    ("certificate signature failure", "its certificate is of another cluster"),
+    ("self-signed", "its certificate is of another cluster"),
+    ("self signed", "its certificate is of another cluster"),
+    ("unable to get local issuer", "its certificate is of another cluster"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of this cluster"),
+    ("alert", "it refused this machine's certificate"),
+    ("Socket closed", "it closed the connection; it may not accept this machine's certificate"),
+    ("Connection reset", "it closed the connection; it may not accept this machine's certificate"),
+    ("Handshake read failed", "it does not speak TLS"),
+)
+_SERVER_LINE = re.compile(r"\] Handshake failed with error (.*)")
+_GRPC_LINE = re.compile(r"(?:[IWEF]\d{4} \d\d:\d\d:|WARNING: All log messages before absl)")
+
+
+def handshake_error(error: Exception, peer: str) -> TrustError | None:
+    """The error of the tree for a connection to `peer` that was refused, by it or by us.
+
+    None where the error is about something else: `failures.channel_error` then says what.
+    """
+    if isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
+            return PeerRefused(f"{peer} refused this machine: {error.details()}")
+        text = error.details() or ""
+        # A peer that ends later than in the handshake is lost, and has refused nobody.
+        if error.code() is not grpc.StatusCode.UNAVAILABLE or "failed to connect" not in text:
+            return None
+    elif isinstance(error, ssl.SSLError | ConnectionResetError):
+        text = f"{type(error).__name__} {error}"
+    else:
+        return None
+    reason = _reason(text)
+    return PeerRefused(f"There is no trusted connection to {peer}: {reason}.") if reason else None
+
+
+def _reason(text: str) -> str:
+    return next((words for part, words in _REASONS if part.lower() in text.lower()), "")
+
+
+def refused_handshake(line: str) -> str:
+    """The sentence for a line of gRPC's C library about a connection that it refused; empty for any other line."""
+    found = _SERVER_LINE.search(line)
+    if found is None:
+        return ""
+    reason = _reason(found[1]) or found[1]
+    return f"refused a connection: {reason}"
+
+
+@cache
+def log_refused_handshakes() -> None:
+    """Log every connection that a server of this process refuses; call it once, after `let_grpc_speak`.
+
+    Descriptor 2 becomes a pipe to a thread: what gRPC writes there is read, and what anybody else
+    writes goes on to where stderr was. Not for processes that compute: their last words, when
+    native code aborts, must not wait for a thread.
+    """
+    original = os.dup(2)
+    reading, writing = os.pipe()
+    sys.stderr = os.fdopen(original, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    os.dup2(writing, 2)
+    os.close(writing)
+    threading.Thread(target=_sort, args=(reading, original), name="refused handshakes", daemon=True).start()
+
+
+def _sort(reading: int, original: int) -> None:
+    with os.fdopen(reading, "rb") as lines:
+        for raw in lines:
+            line = raw.decode(errors="replace")
+            if sentence := refused_handshake(line):
+                log.warning("%s", sentence)
+            elif not _GRPC_LINE.match(line):
+                os.write(original, raw)

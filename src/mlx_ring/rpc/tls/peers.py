@@ -1,0 +1,120 @@
+"""Which machine is at the other end of a call or a socket, and whether it has been removed."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+from cryptography import x509
+
+from mlx_ring.core.errors import PeerRefused
+from mlx_ring.rpc.tls.certificates import certificate_names
+from mlx_ring.rpc.tls.names import HEAD_NAME, node_of
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who a certificate speaks for."""
+
+    name: str
+    """The one DNS name of the certificate."""
+    serial: str
+    """Of the certificate, in hexadecimal."""
+
+    @property
+    def is_head(self) -> bool:
+        return self.name == HEAD_NAME
+
+    @property
+    def node(self) -> str:
+        """The node's id; empty for the head."""
+        return node_of(self.name)
+
+    def __str__(self) -> str:
+        return "the head" if self.is_head else self.node or self.name
+
+
+Refusal = Callable[[Peer], str]
+"""Why a peer may not speak, as one sentence; empty where it may."""
+
+
+class CallContext(Protocol):
+    """What this module asks of gRPC's contexts, sync and asyncio."""
+
+    def peer(self) -> str: ...
+    def auth_context(self) -> Mapping[str, Any]: ...
+
+
+class Revoked:
+    """Serials of certificates that are refused though the CA signed them. The head says which."""
+
+    def __init__(self, serials: Iterable[str] = ()) -> None:
+        self._serials = frozenset(serials)
+
+    def replace(self, serials: Iterable[str]) -> None:
+        """From now on these and no others; any thread may call it."""
+        self._serials = frozenset(serials)
+
+    def refusal(self, peer: Peer) -> str:
+        """A `Refusal`."""
+        if peer.serial not in self._serials:
+            return ""
+        return f"The certificate of {peer} was revoked: it has been removed from the cluster."
+
+
+def is_local(context: CallContext) -> bool:
+    """Whether the call came over a Unix socket, whose folder says who may use it."""
+    return context.peer().startswith("unix:")
+
+
+def peer_of_call(context: CallContext) -> Peer:
+    """Whose certificate a gRPC call came with.
+
+    Raises:
+        PeerRefused: it came without one, or with one that names no machine of a cluster.
+    """
+    for pem in context.auth_context().get("x509_pem_cert", ()):
+        return _peer_of_pem(pem)
+    raise PeerRefused(f"{address_of_call(context)} showed no certificate: join the cluster with a token.")
+
+
+def peer_of_socket(connection: ssl.SSLSocket | ssl.SSLObject) -> Peer:
+    """Whose certificate the other end of a TLS socket has shown.
+
+    Raises:
+        PeerRefused: none, or one that names no machine of a cluster.
+    """
+    shown = connection.getpeercert(binary_form=True)
+    if shown is None:
+        raise PeerRefused("The peer showed no certificate: join the cluster with a token.")
+    return peer_of_certificate(x509.load_der_x509_certificate(shown))
+
+
+def peer_of_certificate(certificate: x509.Certificate) -> Peer:
+    """Raises `PeerRefused` where the certificate does not have exactly one name, a machine's."""
+    names = certificate_names(certificate)
+    if len(names) != 1 or not (names[0] == HEAD_NAME or node_of(names[0])):
+        raise PeerRefused(
+            f"A certificate for {', '.join(names) or 'no name'} was shown: it is no machine's of a cluster."
+        )
+    return Peer(names[0], f"{certificate.serial_number:x}")
+
+
+def address_of_call(context: CallContext) -> str:
+    """Where a call comes from, readable: `192.168.1.7:51234`, `[fe80::1]:51234`."""
+    kind, _, address = unquote(context.peer()).partition(":")
+    return address if kind in ("ipv4", "ipv6") else f"{kind}:{address}"
+
+
+def host_of_call(context: CallContext) -> str:
+    """The address of a call without its port and brackets."""
+    return address_of_call(context).rpartition(":")[0].strip("[]")
+
+
+@lru_cache(maxsize=256)
+def _peer_of_pem(pem: bytes) -> Peer:
+    return peer_of_certificate(x509.load_pem_x509_certificate(pem))

@@ -1,0 +1,83 @@
+"""`mlx-ring token` and `mlx-ring node`, as a person types them, beside a head that runs and without one."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.machines import running_head
+from tests.processes import run_cli
+
+from mlx_ring.agent.identity import open_identity
+from mlx_ring.core.cluster_folders import authority_folder
+from mlx_ring.core.errors import TokenRefused
+from mlx_ring.core.join_token import parse_token
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return run_cli(*arguments, folder=folder, environment={"MLX_RING_STATE_DIR": str(folder / "state")})
+
+
+def rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
+    """The table's rows, less their heading."""
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()[1:]]
+
+
+def test_a_token_is_printed_once_alone_and_listed_without_its_secret(tmp_path: Path) -> None:
+    made = run("token", "create", "--name", "laptops", "--uses", "2", "--expires", "7d", folder=tmp_path)
+    token = parse_token(made.stdout)
+    assert made.stdout == f"{token}\n"
+    assert "mlx-ring join" in made.stderr
+    listed = run("token", "list", folder=tmp_path)
+    ((token_id, name, state, *_, used, left),) = rows(listed)
+    assert (token_id, name, state, used, left) == (token.id.hex(), "laptops", "valid", "0", "2")
+    assert str(token)[-40:] not in listed.stdout
+
+
+def test_tokens_made_and_revoked_and_nodes_removed_beside_a_running_head_count_at_once(
+    tmp_path: Path,
+) -> None:
+    async def act() -> None:
+        async with running_head(authority_folder(tmp_path / "state")) as head:
+            made = await asyncio.to_thread(run, "token", "create", folder=tmp_path)
+            token = made.stdout.strip()
+            await head.join(tmp_path / "node", token)
+            node = open_identity(tmp_path / "node").node
+            (row,) = rows(await asyncio.to_thread(run, "node", "list", folder=tmp_path))
+            assert row[0] == node
+            await asyncio.to_thread(run, "token", "revoke", parse_token(token).id.hex(), folder=tmp_path)
+            with pytest.raises(TokenRefused, match="is revoked"):
+                await head.join(tmp_path / "late", token)
+            removed = await asyncio.to_thread(run, "node", "remove", node, folder=tmp_path)
+            assert removed.stdout.startswith(f"{node} is no node of this cluster any more.")
+            assert head.members.list() == {}
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("token", "create", "--expires", "soon"), "--expires is soon; it must be a time from 1s to 365d"),
+        (("token", "create", "--expires", "0h"), "--expires is 0h;"),
+        (("token", "create", "--uses", "many"), "--uses is many; it must be a whole number from 1 to 1024."),
+        (("token", "create", "--uses", "0"), "--uses is 0;"),
+        (
+            ("token", "revoke", "12345678"),
+            "There is no token '12345678': `mlx-ring token list` shows the ids.",
+        ),
+        (("node", "remove", "mini"), "There is no node 'mini': the cluster's nodes are none."),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = run(*arguments, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"mlx-ring: {said}")
+
+
+def test_the_state_folder_may_be_given_by_a_flag(tmp_path: Path) -> None:
+    run_cli("token", "create", "--state-dir", "here", folder=tmp_path)
+    assert (tmp_path / "here" / "cluster" / "tokens.json").is_file()

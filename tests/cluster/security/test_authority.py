@@ -1,0 +1,179 @@
+"""The cluster's CA: made once, and particular about what it signs."""
+
+from __future__ import annotations
+
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
+from mlx_ring.core.errors import ConfigError, PeerRefused
+from mlx_ring.rpc.tls.certificates import (
+    carried_authority,
+    certificate_names,
+    fingerprint,
+    needs_renewal,
+)
+from mlx_ring.rpc.tls.names import node_name, node_of
+from mlx_ring.rpc.tls.signing_requests import common_name, make_key, make_signing_request
+
+NOW = datetime.now(UTC)
+MINI = node_name("mini-1")
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority.open(tmp_path)
+
+
+def request_for(*names: x509.GeneralName, key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> bytes:
+    builder = x509.CertificateSigningRequestBuilder().subject_name(common_name("x"))
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+def test_the_authority_is_made_once_and_is_the_same_afterwards(tmp_path: Path) -> None:
+    first, second = Authority.open(tmp_path), Authority.open(tmp_path)
+    assert first.fingerprint == second.fingerprint == fingerprint(first.certificate)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_two_first_starts_at_once_make_one_authority(tmp_path: Path) -> None:
+    made: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: made.append(Authority.open(tmp_path).fingerprint)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 4
+    assert len(set(made)) == 1
+
+
+def test_a_first_start_that_was_cut_short_is_begun_again(tmp_path: Path) -> None:
+    Authority.open(tmp_path)
+    (tmp_path / "ca.pem").unlink()
+    assert Authority.open(tmp_path).fingerprint == Authority.open(tmp_path).fingerprint
+
+
+@pytest.mark.parametrize("trouble", ["no key", "another key", "rubbish", "no certificate in it"])
+def test_files_that_do_not_belong_together_are_named(trouble: str, tmp_path: Path) -> None:
+    Authority.open(tmp_path / "a")
+    Authority.open(tmp_path / "b")
+    key, certificate = tmp_path / "a" / "ca.key", tmp_path / "a" / "ca.pem"
+    match trouble:
+        case "no key":
+            key.unlink()
+        case "another key":
+            key.write_bytes((tmp_path / "b" / "ca.key").read_bytes())
+        case "rubbish":
+            key.write_text("rubbish")
+        case _:
+            certificate.write_text("rubbish")
+    with pytest.raises(ConfigError, match=str(tmp_path / "a")):
+        Authority.open(tmp_path / "a")
+
+
+def test_a_signed_certificate_is_for_the_node_alone_and_for_a_year(authority: Authority) -> None:
+    key = make_key()
+    certificate = authority.sign(make_signing_request(key, MINI), "mini-1", NOW)
+    assert list(certificate_names(certificate)) == [MINI]
+    assert certificate.public_key() == key.public_key()
+    certificate.verify_directly_issued_by(authority.certificate)
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert not needs_renewal(certificate, NOW)
+    assert not needs_renewal(certificate, NOW + CERTIFICATE_LIFE * 0.6)
+    assert needs_renewal(certificate, NOW + CERTIFICATE_LIFE * 0.7)
+
+
+def test_a_request_for_another_node_is_refused(authority: Authority) -> None:
+    with pytest.raises(PeerRefused, match=r"is for studio-1\.node\.mlx-ring, not for mini-1\.node\.mlx-ring"):
+        authority.sign(make_signing_request(make_key(), node_name("studio-1")), "mini-1")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (),
+        (x509.DNSName(MINI), x509.DNSName("head.mlx-ring")),
+        (x509.DNSName(MINI), x509.DNSName(MINI)),
+        (x509.DNSName("*.node.mlx-ring"),),
+        (x509.UniformResourceIdentifier(MINI),),
+        (x509.DNSName("head.mlx-ring"),),
+    ],
+    ids=["none", "two", "twice", "a wildcard", "no DNS name", "the head's"],
+)
+def test_a_request_for_any_other_set_of_names_is_refused(
+    names: tuple[x509.GeneralName, ...], authority: Authority
+) -> None:
+    with pytest.raises(PeerRefused, match=r"not for mini-1\.node\.mlx-ring"):
+        authority.sign(request_for(*names, key=make_key()), "mini-1")
+
+
+def test_a_request_that_its_key_has_not_signed_is_refused(authority: Authority) -> None:
+    ours = x509.load_pem_x509_csr(make_signing_request(make_key(), MINI)).public_bytes(Encoding.DER)
+    theirs = x509.load_pem_x509_csr(make_signing_request(make_key(), MINI))
+    point = theirs.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    own = (
+        x509.load_der_x509_csr(ours)
+        .public_key()
+        .public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    )
+    forged = x509.load_der_x509_csr(ours.replace(own, point)).public_bytes(Encoding.PEM)
+    with pytest.raises(PeerRefused, match="not signed with its own key"):
+        authority.sign(forged, "mini-1")
+
+
+def test_keys_of_other_kinds_are_refused(authority: Authority) -> None:
+    for key in (rsa.generate_private_key(65537, 2048), ec.generate_private_key(ec.SECP384R1())):
+        with pytest.raises(PeerRefused, match="not on P-256"):
+            authority.sign(request_for(x509.DNSName(MINI), key=key), "mini-1")
+
+
+@given(content=st.binary(max_size=200) | st.text().map(lambda text: f"-----BEGIN {text}".encode()))
+def test_rubbish_is_refused_as_a_request(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    authority = Authority.open(tmp_path_factory.getbasetemp() / "rubbish")
+    with pytest.raises(PeerRefused, match="cannot be read"):
+        authority.sign(content, "mini-1")
+
+
+@pytest.mark.parametrize("node", ["", "Mini", "a.b", "-a", "a-", "a" * 49, "ä", "a\n", "*"])
+def test_what_cannot_stand_in_a_name_is_no_node_id(node: str, authority: Authority) -> None:
+    with pytest.raises(ConfigError, match="is no node id"):
+        authority.sign(make_signing_request(make_key(), MINI), node)
+
+
+def test_a_name_gives_its_node_and_only_a_node_s_name_does() -> None:
+    assert node_of(MINI) == "mini-1"
+    for name in ("head.mlx-ring", "mini-1", "a.b.node.mlx-ring", ".node.mlx-ring", "node.mlx-ring"):
+        assert node_of(name) == ""
+
+
+def test_the_head_keeps_its_certificate_until_it_is_about_to_end(authority: Authority) -> None:
+    first = authority.head_credentials(NOW)
+    assert authority.head_credentials(NOW + timedelta(days=100)) == first
+    later = authority.head_credentials(NOW + timedelta(days=300))
+    assert later != first
+    assert authority.head_credentials(NOW + timedelta(days=301)) == later
+
+
+def test_the_head_s_certificate_carries_the_authority_s(authority: Authority) -> None:
+    leaf = x509.load_pem_x509_certificate(authority.head_credentials().certificate)
+    assert carried_authority(leaf.public_bytes(Encoding.DER)) == authority.certificate
+
+
+def test_a_certificate_that_carries_none_is_no_head_s(authority: Authority) -> None:
+    node = authority.sign(make_signing_request(make_key(), MINI), "mini-1")
+    for leaf in (node.public_bytes(Encoding.DER), b"", b"rubbish"):
+        with pytest.raises(PeerRefused, match="no mlx-ring head"):
+            carried_authority(leaf)

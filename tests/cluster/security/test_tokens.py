@@ -1,0 +1,183 @@
+"""Join tokens at the head: each opens what it should, as often and as long as it should, and leaves no secret."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from pathlib import Path
+
+import pytest
+
+from mlx_ring.cluster.security.tokens import TokenStore
+from mlx_ring.core.errors import ConfigError, TokenRefused
+from mlx_ring.core.join_token import JoinToken
+
+FINGERPRINT = bytes(range(32))
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> TokenStore:
+    return TokenStore(tmp_path, clock)
+
+
+def redeem(store: TokenStore, token: JoinToken, nonce: bytes | None = None) -> None:
+    store.redeem(token.id, token.secret, nonce or secrets.token_bytes(16))
+
+
+def test_a_token_lets_in_as_many_as_come(store: TokenStore) -> None:
+    token = store.create(FINGERPRINT)
+    assert token.fingerprint == FINGERPRINT
+    for _ in range(3):
+        redeem(store, token)
+    assert [(record.uses, record.uses_left) for record in store.list()] == [(3, None)]
+
+
+def test_the_secret_is_not_on_the_disk(store: TokenStore, tmp_path: Path) -> None:
+    token = store.create(FINGERPRINT, name="laptops")
+    content = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert b"laptops" in content
+    assert token.secret not in content
+    assert token.secret.hex().encode() not in content
+    assert str(token).encode() not in content
+    assert (tmp_path / "tokens.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_wrong_secret_and_an_unknown_token_are_told_apart_by_nobody(store: TokenStore) -> None:
+    token = store.create(FINGERPRINT)
+    said: set[str] = set()
+    for wrong in (
+        JoinToken(FINGERPRINT, token.id, bytes(20)),
+        JoinToken(FINGERPRINT, bytes(4), token.secret),
+    ):
+        with pytest.raises(TokenRefused) as caught:
+            redeem(store, wrong)
+        said.add(str(caught.value))
+    assert len(said) == 1
+    assert "is not known here" in said.pop()
+    assert store.list()[0].uses == 0
+
+
+def test_who_does_not_know_the_secret_is_not_told_that_a_token_was_revoked(store: TokenStore) -> None:
+    token = store.create(FINGERPRINT)
+    store.revoke(token.id.hex())
+    with pytest.raises(TokenRefused, match="is not known here"):
+        redeem(store, JoinToken(FINGERPRINT, token.id, bytes(20)))
+
+
+def test_a_token_expires_after_a_day(store: TokenStore, clock: Clock) -> None:
+    token = store.create(FINGERPRINT)
+    clock.now_s += 24 * 3600 - 1
+    redeem(store, token)
+    clock.now_s += 1
+    with pytest.raises(TokenRefused, match=f"{token.id.hex()} is expired"):
+        redeem(store, token)
+
+
+def test_a_token_is_used_up_after_its_uses(store: TokenStore) -> None:
+    token = store.create(FINGERPRINT, uses=2)
+    redeem(store, token)
+    redeem(store, token)
+    with pytest.raises(TokenRefused, match="is used up"):
+        redeem(store, token)
+
+
+def test_a_revoked_token_opens_nothing_and_is_found_by_id_or_name(store: TokenStore) -> None:
+    named, unnamed = store.create(FINGERPRINT, name="laptops"), store.create(FINGERPRINT)
+    store.revoke("laptops")
+    store.revoke(unnamed.id.hex())
+    for token in (named, unnamed):
+        with pytest.raises(TokenRefused, match="is revoked"):
+            redeem(store, token)
+
+
+def test_revoking_what_is_not_there_or_not_clear_says_so(store: TokenStore) -> None:
+    store.create(FINGERPRINT, name="twice")
+    store.create(FINGERPRINT, name="twice")
+    for wanted, said in (
+        ("none", "There is no token 'none'"),
+        ("twice", "There are 2 tokens"),
+        ("", "no token"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            store.revoke(wanted)
+
+
+def test_the_same_request_again_is_refused_also_after_a_restart(
+    store: TokenStore, tmp_path: Path, clock: Clock
+) -> None:
+    token, nonce = store.create(FINGERPRINT), secrets.token_bytes(16)
+    redeem(store, token, nonce)
+    for again in (store, TokenStore(tmp_path, clock)):
+        with pytest.raises(TokenRefused, match="a second time"):
+            redeem(again, token, nonce)
+    assert store.list()[0].uses == 1
+
+
+@pytest.mark.parametrize("length", [0, 15, 17, 4000])
+def test_a_nonce_of_another_length_is_refused(length: int, store: TokenStore) -> None:
+    token = store.create(FINGERPRINT)
+    with pytest.raises(TokenRefused, match=f"nonce has {length} bytes"):
+        store.redeem(token.id, token.secret, bytes(length))
+
+
+def test_many_at_once_take_no_more_uses_than_there_are(tmp_path: Path) -> None:
+    token = TokenStore(tmp_path).create(FINGERPRINT, uses=3)
+    outcomes: list[str] = []
+
+    def come() -> None:
+        try:
+            # A store of its own, as another process has.
+            redeem(TokenStore(tmp_path), token)
+            outcomes.append("in")
+        except TokenRefused:
+            outcomes.append("out")
+
+    threads = [threading.Thread(target=come) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (outcomes.count("in"), outcomes.count("out")) == (3, 9)
+
+
+def test_a_running_head_hears_of_tokens_made_and_revoked_beside_it(store: TokenStore, tmp_path: Path) -> None:
+    assert store.list() == ()
+    beside = TokenStore(tmp_path, Clock())
+    token = beside.create(FINGERPRINT)
+    redeem(store, token)
+    beside.revoke(token.id.hex())
+    assert [record.state(0.0) for record in store.list()] == ["revoked"]
+
+
+def test_a_token_is_forgotten_a_week_after_it_expired(store: TokenStore, clock: Clock) -> None:
+    old = store.create(FINGERPRINT, life_s=10)
+    clock.now_s += 7 * 24 * 3600
+    store.create(FINGERPRINT)
+    assert len(store.list()) == 2
+    clock.now_s += 11
+    store.create(FINGERPRINT)
+    assert old.id.hex() not in {record.id for record in store.list()}
+
+
+def test_a_file_that_cannot_be_understood_is_named_and_left_alone(store: TokenStore, tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_text('{"tokens": [{"id": 1}]}')
+    for act in (store.list, lambda: store.create(FINGERPRINT)):
+        with pytest.raises(ConfigError, match=str(file)):
+            act()
+    assert file.read_text() == '{"tokens": [{"id": 1}]}'

@@ -1,0 +1,136 @@
+"""What is said of a handshake that failed: to the client as an error, on the server as a line of its log."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import grpc
+import pytest
+from tests.machines import node_credentials
+from tests.processes import clean_environment
+
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.core.errors import PeerRefused
+from mlx_ring.rpc.channels import open_channel
+from mlx_ring.rpc.methods import STOP
+from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.tls.credentials import Anchor
+from mlx_ring.rpc.tls.handshakes import handshake_error, refused_handshake
+from mlx_ring.rpc.tls.names import HEAD_NAME
+
+SERVER = """
+import sys, os
+from pathlib import Path
+from mlx_ring.core.config import let_grpc_speak, quieten_grpc
+quieten_grpc()
+let_grpc_speak()
+from mlx_ring.core.logs import configure_logging
+from mlx_ring.rpc.tls.handshakes import log_refused_handshakes
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.rpc.channels import add_secure_port, make_server
+configure_logging(process="head", node="here", rank=None, level="info", log_dir=None)
+log_refused_handshakes()
+server = make_server(1)
+port = add_secure_port(server, "127.0.0.1:0", Authority.open(Path(sys.argv[1])).head_credentials().for_server())
+server.start()
+os.write(2, b"somebody else's line\\n")
+print(port, flush=True)
+sys.stdin.read()
+server.stop(None)
+"""
+
+
+def _next(lines: IO[str], pattern: str) -> str:
+    """The next line with this in it; every line before it must be one of ours or nobody's of gRPC."""
+    for line in lines:
+        assert not re.match(r"[IWE]\d{4} ", line)
+        if re.search(pattern, line):
+            return line
+    raise AssertionError(f"The server ended without saying {pattern!r}.")
+
+
+def test_a_server_logs_each_connection_that_it_refuses_and_why(tmp_path: Path) -> None:
+    authority = Authority.open(tmp_path / "ours")
+    foreign = node_credentials(Authority.open(tmp_path / "theirs"), "mini-1")
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(tmp_path / "ours")],
+        env=clean_environment() | {"GRPC_VERBOSITY": "NONE"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process, process.stdin, process.stdout, process.stderr:
+        port = int(process.stdout.readline())
+        _next(process.stderr, r"^somebody else's line$")
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            _next(process.stderr, "WARNING node=here .*refused a connection: it .*HTTP")
+        with open_channel(f"127.0.0.1:{port}", Anchor(authority.pem), HEAD_NAME) as channel:
+            with pytest.raises(grpc.RpcError):
+                STOP.unary_unary(channel)(agent_pb2.StopRequest(), timeout=10)
+            _next(process.stderr, "WARNING node=here .*refused a connection: it showed no certificate")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        foreign.save(tmp_path / "stranger")
+        context.load_cert_chain(tmp_path / "stranger" / "certificate.pem", tmp_path / "stranger" / "key.pem")
+        with (
+            socket.create_connection(("127.0.0.1", port)) as plain,
+            contextlib.suppress(OSError),
+            context.wrap_socket(plain) as connection,
+        ):
+            # An alert, a reset or the end, whichever comes first.
+            connection.recv(1)
+        _next(process.stderr, "WARNING node=here .*refused a connection: its certificate is of another")
+        process.stdin.close()
+        process.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("PEER_DID_NOT_RETURN_A_CERTIFICATE: x", "refused a connection: it showed no certificate"),
+        ("WRONG_VERSION_NUMBER: x", "refused a connection: it did not speak TLS"),
+        ("SOMETHING_NEW", "refused a connection: SOMETHING_NEW"),
+    ],
+)
+def test_a_line_of_the_library_becomes_a_sentence(text: str, said: str) -> None:
+    line = f"I1121 13:17:08.055926 4454 ssl_transport_security.cc:2563] Handshake failed with error {text}"
+    assert refused_handshake(line) == said
+
+
+def test_other_lines_are_not_about_handshakes() -> None:
+    assert refused_handshake("I1121 13:17:08.055926 4454 server.cc:1] started") == ""
+    assert refused_handshake("Handshake failed with error is what a user may write too") == ""
+
+
+def test_errors_about_something_else_are_left_to_others() -> None:
+    assert handshake_error(TimeoutError("slow"), "The peer") is None
+    assert handshake_error(ConnectionRefusedError("nobody"), "The peer") is None
+    with open_channel("127.0.0.1:1") as channel, pytest.raises(grpc.RpcError) as caught:
+        STOP.unary_unary(channel)(agent_pb2.StopRequest(), timeout=10)
+    assert handshake_error(caught.value, "The peer") is None
+
+
+def test_a_peer_that_ends_after_the_handshake_has_refused_nobody() -> None:
+    # What a stream gets whose server was killed.
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "Socket closed")
+    assert handshake_error(error, "The peer") is None
+
+
+def test_an_ssl_error_is_explained() -> None:
+    error = ssl.SSLCertVerificationError("certificate verify failed: Hostname mismatch")
+    mapped = handshake_error(error, "mini-1")
+    assert isinstance(mapped, PeerRefused)
+    assert str(mapped) == "There is no trusted connection to mini-1: its certificate is for another name."

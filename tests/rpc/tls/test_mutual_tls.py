@@ -1,0 +1,332 @@
+"""Real servers on loopback: who has the right certificate is served, whoever else is refused with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.machines import ANSWER, NOW, listening, node_credentials
+
+from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
+from mlx_ring.core.errors import ConfigError, PeerRefused
+from mlx_ring.rpc.channels import add_secure_port, make_server, open_aio_channel, open_channel
+from mlx_ring.rpc.methods import AGENT_SERVICE, STOP, service_handler
+from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.tls.credentials import (
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    Anchor,
+    ChannelTrust,
+    Credentials,
+    load_credentials,
+    serve_from_folder,
+)
+from mlx_ring.rpc.tls.handshakes import handshake_error
+from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
+from mlx_ring.rpc.tls.peers import Peer, peer_of_call, peer_of_socket
+
+MINI = node_name("mini-1")
+LONG_AGO = NOW - CERTIFICATE_LIFE - timedelta(days=1)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.open(tmp_path_factory.mktemp("cluster"))
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.open(tmp_path_factory.mktemp("foreign"))
+
+
+@pytest.fixture(scope="module")
+def mini(authority: Authority) -> Credentials:
+    return node_credentials(authority, "mini-1")
+
+
+async def ask(address: str, trust: ChannelTrust | None, name: str) -> int:
+    """What the server answers. Raises what a caller would."""
+    async with open_aio_channel(address, trust, name) as channel:
+        try:
+            reply = await STOP.aio_unary_unary(channel)(agent_pb2.StopRequest(), timeout=10)
+        except grpc.aio.AioRpcError as error:
+            raise (handshake_error(error, "The peer") or error) from error
+    return reply.stopped
+
+
+def refused(served_by: Credentials, trust: ChannelTrust | None, name: str, friend: Credentials) -> str:
+    """The sentence for whoever is refused; a friend is served before and afterwards."""
+
+    async def run() -> str:
+        async with listening(served_by) as address:
+            with pytest.raises(PeerRefused) as caught:
+                await ask(address, trust, name)
+            # The same server, another caller, with the name that it truly has.
+            assert await ask(address, friend, MINI) == ANSWER
+        return str(caught.value)
+
+    return asyncio.run(run())
+
+
+def test_a_node_reaches_the_head_and_the_head_a_node(authority: Authority, mini: Credentials) -> None:
+    async def run() -> tuple[int, int]:
+        head = authority.head_credentials()
+        async with listening(head) as at_head, listening(mini) as at_node:
+            return await ask(at_head, mini, HEAD_NAME), await ask(at_node, head, MINI)
+
+    assert asyncio.run(run()) == (ANSWER, ANSWER)
+
+
+def test_threads_speak_tls_as_event_loops_do(authority: Authority, mini: Credentials) -> None:
+    seen: list[Peer] = []
+
+    def behaviour(_request: agent_pb2.StopRequest, context: grpc.ServicerContext) -> agent_pb2.StopReply:
+        seen.append(peer_of_call(context))
+        return agent_pb2.StopReply(stopped=ANSWER)
+
+    server = make_server(1)
+    server.add_generic_rpc_handlers((service_handler(AGENT_SERVICE, ((STOP, behaviour),)),))
+    port = add_secure_port(server, "127.0.0.1:0", mini.for_server())
+    server.start()
+    try:
+        with open_channel(f"127.0.0.1:{port}", authority.head_credentials(), MINI) as channel:
+            assert STOP.unary_unary(channel)(agent_pb2.StopRequest(), timeout=10).stopped == ANSWER
+    finally:
+        server.stop(None)
+    assert [peer.is_head for peer in seen] == [True]
+
+
+def test_a_unix_socket_stays_plain_whatever_is_given(mini: Credentials, tmp_path: Path) -> None:
+    server = make_server(1)
+
+    def behaviour(_request: agent_pb2.StopRequest, _context: grpc.ServicerContext) -> agent_pb2.StopReply:
+        return agent_pb2.StopReply(stopped=ANSWER)
+
+    server.add_generic_rpc_handlers((service_handler(AGENT_SERVICE, ((STOP, behaviour),)),))
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    server.start()
+    try:
+        with open_channel(f"unix:{tmp_path}/s", mini, HEAD_NAME) as channel:
+            assert STOP.unary_unary(channel)(agent_pb2.StopRequest(), timeout=10).stopped == ANSWER
+    finally:
+        server.stop(None)
+
+
+def test_a_client_without_a_certificate_is_refused(mini: Credentials) -> None:
+    said = refused(mini, Anchor(mini.authority), MINI, mini)
+    assert "may not accept this machine's certificate" in said
+
+
+def test_a_plaintext_client_is_refused(mini: Credentials) -> None:
+    assert "There is no trusted connection to The peer" in refused(mini, None, "", mini)
+
+
+def test_a_client_of_another_cluster_is_refused(mini: Credentials, foreign: Authority) -> None:
+    stranger = node_credentials(foreign, "mini-1")
+    sneaky = Credentials(mini.authority, stranger.certificate, stranger.key)
+    assert "may not accept this machine's certificate" in refused(mini, sneaky, MINI, mini)
+
+
+def test_a_client_refuses_a_server_of_another_cluster(mini: Credentials, foreign: Authority) -> None:
+    stranger = node_credentials(foreign, "mini-1")
+    assert "certificate is" in refused(mini, stranger, MINI, mini)
+
+
+def test_a_client_whose_certificate_has_expired_is_refused(authority: Authority, mini: Credentials) -> None:
+    expired = node_credentials(authority, "mini-2", LONG_AGO)
+    assert "may not accept this machine's certificate" in refused(mini, expired, MINI, mini)
+
+
+def test_a_server_whose_certificate_has_expired_is_refused(authority: Authority, mini: Credentials) -> None:
+    async def run() -> None:
+        async with listening(node_credentials(authority, "mini-1", LONG_AGO)) as address:
+            await ask(address, mini, MINI)
+
+    with pytest.raises(PeerRefused, match="its certificate has expired"):
+        asyncio.run(run())
+
+
+def test_a_certificate_that_is_not_valid_yet_is_refused(authority: Authority, mini: Credentials) -> None:
+    async def run() -> None:
+        early = node_credentials(authority, "mini-1", NOW + timedelta(days=2))
+        async with listening(early) as address:
+            await ask(address, mini, MINI)
+
+    with pytest.raises(PeerRefused, match="compare the clocks"):
+        asyncio.run(run())
+
+
+def test_a_right_certificate_with_another_name_is_refused(mini: Credentials) -> None:
+    assert "its certificate is for another name" in refused(mini, mini, node_name("mini-2"), mini)
+
+
+def test_a_node_cannot_pass_for_the_head(mini: Credentials) -> None:
+    assert "its certificate is for another name" in refused(mini, mini, HEAD_NAME, mini)
+
+
+def test_rubbish_and_half_a_handshake_harm_nobody(mini: Credentials) -> None:
+    async def run() -> int:
+        async with listening(mini) as address:
+            host, port = address.rsplit(":", 1)
+            for rubbish in (b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b""):
+                with socket.create_connection((host, int(port))) as stranger:
+                    stranger.sendall(rubbish)
+            return await ask(address, mini, MINI)
+
+    assert asyncio.run(run()) == ANSWER
+
+
+def test_grpc_cannot_ask_for_a_certificate_without_insisting_on_it(
+    authority: Authority, mini: Credentials
+) -> None:
+    """Why enrolment has a port of its own: once this fails, one port will do."""
+    seen: list[bool] = []
+
+    def behaviour(_request: agent_pb2.StopRequest, context: grpc.ServicerContext) -> agent_pb2.StopReply:
+        seen.append("x509_pem_cert" in context.auth_context())
+        return agent_pb2.StopReply()
+
+    server = make_server(1)
+    server.add_generic_rpc_handlers((service_handler(AGENT_SERVICE, ((STOP, behaviour),)),))
+    head = authority.head_credentials()
+    optional = grpc.ssl_server_credentials([(head.key, head.certificate)], head.authority)
+    port = add_secure_port(server, "127.0.0.1:0", optional)
+    server.start()
+    try:
+        with open_channel(f"127.0.0.1:{port}", mini, HEAD_NAME) as channel:
+            STOP.unary_unary(channel)(agent_pb2.StopRequest(), timeout=10)
+    finally:
+        server.stop(None)
+    assert seen == [False]
+
+
+def meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[Peer | Exception, ...]:
+    """Whom server and client see at the other end of a plain socket, or what each gets instead."""
+    seen: list[Peer | Exception] = []
+
+    def accept(listener: socket.socket) -> None:
+        plain, _ = listener.accept()
+        plain.settimeout(10)
+        try:
+            with server.wrap_socket(plain, server_side=True) as connection:
+                seen.append(peer_of_socket(connection))
+                connection.sendall(b"x")
+        except (OSError, PeerRefused) as error:
+            seen.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept, args=(listener,))
+        thread.start()
+        try:
+            with (
+                socket.create_connection(listener.getsockname(), timeout=10) as plain,
+                client.wrap_socket(plain, server_hostname=name) as connection,
+            ):
+                # Under TLS 1.3 a client hears of its own refusal only when it reads.
+                connection.recv(1)
+                seen.append(peer_of_socket(connection))
+        except (OSError, PeerRefused) as error:
+            seen.append(error)
+        thread.join()
+    return tuple(sorted(seen, key=lambda found: isinstance(found, Exception)))
+
+
+def test_plain_sockets_show_both_ends_to_each_other(authority: Authority, mini: Credentials) -> None:
+    other = node_credentials(authority, "studio-2")
+    found = meet(mini.socket_server(), other.socket_client(), MINI)
+    assert {peer.node for peer in found if isinstance(peer, Peer)} == {"mini-1", "studio-2"}
+
+
+@pytest.mark.parametrize("who", ["no certificate", "another cluster", "expired"])
+def test_plain_sockets_refuse_whom_grpc_refuses(
+    who: str, authority: Authority, foreign: Authority, mini: Credentials
+) -> None:
+    match who:
+        case "no certificate":
+            client = ssl.create_default_context(cadata=mini.authority.decode())
+        case "another cluster":
+            stranger = node_credentials(foreign, "mini-3")
+            client = Credentials(mini.authority, stranger.certificate, stranger.key).socket_client()
+        case _:
+            client = node_credentials(authority, "mini-3", LONG_AGO).socket_client()
+    found = meet(mini.socket_server(), client, MINI)
+    assert all(isinstance(one, Exception) for one in found)
+    explained = [str(handshake_error(one, "The peer")) for one in found if isinstance(one, Exception)]
+    assert all("There is no trusted connection to The peer" in sentence for sentence in explained)
+
+
+def test_plain_sockets_refuse_another_name_and_old_versions_of_tls(mini: Credentials) -> None:
+    found = meet(mini.socket_server(), mini.socket_client(), node_name("mini-2"))
+    assert any(isinstance(one, ssl.SSLCertVerificationError) for one in found)
+    for context in (mini.socket_server(), mini.socket_client()):
+        assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+        assert context.verify_mode == ssl.CERT_REQUIRED
+
+
+def test_credentials_come_back_from_their_folder_and_the_key_is_private(
+    mini: Credentials, tmp_path: Path
+) -> None:
+    folder = tmp_path / "node"
+    assert load_credentials(folder) is None
+    mini.save(folder)
+    assert load_credentials(folder) == mini
+    assert (folder / KEY_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_key_that_is_not_the_certificate_s_is_refused_by_name(
+    authority: Authority, mini: Credentials, tmp_path: Path
+) -> None:
+    Credentials(mini.authority, mini.certificate, node_credentials(authority, "mini-1").key).save(tmp_path)
+    with pytest.raises(ConfigError, match=f"certificate and key in {tmp_path} cannot be used"):
+        load_credentials(tmp_path)
+    (tmp_path / KEY_FILE).unlink()
+    with pytest.raises(ConfigError, match=r"key\.pem is missing"):
+        load_credentials(tmp_path)
+
+
+def test_a_server_shows_a_renewed_certificate_and_still_asks_for_the_client_s(
+    authority: Authority, mini: Credentials, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="There is no certificate in"):
+        serve_from_folder(tmp_path)
+    mini.save(tmp_path)
+    server = make_server(1)
+
+    def behaviour(_request: agent_pb2.StopRequest, _context: grpc.ServicerContext) -> agent_pb2.StopReply:
+        return agent_pb2.StopReply(stopped=ANSWER)
+
+    server.add_generic_rpc_handlers((service_handler(AGENT_SERVICE, ((STOP, behaviour),)),))
+    port = add_secure_port(server, "127.0.0.1:0", serve_from_folder(tmp_path))
+    server.start()
+
+    def shown() -> Peer:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            mini.socket_client().wrap_socket(plain, server_hostname=MINI) as connection,
+        ):
+            return peer_of_socket(connection)
+
+    try:
+        first = shown()
+        assert shown() == first
+        node_credentials(authority, "mini-1").save(tmp_path)
+        renewed = shown()
+        assert renewed.serial != first.serial
+        (tmp_path / KEY_FILE).write_text("rubbish")
+        (tmp_path / CERTIFICATE_FILE).write_text("rubbish")
+        assert shown() == renewed
+        assert asyncio.run(ask(f"127.0.0.1:{port}", mini, MINI)) == ANSWER
+        with pytest.raises(PeerRefused):
+            asyncio.run(ask(f"127.0.0.1:{port}", Anchor(authority.pem), MINI))
+    finally:
+        server.stop(None)
+
+
+def test_the_key_is_not_in_what_a_log_would_show(mini: Credentials) -> None:
+    assert "PRIVATE" not in repr(mini)

@@ -1,0 +1,60 @@
+"""Where a call comes from, and whose certificate it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tests.machines import node_credentials
+
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.core.errors import PeerRefused
+from mlx_ring.rpc.tls.peers import address_of_call, host_of_call, is_local, peer_of_call
+
+
+@dataclass(frozen=True)
+class Call:
+    """What gRPC tells of one."""
+
+    came_from: str
+    shown: Mapping[str, list[bytes]] = field(default_factory=dict[str, list[bytes]])
+
+    def peer(self) -> str:
+        return self.came_from
+
+    def auth_context(self) -> Mapping[str, list[bytes]]:
+        return self.shown
+
+
+@pytest.mark.parametrize(
+    ("peer", "address", "host"),
+    [
+        ("ipv4:192.168.1.7:51234", "192.168.1.7:51234", "192.168.1.7"),
+        ("ipv6:%5B::1%5D:51234", "[::1]:51234", "::1"),
+        ("ipv6:[fe80::1%25en0]:51234", "[fe80::1%en0]:51234", "fe80::1%en0"),
+    ],
+)
+def test_addresses_of_both_kinds_are_readable(peer: str, address: str, host: str) -> None:
+    assert (address_of_call(Call(peer)), host_of_call(Call(peer))) == (address, host)
+
+
+def test_only_a_unix_socket_is_local() -> None:
+    assert is_local(Call("unix:"))
+    assert not is_local(Call("ipv4:127.0.0.1:1"))
+
+
+def test_a_call_says_whose_certificate_it_shows(tmp_path: Path) -> None:
+    authority = Authority.open(tmp_path)
+    node = peer_of_call(Call("", {"x509_pem_cert": [node_credentials(authority, "mini-1").certificate]}))
+    assert (node.node, node.is_head, str(node)) == ("mini-1", False, "mini-1")
+    head = peer_of_call(Call("", {"x509_pem_cert": [authority.head_credentials().certificate]}))
+    assert (head.node, head.is_head, str(head)) == ("", True, "the head")
+
+
+def test_a_certificate_that_names_no_machine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PeerRefused, match="for no name was shown"):
+        peer_of_call(Call("", {"x509_pem_cert": [Authority.open(tmp_path).pem]}))
+    with pytest.raises(PeerRefused, match=r"192\.168\.1\.7:5 showed no certificate"):
+        peer_of_call(Call("ipv4:192.168.1.7:5"))
