@@ -19,7 +19,7 @@ from mlx_ring.worker.sampler import LazySample, Parameters, SamplerRow
 from mlx_ring.worker.shard import StageModel
 
 FEW_LAYERS, MANY_LAYERS = 2, 10
-FEW_WORDS, MANY_WORDS = 1024, 65_536
+FEW_WORDS, MANY_WORDS = 1024, 1 << 17
 _HEADS, _KV_HEADS, _HEAD_WIDTH, _CONTEXT = 16, 8, 128, 2048
 _ATTENTIONS = 4
 _STEPS = 6
