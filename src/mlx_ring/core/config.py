@@ -247,6 +247,13 @@ def quieten_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def state_folder() -> Path:
+    """Where a node keeps what outlives its processes: as XDG has it."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    parent = Path(given) if given.startswith("/") else Path.home() / ".local" / "state"
+    return parent / "mlx-ring"
+
+
 def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process with changes: what a child is started with."""
     return dict(os.environ) | dict(changes)

@@ -139,11 +139,11 @@ class _Probe:
     def round_trips(self) -> list[float]:
         """Seconds of small frames, one after the other; the first is slower, and is not counted."""
         payload = bytes(SMALL_BYTES)
-        self._seconds(payload, 1)
+        self._seconds(payload)
         until = time.perf_counter() + self._bounds.round_trips_s
-        trips = [self._seconds(payload, 1) for _ in range(_AT_LEAST)]
+        trips = [self._seconds(payload) for _ in range(_AT_LEAST)]
         while time.perf_counter() < until and self.frames < _MOST_FRAMES // 2:
-            trips.append(self._seconds(payload, 1))
+            trips.append(self._seconds(payload))
         return trips
 
     def bandwidth(self, round_trip_s: float) -> float:
@@ -151,7 +151,7 @@ class _Probe:
         until = time.perf_counter() + self._bounds.throughput_s
         size, best = _LARGE_BYTES, 0.0
         while self._may_send(size, best, until):
-            taken = self._seconds(bytes(size), 1)
+            taken = self._seconds(bytes(size))
             # A frame's first bytes are on their way for as long as a small frame is.
             best = max(best, size / max(taken - round_trip_s, taken / 10))
             if taken < _LONG_S:
@@ -167,18 +167,16 @@ class _Probe:
             and self.frames < _MOST_FRAMES - 1
         )
 
-    def _seconds(self, payload: bytes, count: int) -> float:
-        """Until so many frames were sent and accepted."""
+    def _seconds(self, payload: bytes) -> float:
+        """Until a frame was sent and accepted."""
         activation = worker_pb2.Activation(
             instance=PURPOSE, step=self.frames + 1, dtype="uint8", shape=[len(payload)]
         )
         started = time.perf_counter()
-        for _ in range(count):
-            self._frames.put(Frame(worker_pb2.FrameHeader(activation=activation), payload))
-        for _ in range(count):
-            self._await_answer()
-        self.frames += count
-        self.nbytes += count * len(payload)
+        self._frames.put(Frame(worker_pb2.FrameHeader(activation=activation), payload))
+        self._await_answer()
+        self.frames += 1
+        self.nbytes += len(payload)
         return time.perf_counter() - started
 
     def _await_answer(self) -> None:
