@@ -81,12 +81,19 @@ class RingServer(Server):
     """`mlx-ring serve`: worker i on `cores[i]`, head and agent on `head_core`."""
 
     def __init__(
-        self, model: Path, *flags: str, stages: int = 1, cores: Sequence[int], head_core: int | None
+        self,
+        model: Path,
+        *flags: str,
+        stages: int = 1,
+        counts: Sequence[int] = (),
+        cores: Sequence[int],
+        head_core: int | None,
     ) -> None:
+        """With `counts` each stage has so many layers; the server cuts as it likes otherwise."""
         port = free_port()
-        program = shutil.which("mlx-ring", path=str(Path(sys.executable).parent)) or "mlx-ring"
+        stages = len(counts) or stages
         self._logs = tempfile.TemporaryDirectory(prefix="mlx-ring-bench-")
-        command = [program, "serve", str(model), "--stages", str(stages), "--port", str(port)]
+        command = [*_program(counts), "serve", str(model), "--stages", str(stages), "--port", str(port)]
         command += ["--blas-threads", "1", "--log-dir", self._logs.name, "--log-level", "warning", *flags]
         super().__init__(f"mlx-ring, {stages} stage{'s' * (stages > 1)}", command, port, "/health/ready")
         self._pin(stages, cores, head_core)
@@ -111,6 +118,12 @@ class RingServer(Server):
     def stop(self) -> None:
         super().stop()
         self._logs.cleanup()
+
+
+def _program(counts: Sequence[int]) -> list[str]:
+    if counts:
+        return [sys.executable, str(Path(__file__).with_name("cut_server.py")), ",".join(map(str, counts))]
+    return [shutil.which("mlx-ring", path=str(Path(sys.executable).parent)) or "mlx-ring"]
 
 
 class MlxLmServer(Server):

@@ -11,14 +11,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from mlx_ring.core.errors import ProtocolError, RingError, VersionMismatch, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import ProtocolError, VersionMismatch, WorkerLost, WorkerStuck
 from mlx_ring.rpc import link_probe
-from mlx_ring.rpc.channels import open_channel
+from mlx_ring.rpc.channels import make_server, open_channel
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.link_probe import PROBE, PURPOSE, LinkResponder, ProbeBounds, probe_link
-from mlx_ring.rpc.links import LinkKey
-from mlx_ring.rpc.methods import Method
+from mlx_ring.rpc.link_probe import PROBE, PURPOSE, ProbeBounds, probe_link
+from mlx_ring.rpc.methods import Method, service_handler
 from mlx_ring.rpc.protos import worker_pb2
 
 SHORT = ProbeBounds(round_trips_s=0.05, throughput_s=0.2, most_bytes=32 << 20)
@@ -84,7 +83,10 @@ def test_a_prober_of_another_version_is_refused_by_name(channel: grpc.Channel) -
         ([HELLO, HELLO], "none of a probe's"),
         ([HELLO, Frame(worker_pb2.FrameHeader())], "none of a probe's"),
         ([HELLO, Frame(worker_pb2.FrameHeader(tombstone=worker_pb2.Tombstone(step=1)))], "none of a probe's"),
-        ([HELLO, Frame(worker_pb2.FrameHeader(activation=worker_pb2.Activation(instance="demo")))], "none of"),
+        (
+            [HELLO, Frame(worker_pb2.FrameHeader(activation=worker_pb2.Activation(instance="demo")))],
+            "none of",
+        ),
         ([HELLO, probe_frame((64 << 20) + 1)], "are allowed"),
     ],
 )
@@ -105,14 +107,17 @@ def test_bytes_that_are_no_frame_end_the_call_alone(channel: grpc.Channel) -> No
 
 def test_a_probe_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_probe, "_MOST_FRAMES", 3)
-    judge = link_probe._Judge(make_hello())
+    judge = link_probe.ProbeJudge(make_hello())
     told = [judge.answer(frame) for frame in (HELLO, *[probe_frame(1)] * 4)]
     assert [answer.HasField("failure") for answer in told] == [False, False, False, False, True]
 
 
 def test_a_responder_that_is_not_there_is_told_by_name(tmp_path: Path) -> None:
     bounds = ProbeBounds(0.05, 0.05, answer_s=0.3)
-    with open_channel(f"unix:{tmp_path}/nobody") as nowhere, pytest.raises(WorkerStuck, match="mini did not answer"):
+    with (
+        open_channel(f"unix:{tmp_path}/nobody") as nowhere,
+        pytest.raises(WorkerStuck, match="mini did not answer"),
+    ):
         probe_link(nowhere, make_hello(), "mini", bounds)
 
 
@@ -125,10 +130,10 @@ def test_a_responder_that_dies_ends_the_probe_with_an_error() -> None:
 
 def link_probe_server_that_hangs_up() -> tuple[grpc.Server, str]:
     """Accepts the greeting, and is gone."""
-    from mlx_ring.rpc.channels import make_server  # noqa: PLC0415
-    from mlx_ring.rpc.methods import service_handler  # noqa: PLC0415
 
-    def hang_up(frames: Iterator[Frame], _context: grpc.ServicerContext) -> Iterator[worker_pb2.FrameAccepted]:
+    def hang_up(
+        frames: Iterator[Frame], _context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.FrameAccepted]:
         next(frames)
         yield worker_pb2.FrameAccepted(hello=make_hello())
 

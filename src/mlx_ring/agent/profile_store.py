@@ -40,7 +40,7 @@ class ProfileKey:
 
     @classmethod
     def of_here(cls, options: ProfileOptions) -> ProfileKey:
-        """This machine, and how it would be measured."""
+        """The machine here, and how it would be measured."""
         identity = machine_identity()
         return cls(
             version=PROFILE_VERSION,
@@ -55,6 +55,10 @@ class ProfileKey:
             blas_threads=options.blas_threads,
         )
 
+    def as_json(self) -> dict[str, Any]:
+        """As it is written down, where tuples are lists."""
+        return cast("dict[str, Any]", json.loads(json.dumps(asdict(self))))
+
 
 class ProfileStore:
     """One machine's profile, the last that was measured."""
@@ -68,7 +72,7 @@ class ProfileStore:
             kept: Any = json.loads(self._file.read_text("utf-8"))
         except (OSError, ValueError):
             return None
-        if not isinstance(kept, dict) or cast("dict[str, Any]", kept).get("key") != _plain(key):
+        if not isinstance(kept, dict) or cast("dict[str, Any]", kept).get("key") != key.as_json():
             return None
         try:
             return MachineProfile.from_json(json.dumps(kept.get("profile")))
@@ -78,7 +82,7 @@ class ProfileStore:
 
     def save(self, key: ProfileKey, profile: MachineProfile) -> None:
         """Keep a profile in the place of the last one. A folder that cannot be written to is told, and no error."""
-        kept = {"key": _plain(key), "profile": profile.model_dump(mode="json")}
+        kept = {"key": key.as_json(), "profile": profile.model_dump(mode="json")}
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             _replace(self._file, json.dumps(kept, indent=1))
@@ -101,11 +105,6 @@ async def recall_or_measure(
     profile = await measure_machine(options)
     store.save(key, profile)
     return profile
-
-
-def _plain(key: ProfileKey) -> dict[str, Any]:
-    """As JSON has it: tuples are lists."""
-    return cast("dict[str, Any]", json.loads(json.dumps(asdict(key))))
 
 
 def _replace(file: Path, text: str) -> None:

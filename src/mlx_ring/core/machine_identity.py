@@ -25,7 +25,7 @@ class MachineIdentity:
 
 @cache
 def machine_identity() -> MachineIdentity:
-    """This machine."""
+    """Of the machine here."""
     if platform.system() == "Darwin":
         return MachineIdentity(_ask_mac("hw.model"), _ask_mac("machdep.cpu.brand_string"))
     return linux_identity(ROOT)
@@ -45,7 +45,11 @@ def linux_identity(root: Path) -> MachineIdentity:
 def _ask_mac(name: str) -> str:
     try:
         asked = subprocess.run(
-            ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=_ASK_LIMIT_S, check=False
+            ["/usr/sbin/sysctl", "-n", name],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_LIMIT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -124,7 +124,7 @@ def _ancestry(root: Path, controller: str) -> list[Path]:
         return []
     parts = [part for part in path.split("/") if part not in ("", "..")]
     ends = (parts[start:] for start in range(len(parts) + 1))
-    own = next((end for end in ends if mount.joinpath(*end).is_dir()), [])
+    own = next((end for end in ends if mount.joinpath(*end).is_dir()), list[str]())
     return [mount.joinpath(*own[:length]) for length in range(len(own), -1, -1)]
 
 

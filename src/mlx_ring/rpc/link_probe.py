@@ -195,7 +195,7 @@ class _Probe:
 
 
 @dataclass(slots=True)
-class _Judge:
+class ProbeJudge:
     """Decides on each frame of one probe."""
 
     ours: hello_pb2.Hello
@@ -251,7 +251,7 @@ class LinkResponder:
     def respond(
         self, frames: Iterator[Frame], _context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.FrameAccepted]:
-        judge = _Judge(self._hello)
+        judge = ProbeJudge(self._hello)
         for frame in frames:
             answer = judge.answer(frame)
             yield answer
@@ -261,7 +261,7 @@ class LinkResponder:
     async def respond_aio(
         self, frames: AsyncIterator[Frame], _context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.FrameAccepted]:
-        judge = _Judge(self._hello)
+        judge = ProbeJudge(self._hello)
         async for frame in frames:
             answer = judge.answer(frame)
             yield answer

@@ -86,9 +86,7 @@ class NodeProfile:
         for rate in sorted(alike, key=lambda rate: abs((_quantized_bits(rate.weights) or 0) - (bits or 0))):
             if bits is not None or rate.weights == weights:
                 return rate
-        return WeightRate(
-            weights=weights, bandwidth=self.bandwidth, row_s=0.0, spread=0.0, flops=self.flops
-        )
+        return WeightRate(weights=weights, bandwidth=self.bandwidth, row_s=0.0, spread=0.0, flops=self.flops)
 
 
 def _quantized_bits(weights: str) -> int | None:

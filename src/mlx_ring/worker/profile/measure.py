@@ -43,7 +43,7 @@ class Bounds:
 
 
 def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
-    """This device's profile.
+    """The profile of the device here.
 
     Args:
         blas: which BLAS computes, in words, and on so many threads.
@@ -121,7 +121,7 @@ def _set_bytes(kind: WeightKind, allowed: int) -> int:
 def _product_turns(wide: Mapping[str, Products], narrow: Mapping[str, Products]) -> dict[str, Measurement]:
     turns: dict[str, Measurement] = {f"{name} wide": products.read for name, products in wide.items()}
     turns |= {f"{name} narrow": products.read for name, products in narrow.items()}
-    return turns | {f"{name} compute": products.compute for name, products in (narrow | wide).items()}
+    return turns | {f"{name} compute": products.compute for name, products in {**narrow, **wide}.items()}
 
 
 def _step_turns(dtype: mx.Dtype) -> dict[str, Measurement]:

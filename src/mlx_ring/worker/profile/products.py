@@ -94,7 +94,9 @@ class Products:
         each = self._seconds(few, 1) / _FEWEST_ROWS
         count = min(_MOST_ROWS, max(_FEWEST_ROWS, int(_COMPUTE_S / each)))
         # Many rows go faster than some, so that there may be time for more of them.
-        rows = mx.ones((min(_MOST_ROWS, 2 * count) if count > _FEWEST_ROWS else count, self.width), self._dtype)
+        rows = mx.ones(
+            (min(_MOST_ROWS, 2 * count) if count > _FEWEST_ROWS else count, self.width), self._dtype
+        )
         return rows, 1 if count < _MOST_ROWS else self._products_in(_COMPUTE_S, rows)
 
 
