@@ -1,10 +1,10 @@
 """What the planner says of this machine, beside what its server then takes: milliseconds of a decode step, by stage.
 
-    python bench/predictions.py [--rounds 3] [--tokens 64] [--json FILE]
+    python bench/predictions.py [--rounds 3] [--tokens 48] [--json FILE]
 
-The machine is measured first, with one BLAS thread on the core of the first worker; nothing is fitted to what the server does.
-Then a random model is served whole and in three cuts, in float32, in 8 and in 4 bits. A second profile, at the end, tells how
-steady the machine was meanwhile.
+A random model is served whole and in three cuts, in float32, in 8 and in 4 bits. Before each of them the machine is measured, with
+one BLAS thread on the core of the first worker; nothing is fitted to what the server does. A last profile tells how steady
+the machine was.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from machine import cores
 from random_model import Shape, make
 from servers import RingServer, clean_environment, pin_self
 
+import psutil
 from engine import decode_means_us, decode_speed, jobs_of, load, quantized, running
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
@@ -67,12 +68,9 @@ class Row:
 
 def profile_here(core: int | None) -> MachineProfile:
     """As a worker on that core would find it."""
-    before = os.sched_getaffinity(0) if core is not None else set[int]()
     pin_self(core)
     command = [*clean_environment(), sys.executable, "-m", "mlx_ring.worker.profile", "--blas-threads", "1"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    if before:
-        os.sched_setaffinity(0, before)
     return MachineProfile.from_json(told)
 
 
@@ -137,26 +135,28 @@ def print_profile(when: str, profile: MachineProfile) -> None:
     costs = profile.costs
     print(
         f"profile {when}: {told}; {1e9 * rates['float32'].row_s:.0f} ns a row; step {1e3 * costs.step_s:.2f} ms, "
-        f"layer {1e3 * costs.layer_s:.2f} ms, draw {1e3 * costs.draw_s:.2f} ms; {profile.seconds:.1f} s"
+        f"layer {1e3 * costs.layer_s:.2f} ms, draw {1e3 * costs.draw_s:.2f} ms; load {psutil.getloadavg()[0]:.1f}",
+        flush=True,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args()
     models = {"float32": make(SHAPE)} | {f"{bits}-bit": quantized(SHAPE, bits) for bits in (8, 4)}
     pinned = cores()
-    profile = profile_here(pinned[0] if pinned else None)
-    print(f"{SHAPE.parameters / 1e6:.0f} M random parameters, cores {pinned}, {profile.device_name}")
-    print_profile("before", profile)
+    core = pinned[0] if pinned else None
+    print(f"{SHAPE.parameters / 1e6:.0f} M random parameters, cores {pinned}")
     print(f"{'weights':8} {'cut':5} {'behind':>5} {'part':16} {'foretold':>8} {'measured':>8} {'ratio':>6}")
-    rows = [row for name, folder in models.items() for row in rows_of(name, folder, profile, options, pinned)]
-    if pinned:
-        os.sched_setaffinity(0, set(pinned))
-    print_profile("after", profile_here(pinned[0] if pinned else None))
+    rows: list[Row] = []
+    for name, folder in models.items():
+        profile = profile_here(core)
+        print_profile(f"before {name}", profile)
+        rows += rows_of(name, folder, profile, options, pinned)
+    print_profile("after all", profile_here(core))
     print(f"{sum(row.holds for row in rows)} of {len(rows)} within 30 %")
     if options.json:
         options.json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))

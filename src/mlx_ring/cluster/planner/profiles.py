@@ -82,9 +82,11 @@ class NodeProfile:
     def rate(self, weights: str) -> WeightRate:
         """For weights of a kind; of quantized ones that were not measured, those of the nearest number of bits."""
         bits = _quantized_bits(weights)
-        alike = [rate for rate in self.rates if (_quantized_bits(rate.weights) is None) == (bits is None)]
-        for rate in sorted(alike, key=lambda rate: abs((_quantized_bits(rate.weights) or 0) - (bits or 0))):
-            if bits is not None or rate.weights == weights:
+        measured = {kind: rate for rate in self.rates if (kind := _quantized_bits(rate.weights)) is not None}
+        if bits is not None and measured:
+            return min(measured.items(), key=lambda item: (abs(item[0] - bits), item[1].bandwidth))[1]
+        for rate in self.rates:
+            if rate.weights == weights:
                 return rate
         return WeightRate(weights=weights, bandwidth=self.bandwidth, row_s=0.0, spread=0.0, flops=self.flops)
 
