@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 from machine import cores
 from random_model import Shape, make
 from servers import RingServer, clean_environment, pin_self
 
-import psutil
 from engine import decode_means_us, decode_speed, jobs_of, load, quantized, running
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
