@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from tests.profiles import made_up_profile
+from tests.profiles import RATES, made_up_profile
 
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.machine_profile import MachineProfile
@@ -32,6 +32,12 @@ def test_what_is_no_profile_is_refused_with_the_place(change: dict[str, Any], se
     values = json.loads(made_up_profile().model_dump_json()) | change
     with pytest.raises(ProtocolError, match=sentence):
         MachineProfile.from_json(json.dumps(values))
+
+
+def test_times_that_differ_widely_are_no_steady_profile() -> None:
+    shaky = RATES[0].model_copy(update={"spread": 0.4})
+    assert made_up_profile().is_steady
+    assert not made_up_profile(rates=(*RATES, shaky)).is_steady
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"rates": 3}'])

@@ -65,6 +65,10 @@ def _show(found: MachineProfile) -> None:
         f"drawing tokens {1e3 * costs.draw_s:.2f} ms; "
         f"1,000 tokens of context {1e9 * costs.attention_s:.2f} ms for each 1,000 numbers of a layer's queries"
     )
+    if not found.is_steady:
+        console.print(
+            "The machine was busy meanwhile: times differ widely. `mlx-ring profile --again` measures anew."
+        )
 
 
 def _rates(found: MachineProfile) -> Table:

@@ -11,6 +11,8 @@ from mlx_ring.core.errors import ProtocolError
 PROFILE_VERSION = 1
 """Of how things are measured: profiles of another are measured again."""
 
+_STEADY_SPREAD = 0.25
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
@@ -72,6 +74,11 @@ class MachineProfile(_Frozen):
     costs: StepCosts
     seconds: Positive
     """That measuring took."""
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether repetitions took about as long as each other: nobody else used the machine meanwhile."""
+        return max(rate.spread for rate in self.rates) <= _STEADY_SPREAD
 
     @classmethod
     def from_json(cls, text: str) -> MachineProfile:
