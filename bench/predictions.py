@@ -1,6 +1,6 @@
 """What the planner says of this machine, beside what its server then takes: milliseconds of a decode step, by stage.
 
-    python bench/predictions.py [--rounds 3] [--tokens 48] [--json FILE]
+    python bench/predictions.py [--rounds 3] [--tokens 48] [--weights 4-bit ...] [--json FILE]
 
 A random model is served whole and in three cuts, in float32, in 8 and in 4 bits. Before each of them the machine is measured, with
 one BLAS thread on the core of the first worker; nothing is fitted to what the server does. A last profile tells how steady
@@ -41,6 +41,8 @@ PROMPTS = (64, 1500)
 """Tokens of context: the second of the whole model alone."""
 _FLAGS = ("--prefix-cache", "off", "--draft-tokens", "0")
 _BOUND = 0.3
+_BITS = {"float32": 0, "8-bit": 8, "4-bit": 4}
+"""0: not quantized."""
 
 
 @dataclass(frozen=True)
@@ -144,17 +146,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
+    parser.add_argument("--weights", nargs="+", choices=list(_BITS), default=list(_BITS))
     options = parser.parse_args()
-    models = {"float32": make(SHAPE)} | {f"{bits}-bit": quantized(SHAPE, bits) for bits in (8, 4)}
+    models = {name: quantized(SHAPE, bits) if bits else make(SHAPE) for name, bits in _BITS.items()}
     pinned = cores()
     core = pinned[0] if pinned else None
     print(f"{SHAPE.parameters / 1e6:.0f} M random parameters, cores {pinned}")
     print(f"{'weights':8} {'cut':5} {'behind':>5} {'part':16} {'foretold':>8} {'measured':>8} {'ratio':>6}")
     rows: list[Row] = []
-    for name, folder in models.items():
+    for name in options.weights:
         profile = profile_here(core)
         print_profile(f"before {name}", profile)
-        rows += rows_of(name, folder, profile, options, pinned)
+        rows += rows_of(name, models[name], profile, options, pinned)
     print_profile("after all", profile_here(core))
     print(f"{sum(row.holds for row in rows)} of {len(rows)} within 30 %")
     if options.json:
