@@ -41,6 +41,8 @@ PROMPTS = (64, 1500)
 """Tokens of context: the second of the whole model alone."""
 _FLAGS = ("--prefix-cache", "off", "--draft-tokens", "0")
 _BOUND = 0.3
+_FEW = 4
+"""Tokens of the answer that the longer one is compared with."""
 _BITS = {"float32": 0, "8-bit": 8, "4-bit": 4}
 """0: not quantized."""
 
@@ -57,6 +59,8 @@ class Row:
     measured_ms: float
     """The median of the rounds."""
     rounds: list[float]
+    processor_ms: float | None
+    """Of the worker, by step: where others use the machine too, nearer to what it would take alone."""
 
     @property
     def ratio(self) -> float:
@@ -85,16 +89,25 @@ def predict(model: ModelProfile, profile: MachineProfile, cut: Sequence[int], co
 def measure(
     folder: Path, cut: Sequence[int], prompt: int, rounds: int, tokens: int, pinned: Sequence[int]
 ) -> Iterator[list[float]]:
-    """By round: milliseconds of each stage's decode steps, as it timed them, and from token to token."""
+    """By round: milliseconds of each stage's decode steps, as it timed them, from token to token, and of each worker's processor."""
     shared = pinned[0] if pinned else None
     head = shared if len(cut) > 1 else (pinned[1] if len(pinned) > 1 else None)
     pin_self(head)
     with running(lambda: RingServer(folder, *_FLAGS, counts=cut, cores=pinned, head_core=head)) as (server,):
         for number in range(rounds + 1):
-            (record,) = load(server, jobs_of(number, 1, prompt, tokens), 1, temperature=1.0)
+            before = server.worker_cpu_s()
+            load(server, jobs_of(2 * number, 1, prompt, _FEW), 1, temperature=1.0)
+            between = server.worker_cpu_s()
+            (record,) = load(server, jobs_of(2 * number + 1, 1, prompt, tokens), 1, temperature=1.0)
+            after = server.worker_cpu_s()
             each = [mean / 1e3 for mean in decode_means_us(server)]
+            # Both read a prompt; what the longer answer took more is its further steps.
+            used = [
+                1e3 * (last - 2 * middle + first) / (tokens - _FEW)
+                for first, middle, last in zip(before, between, after, strict=True)
+            ]
             if number:
-                yield [*each, 1e3 / decode_speed(record)]
+                yield [*each, 1e3 / decode_speed(record), *used]
 
 
 def rows_of(
@@ -107,13 +120,16 @@ def rows_of(
         parts = [f"layers {stage.layers}" for stage in plan.stages]
         predicted = [1e3 * stage.token_s for stage in plan.stages]
         found = list(measure(folder, cut, prompt, options.rounds, options.tokens, pinned))
-        for part, told, rounds in zip(
+        columns = [list(column) for column in zip(*found, strict=True)]
+        used = [statistics.median(column) for column in columns[len(parts) + 1 :]]
+        for part, told, rounds, processor in zip(
             [*parts, "token to token"],
             [*predicted, 1e3 * plan.prediction.token_s],
-            map(list, zip(*found, strict=True)),
+            columns[: len(parts) + 1],
+            [*used, None],
             strict=True,
         ):
-            row = Row(name, tuple(cut), context, part, told, statistics.median(rounds), rounds)
+            row = Row(name, tuple(cut), context, part, told, statistics.median(rounds), rounds, processor)
             print_row(row)
             yield row
 
@@ -121,9 +137,10 @@ def rows_of(
 def print_row(row: Row) -> None:
     cut = "+".join(map(str, row.cut))
     rounds = " ".join(f"{value:.1f}" for value in row.rounds)
+    processor = "" if row.processor_ms is None else f"{row.processor_ms:.2f}"
     print(
         f"{row.model:8} {cut:5} {row.context:5} {row.part:16} {row.predicted_ms:8.2f} {row.measured_ms:8.2f} "
-        f"{row.ratio:6.2f}  {'' if row.holds else 'beyond 30 %':12} ({rounds})",
+        f"{row.ratio:6.2f} {processor:>9}  {'' if row.holds else 'beyond 30 %':12} ({rounds})",
         flush=True,
     )
 
@@ -152,7 +169,9 @@ def main() -> None:
     pinned = cores()
     core = pinned[0] if pinned else None
     print(f"{SHAPE.parameters / 1e6:.0f} M random parameters, cores {pinned}")
-    print(f"{'weights':8} {'cut':5} {'behind':>5} {'part':16} {'foretold':>8} {'measured':>8} {'ratio':>6}")
+    print(
+        f"{'weights':8} {'cut':5} {'behind':>5} {'part':16} {'foretold':>8} {'measured':>8} {'ratio':>6} {'processor':>9}"
+    )
     rows: list[Row] = []
     for name in options.weights:
         profile = profile_here(core)

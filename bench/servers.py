@@ -104,11 +104,16 @@ class RingServer(Server):
         if len(workers) != stages:
             raise SystemExit(f"{self.name} runs {len(workers)} workers, not {stages}.")
         order = sorted(workers, key=lambda process: _stage(process.cmdline()))
+        self._workers = order
         for index, worker in enumerate(order if cores else []):
             pin(worker.pid, cores[index % len(cores)])
         for process in processes:
             if process not in workers and head_core is not None:
                 pin(process.pid, head_core)
+
+    def worker_cpu_s(self) -> list[float]:
+        """CPU seconds that each stage's worker has used."""
+        return [sum(worker.cpu_times()[:2]) for worker in self._workers]
 
     def head_cpu_s(self) -> float:
         """CPU seconds that the head has used."""
