@@ -7,12 +7,12 @@ import logging
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 
 import grpc
-import psutil
 
 from mlx_ring.agent.loading import failed_load, load_workers, start_workers, told_failure
 from mlx_ring.agent.supervisor import Supervisor, Worker
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
+from mlx_ring.core.process_limits import usable_memory
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.methods import AGENT_SERVICE, LOAD_STAGES, START, STOP, WATCH, service_handler
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
@@ -126,12 +126,12 @@ class AgentFront:
                     await self._supervisor.refresh()
 
     def _event(self) -> agent_pb2.AgentEvent:
-        memory = psutil.virtual_memory()
+        memory = usable_memory()
         return agent_pb2.AgentEvent(
             hello=make_hello(node=self._node),
             workers=[worker.state() for worker in self._supervisor.workers],
-            memory_bytes=memory.total,
-            memory_free_bytes=memory.available,
+            memory_bytes=memory.total_bytes,
+            memory_free_bytes=memory.available_bytes,
         )
 
     async def stop(

@@ -42,6 +42,12 @@ class WorkerOptions:
     """Address for other machines."""
 
 
+def worker_environment(blas_threads: int) -> dict[str, str]:
+    """What a process that computes is started with: a BLAS reads its threads before any argument is parsed."""
+    threads = str(blas_threads)
+    return inherited_environment({"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads})
+
+
 @dataclass(slots=True)
 class Worker:
     """One worker process, and what it said of itself last."""
@@ -113,20 +119,18 @@ class Supervisor:
     async def _start_one(self, assignment: worker_pb2.StageAssignment) -> Worker:
         options = self._options
         socket = options.run_dir / f"worker-{next(self._serial)}.sock"
-        threads = str(options.blas_threads)
         child = await ChildProcess.start(
             WORKER_MODULE,
             [
                 *("--socket", str(socket), "--node", options.node),
                 *("--stage", str(assignment.stage), "--rank", str(assignment.rank)),
                 *("--log-dir", str(options.log_dir), "--log-level", options.log_level),
-                *("--blas", options.blas, "--blas-threads", threads),
+                *("--blas", options.blas, "--blas-threads", str(options.blas_threads)),
                 *_reach_arguments(options),
             ],
             name=f"worker-{assignment.stage}-{assignment.rank}",
             rank=assignment.rank,
-            # A BLAS reads its threads before any argument is parsed.
-            environment=inherited_environment({"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}),
+            environment=worker_environment(options.blas_threads),
         )
         worker = Worker(
             assignment.instance,

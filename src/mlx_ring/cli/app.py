@@ -14,6 +14,7 @@ from mlx_ring.cli.main import INTERRUPTED
 from mlx_ring.cli.models import app as models_app
 from mlx_ring.cli.node import app as node_app
 from mlx_ring.cli.plan import plan
+from mlx_ring.cli.profile import profile
 from mlx_ring.cli.serve import serve
 from mlx_ring.cli.talk import chat
 from mlx_ring.cli.token import app as token_app
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(chat)
 app.command()(plan)
+app.command()(profile)
 app.command()(bench)
 app.add_typer(models_app, name="models")
 app.add_typer(token_app, name="token")

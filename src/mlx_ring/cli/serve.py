@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-import psutil
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -19,6 +18,7 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.fitting_models import largest_fitting
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import listen, node_name
+from mlx_ring.core.process_limits import usable_memory
 from mlx_ring.rpc.protos import agent_pb2
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def ready_text(running: Running) -> str:
         "Or talk to it from another terminal:",
         f"  {program()} chat" + ("" if running.url == _DEFAULT_URL else f" --url {running.url}"),
     ]
-    fitting = largest_fitting(psutil.virtual_memory().available)
+    fitting = largest_fitting(usable_memory().available_bytes)
     if running.served.local.kind == "built-in" and fitting is not None:
         lines += [
             "The built-in models are small and know little. A real one that fits this machine's free memory:",

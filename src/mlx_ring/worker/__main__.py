@@ -16,7 +16,7 @@ from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.methods import LOAD, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
 from mlx_ring.rpc.tls.guard import PeerGuard
-from mlx_ring.worker.blas import install_fast_blas
+from mlx_ring.worker.blas import choose_blas
 from mlx_ring.worker.turns import take_long_turns, take_short_turns
 
 _END_WITHIN_S = 1.0
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     take_long_turns()
-    blas = _choose_blas(options.blas, options.blas_threads)
+    blas = choose_blas(options.blas, options.blas_threads)
 
     from mlx_ring.worker.front import Reach, WorkerFront, WorkerIdentity  # noqa: PLC0415 - MLX must load after the BLAS
 
@@ -80,13 +80,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     return parser.parse_args(arguments)
-
-
-def _choose_blas(mode: str, threads: int) -> str:
-    if mode == "off":
-        return "as MLX brings it (switched off by --blas off)"
-    report = install_fast_blas(threads)
-    return report.library if report.active else f"{report.library} ({report.detail})"
 
 
 if __name__ == "__main__":
