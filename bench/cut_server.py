@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from itertools import accumulate, pairwise
 
-from mlx_ring.node import head
 from mlx_ring.cli.main import main
 from mlx_ring.core.types import LayerRange
+from mlx_ring.node import arrangement
 
 counts = [int(count) for count in sys.argv.pop(1).split(",")]
 ranges = tuple(LayerRange(*ends) for ends in pairwise(accumulate(counts, initial=0)))
-head.cut_layers = lambda _folder, _settings: ranges
+arrangement.cut_layers = lambda _folder, _settings: ranges
 main()

@@ -11,7 +11,7 @@ import pytest
 from tests.processes import Server, serving
 
 from mlx_ring.engine.executor import RankId
-from mlx_ring.node.head import ready_workers
+from mlx_ring.node.head import Watched
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 
@@ -77,10 +77,18 @@ def test_workers_count_as_ready_once_each_has_said_so() -> None:
     states = [agent_pb2.WorkerState(instance="a", stage=stage, status=ready) for stage in range(2)]
     other = agent_pb2.WorkerState(instance="b")
     event = agent_pb2.AgentEvent(workers=[*states, other], hello=hello_pb2.Hello(node="here"))
-    assert ready_workers(event, "a") == {("here", RankId(0, 0)): ready, ("here", RankId(1, 0)): ready}
-    assert ready_workers(event, "c") is None
+    here = {("here", RankId(0, 0)): ready, ("here", RankId(1, 0)): ready}
+    assert Watched("a", 1).hear(event) == here
+    assert Watched("c", 1).hear(event) is None
+    there = agent_pb2.AgentEvent(
+        workers=[agent_pb2.WorkerState(instance="a", stage=2, status=ready)],
+        hello=hello_pb2.Hello(node="there"),
+    )
+    watched = Watched("a", 2)
+    assert watched.hear(event) is None, "another node has not said anything"
+    assert watched.hear(there) == {**here, ("there", RankId(2, 0)): ready}
     event.workers[1].ClearField("status")
-    assert ready_workers(event, "a") is None, "it was too busy to answer"
+    assert Watched("a", 1).hear(event) is None, "it was too busy to answer"
 
 
 def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(

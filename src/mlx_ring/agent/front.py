@@ -25,13 +25,17 @@ _DEFAULT_HEARTBEAT_S = 2.0
 class AgentFront:
     """One node's agent, as the head sees it."""
 
-    def __init__(self, node: str, supervisor: Supervisor, load_timeout_s: float) -> None:
+    def __init__(
+        self, node: str, supervisor: Supervisor, load_timeout_s: float, *, ends_when_empty: bool = True
+    ) -> None:
+        """With `ends_when_empty` a Stop of every instance asks the agent to end too."""
         self._node = node
+        self._ends_when_empty = ends_when_empty
         self._supervisor = supervisor
         self._load_timeout_s = load_timeout_s
         self._tasks: set[asyncio.Task[int]] = set()
         self.asked_to_stop = asyncio.Event()
-        """Set by a Stop of every instance: the agent has nothing left to do."""
+        """Set by a Stop of every instance, where the agent then has nothing left to do."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         return service_handler(
@@ -137,9 +141,9 @@ class AgentFront:
     async def stop(
         self, request: agent_pb2.StopRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> agent_pb2.StopReply:
-        """End an instance's workers; without a name every worker, and then the agent itself."""
+        """End an instance's workers; without a name every worker, and then an agent that has no more to do."""
         stopped = await self._supervisor.stop(request.instance)
-        if not request.instance:
+        if not request.instance and self._ends_when_empty:
             self.asked_to_stop.set()
         return agent_pb2.StopReply(stopped=stopped)
 

@@ -10,6 +10,7 @@ import typer
 from typer.main import get_command
 
 from mlx_ring.cli.bench.command import bench
+from mlx_ring.cli.join import join
 from mlx_ring.cli.main import INTERRUPTED
 from mlx_ring.cli.models import app as models_app
 from mlx_ring.cli.node import app as node_app
@@ -37,6 +38,7 @@ app = typer.Typer(
     ),
 )
 app.command()(serve)
+app.command()(join)
 app.command()(chat)
 app.command()(plan)
 app.command()(profile)

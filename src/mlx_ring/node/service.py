@@ -23,16 +23,15 @@ _LOADING = "The model is being loaded; ask again in a moment."
 class HeadService:
     """The served model as the API sees it: an engine, or the reason why there is none."""
 
-    def __init__(
-        self, served: ServedModel, ranges: Sequence[LayerRange], instance: str, *, kv_bits: int = 0
-    ) -> None:
+    def __init__(self, served: ServedModel, instance: str, *, kv_bits: int = 0) -> None:
         self._served = served
         self._kv_bits = kv_bits
-        self._ranges = ranges
+        self._ranges: Sequence[LayerRange] = ()
         self._instance = instance
         self._engine: Engine | None = None
         self._lost: RingError | None = None
-        self._workers: tuple[WorkerInfo, ...] = ()
+        self._workers: dict[str, tuple[WorkerInfo, ...]] = {}
+        """By node."""
         self._metadata = describe_model(served.folder)
         self.created = int(time.time())
         self.default_sampling = _sampling_defaults(served.folder.generation_config)
@@ -76,7 +75,15 @@ class HeadService:
 
     def instance(self) -> InstanceInfo:
         layers = self._served.folder.num_layers
-        return InstanceInfo(self._instance, FIRST_EPOCH, layers, self._workers, self._kv_bits)
+        workers = sorted(
+            (worker for of_node in self._workers.values() for worker in of_node),
+            key=lambda worker: (worker.stage, worker.rank),
+        )
+        return InstanceInfo(self._instance, FIRST_EPOCH, layers, tuple(workers), self._kv_bits)
+
+    def plan(self, ranges: Sequence[LayerRange]) -> None:
+        """The stages' layers are known."""
+        self._ranges = ranges
 
     @property
     def is_serving(self) -> bool:
@@ -95,17 +102,17 @@ class HeadService:
             self._engine.fail(error)
 
     def hear(self, event: agent_pb2.AgentEvent) -> None:
-        """Take in what the agent tells of the workers."""
+        """Take in what an agent tells of its workers."""
         ours = [state for state in event.workers if state.instance == self._instance]
-        self._workers = tuple(
+        self._workers[event.hello.node] = tuple(
             _worker_info(state, self._ranges[state.stage], event.hello.node) for state in ours
         )
         for state in ours:
             if not state.alive:
                 self.lose(
                     WorkerLost(
-                        f"The worker of stage {state.stage}, rank {state.rank} (pid {state.pid}) "
-                        f"{state.exit_reason}. Restart the server."
+                        f"The worker of stage {state.stage}, rank {state.rank} on {event.hello.node} "
+                        f"(pid {state.pid}) {state.exit_reason}. Restart the server."
                     )
                 )
 

@@ -9,32 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttendRequest(_message.Message):
-    __slots__ = ("hello", "machine", "port", "head_host", "figures", "memory_free_bytes")
+    __slots__ = ("hello", "machine", "port", "head_host", "profile", "memory_utilization", "memory_free_bytes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     HEAD_HOST_FIELD_NUMBER: _ClassVar[int]
-    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     machine: str
     port: int
     head_host: str
-    figures: MachineFigures
-    memory_free_bytes: int
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., machine: _Optional[str] = ..., port: _Optional[int] = ..., head_host: _Optional[str] = ..., figures: _Optional[_Union[MachineFigures, _Mapping]] = ..., memory_free_bytes: _Optional[int] = ...) -> None: ...
-
-class MachineFigures(_message.Message):
-    __slots__ = ("memory_bytes", "bandwidth", "flops", "profile")
-    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    BANDWIDTH_FIELD_NUMBER: _ClassVar[int]
-    FLOPS_FIELD_NUMBER: _ClassVar[int]
-    PROFILE_FIELD_NUMBER: _ClassVar[int]
-    memory_bytes: int
-    bandwidth: float
-    flops: float
     profile: str
-    def __init__(self, memory_bytes: _Optional[int] = ..., bandwidth: _Optional[float] = ..., flops: _Optional[float] = ..., profile: _Optional[str] = ...) -> None: ...
+    memory_utilization: float
+    memory_free_bytes: int
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., machine: _Optional[str] = ..., port: _Optional[int] = ..., head_host: _Optional[str] = ..., profile: _Optional[str] = ..., memory_utilization: _Optional[float] = ..., memory_free_bytes: _Optional[int] = ...) -> None: ...
 
 class AttendReply(_message.Message):
     __slots__ = ("hello", "failure", "revoked")
