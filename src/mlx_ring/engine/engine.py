@@ -83,6 +83,7 @@ class Engine:
         self._generated_tokens = 0
         self._finished: Counter[FinishReason] = Counter()
         executor.set_listener(self)
+        executor.limit_kv(self._scheduler.kv_limits)
 
     # ---- from the API
 

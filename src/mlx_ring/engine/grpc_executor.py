@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -100,6 +100,12 @@ class GrpcExecutor:
                 asyncio.create_task(self._write(stream), name=f"write {stream.peer}"),
                 asyncio.create_task(self._read(stream), name=f"read {stream.peer}"),
             ]
+
+    def limit_kv(self, limits: Mapping[RankId, int]) -> None:
+        for stream in self._streams:
+            if stream.place in limits:
+                message = worker_pb2.StepsRequest(kv_limit=limits[stream.place])
+                stream.outgoing.put_nowait(message.SerializeToString())
 
     def send(self, step: step_pb2.Step) -> None:
         message = worker_pb2.StepsRequest(step=step).SerializeToString()

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 import mlx.core as mx
@@ -220,11 +221,18 @@ class WorkerFront:
     def _read_steps(self, requests: Iterator[worker_pb2.StepsRequest], stream: _StepStream) -> None:
         try:
             for request in requests:
-                self._jobs.put(_StepJob(self, stream, request.step, monotonic_us()))
+                if request.HasField("kv_limit"):
+                    self._jobs.put(partial(self._limit_kv, stream, request.kv_limit))
+                else:
+                    self._jobs.put(_StepJob(self, stream, request.step, monotonic_us()))
         except grpc.RpcError:
             log.info("the head's step stream ended")
         finally:
             stream.answers.put(None)
+
+    def _limit_kv(self, stream: _StepStream, limit_bytes: int) -> None:
+        if stream is self._stream and self._runner is not None:
+            self._runner.limit_kv(limit_bytes)
 
     def execute(self, stream: _StepStream, step: step_pb2.Step, arrived_us: int) -> None:
         """Compute thread: take in one step, unless another head has taken over since it came."""

@@ -72,12 +72,14 @@ class LoadProgress(_message.Message):
     def __init__(self, bytes_loaded: _Optional[int] = ..., bytes_total: _Optional[int] = ..., ready: _Optional[bool] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., phase: _Optional[str] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
-    __slots__ = ("hello", "step")
+    __slots__ = ("hello", "step", "kv_limit")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    KV_LIMIT_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     step: _step_pb2.Step
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ...) -> None: ...
+    kv_limit: int
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., kv_limit: _Optional[int] = ...) -> None: ...
 
 class StepsReply(_message.Message):
     __slots__ = ("hello", "done", "failure")
