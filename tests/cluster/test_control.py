@@ -52,11 +52,11 @@ async def attending(
 async def until(control: Control, nodes: int) -> Membership:
     """So many are there, no more and no fewer."""
     changed = asyncio.Event()
-    control.watch(lambda _event: changed.set())
-    async with asyncio.timeout(WAIT_S):
-        while len(control.membership.members) != nodes:
-            changed.clear()
-            await changed.wait()
+    with control.watching(lambda _event: changed.set()):
+        async with asyncio.timeout(WAIT_S):
+            while len(control.membership.members) != nodes:
+                changed.clear()
+                await changed.wait()
     return control.membership
 
 

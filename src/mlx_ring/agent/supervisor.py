@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -59,6 +60,8 @@ class Worker:
     child: ChildProcess
     channel: grpc.aio.Channel
     status: worker_pb2.WorkerStatus | None = None
+    heard_s: float = field(default_factory=time.monotonic)
+    """When it last answered."""
 
     @property
     def address(self) -> str:
@@ -83,6 +86,7 @@ class Worker:
             alive=self.alive,
             exit_reason=self.child.exit_reason,
             status=self.status,
+            silent_s=time.monotonic() - self.heard_s,
         )
 
 
@@ -175,6 +179,7 @@ class Supervisor:
         call = STATUS.aio_unary_unary(worker.channel)
         with contextlib.suppress(grpc.RpcError):
             worker.status = await call(self._question(), timeout=_STATUS_WAIT_S)
+            worker.heard_s = time.monotonic()
 
     async def wait_until_up(self, worker: Worker) -> None:
         """Until a worker that was just started answers.
@@ -189,7 +194,7 @@ class Supervisor:
             await asyncio.wait((up, end), return_when=asyncio.FIRST_COMPLETED)
             if not up.done() or up.exception() is not None:
                 raise WorkerLost(f"{worker.told} {await end} before it answered.")
-            worker.status = up.result()
+            worker.status, worker.heard_s = up.result(), time.monotonic()
         finally:
             up.cancel()
             end.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 SILENCE_S = 3.0
 """A node that says nothing for so long is gone; it speaks every second."""
 _MESSAGE_BYTES = 1 << 20
+_STOP_S = 3.0
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -61,9 +62,14 @@ class Control:
         """A token with which machines can join."""
         return str(self._tokens.create(self._authority.fingerprint, name="serve", life_s=life_s))
 
-    def watch(self, watcher: Callable[[Event], None]) -> None:
-        """Call `watcher` at each event, after it has happened."""
+    @contextlib.contextmanager
+    def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:
+        """Meanwhile `watcher` is called at each event, after it has happened."""
         self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
 
     async def wait_for(self, nodes: int) -> Membership:
         """Until so many nodes attend at the same time."""
@@ -75,7 +81,7 @@ class Control:
         async with self._changed:
             self.membership = self.membership.apply(event)
             self._changed.notify_all()
-        for watcher in self._watchers:
+        for watcher in tuple(self._watchers):
             watcher(event)
 
     # ---- a node attends
@@ -165,7 +171,13 @@ async def open_control(state: Path, address: HeadAddress) -> AsyncGenerator[Cont
         sweeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sweeping
-        await asyncio.gather(enrolment.stop(None), server.stop(None))
+        await asyncio.gather(_stop(enrolment), _stop(server))
+
+
+async def _stop(server: grpc.aio.Server) -> None:
+    """gRPC may wait for ever for a call that came while it was stopping; the port is free by then."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(server.stop(None), _STOP_S)
 
 
 async def _end_removed(guard: AioPeerGuard) -> None:

@@ -57,9 +57,10 @@ class LocalAgent:
     def pid(self) -> int:
         return self._child.pid
 
-    async def wait(self) -> str:
-        """Its end, with the reason."""
-        return await self._child.wait()
+    @property
+    def exit_reason(self) -> str:
+        """Why it ended; empty while it runs."""
+        return self._child.exit_reason
 
     async def stop(self) -> None:
         """End every worker and the agent; returns once the agent, and so each of them, is verified dead."""

@@ -19,7 +19,7 @@ from mlx_ring.core.config import SOCKET_PATH_LIMIT
 from mlx_ring.core.errors import AddressInUse, ConfigError
 from mlx_ring.core.process_limits import usable_cores
 
-_LONGEST_SOCKET_NAME = len("/mlx-ring-12345678/worker-1000.sock")
+_LONGEST_SOCKET_NAME = len("/mlx-ring-12345678/a99/worker-1000.sock")
 
 
 def node_name() -> str:

@@ -55,22 +55,22 @@ def arrange_here(settings: Settings, served: ServedModel, site: Site) -> Arrange
 
 
 async def arrange_cluster(
-    settings: Settings, served: ServedModel, here: AgentLink, control: Control
+    settings: Settings, served: ServedModel, here: AgentLink, control: Control, nodes: int
 ) -> Arrangement:
-    """Wait for the nodes that were asked for, and plan.
+    """Wait for so many nodes, this one included, and plan with all that are there.
 
     Raises:
         PlanError: the machines cannot hold the model as promised.
     """
     options = ProfileOptions(blas=settings.blas, blas_threads=settings.blas_threads or 1)
     own = await recall_or_measure(ProfileStore(state_folder(settings)), options)
-    membership = await control.wait_for(settings.nodes - 1)
+    membership = await control.wait_for(nodes - 1)
     members = [membership.members[node] for node in sorted(membership.members)]
-    nodes = [
+    profiles = [
         _node_profile(own, control.node, settings.memory_utilization),
         *(_node_profile(member.profile, member.node, member.memory_utilization) for member in members),
     ]
-    plan = await asyncio.to_thread(_plan, settings, served, nodes)
+    plan = await asyncio.to_thread(_plan, settings, served, profiles)
     path = str(served.folder.path)
     sites = {member.node: _remote_site(member, control, path) for member in members}
     hosts = {member.node: member.head_host for member in members}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_ring.api.service import InstanceInfo, SamplingDefaults, ServingEngine, WorkerInfo
-from mlx_ring.core.errors import NotReady, RingError, WorkerLost
+from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.served_model import ServedModel, describe_model
@@ -23,11 +23,11 @@ _LOADING = "The model is being loaded; ask again in a moment."
 class HeadService:
     """The served model as the API sees it: an engine, or the reason why there is none."""
 
-    def __init__(self, served: ServedModel, instance: str, *, kv_bits: int = 0) -> None:
+    def __init__(self, served: ServedModel, *, kv_bits: int = 0) -> None:
         self._served = served
         self._kv_bits = kv_bits
         self._ranges: Sequence[LayerRange] = ()
-        self._instance = instance
+        self._instance, self._epoch = "", FIRST_EPOCH
         self._engine: Engine | None = None
         self._lost: RingError | None = None
         self._workers: dict[str, tuple[WorkerInfo, ...]] = {}
@@ -79,25 +79,26 @@ class HeadService:
             (worker for of_node in self._workers.values() for worker in of_node),
             key=lambda worker: (worker.stage, worker.rank),
         )
-        return InstanceInfo(self._instance, FIRST_EPOCH, layers, tuple(workers), self._kv_bits)
+        return InstanceInfo(self._instance, self._epoch, layers, tuple(workers), self._kv_bits)
 
-    def plan(self, ranges: Sequence[LayerRange]) -> None:
-        """The stages' layers are known."""
-        self._ranges = ranges
+    def begin(self, instance: str, epoch: int, ranges: Sequence[LayerRange]) -> None:
+        """Another instance is being loaded, with these layers in its stages."""
+        self._instance, self._epoch, self._ranges = instance, epoch, ranges
+        self._workers = {}
+        self._engine = None
 
     @property
     def is_serving(self) -> bool:
-        return self._engine is not None
+        return self._engine is not None and self._engine.error is None
 
     def serve(self, engine: Engine) -> None:
         """From now on requests are answered."""
-        self._engine = engine
+        self._engine, self._lost = engine, None
 
     def lose(self, error: RingError) -> None:
-        """End what is being answered, and say why nothing more is."""
-        if self._lost is None:
-            log.error("%s", error)
-            self._lost = error
+        """End what is being answered, and say why nothing more is until `serve`. A later reason is a better one."""
+        log.error("%s", error)
+        self._lost = error
         if self._engine is not None:
             self._engine.fail(error)
 
@@ -107,14 +108,6 @@ class HeadService:
         self._workers[event.hello.node] = tuple(
             _worker_info(state, self._ranges[state.stage], event.hello.node) for state in ours
         )
-        for state in ours:
-            if not state.alive:
-                self.lose(
-                    WorkerLost(
-                        f"The worker of stage {state.stage}, rank {state.rank} on {event.hello.node} "
-                        f"(pid {state.pid}) {state.exit_reason}. Restart the server."
-                    )
-                )
 
 
 def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) -> WorkerInfo:

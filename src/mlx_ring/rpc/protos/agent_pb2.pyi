@@ -80,7 +80,7 @@ class AgentEvent(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("instance", "stage", "rank", "pid", "address", "alive", "exit_reason", "status")
+    __slots__ = ("instance", "stage", "rank", "pid", "address", "alive", "exit_reason", "status", "silent_s")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,7 @@ class WorkerState(_message.Message):
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     EXIT_REASON_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
     instance: str
     stage: int
     rank: int
@@ -97,7 +98,8 @@ class WorkerState(_message.Message):
     alive: bool
     exit_reason: str
     status: _worker_pb2.WorkerStatus
-    def __init__(self, instance: _Optional[str] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., exit_reason: _Optional[str] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatus, _Mapping]] = ...) -> None: ...
+    silent_s: float
+    def __init__(self, instance: _Optional[str] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., exit_reason: _Optional[str] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatus, _Mapping]] = ..., silent_s: _Optional[float] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ("hello", "instance")
