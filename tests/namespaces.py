@@ -78,7 +78,7 @@ class Host:
     def mend(self) -> None:
         """Put its cable back. Its IPv6 address went with it."""
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
-        _ip("-n", self.namespace, "addr", "replace", f"{self.address6}/64", "dev", "eth0", "nodad")
+        _ip("-n", self.namespace, "addr", "replace", f"{self.address6}/64", "dev", "eth0")
 
 
 def skip_without_namespaces() -> None:
@@ -129,9 +129,16 @@ def _make_host(host: Host, switch: str, port: str) -> None:
     _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
     _ip("-n", switch, "link", "set", port, "master", "switch", "up")
     inside = ("-n", host.namespace)
+    # Nobody else is here: addresses hold at once, without a wait for duplicates.
+    subprocess.run(
+        host.command("sysctl", "-qw", "net.ipv6.conf.eth0.accept_dad=0"),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=_STEP_S,
+    )
     _ip(*inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
-    # Without waiting for duplicates: nobody else is here.
-    _ip(*inside, "addr", "add", f"{host.address6}/64", "dev", "eth0", "nodad")
+    _ip(*inside, "addr", "add", f"{host.address6}/64", "dev", "eth0")
     for link in ("lo", "eth0"):
         _ip(*inside, "link", "set", link, "up")
 

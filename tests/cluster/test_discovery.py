@@ -111,7 +111,9 @@ def test_two_heads_are_listed_from_another_host_with_every_address() -> None:
         assert (four, six) == (first.address, first.address6)
         assert re.fullmatch(r"fe80::[0-9a-f:]+%eth0", link)
         table = third.run(*MLX_RING, "heads").stdout
-        assert f"{second.address}:50051, [{second.address6}]:50051" in table
+        (row,) = [line.split() for line in table.splitlines() if "mini-80c1" in line]
+        assert row == ["home", "mini-80c1", "0.1.0", "0123456789abcdef", f"{second.address}:50051"]
+        assert f"[{second.address6}]:50051" in table.split()
 
 
 def test_a_head_whose_cable_was_pulled_is_found_again() -> None:

@@ -59,9 +59,12 @@ def test_addresses_are_the_likeliest_first_and_each_once() -> None:
     assert read_addresses(sent) == ("192.168.1.7", "fd00::2", "169.254.3.4", "fe80::1%lo")
 
 
-def test_a_link_local_address_names_the_interface_and_is_left_out_where_there_is_none() -> None:
+def test_a_link_local_address_names_the_interface_or_every_one_that_it_may_be_on() -> None:
     index, name = socket.if_nameindex()[0]
-    assert read_addresses([f"fe80::1%{index}", "fe80::2", "fe80::3%4000000"]) == (f"fe80::1%{name}",)
+    assert read_addresses([f"fe80::1%{index}"], ["en0"]) == (f"fe80::1%{name}",)
+    for unknown in ("fe80::2", "fe80::2%0", "fe80::2%4000000", "fe80::2%99999999999999999999"):
+        assert read_addresses([unknown], ["en0", "en1"]) == ("fe80::2%en0", "fe80::2%en1")
+        assert read_addresses([unknown]) == ()
 
 
 def test_a_found_head_gives_what_join_takes() -> None:

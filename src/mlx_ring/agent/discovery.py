@@ -33,7 +33,8 @@ def find_heads(
     Raises:
         ConfigError: multicast cannot be used here.
     """
-    interfaces = multicast_interfaces(own_addresses())
+    own = own_addresses()
+    interfaces = multicast_interfaces(own)
     if not interfaces:
         return []
     with _listening(interfaces) as zeroconf:
@@ -42,7 +43,8 @@ def find_heads(
         time.sleep(timeout_s)
         browser.cancel()
         described = [zeroconf.get_service_info(SERVICE_TYPE, name, _RESOLVE_MS) for name in names.present()]
-    heads = [_read(info) for info in described if info is not None and info.port]
+    links = list(dict.fromkeys(found.interface for found in own if found.is_ipv6 and found.is_link_local))
+    heads = [_read(info, links) for info in described if info is not None and info.port]
     return sorted(heads, key=lambda head: (head.announcement.cluster, head.announcement.node, head.port))
 
 
@@ -87,6 +89,6 @@ class _Names(ServiceListener):
         """What is told is read at the end."""
 
 
-def _read(info: ServiceInfo) -> FoundHead:
-    addresses = read_addresses(str(address) for address in info.ip_addresses_by_version(IPVersion.All))
-    return FoundHead(read_properties(info.properties), info.port or 0, addresses)
+def _read(info: ServiceInfo, links: Sequence[str]) -> FoundHead:
+    texts = [str(address) for address in info.ip_addresses_by_version(IPVersion.All)]
+    return FoundHead(read_properties(info.properties), info.port or 0, read_addresses(texts, links))

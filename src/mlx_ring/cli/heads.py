@@ -17,6 +17,7 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.head_announcement import FoundHead
 
 _LONGEST_S = 300.0
+_TABLE_WIDTH = 300
 NONE_FOUND = """No head was found on this LAN. Check that
   - `mlx-ring serve MODEL --nodes N` runs on the head's machine, and both are on the same network
   - no firewall on either machine blocks mDNS (UDP port 5353)
@@ -42,10 +43,13 @@ def heads(
 
 
 def show_heads(found: Sequence[FoundHead]) -> None:
-    """The table; what is in it came from strangers."""
-    table = Table("cluster", "machine", "mlx-ring", "authority", "addresses", box=None, pad_edge=False)
+    """The table, an address a line; what is in it came from strangers."""
+    table = Table("cluster", "machine", "mlx-ring", "authority", "address", box=None, pad_edge=False)
     for head in found:
         told = head.announcement
-        addresses = ", ".join(map(str, head.joinable)) or "none that can be reached"
-        table.add_row(*map(escape, (told.cluster, told.node, told.version, told.authority, addresses)))
-    Console(soft_wrap=True).print(table, highlight=False)
+        first, *more = map(str, head.joinable or ("none that can be reached",))
+        table.add_row(*map(escape, (told.cluster, told.node, told.version, told.authority, first)))
+        for address in more:
+            table.add_row("", "", "", "", escape(address))
+    # Wide enough for all that a record may hold: an address that is cut is none.
+    Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False).print(table)

@@ -95,32 +95,37 @@ def read_properties(properties: Mapping[bytes, bytes | None]) -> HeadAnnouncemen
 _NAMES = (_CLUSTER, _NODE, _VERSION, _AUTHORITY)
 
 
-def read_addresses(texts: Iterable[str]) -> tuple[str, ...]:
+def read_addresses(texts: Iterable[str], links: Sequence[str] = ()) -> tuple[str, ...]:
     """Addresses of unknown origin, the likeliest first.
 
     Args:
-        texts: an IPv6 address may carry a scope, by number or by name. Link-local ones without are left out: there
-            is no way to say on which interface they are.
+        texts: an IPv6 address may carry a scope, by number or by name.
+        links: this machine's interfaces with link-local IPv6 addresses. Where it was not heard on which of them a
+            link-local address is, it is given for each: one of them will answer.
     """
-    named = dict.fromkeys(_with_interface_name(text) for text in texts)
-    return tuple(sorted((text for text in named if _is_usable(text)), key=_rank))
+    scoped = dict.fromkeys(found for text in texts for found in _with_scope(text, links))
+    return tuple(sorted(filter(_is_usable, scoped), key=_rank))
 
 
-def _with_interface_name(text: str) -> str:
+def _with_scope(text: str, links: Sequence[str]) -> list[str]:
     address, _, scope = text.partition("%")
-    if not scope.isdigit():
-        return text
+    if not _needs_scope(address):
+        return [address]
+    if scope and not scope.isdigit():
+        return [text]
     try:
-        return f"{address}%{socket.if_indextoname(int(scope))}"
-    except OSError:
-        return address
+        return [f"{address}%{socket.if_indextoname(int(scope or 0))}"]
+    except (OSError, OverflowError):
+        return [f"{address}%{link}" for link in links]
+
+
+def _needs_scope(address: str) -> bool:
+    return ":" in address and ipaddress.ip_address(address).is_link_local
 
 
 def _is_usable(text: str) -> bool:
     address = ipaddress.ip_address(text)
-    if address.is_unspecified or address.is_multicast:
-        return False
-    return not (isinstance(address, ipaddress.IPv6Address) and address.is_link_local and not address.scope_id)
+    return not (address.is_unspecified or address.is_multicast)
 
 
 def _rank(text: str) -> tuple[bool, bool]:
