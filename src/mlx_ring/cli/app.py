@@ -16,6 +16,7 @@ from mlx_ring.cli.models import app as models_app
 from mlx_ring.cli.node import app as node_app
 from mlx_ring.cli.plan import plan
 from mlx_ring.cli.serve import serve
+from mlx_ring.cli.service import app as service_app
 from mlx_ring.cli.talk import chat
 from mlx_ring.cli.token import app as token_app
 from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, TrustError
@@ -44,6 +45,7 @@ app.command()(heads)
 app.add_typer(models_app, name="models")
 app.add_typer(token_app, name="token")
 app.add_typer(node_app, name="node")
+app.add_typer(service_app, name="service")
 
 
 def _show_version(wanted: bool) -> None:
