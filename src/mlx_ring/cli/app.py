@@ -10,6 +10,7 @@ import typer
 from typer.main import get_command
 
 from mlx_ring.cli.bench.command import bench
+from mlx_ring.cli.doctor.command import doctor
 from mlx_ring.cli.heads import heads
 from mlx_ring.cli.main import INTERRUPTED
 from mlx_ring.cli.models import app as models_app
@@ -42,6 +43,7 @@ app.command()(chat)
 app.command()(plan)
 app.command()(bench)
 app.command()(heads)
+app.command()(doctor)
 app.add_typer(models_app, name="models")
 app.add_typer(token_app, name="token")
 app.add_typer(node_app, name="node")
