@@ -131,7 +131,7 @@ def _make_host(host: Host, switch: str, port: str) -> None:
     inside = ("-n", host.namespace)
     # Nobody else is here: addresses hold at once, without a wait for duplicates.
     subprocess.run(
-        host.command("sysctl", "-qw", "net.ipv6.conf.eth0.accept_dad=0"),
+        host.command("sh", "-c", "echo 0 > /proc/sys/net/ipv6/conf/eth0/accept_dad"),
         check=True,
         capture_output=True,
         text=True,

@@ -7,10 +7,12 @@ import itertools
 import json
 import logging
 import re
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Generator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,14 +59,19 @@ def found_from(host: Host) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def settings_of(prefix: Sequence[str]) -> dict[str, list[str]]:
-    """The network's settings, less what counts or ages by itself, and less other programs' interfaces."""
-    told: dict[str, list[str]] = {}
+def settings_of(prefix: Sequence[str]) -> list[str]:
+    """The network's settings, less what counts or ages by itself."""
+    told: list[str] = []
     for command in TELLING:
         text = subprocess.run([*prefix, *command.split()], capture_output=True, text=True, check=False).stdout
         lines = re.sub(r"(valid_lft|preferred_lft|expires) \w+", "", text).splitlines()
-        told[command] = sorted(line for line in lines if "_count" not in line and "ring" not in line)
+        told += sorted(f"{command}: {line}" for line in lines if "_count" not in line)
     return told
+
+
+def without(settings: Sequence[str], gone_or_new: AbstractSet[str]) -> list[str]:
+    """Less the lines about interfaces that other programs have made or removed meanwhile."""
+    return [line for line in settings if not gone_or_new & set(re.split(r"[^\w-]+", line))]
 
 
 def test_a_head_is_found_with_all_that_it_says_and_not_after_its_end() -> None:
@@ -76,6 +83,19 @@ def test_a_head_is_found_with_all_that_it_says_and_not_after_its_end() -> None:
         assert await asyncio.to_thread(find_heads, 0.5, lambda: LOOPBACK) == []
 
     asyncio.run(act())
+
+
+def test_two_heads_on_one_machine_are_two() -> None:
+    async def act() -> list[int]:
+        head = HeadAnnouncement("home", "mini-7f3a", "0.1.0", "")
+        async with (
+            announcing(head, 50051, lambda: LOOPBACK),
+            announcing(head, 6000, lambda: LOOPBACK),
+        ):
+            found = await asyncio.to_thread(find_heads, 3.0, lambda: LOOPBACK)
+        return [one.port for one in found]
+
+    assert asyncio.run(act()) == [6000, 50051]
 
 
 def test_on_no_lan_a_head_goes_without_says_so_once_and_nothing_is_found(
@@ -142,10 +162,14 @@ def test_announcing_and_finding_change_no_setting_of_the_network() -> None:
     with lan(2) as (first, second):
         # The kernel settles link-local addresses by itself first.
         first.run("sh", "-c", "while ip -6 addr show tentative | grep -q inet6; do sleep 0.1; done")
-        places = (list[str](), first.command(), second.command())
-        before = [settings_of(place) for place in places]
+        places = (first.command(), second.command(), list[str]())
+        before, had = [settings_of(place) for place in places], set(socket.if_nameindex())
         with announced(first):
             assert len(found_from(second)) == 1
             during = [settings_of(place) for place in places]
-        assert during == before
-        assert [settings_of(place) for place in places] == before
+        after, has = [settings_of(place) for place in places], set(socket.if_nameindex())
+    assert before[:2] == during[:2] == after[:2]
+    others = {name for _, name in had ^ has}
+    assert any("net.ipv4.conf.eth0.forwarding" in line for line in before[0])
+    own = [without(settings[2], others) for settings in (before, during, after)]
+    assert own[0] == own[1] == own[2]

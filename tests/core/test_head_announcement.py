@@ -27,7 +27,8 @@ def as_sent(head: HeadAnnouncement) -> dict[bytes, bytes | None]:
 
 def test_what_is_sent_is_read() -> None:
     assert read_properties(as_sent(HEAD)) == HEAD
-    assert HEAD.instance == "home on mini-7f3a"
+    assert HEAD.instance(50051) == "home on mini-7f3a"
+    assert HEAD.instance(6000) == "home on mini-7f3a port 6000"
     assert HEAD.host == "mlx-ring-mini-7f3a.local."
 
 
@@ -39,9 +40,11 @@ def test_the_whole_fingerprint_may_be_given_and_sixteen_digits_are_sent() -> Non
 @given(st.text(), st.text())
 def test_any_names_give_one_label_and_a_host(cluster: str, node: str) -> None:
     head = HeadAnnouncement(cluster, node, "0.1.0", "")
-    assert len(head.instance.encode()) <= 63
-    assert "." not in head.instance
-    assert head.instance.isprintable()
+    for port in (50051, 65534):
+        instance = head.instance(port)
+        assert len(instance.encode()) <= 63
+        assert "." not in instance
+        assert instance.isprintable()
     assert head.host.removesuffix(".local.").replace("-", "").isalnum()
     assert all(len(f"{name}={value}".encode()) <= 255 for name, value in head.properties().items())
 

@@ -12,6 +12,7 @@ from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceListener, Ze
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.head_announcement import (
+    LISTEN_S,
     SERVICE_TYPE,
     FoundHead,
     multicast_interfaces,
@@ -20,13 +21,11 @@ from mlx_ring.core.head_announcement import (
 )
 from mlx_ring.core.interfaces import LanAddress, lan_addresses
 
-WAIT_S = 3.0
-"""Heads answer within a second; the rest is for a packet that was lost."""
 _RESOLVE_MS = 1000
 
 
 def find_heads(
-    timeout_s: float = WAIT_S, own_addresses: Callable[[], Sequence[LanAddress]] = lan_addresses
+    timeout_s: float = LISTEN_S, own_addresses: Callable[[], Sequence[LanAddress]] = lan_addresses
 ) -> list[FoundHead]:
     """Listen for so long; the heads by cluster and machine. None where this machine is on no LAN.
 

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mlx_ring.agent.discovery import WAIT_S, find_heads
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.head_announcement import FoundHead
+from mlx_ring.core.head_announcement import LISTEN_S, FoundHead
 
 _LONGEST_S = 300.0
 _TABLE_WIDTH = 300
@@ -26,12 +25,14 @@ An address always works: mlx-ring join HEAD --token TOKEN"""
 
 
 def heads(
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to listen.")] = WAIT_S,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to listen.")] = LISTEN_S,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List the heads that this machine could join. Exit code 1 where there is none."""
     if not 0 < timeout <= _LONGEST_S:
         raise ConfigError(f"--timeout is {timeout:g}; it must be a number above 0, at most {_LONGEST_S:g}.")
+    from mlx_ring.agent.discovery import find_heads  # noqa: PLC0415 - the other commands do without zeroconf
+
     found = find_heads(timeout)
     if as_json:
         print(json.dumps([head.as_json() for head in found], indent=1))

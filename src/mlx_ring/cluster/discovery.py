@@ -76,7 +76,7 @@ class _Announcer:
     def _service(self, addresses: Sequence[LanAddress]) -> ServiceInfo:
         return ServiceInfo(
             SERVICE_TYPE,
-            f"{self._head.instance}.{SERVICE_TYPE}",
+            f"{self._head.instance(self._port)}.{SERVICE_TYPE}",
             port=self._port,
             properties=self._head.properties(),
             server=self._head.host,

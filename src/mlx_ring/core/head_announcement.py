@@ -12,11 +12,13 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.core.addresses import CLUSTER_PORT, HeadAddress
 from mlx_ring.core.interfaces import LanAddress
 
 SERVICE_TYPE = "_mlx-ring._tcp.local."
 FINGERPRINT_DIGITS = 16
+LISTEN_S = 3.0
+"""Heads answer within a second; the rest is for a packet that was lost."""
 _LABEL_BYTES = 63
 """Of one part of a DNS name."""
 _LONGEST_SHOWN = 60
@@ -30,17 +32,21 @@ class HeadAnnouncement:
     cluster: str
     """The cluster's name."""
     node: str
-    """The head's machine."""
+    """The head's node id, which no other machine has."""
     version: str
     """Of mlx-ring."""
     authority: str
     """The first sixteen hexadecimal digits of the CA's fingerprint; empty where a finder read none."""
 
-    @property
-    def instance(self) -> str:
-        """The name that a person sees: one label of a DNS name, and so without dots."""
+    def instance(self, port: int) -> str:
+        """The name of the service: one label of a DNS name, and so without dots.
+
+        It has the port where that is not the usual one: two heads on one machine cannot notice that they
+        are called alike, since answers to the one may reach the other's socket.
+        """
+        where = "" if port == CLUSTER_PORT else f" port {port}"
         text = _shown(f"{self.cluster} on {self.node}").replace(".", "-")
-        return text.encode()[:_LABEL_BYTES].decode(errors="ignore").strip()
+        return text.encode()[: _LABEL_BYTES - len(where)].decode(errors="ignore").strip() + where
 
     @property
     def host(self) -> str:
