@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -11,22 +13,28 @@ import typer
 from mlx_ring.agent.enrolment import join as enrol
 from mlx_ring.agent.identity import open_identity
 from mlx_ring.agent.member import MemberOptions, serve_as_member
+from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.addresses import HeadAddress, parse_head_address
 from mlx_ring.core.cluster_folders import node_folder
 from mlx_ring.core.config import Settings, load_settings, quieten_grpc, state_folder
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.head_announcement import FoundHead
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import make_run_folder, raise_descriptor_limit, share_cores
 from mlx_ring.core.private_files import read_private, write_private
 from mlx_ring.rpc.tls.credentials import load_credentials
 
 _HEAD_FILE = "head"
+_TRY_S = 2.0
 
 
 def join(
     head: Annotated[
         str | None,
-        typer.Argument(metavar="[HEAD[:PORT]]", help="The head's address; the last one otherwise."),
+        typer.Argument(
+            metavar="[HEAD[:PORT]]",
+            help="The head's address; otherwise the last one, or the only one on this LAN.",
+        ),
     ] = None,
     token: Annotated[
         str | None,
@@ -83,12 +91,30 @@ def join(
 
 
 def _head_address(given: str | None, folder: Path) -> HeadAddress:
+    """As typed, or as it was the last time, or the only head on this LAN."""
     if given is not None:
         return parse_head_address(given)
     kept = read_private(folder / _HEAD_FILE)
-    if kept is None:
-        raise ConfigError("Which head? Give its address, such as 192.168.1.7 or mini.local.")
-    return parse_head_address(kept.decode().strip())
+    if kept is not None:
+        return parse_head_address(kept.decode().strip())
+    from mlx_ring.agent.discovery import find_heads  # noqa: PLC0415 - nobody else needs zeroconf here
+
+    found = find_heads()
+    if not found:
+        raise ConfigError(NONE_FOUND)
+    if len(found) > 1:
+        show_heads(found)
+        raise ConfigError(f"{len(found)} heads were found on this LAN: name one of these addresses.")
+    return _reachable(found[0])
+
+
+def _reachable(head: FoundHead) -> HeadAddress:
+    """The first of its addresses at which somebody answers."""
+    for address in head.joinable:
+        with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), _TRY_S):
+            return address
+    show_heads([head])
+    raise ConfigError("A head was found on this LAN, and none of its addresses can be reached from here.")
 
 
 def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> None:

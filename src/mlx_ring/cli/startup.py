@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from mlx_ring.cli.plan import show_plan
-from mlx_ring.core.addresses import CLUSTER_PORT, HeadAddress
+from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.fitting_models import largest_fitting
-from mlx_ring.core.machine import lan_addresses
+from mlx_ring.core.interfaces import join_lines, lan_addresses
 from mlx_ring.core.process_limits import usable_memory
 from mlx_ring.rpc.protos import agent_pb2
 
@@ -48,7 +48,7 @@ class Telling:
 
     def joining(self, address: HeadAddress, token: str, missing: int) -> None:
         """The lines to paste on the other machines."""
-        lines = join_lines(address.port, token)
+        lines = [f"  {line}" for line in join_lines(lan_addresses(), address.port, token)]
         machines = "one more machine" if missing == 1 else f"{missing} more machines"
         told = [f"Waiting for {machines}. On each, run the line with an address that it reaches:", *lines]
         print("\n".join(["", *told, ""]), flush=True)
@@ -78,12 +78,6 @@ class Telling:
     def _stop_bars(self) -> None:
         if self._progress.live.is_started:
             self._progress.stop()
-
-
-def join_lines(port: int, token: str) -> list[str]:
-    """`mlx-ring join` complete, for every address of this machine that others may reach."""
-    shown = "" if port == CLUSTER_PORT else f":{port}"
-    return [f"  {program()} join {address}{shown} --token {token}" for address in lan_addresses()]
 
 
 def ready_text(running: Running) -> str:

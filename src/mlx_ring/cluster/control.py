@@ -58,6 +58,11 @@ class Control:
         """The head's."""
         return self._authority.head_credentials()
 
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the cluster's CA."""
+        return self._authority.fingerprint
+
     def make_token(self, *, life_s: float) -> str:
         """A token with which machines can join."""
         return str(self._tokens.create(self._authority.fingerprint, name="serve", life_s=life_s))
@@ -175,7 +180,7 @@ async def open_control(state: Path, address: HeadAddress) -> AsyncGenerator[Cont
 
 
 async def _stop(server: grpc.aio.Server) -> None:
-    """gRPC may wait for ever for a call that came while it was stopping; the port is free by then."""
+    """Bounded: gRPC may wait for ever for a call that came while it was stopping; the port is free by then."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(server.stop(None), _STOP_S)
 

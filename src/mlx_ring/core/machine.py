@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import resource
 import shutil
@@ -12,8 +11,6 @@ import socket
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-
-import psutil
 
 from mlx_ring.core.config import SOCKET_PATH_LIMIT
 from mlx_ring.core.errors import AddressInUse, ConfigError
@@ -25,19 +22,6 @@ _LONGEST_SOCKET_NAME = len("/mlx-ring-12345678/a99/worker-1000.sock")
 def node_name() -> str:
     """The machine's name, as logs and greetings have it."""
     return socket.gethostname().split(".", 1)[0] or "local"
-
-
-def lan_addresses() -> list[str]:
-    """Where other machines may reach this one: IPv4 first; IPv6 in brackets. Not loopback, nor link-local."""
-    found: list[str] = []
-    for addresses in psutil.net_if_addrs().values():
-        for address in addresses:
-            if address.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            parsed = ipaddress.ip_address(address.address.split("%")[0])
-            if not (parsed.is_loopback or parsed.is_link_local):
-                found.append(f"[{parsed}]" if parsed.version == 6 else str(parsed))  # noqa: PLR2004 - IPv6
-    return sorted(found, key=lambda address: address.startswith("["))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import secrets
 import signal
@@ -22,12 +23,14 @@ from typing import Any, Protocol
 from mlx_ring.api.service import InstanceInfo
 from mlx_ring.cluster.control import Control, open_control
 from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.discovery import announcing
 from mlx_ring.cluster.local_agent import LocalAgent
 from mlx_ring.cluster.membership import Event, Went
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import node_folder
 from mlx_ring.core.config import Settings, state_folder
 from mlx_ring.core.errors import RingError
+from mlx_ring.core.head_announcement import HeadAnnouncement
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.machine import make_run_folder, node_name, raise_descriptor_limit, share_cores
 from mlx_ring.engine.served_model import ServedModel
@@ -35,6 +38,7 @@ from mlx_ring.node.arrangement import Arrangement, arrange_cluster, arrange_here
 from mlx_ring.node.http import HttpServer, end_http, http_config, local_url
 from mlx_ring.node.instance import Epoch, Instance
 from mlx_ring.node.service import FIRST_EPOCH, HeadService
+from mlx_ring.rpc.hello import package_version
 from mlx_ring.rpc.protos import agent_pb2
 
 log = logging.getLogger(__name__)
@@ -113,6 +117,11 @@ class Head:
             return None
         address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)
         control = await cleanup.enter_async_context(open_control(state_folder(settings), address))
+        if not _is_loopback(address.host):
+            told = HeadAnnouncement(
+                node_name(), control.node, package_version("mlx-ring"), control.fingerprint.hex()[:16]
+            )
+            await cleanup.enter_async_context(announcing(told, address.port))
         self._audience.joining(address, control.make_token(life_s=_TOKEN_LIFE_S), settings.nodes - 1)
         return control
 
@@ -209,6 +218,12 @@ async def _first_of(*tasks: asyncio.Task[Any]) -> None:
         work.cancel()
         tasks[0].cancel()
         await asyncio.wait((work,))
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 @contextlib.contextmanager

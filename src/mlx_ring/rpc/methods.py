@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from mlx_ring.rpc.frames import Frame, decode_frame, encode_frame
-from mlx_ring.rpc.protos import agent_pb2, cluster_pb2, enrol_pb2, worker_pb2
+from mlx_ring.rpc.protos import agent_pb2, cluster_pb2, enrol_pb2, hello_pb2, worker_pb2
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -25,6 +25,7 @@ WORKER_SERVICE = "mlx_ring.Worker"
 AGENT_SERVICE = "mlx_ring.Agent"
 ENROLMENT_SERVICE = "mlx_ring.Enrolment"
 RENEWAL_SERVICE = "mlx_ring.Renewal"
+GREETING_SERVICE = "mlx_ring.Greeting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ STOP = _method(AGENT_SERVICE, "Stop", "unary_unary", agent_pb2.StopRequest, agen
 
 ENROL = _method(ENROLMENT_SERVICE, "Enrol", "unary_unary", enrol_pb2.EnrolRequest, enrol_pb2.EnrolReply)
 RENEW = _method(RENEWAL_SERVICE, "Renew", "unary_unary", enrol_pb2.RenewRequest, enrol_pb2.EnrolReply)
+GREET = _method(GREETING_SERVICE, "Greet", "unary_unary", hello_pb2.Hello, hello_pb2.Greeting)
 
 
 def service_handler(
