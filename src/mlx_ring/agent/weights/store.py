@@ -96,6 +96,7 @@ class StoredModel:
 
     def recheck(self) -> None:
         """Hash again what a power cut may have taken, and forget what it did."""
+        self._journal.read_on()
         for index in self._journal.unsynced():
             if not self.check(index):
                 self.forget(index)
@@ -144,6 +145,7 @@ class WeightStore:
     def __init__(self, root: Path, limit_bytes: int | None = None) -> None:
         self.root = root
         self.limit_bytes = limit_bytes
+        self._open: dict[str, tuple[tuple[int, int], StoredModel]] = {}
 
     def find(self, digest: str) -> StoredModel | None:
         """The model, where it is kept here, in part or whole."""
@@ -151,13 +153,18 @@ class WeightStore:
             return None
         entry = self.root / digest
         try:
-            manifest = decode_manifest((entry / "manifest.json").read_bytes(), digest)
+            mark = _mark(entry / "manifest.json")
+            known = self._open.get(digest)
+            if known is None or known[0] != mark:
+                manifest = decode_manifest((entry / "manifest.json").read_bytes(), digest)
+                known = self._open[digest] = (mark, StoredModel(entry, manifest))
         except FileNotFoundError:
+            self._open.pop(digest, None)
             return None
         except (OSError, ProtocolError) as error:
             log.warning("%s is no stored model any more: %s", entry, error)
             return None
-        return StoredModel(entry, manifest)
+        return known[1]
 
     def models(self) -> list[StoredModel]:
         """The least recently used first."""
@@ -180,6 +187,8 @@ class WeightStore:
         Raises:
             PlanError: they do not fit.
         """
+        if not needed_bytes:
+            return
         with locked(self.root):
             self._clear_leftovers()
             models = self.models()
@@ -193,7 +202,7 @@ class WeightStore:
     def _excess(self, models: Iterable[StoredModel], needed_bytes: int) -> int:
         """Bytes too many, by the limit or by the disk."""
         free = shutil.disk_usage(self.root).free
-        excess = needed_bytes and needed_bytes + _DISK_RESERVE_BYTES - free
+        excess = needed_bytes + _DISK_RESERVE_BYTES - free
         if self.limit_bytes is None:
             return excess
         return max(excess, sum(model.disk_bytes() for model in models) + needed_bytes - self.limit_bytes)
@@ -240,6 +249,12 @@ class WeightStore:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _mark(path: Path) -> tuple[int, int]:
+    """Another one where an entry was removed and made again."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
 def _without(models: list[StoredModel], gone: StoredModel) -> list[StoredModel]:
     return [model for model in models if model is not gone]
 
@@ -260,20 +275,19 @@ def _sync_file(path: Path) -> None:
 
 
 def _lock(path: Path, kind: int) -> int:
+    """A descriptor that holds the lock. Raises `ModelCorrupt` where the entry was evicted meanwhile."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError as error:
         raise _removed(path.parent) from error
     try:
         fcntl.flock(descriptor, kind)
-        if os.fstat(descriptor).st_nlink == 0:
-            raise FileNotFoundError(path)
-    except FileNotFoundError as error:
-        os.close(descriptor)
-        raise _removed(path.parent) from error
     except BaseException:
         os.close(descriptor)
         raise
+    if os.fstat(descriptor).st_nlink == 0:
+        os.close(descriptor)
+        raise _removed(path.parent)
     return descriptor
 
 
