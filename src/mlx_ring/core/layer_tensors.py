@@ -24,8 +24,9 @@ NEVER_COMPUTED = re.compile(
     r"(?:^|\.)(?:vision|visual|audio|mtp|multi_modal_projector|mm_projector|embed_vision|embed_audio)(?:[._]|$)"
 )
 """Encoders of pictures and sound, and layers that guess further tokens: mlx-lm leaves them out of every model."""
-_EMBEDS_AGAIN = frozenset({"talkie"})
-"""Families whose layers are given the embedded tokens beside the activations."""
+_UNTOLD = frozenset({"talkie"})
+"""Families whose every stage gets all that stands outside the layers: talkie's layers are given the embedded tokens
+beside the activations, and its head is no module of its own."""
 _SMALL_BYTES = 1 << 16
 
 Inside = Mapping[str, Sequence[tuple[int, str, TensorEntry]]]
@@ -86,12 +87,14 @@ def _unwanted_outside(
     folder: ModelFolder, outside: Iterable[TensorEntry], layers: LayerRange
 ) -> set[TensorEntry]:
     never = {entry for entry in outside if NEVER_COMPUTED.search(entry.name)}
+    if folder.model_type in _UNTOLD:
+        return never
     large = [entry for entry in outside if entry not in never and _may_be_large(folder, entry)]
     by_token = [entry for entry in large if entry.shape[:1] == (folder.vocab_size,)]
     heads = {entry for entry in by_token if names_head(entry.name)}
     embedding = {entry for entry in by_token if entry not in heads}
     modules = {entry.name.rpartition(".")[0] for entry in embedding}
-    if len(modules) != 1 or len(by_token) < len(large) or folder.model_type in _EMBEDS_AGAIN:
+    if len(modules) != 1 or len(by_token) < len(large):
         # What else is there may be computed from the embedding, on every stage.
         embedding = set[TensorEntry]()
     is_last = layers.end == folder.num_layers

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError
-from mlx_ring.core.model_folder import SMALL_FILES, ModelFolder
+from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.private_files import read_private, write_private
-from mlx_ring.core.stage_folder import STAGE_FILE
+from mlx_ring.core.stage_folder import small_files
 from mlx_ring.core.weights_manifest import Piece, WeightsManifest, decode_manifest, make_manifest
 
 Progress = Callable[[int, int], None]
@@ -65,12 +65,10 @@ _Span = tuple[str, str, int, int]
 
 def _marks(folder: ModelFolder) -> _Marks:
     """The folder, and name, size and time of change of each file: links are followed, as the hub's cache wants it."""
-    small = {path.name for pattern in SMALL_FILES for path in folder.path.glob(pattern) if path.is_file()}
-    names = sorted({name for name in small if not name.startswith(".")} - {STAGE_FILE})
     try:
         found = [
             (name, status.st_size, status.st_mtime_ns)
-            for name in (*names, *(file.name for file in folder.weight_files))
+            for name in (*small_files(folder.path), *(file.name for file in folder.weight_files))
             for status in [(folder.path / name).stat()]
         ]
     except OSError as error:
