@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -29,6 +29,16 @@ def say_nothing(_done: int, _total: int) -> None:
     """No progress is told."""
 
 
+@dataclass(slots=True)
+class Told:
+    """Keeps the progress that it is told."""
+
+    steps: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def __call__(self, done: int, total: int) -> None:
+        self.steps.append((done, total))
+
+
 def manifest_in(folder: Path, cache: Path) -> WeightsManifest:
     return manifest_of_folder(read_model_folder(folder), cache, say_nothing)
 
@@ -50,6 +60,15 @@ class TamperingFront(WeightsFront):
     """Gives what `tamper` makes of each part that it would give."""
 
     tamper: Tamper | None = None
+    instead: str = ""
+    """The model whose manifest is given, whatever was asked for."""
+
+    async def manifest(
+        self, request: weights_pb2.ManifestRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[weights_pb2.ManifestPart]:
+        asked = weights_pb2.ManifestRequest(hello=request.hello, model=self.instead or request.model)
+        async for part in super().manifest(asked, _context):
+            yield part
 
     def handler(self) -> grpc.GenericRpcHandler:
         behaviours = ((MANIFEST, self.manifest), (HAVE, self.have), (FETCH, self._tampered))

@@ -17,6 +17,7 @@ from tests.agent.weights.nodes import (
     QUICK,
     Node,
     Tamper,
+    Told,
     bytes_of,
     every,
     flipping,
@@ -66,17 +67,16 @@ def test_a_whole_model_arrives_bit_for_bit(tmp_path: Path, files: int) -> None:
     assert len([name for name in manifest.files if name.endswith(".safetensors")]) == files
 
     async def act() -> None:
-        told: list[tuple[int, int]] = []
+        told = Told()
         async with node("big", manifest, folder) as big:
             there = await fetch_manifest(manifest.digest, [big.peer], "mini")
             model = WeightStore(tmp_path / "store").create(there)
-            progress = lambda done, total: told.append((done, total))  # noqa: E731 - as a caller would
-            got = await fetch(model, every(there), [big.peer], "mini", progress)
+            got = await fetch(model, every(there), [big.peer], "mini", told)
         assert is_like(model, folder)
         assert got.received == {"big": sum(manifest.files.values())}
-        assert told[0] == (0, got.nbytes)
-        assert told[-1] == (got.nbytes, got.nbytes)
-        assert told == sorted(told)
+        assert told.steps[0] == (0, got.nbytes)
+        assert told.steps[-1] == (got.nbytes, got.nbytes)
+        assert told.steps == sorted(told.steps)
 
     asyncio.run(act())
 
@@ -133,12 +133,11 @@ def test_a_stage_gets_its_share_and_the_rest_of_the_files_is_holes(tmp_path: Pat
 
         async with node("big", manifest, folder, tamper=count) as big:
             with ExitStack() as hold:
-                store, told = WeightStore(tmp_path / "store"), list[tuple[int, int]]()
-                progress = lambda done, total: told.append((done, total))  # noqa: E731 - as a caller would
-                got = await fetch_stages(store, manifest.digest, [layers], [big.peer], "mini", progress, hold)
+                store, told = WeightStore(tmp_path / "store"), Told()
+                got = await fetch_stages(store, manifest.digest, [layers], [big.peer], "mini", told, hold)
         file = got / "model.safetensors"
         assert sum(counted) == share < size / 3
-        assert told[-1] == (share, share)
+        assert told.steps[-1] == (share, share)
         assert file.stat().st_size == size
         blocks = file.stat().st_blocks * 512
         assert blocks < share + 64 * 4096 < size / 2
@@ -532,7 +531,7 @@ def test_a_manifest_that_is_not_what_was_asked_for_is_refused(tmp_path: Path) ->
     async def act() -> None:
         async with node("bad") as bad, node("empty") as empty:
             bad.front.offer(tmp_path / "other", other)
-            bad.front._offered[manifest.digest] = bad.front._offered[other.digest]
+            bad.front.instead = other.digest
             with pytest.raises(WeightsMissing, match=r"was to be .* empty has no model"):
                 await fetch_manifest(manifest.digest, [bad.peer, empty.peer], "mini")
 
