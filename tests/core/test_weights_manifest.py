@@ -16,6 +16,8 @@ from tests.worker.random_models import QWEN3, write_random_model
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError
 from mlx_ring.core.model_digests import manifest_of_folder
 from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.core.stage_folder import mark_stage_folder
+from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import (
     Piece,
     WeightsManifest,
@@ -101,6 +103,12 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(folder: Path, tmp_pat
     model = read_model_folder(folder)
     with pytest.raises(ModelCorrupt, match="was changed while its weights were read"):
         manifest_of_folder(model, tmp_path / "cache", change)
+
+
+def test_a_folder_of_one_stage_is_no_model_to_give(folder: Path, tmp_path: Path) -> None:
+    mark_stage_folder(folder, LayerRange(0, 2))
+    with pytest.raises(ModelCorrupt, match=r"holds layers \[0, 2\) only"):
+        make(folder, tmp_path / "cache")
 
 
 def test_a_manifest_comes_back_from_its_bytes(folder: Path, tmp_path: Path) -> None:

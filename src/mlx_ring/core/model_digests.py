@@ -15,7 +15,7 @@ from typing import BinaryIO
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.private_files import read_private, write_private
-from mlx_ring.core.stage_folder import small_files
+from mlx_ring.core.stage_folder import require_whole, small_files
 from mlx_ring.core.weights_manifest import Piece, WeightsManifest, decode_manifest, make_manifest
 
 Progress = Callable[[int, int], None]
@@ -27,8 +27,9 @@ def manifest_of_folder(folder: ModelFolder, cache: Path, progress: Progress) -> 
     """The manifest, kept in `cache` from the second time on. Blocks while it reads: call it in a thread.
 
     Raises:
-        ModelCorrupt: a file cannot be read, or changed while it was.
+        ModelCorrupt: a file cannot be read, or changed while it was; or the folder is of one stage only.
     """
+    require_whole(folder.path)
     before = _marks(folder)
     kept = cache / f"{hashlib.sha256(json.dumps(before).encode()).hexdigest()[:32]}.json"
     manifest = _read_kept(kept)

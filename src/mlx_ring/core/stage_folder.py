@@ -104,6 +104,15 @@ def require_layers(path: Path, layers: LayerRange) -> None:
         )
 
 
+def require_whole(path: Path) -> None:
+    """Raise `ModelCorrupt` where the folder is marked: it is no whole model, for others to fetch from."""
+    held = _held(path / STAGE_FILE)
+    if held is not None:
+        raise ModelCorrupt(
+            f"{path} holds layers {held} only: other nodes need a folder with the whole model."
+        )
+
+
 def _held(mark: Path) -> LayerRange | None:
     if not mark.is_file():
         return None

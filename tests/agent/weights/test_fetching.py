@@ -35,6 +35,7 @@ from mlx_ring.agent.weights.store import PART_BYTES, StoredModel, WeightStore
 from mlx_ring.core.errors import WeightsMissing
 from mlx_ring.core.layer_tensors import tensors_of_stage
 from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.core.model_source import BUILTIN_FOLDER
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.rpc.hello import make_hello
@@ -536,3 +537,76 @@ def test_a_manifest_that_is_not_what_was_asked_for_is_refused(tmp_path: Path) ->
                 await fetch_manifest(manifest.digest, [bad.peer, empty.peer], "mini")
 
     asyncio.run(act())
+
+
+def test_parts_without_a_piece_to_show_for_are_fetched_whole_when_they_were_wrong(tmp_path: Path) -> None:
+    manifest = write_pieces(tmp_path / "model", [2 * PART_BYTES, MB])
+
+    async def act() -> None:
+        async with node("big", manifest, tmp_path / "model") as big:
+            model = WeightStore(tmp_path / "store").create(manifest)
+            # As a power cut leaves it: noted, and not on the disk.
+            model.note_parts([(0, 0), (0, 1)])
+            got = await get(model, big)
+        assert got.nbytes == 2 * PART_BYTES + MB
+        assert is_like(model, tmp_path / "model")
+
+    asyncio.run(act())
+
+
+MEASURE = FETCH_ALONE.replace("print(done, flush=True)", "None") + (
+    "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])"
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_memory_does_not_grow_with_what_is_fetched(tmp_path: Path) -> None:
+    async def peak(name: str, sizes: list[int]) -> int:
+        manifest = write_pieces(tmp_path / name, sizes)
+        async with node("big", manifest, tmp_path / name) as big:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", MEASURE, big.address, manifest.digest, str(tmp_path / "store")),
+                stdout=subprocess.PIPE,
+            )
+            printed, _ = await process.communicate()
+            assert process.returncode == 0
+            return int(printed) << 10
+
+    async def act() -> None:
+        little, much = await peak("little", [MB]), await peak("much", [200 * MB, 200 * MB])
+        assert much < little + 100 * MB
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-moe"])
+def test_stages_load_from_what_was_fetched(tmp_path: Path, name: str) -> None:
+    import mlx.core as mx  # noqa: PLC0415 - other tests here do without
+
+    from mlx_ring.worker.loading import load_stage  # noqa: PLC0415 - as above
+
+    def run(folders: list[Path], stages: list[LayerRange]) -> mx.array:
+        hidden: mx.array | None = None
+        for path, layers in zip(folders, stages, strict=True):
+            stage = load_stage(read_model_folder(path), layers, "float32", lambda _done, _total: None)
+            hidden = stage.forward(mx.array([[3, 1, 4]]), hidden, stage.make_layer_caches(), None)
+        assert hidden is not None
+        return hidden
+
+    folder = BUILTIN_FOLDER / name
+    manifest = manifest_in(folder, tmp_path / "cache")
+    layers = read_model_folder(folder).num_layers
+    stages = [LayerRange(0, 2), LayerRange(2, layers - 1), LayerRange(layers - 1, layers)]
+
+    async def act() -> list[Path]:
+        with ExitStack() as hold:
+            async with node("big", manifest, folder) as big:
+                return [
+                    await fetch_stages(
+                        WeightStore(tmp_path / f"node-{number}"),
+                        *(manifest.digest, [stage], [big.peer], "mini", say_nothing, hold),
+                    )
+                    for number, stage in enumerate(stages)
+                ]
+
+    assert mx.array_equal(run(asyncio.run(act()), stages), run([folder] * 3, stages))

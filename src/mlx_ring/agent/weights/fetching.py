@@ -206,9 +206,8 @@ class _Transfer:
             self._parts_left[index] = len(parts)
             self._done += piece.nbytes - sum(part.nbytes for part in parts)
             self._board.waiting.extend(parts)
-            if not parts:
-                await self._end_piece(index)
         self._board.add(())
+        await self._end_pieces([index for index, parts in self._parts_left.items() if not parts])
 
     async def _ask(self, peer: Peer) -> None:
         """Learn which pieces a peer has."""
@@ -292,20 +291,31 @@ class _Transfer:
 
     async def _finish_parts(self, peer: str, run: deque[Part], reached: int) -> int:
         """Take the parts off a run that are there now; returns how much of the first one left is."""
+        done: list[Part] = []
         while run and reached >= run[0].nbytes:
-            part = run[0]
-            self._given[part.piece].append(_Given(part.start, part.end, peer))
-            self._parts_left[part.piece] -= 1
-            if not self._parts_left[part.piece]:
-                await self._end_piece(part.piece)
-            else:
-                await asyncio.to_thread(self._model.note_part, part.piece, part.number)
-            run.popleft()
-            reached -= part.nbytes
+            done.append(run.popleft())
+            reached -= done[-1].nbytes
+        await self._note(peer, done)
+        for _ in done:
             self._board.finish()
         if not self._board.under_way:
             await self._wake()
         return reached
+
+    async def _note(self, peer: str, done: Iterable[Part]) -> None:
+        """Remember parts that are there; check the pieces that are whole by them."""
+        parts: list[tuple[int, int]] = []
+        whole: list[int] = []
+        for part in done:
+            self._given[part.piece].append(_Given(part.start, part.end, peer))
+            self._parts_left[part.piece] -= 1
+            if self._parts_left[part.piece]:
+                parts.append((part.piece, part.number))
+            else:
+                whole.append(part.piece)
+        if parts:
+            await asyncio.to_thread(self._model.note_parts, parts)
+        await self._end_pieces(whole)
 
     async def _put_back(self, peer: str, run: deque[Part], reached: int) -> None:
         if run and reached:
@@ -317,15 +327,23 @@ class _Transfer:
         self._board.put_back(rest_of(run, reached))
         await self._wake()
 
-    async def _end_piece(self, index: int) -> None:
-        """All of a piece is on disk: see whether it is right."""
-        given = self._given.pop(index, [])
-        if await asyncio.to_thread(self._model.check, index):
-            self._left.discard(index)
-            await self._blame(index)
+    async def _end_pieces(self, indexes: Sequence[int]) -> None:
+        """All of these is on disk: see whether it is right."""
+        if not indexes:
             return
+        wrong = await asyncio.to_thread(self._model.check, indexes)
+        for index in indexes:
+            given = self._given.pop(index, [])
+            if index in wrong:
+                await self._want_again(index, given)
+            else:
+                self._left.discard(index)
+                await self._blame(index)
+
+    async def _want_again(self, index: int, given: Sequence[_Given]) -> None:
+        """A piece came wrong: the one who gave it goes; of several, one gives it whole to show who was wrong."""
         piece = self._model.manifest.pieces[index]
-        await asyncio.to_thread(self._model.forget, index)
+        await asyncio.to_thread(self._model.forget, [index])
         names = {part.peer for part in given}
         if len(names) == 1 and sum(part.end - part.start for part in given) == piece.nbytes:
             await self._drop(names.pop(), _wrong(piece))

@@ -70,36 +70,37 @@ class StoredModel:
         finally:
             os.close(descriptor)
 
-    def note_part(self, index: int, part: int) -> None:
-        """Remember that a part has been written."""
-        self._journal.add([f"part {index} {part}"])
+    def note_parts(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Remember that parts have been written: pieces, and the parts' numbers."""
+        self._journal.add(f"part {index} {part}" for index, part in parts)
 
-    def check(self, index: int) -> bool:
-        """Hash a piece as it lies on disk; where that is right it is there from now on."""
-        piece = self.manifest.pieces[index]
-        if self.digest_of(piece.file, piece.offset, piece.end) != piece.digest:
-            return False
-        self._journal.add([f"piece {index}"])
-        self._unsynced_bytes += piece.nbytes
+    def check(self, indexes: Iterable[int]) -> set[int]:
+        """Hash pieces as they lie on disk. Those that are right are there from now on; the others are returned."""
+        pieces = {index: self.manifest.pieces[index] for index in indexes}
+        right = [
+            index
+            for index, piece in pieces.items()
+            if self.digest_of(piece.file, piece.offset, piece.end) == piece.digest
+        ]
+        self._journal.add(f"piece {index}" for index in right)
+        self._unsynced_bytes += self.manifest.nbytes(right)
         if self._unsynced_bytes > _SYNC_BYTES:
             self.sync()
-        return True
+        return pieces.keys() - set(right)
 
     def digest_of(self, file: str, start: int, end: int) -> str:
         """Of some bytes of a file as they lie on disk."""
         with (self.folder / file).open("rb", buffering=0) as stream:
             return hash_range(stream, start, end - start, lambda _count: None)
 
-    def forget(self, index: int) -> None:
-        """Have a piece fetched anew."""
-        self._journal.add([f"forget {index}"])
+    def forget(self, indexes: Iterable[int]) -> None:
+        """Have pieces fetched anew."""
+        self._journal.add(f"forget {index}" for index in indexes)
 
     def recheck(self) -> None:
         """Hash again what a power cut may have taken, and forget what it did."""
         self._journal.read_on()
-        for index in self._journal.unsynced():
-            if not self.check(index):
-                self.forget(index)
+        self.forget(self.check(self._journal.unsynced()))
         self.sync()
 
     def sync(self) -> None:
