@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import textwrap
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -18,7 +19,7 @@ import grpc
 
 from mlx_ring.agent.weights.shares import Board, Part, join_ranges, rest_of
 from mlx_ring.agent.weights.store import StoredModel, parts_of
-from mlx_ring.core.errors import ProtocolError, RingError, WeightsMissing, WorkerLost
+from mlx_ring.core.errors import ModelNotFound, ProtocolError, RingError, WeightsMissing, WorkerLost
 from mlx_ring.core.weights_manifest import (
     MAX_MANIFEST_BYTES,
     Piece,
@@ -54,10 +55,11 @@ class Patience:
     """To each peer at once."""
     silence_s: float = 20.0
     """Without a byte, after which a stream counts as broken."""
-    tries: int = 4
+    tries: int = 8
     """Broken streams in a row, without a byte in between, after which a peer counts as gone."""
     pause_s: float = 0.25
-    """Before the second of these; doubled before each further one."""
+    """After the first of these; doubled after each further one, up to `longest_pause_s`."""
+    longest_pause_s: float = 4.0
 
 
 @dataclass(slots=True)
@@ -88,8 +90,8 @@ async def fetch_manifest(
             data = await _manifest_bytes(digest, peer, node, patience)
             return await asyncio.to_thread(decode_manifest, data, digest)
         except RingError as error:
-            log.warning("%s gave no manifest %s: %s", peer.name, digest[:16], error)
-            reasons.append(f"{peer.name}: {error}")
+            log.info("%s gave no manifest %s: %s", peer.name, digest[:16], _short(error))
+            reasons.append(f"{peer.name}: {_short(error)}")
     raise WeightsMissing(
         f"No node gives the description of model {digest[:16]} ({' '.join(reasons) or 'no other node is known'}); "
         "start a node that has the model."
@@ -221,6 +223,9 @@ class _Transfer:
             self._board.peers[peer.name] = unpack_indexes(reply.pieces, len(self._model.manifest.pieces))
         except grpc.RpcError as error:
             await self._drop(peer.name, str(_broken(error, peer.name)))
+        except ModelNotFound as error:
+            log.info("%s", error)
+            self._reasons[peer.name] = _short(error)
         except RingError as error:
             await self._drop(peer.name, str(error))
 
@@ -235,7 +240,8 @@ class _Transfer:
                 return
             await self._fetch_run(peer, deque(run))
             if tries := self._fruitless[name]:
-                await asyncio.sleep(self._patience.pause_s * 2 ** (tries - 1))
+                pause_s = self._patience.pause_s * 2 ** (tries - 1)
+                await asyncio.sleep(min(pause_s, self._patience.longest_pause_s))
 
     async def _fetch_run(self, peer: Peer, run: deque[Part]) -> None:
         """Fetch a run; what is not finished goes back on the board, whatever the reason."""
@@ -373,8 +379,8 @@ class _Transfer:
     async def _drop(self, peer: str, reason: str) -> None:
         """Use a peer no more."""
         if peer not in self._reasons:
-            log.warning("%s gives no more weights to this node: %s", peer, reason)
-        self._reasons.setdefault(peer, reason)
+            self._reasons[peer] = _short(reason)
+            log.warning("%s gives no more weights to this node: %s", peer, self._reasons[peer])
         self._board.drop(peer)
         await self._wake()
 
@@ -400,6 +406,11 @@ class _Given:
     start: int
     end: int
     peer: str
+
+
+def _short(reason: object) -> str:
+    """What a peer says may be of any length."""
+    return textwrap.shorten(str(reason), 300, placeholder=" ...")
 
 
 def _wrong(piece: Piece) -> str:

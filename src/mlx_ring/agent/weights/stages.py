@@ -37,12 +37,11 @@ async def fetch_stages(
         ModelCorrupt, ModelUnsafe: what the peers have is no model that can be loaded.
     """
     patience = patience or Patience()
-    model = await asyncio.to_thread(store.find, digest)
+    model = await asyncio.to_thread(store.hold, digest, hold)
     if model is None:
         manifest = await fetch_manifest(digest, peers, node, patience)
         await asyncio.to_thread(store.make_room, manifest.nbytes(manifest.base))
-        model = await asyncio.to_thread(store.create, manifest)
-    await asyncio.to_thread(hold.enter_context, model.in_use())
+        model = await asyncio.to_thread(store.create, manifest, hold)
     await _fetch(store, model, model.manifest.base, peers, node, lambda _done, _total: None, patience)
     wanted = await asyncio.to_thread(_pieces_of, model, stages)
     await _fetch(store, model, wanted, peers, node, progress, patience)

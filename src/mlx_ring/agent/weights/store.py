@@ -173,13 +173,23 @@ class WeightStore:
         found = [model for name in names if (model := self.find(name)) is not None]
         return sorted(found, key=lambda model: model.last_used_ns)
 
-    def create(self, manifest: WeightsManifest) -> StoredModel:
-        """The model with all its files in their sizes; what is there already stays."""
+    def hold(self, digest: str, hold: contextlib.ExitStack) -> StoredModel | None:
+        """Find a model, and keep it from being removed until `hold` is closed."""
+        with locked(self.root):
+            model = self.find(digest)
+            if model is not None:
+                hold.enter_context(model.in_use())
+        return model
+
+    def create(self, manifest: WeightsManifest, hold: contextlib.ExitStack | None = None) -> StoredModel:
+        """The model with all its files in their sizes; what is there already stays. For `hold` see there."""
         with locked(self.root):
             self._clear_leftovers()
             model = self.find(manifest.digest)
             if model is None:
                 model = self._make(manifest)
+            if hold is not None:
+                hold.enter_context(model.in_use())
         return model
 
     def make_room(self, needed_bytes: int, keep: StoredModel | None = None) -> None:
