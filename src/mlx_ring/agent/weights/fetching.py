@@ -31,12 +31,19 @@ from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import FETCH, HAVE, MANIFEST
 from mlx_ring.rpc.protos import weights_pb2
+from mlx_ring.rpc.tls.handshakes import handshake_error
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """(bytes that are there, bytes wanted in all)"""
 _LOCK_WAIT_S = 0.2
+_FINAL = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +163,12 @@ async def _manifest_bytes(digest: str, peer: Peer, node: str, patience: Patience
 def _broken(error: grpc.RpcError | TimeoutError, peer: str) -> RingError:
     if isinstance(error, TimeoutError):
         return WorkerLost(f"{peer} has gone silent.")
-    return channel_error(error, peer)
+    return handshake_error(error, peer) or channel_error(error, peer)
+
+
+def _is_final(error: grpc.RpcError | TimeoutError) -> bool:
+    """Whether asking again would change nothing."""
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _FINAL
 
 
 class _Transfer:
@@ -257,7 +269,7 @@ class _Transfer:
         except ProtocolError as error:
             await self._drop(peer.name, f"it breaks the contract: {error}")
         except (grpc.RpcError, TimeoutError) as error:
-            await self._note_break(peer.name, str(_broken(error, peer.name)))
+            await self._note_break(peer.name, str(_broken(error, peer.name)), final=_is_final(error))
         except RingError as error:
             await self._drop(peer.name, str(error))
         except OSError as error:
@@ -371,9 +383,9 @@ class _Transfer:
         file = self._model.manifest.pieces[index].file
         return await asyncio.to_thread(self._model.digest_of, file, part.start, part.end)
 
-    async def _note_break(self, peer: str, reason: str) -> None:
+    async def _note_break(self, peer: str, reason: str, *, final: bool) -> None:
         self._fruitless[peer] += 1
-        if self._fruitless[peer] >= self._patience.tries:
+        if final or self._fruitless[peer] >= self._patience.tries:
             await self._drop(peer, reason)
 
     async def _drop(self, peer: str, reason: str) -> None:
