@@ -18,7 +18,7 @@ from mlx_ring.core.config import load_settings
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.model_source import find_model, list_local_models
-from mlx_ring.core.stage_folder import stage_bytes, write_stage_folder
+from mlx_ring.core.stage_folder import require_absent, stage_bytes, write_stage_folder
 from mlx_ring.core.types import LayerRange
 
 app = typer.Typer(help="The models on this machine.", no_args_is_help=True)
@@ -73,12 +73,15 @@ def preshard(
     folder = find_model(model).folder
     ranges = _cut(folder, stages) if layers is None else parse_layers(layers, folder.num_layers)
     out = out.expanduser().absolute()
+    targets = [out / f"stage-{number}" for number in range(len(ranges))]
+    for target in targets:
+        require_absent(target)
     sizes = [stage_bytes(folder, stage) for stage in ranges]
     _check_room(out, sum(sizes))
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
-        for number, (stage, size) in enumerate(zip(ranges, sizes, strict=True)):
-            task, target = shown.add_task(f"stage {number}", total=size), out / f"stage-{number}"
+        for target, stage, size in zip(targets, ranges, sizes, strict=True):
+            task = shown.add_task(target.name, total=size)
             write_stage_folder(folder, stage, target, lambda count, task=task: shown.advance(task, count))
             print(f"{target}: layers {stage.start}-{stage.end}, {size:,} bytes")
 

@@ -44,8 +44,7 @@ def write_stage_folder(
     Raises:
         PlanError: `target` is there already, or cannot be written.
     """
-    if target.exists():
-        raise PlanError(f"{target} is there already: remove it, or choose another folder with --out.")
+    require_absent(target)
     aside = target.with_name(f".{target.name}.new")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -60,6 +59,12 @@ def write_stage_folder(
         raise PlanError(f"{target} cannot be written: {error.strerror}.") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def require_absent(target: Path) -> None:
+    """Raise `PlanError` where a stage's folder would be made over something else."""
+    if target.exists():
+        raise PlanError(f"{target} is there already: remove it, or choose another folder with --out.")
 
 
 def mark_stage_folder(path: Path, layers: LayerRange) -> None:
