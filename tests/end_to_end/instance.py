@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from mlx_ring.cluster.agent_link import AgentLink
+from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.placement import even_split
 from mlx_ring.core.child import ChildProcess
 from mlx_ring.core.config import inherited_environment
@@ -79,7 +79,7 @@ async def start_workers(
         hello = make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages")
         wanted = assignments(folder, stages, dtype, kv_bits)
         workers = await link.start(hello, wanted)
-        await link.load(hello, str(folder.path), wanted, lambda _progress: None)
+        await link.load(hello, Source(str(folder.path)), wanted, lambda _progress: None)
     finally:
         await link.close()
     return {RankId(worker.stage, worker.rank): (worker.address, worker.pid) for worker in workers}

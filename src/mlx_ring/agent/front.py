@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 
 import grpc
 
-from mlx_ring.agent.loading import failed_load, load_workers, start_workers, told_failure
+from mlx_ring.agent.fetched_models import FetchedModels
+from mlx_ring.agent.loading import failed_load, load_workers, start_workers, told_failure, until_done
 from mlx_ring.agent.supervisor import Supervisor, Worker
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
@@ -26,9 +27,16 @@ class AgentFront:
     """One node's agent, as the head sees it."""
 
     def __init__(
-        self, node: str, supervisor: Supervisor, load_timeout_s: float, *, ends_when_empty: bool = True
+        self,
+        node: str,
+        supervisor: Supervisor,
+        load_timeout_s: float,
+        *,
+        ends_when_empty: bool = True,
+        fetched: FetchedModels | None = None,
     ) -> None:
-        """With `ends_when_empty` a Stop of every instance asks the agent to end too."""
+        """With `ends_when_empty` a Stop of every instance asks the agent to end too; with `fetched` models need not lie here."""
+        self._fetched = fetched
         self._node = node
         self._ends_when_empty = ends_when_empty
         self._supervisor = supervisor
@@ -93,6 +101,8 @@ class AgentFront:
             yield failed_load(error)
             return
         try:
+            async for progress in self._fetch(instance, request):
+                yield progress
             async for progress in load_workers(workers, request, self._load_timeout_s):
                 yield progress
         except (RingError, OSError) as error:
@@ -103,6 +113,28 @@ class AgentFront:
             # The head left in the middle, and this call is being cancelled: go on in a task of its own.
             self._spawn(self._supervisor.stop(instance))
             raise
+
+    async def _fetch(
+        self, instance: str, request: agent_pb2.LoadStagesRequest
+    ) -> AsyncIterator[agent_pb2.StageProgress]:
+        """Have the weights here, where the request names some to fetch; it then names their folder."""
+        if not request.weights:
+            return
+        if self._fetched is None:
+            raise ProtocolError("This agent fetches no weights: it is of the machine that has the model.")
+        told: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def progress(done: int, total: int) -> None:
+            loop.call_soon_threadsafe(told.put_nowait, (done, total))
+
+        fetching = asyncio.ensure_future(self._fetched.fetch(instance, request, progress))
+        try:
+            async for done, total in until_done(told, fetching):
+                yield _fetched_so_far(request, done, total)
+            request.model_path = str(fetching.result())
+        finally:
+            fetching.cancel()
 
     def _in_order(self, instance: str, assignments: Sequence[worker_pb2.StageAssignment]) -> list[Worker]:
         """The workers that were started for these assignments."""
@@ -143,6 +175,8 @@ class AgentFront:
     ) -> agent_pb2.StopReply:
         """End an instance's workers; without a name every worker, and then an agent that has no more to do."""
         stopped = await self._supervisor.stop(request.instance)
+        if self._fetched is not None:
+            self._fetched.release([worker.instance for worker in self._supervisor.workers])
         if not request.instance and self._ends_when_empty:
             self.asked_to_stop.set()
         return agent_pb2.StopReply(stopped=stopped)
@@ -151,6 +185,12 @@ class AgentFront:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _fetched_so_far(request: agent_pb2.LoadStagesRequest, done: int, total: int) -> agent_pb2.StageProgress:
+    first = request.assignments[0]
+    report = worker_pb2.LoadProgress(phase="fetch", bytes_loaded=done, bytes_total=total)
+    return agent_pb2.StageProgress(stage=first.stage, rank=first.rank, progress=report)
 
 
 def _started(worker: Worker) -> agent_pb2.StartedWorker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
@@ -14,6 +15,8 @@ from mlx_ring.rpc.methods import LOAD
 from mlx_ring.rpc.protos import agent_pb2, step_pb2, worker_pb2
 
 _END_WAIT_S = 2.0
+
+News = TypeVar("News")
 
 
 async def start_workers(
@@ -54,7 +57,7 @@ async def load_workers(
     )
     try:
         async with asyncio.timeout(timeout_s):
-            async for report in _until_done(progress, loads):
+            async for report in until_done(progress, loads):
                 yield report
     except TimeoutError:
         raise WorkerStuck(
@@ -65,19 +68,17 @@ async def load_workers(
         await asyncio.gather(loads, return_exceptions=True)
 
 
-async def _until_done(
-    progress: asyncio.Queue[agent_pb2.StageProgress], loads: asyncio.Future[list[None]]
-) -> AsyncIterator[agent_pb2.StageProgress]:
-    """What comes in, until `loads` has ended; then its error, where it has one."""
-    while not (loads.done() and progress.empty()):
-        arrival = asyncio.ensure_future(progress.get())
-        await asyncio.wait((arrival, loads), return_when=asyncio.FIRST_COMPLETED)
+async def until_done(news: asyncio.Queue[News], work: asyncio.Future[Any]) -> AsyncIterator[News]:
+    """What comes in, until `work` has ended; then its error, where it has one."""
+    while not (work.done() and news.empty()):
+        arrival = asyncio.ensure_future(news.get())
+        await asyncio.wait((arrival, work), return_when=asyncio.FIRST_COMPLETED)
         if arrival.done():
             yield arrival.result()
         else:
             arrival.cancel()
-            loads.result()
-    loads.result()
+            work.result()
+    work.result()
 
 
 async def _load(

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_ring.agent.attendance import Attendant, attend_for_ever
+from mlx_ring.agent.fetched_models import FetchedModels
 from mlx_ring.agent.front import AgentFront
 from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
 from mlx_ring.agent.profiling import ProfileOptions
 from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
+from mlx_ring.agent.weights.serving import WeightsFront
+from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import node_folder
 from mlx_ring.core.errors import ConfigError
@@ -43,6 +46,8 @@ class MemberOptions:
     memory_utilization: float
     listen: str = "[::]"
     """Address for other machines."""
+    weights_limit_bytes: int | None = None
+    """What fetched models may take on disk."""
 
 
 async def serve_as_member(options: MemberOptions) -> None:
@@ -60,10 +65,14 @@ async def serve_as_member(options: MemberOptions) -> None:
         ProfileStore(options.state), ProfileOptions(blas=options.blas, blas_threads=options.blas_threads)
     )
     supervisor, revoked = _supervisor(options, folder), Revoked()
-    front = AgentFront(options.node, supervisor, options.load_timeout_s, ends_when_empty=False)
+    store = WeightStore(options.state / "weights", options.weights_limit_bytes)
+    fetched = FetchedModels(options.node, store, lambda: load_credentials(folder))
+    front = AgentFront(
+        options.node, supervisor, options.load_timeout_s, ends_when_empty=False, fetched=fetched
+    )
     guard = AioPeerGuard(revoked.refusal, head_only=(f"/{AGENT_SERVICE}/",))
     server = make_aio_server(interceptors=[guard])
-    server.add_generic_rpc_handlers((front.handler(),))
+    server.add_generic_rpc_handlers((front.handler(), WeightsFront(options.node, store).handler()))
     port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(folder))
     await server.start()
 

@@ -1,12 +1,25 @@
-"""`mlx-ring models`: which models can be served without fetching anything."""
+"""`mlx-ring models`: which models can be served without fetching anything, and folders for single stages of one."""
 
 from __future__ import annotations
 
+import itertools
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from mlx_ring.core.model_source import list_local_models
+from mlx_ring.core.config import load_settings
+from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.core.model_source import find_model, list_local_models
+from mlx_ring.core.stage_folder import require_absent, stage_bytes, write_stage_folder
+from mlx_ring.core.types import LayerRange
 
 app = typer.Typer(help="The models on this machine.", no_args_is_help=True)
 
@@ -37,3 +50,76 @@ def list_models() -> None:
     console.print(
         "\nServe one with `mlx-ring serve MODEL`; a folder or any hub id works too.", highlight=False
     )
+
+
+@app.command()
+def preshard(
+    model: Annotated[str, typer.Argument(help="A built-in name, a folder or a hub id.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where stage-0, stage-1 and so on are made.")],
+    stages: Annotated[
+        str | None, typer.Option(metavar="N", help="How many, cut as `serve --stages N` cuts.")
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="A-B,B-C", help="Or the layers of each, ends not included: 0-7,7-14."),
+    ] = None,
+) -> None:
+    """Make a folder for each stage, with its own tensors only, to be copied to its machine.
+
+    The files keep their sizes and are mostly holes: copy them with `rsync --sparse` or `tar --sparse`.
+    """
+    if (stages is None) == (layers is None):
+        raise ConfigError("Give one of --stages and --layers: how many stages, or which layers each gets.")
+    folder = find_model(model).folder
+    ranges = _cut(folder, stages) if layers is None else parse_layers(layers, folder.num_layers)
+    out = out.expanduser().absolute()
+    targets = [out / f"stage-{number}" for number in range(len(ranges))]
+    for target in targets:
+        require_absent(target)
+    sizes = [stage_bytes(folder, stage) for stage in ranges]
+    _check_room(out, sum(sizes))
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
+        for target, stage, size in zip(targets, ranges, sizes, strict=True):
+            task = shown.add_task(target.name, total=size)
+            write_stage_folder(folder, stage, target, lambda count, task=task: shown.advance(task, count))
+            print(f"{target}: layers {stage.start}-{stage.end}, {size:,} bytes")
+
+
+def parse_layers(text: str, num_layers: int) -> tuple[LayerRange, ...]:
+    """Half-open ranges as a person writes them, `0-7,7-14`, which cover every layer once.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    found = [re.fullmatch(r"\s*(\d{1,6})\s*-\s*(\d{1,6})\s*", part) for part in text.split(",")]
+    ranges = [LayerRange(int(part[1]), int(part[2])) for part in found if part]
+    ends = [0, *(stage.end for stage in ranges)]
+    in_order = [stage.start for stage in ranges] == ends[:-1] and ends[-1] == num_layers
+    if len(ranges) < len(found) or not in_order or any(a >= b for a, b in itertools.pairwise(ends)):
+        raise ConfigError(
+            f"--layers is {text}; it must be ranges that cover the model's {num_layers} layers in order, each "
+            f"beginning where the one before ends, such as {_example(num_layers)}."
+        )
+    return tuple(ranges)
+
+
+def _example(num_layers: int) -> str:
+    half = num_layers // 2
+    return f"0-{half},{half}-{num_layers}" if half else "0-1"
+
+
+def _cut(folder: ModelFolder, stages: str | None) -> Sequence[LayerRange]:
+    from mlx_ring.node.arrangement import cut_layers  # noqa: PLC0415 - the whole server, for one command
+
+    return cut_layers(folder, load_settings({"stages": stages}))
+
+
+def _check_room(out: Path, needed_bytes: int) -> None:
+    there = next(path for path in (out, *out.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed_bytes > free:
+        raise PlanError(
+            f"The stages take {needed_bytes / 1e9:.1f} GB and {there} has {free / 1e9:.1f} GB free: make room, or "
+            "choose another folder with --out."
+        )

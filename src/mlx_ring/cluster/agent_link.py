@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 
 import grpc
 
@@ -17,6 +18,25 @@ HEARTBEAT_S = 1.0
 
 Report = Callable[[agent_pb2.StageProgress], None]
 Assignments = Sequence[worker_pb2.StageAssignment]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPeer:
+    """A node that may have weights."""
+
+    address: str
+    node: str = ""
+    """Whose certificate answers there; empty: the head's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a node's workers find the model: in a folder there, or fetched from others."""
+
+    path: str = ""
+    weights: str = ""
+    """Digest of the manifest, where it is fetched."""
+    peers: tuple[WeightsPeer, ...] = ()
 
 
 class AgentLink:
@@ -45,14 +65,20 @@ class AgentLink:
         return reply.workers
 
     async def load(
-        self, hello: hello_pb2.Hello, model_path: str, assignments: Assignments, report: Report
+        self, hello: hello_pb2.Hello, source: Source, assignments: Assignments, report: Report
     ) -> None:
-        """Load what was started.
+        """Load what was started, from the folder or the peers that `source` names.
 
         Raises:
             RingError: what a worker could not do; then none of them is left.
         """
-        request = agent_pb2.LoadStagesRequest(hello=hello, model_path=model_path, assignments=assignments)
+        request = agent_pb2.LoadStagesRequest(
+            hello=hello,
+            model_path=source.path,
+            assignments=assignments,
+            weights=source.weights,
+            peers=[agent_pb2.WeightsPeer(address=peer.address, node=peer.node) for peer in source.peers],
+        )
         try:
             async for progress in LOAD_STAGES.aio_unary_stream(self._channel)(request):
                 if progress.progress.HasField("failure"):

@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 3.0
 """A node that says nothing for so long is gone; it speaks every second."""
-_MESSAGE_BYTES = 1 << 20
+_MESSAGE_BYTES = 2 << 20
+"""A part of weights is one MiB."""
 _STOP_S = 3.0
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -148,12 +149,15 @@ async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_p
 
 
 @asynccontextmanager
-async def open_control(state: Path, address: HeadAddress) -> AsyncGenerator[Control]:
+async def open_control(
+    state: Path, address: HeadAddress, *handlers: grpc.GenericRpcHandler
+) -> AsyncGenerator[Control]:
     """Listen for nodes, and let this machine's own be one.
 
     Args:
         state: the state folder; the cluster's authority is made in it at the first start.
         address: what to listen on; the enrolment port is the one after.
+        handlers: what else is answered to nodes.
 
     Raises:
         AddressInUse: another process has one of the ports.
@@ -165,7 +169,7 @@ async def open_control(state: Path, address: HeadAddress) -> AsyncGenerator[Cont
     front = EnrolmentFront(authority, tokens, members)
     guard = AioPeerGuard(members.refusal)
     server = make_aio_server(interceptors=[guard], max_message_bytes=_MESSAGE_BYTES)
-    server.add_generic_rpc_handlers((front.renewal_handler(), control.handler()))
+    server.add_generic_rpc_handlers((front.renewal_handler(), control.handler(), *handlers))
     add_secure_port(server, address.cluster, authority.head_credentials().for_server())
     enrolment, _ = await start_enrolment_server(front, authority, address.enrolment)
     await server.start()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from mlx_ring.core.layer_tensors import group_by_layers, names_head, path_of_layers
 from mlx_ring.core.model_folder import ModelFolder, TensorEntry
 
-_IN_LAYER = re.compile(
-    r"^(?P<path>(?:.+?\.)?(?:layers|h|blocks|block|layer))\.(?P<number>\d+)\.(?P<rest>.+)$"
-)
-"""`model.layers.3.mlp.up_proj.weight`, and how GPT-2, OLMo and their like say it."""
 _EXPERT = re.compile(r"(?:^|\.)(?:experts|switch_mlp|switch_glu)\.")
 """Weights of which a token passes some; what `shared_experts` hold every token passes."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -21,7 +18,6 @@ _EXPERTS_A_TOKEN = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
     *("moe_topk", "moe_top_k", "moe_k"),
 )
-_HEADS = frozenset({"lm_head", "output", "output_layer", "embed_out", "head", "ff_out"})
 _LOOKED_UP = "per_layer"
 """Gemma's further embeddings, which are no head."""
 _HALF_PRECISION = ("BF16", "F16")
@@ -44,8 +40,8 @@ def decode_bytes(folder: ModelFolder, *, widened: bool) -> DecodeBytes | None:
         folder: what its safetensors headers say.
         widened: whether half precision becomes float32 when it is loaded.
     """
-    inside, outside = _by_layers(folder.tensors)
-    path = _path_of_layers(inside, folder.num_layers)
+    inside, outside = group_by_layers(folder.tensors)
+    path = path_of_layers(inside, folder.num_layers)
     if path is None:
         return None
     share = _active_share(folder)
@@ -58,8 +54,8 @@ def decode_bytes(folder: ModelFolder, *, widened: bool) -> DecodeBytes | None:
 
 def layer_bytes(folder: ModelFolder, *, widened: bool) -> tuple[int, ...] | None:
     """What each layer takes, all experts; None where the tensors' names do not tell their layers."""
-    inside, _ = _by_layers(folder.tensors)
-    path = _path_of_layers(inside, folder.num_layers)
+    inside, _ = group_by_layers(folder.tensors)
+    path = path_of_layers(inside, folder.num_layers)
     if path is None:
         return None
     sizes = [0] * folder.num_layers
@@ -67,33 +63,6 @@ def layer_bytes(folder: ModelFolder, *, widened: bool) -> tuple[int, ...] | None
         if number < folder.num_layers:
             sizes[number] += loaded_bytes(entry, widened=widened)
     return tuple(sizes)
-
-
-_Inside = Mapping[str, list[tuple[int, str, TensorEntry]]]
-
-
-def _by_layers(entries: Iterable[TensorEntry]) -> tuple[_Inside, list[TensorEntry]]:
-    """Tensors that stand in numbered layers, by what comes before the number; and the others."""
-    inside: defaultdict[str, list[tuple[int, str, TensorEntry]]] = defaultdict(list)
-    outside: list[TensorEntry] = []
-    for entry in entries:
-        found = _IN_LAYER.match(entry.name)
-        if found is None:
-            outside.append(entry)
-        else:
-            inside[found["path"]].append((int(found["number"]), found["rest"], entry))
-    return inside, outside
-
-
-def _path_of_layers(inside: _Inside, num_layers: int) -> str | None:
-    """The one that numbers every layer. An encoder of images may number as many; it is the smaller one."""
-    every = set(range(num_layers))
-    sizes = {
-        path: sum(entry.nbytes for _, _, entry in found)
-        for path, found in inside.items()
-        if every <= {number for number, _, _ in found}
-    }
-    return max(sizes, key=lambda path: sizes[path], default=None)
 
 
 def _active_share(folder: ModelFolder) -> Fraction:
@@ -115,7 +84,7 @@ def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, *, widened: boo
     for entry in outside:
         module = entry.name.rpartition(".")[0]
         size = loaded_bytes(entry, widened=widened)
-        if not _HEADS.isdisjoint(entry.name.split(".")):
+        if names_head(entry.name):
             heads[module] += size
         elif entry.shape[:1] == (vocab_size,) and _LOOKED_UP not in entry.name:
             tied[module] += size

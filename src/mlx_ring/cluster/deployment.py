@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mlx_ring.cluster.agent_link import AgentLink, Report
+from mlx_ring.cluster.agent_link import AgentLink, Report, Source
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 _STOP_WAIT_S = 8.0
@@ -28,7 +28,7 @@ class Site:
     """Whether it is the head's own machine."""
     hosts: Mapping[str, str]
     """Where other nodes reach it, by their id; "" is for the head and for everyone else."""
-    model_path: str
+    source: Source
     """Where its workers find the model."""
 
     def host_for(self, node: str) -> str:
@@ -76,8 +76,7 @@ async def deploy(
             for node, (site, own) in by_site.items()
         }
         await _together(
-            site.link.load(hello, site.model_path, filled[node], report)
-            for node, (site, _) in by_site.items()
+            site.link.load(hello, site.source, filled[node], report) for node, (site, _) in by_site.items()
         )
     except BaseException:
         await asyncio.gather(*(site.link.stop(instance, _STOP_WAIT_S) for site, _ in by_site.values()))

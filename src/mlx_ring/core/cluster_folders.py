@@ -13,3 +13,13 @@ def authority_folder(state: Path) -> Path:
 def node_folder(state: Path) -> Path:
     """The machine's own id, key and certificate."""
     return state / "node"
+
+
+def weights_folder(state: Path) -> Path:
+    """The tensors that the machine has fetched from others; what is lost there is fetched again."""
+    return state / "weights"
+
+
+def manifests_folder(state: Path) -> Path:
+    """Digests of the models that lie on this machine; what is lost there is computed again."""
+    return state / "manifests"

@@ -26,6 +26,7 @@
         ├── VersionMismatch        peers of different versions, models or plans
         ├── DeadlineExceeded       the request took longer than --request-timeout-s allows
         ├── ProtocolError          a peer sent what the contract does not allow
+        ├── WeightsMissing         no peer gives the tensors that a stage needs
         └── NotReady               no instance can answer now
 
 Each message says what happened, with which value, and what to do. Errors cross
@@ -150,6 +151,10 @@ class VersionMismatch(ServingError):
 
 class ProtocolError(ServingError):
     """A peer sent what the contract does not allow."""
+
+
+class WeightsMissing(ServingError):
+    """No peer gives the tensors that a stage needs, or not as they should be."""
 
 
 class NotReady(ServingError):

@@ -33,6 +33,8 @@ _BITS = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
 }
 """Of the types in safetensors files; there may be others."""
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
+"""What a model's folder consists of beside its weights: configuration, tokenizer, templates."""
 _CONFIGS_WITH_CODE = ("config.json", "tokenizer_config.json")
 
 
@@ -48,6 +50,15 @@ class TensorEntry:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A safetensors file: its size, and that of the header before the first tensor, in bytes."""
+
+    name: str
+    nbytes: int
+    header_bytes: int
+
+
 @dataclass(frozen=True)
 class ModelFolder:
     """What a folder says of its model."""
@@ -56,6 +67,7 @@ class ModelFolder:
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
+    weight_files: tuple[WeightFile, ...] = ()
 
     @property
     def model_type(self) -> str:
@@ -158,7 +170,9 @@ def read_model_folder(path: Path) -> ModelFolder:
         raise ModelCorrupt(f"{path / 'config.json'} names no model_type.")
     generation = path / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
-    return ModelFolder(path, config, generation_config, tuple(_read_tensors(path)))
+    read = list(_read_headers(path))
+    tensors = tuple(entry for _, entries in read for entry in entries)
+    return ModelFolder(path, config, generation_config, tensors, tuple(file for file, _ in read))
 
 
 def read_model_config(file: Path) -> ModelFolder:
@@ -199,14 +213,14 @@ def _refuse_code(path: Path) -> None:
                 )
 
 
-def _read_tensors(path: Path) -> Iterator[TensorEntry]:
+def _read_headers(path: Path) -> Iterator[tuple[WeightFile, list[TensorEntry]]]:
     files = sorted(path.glob("model*.safetensors"))
     _check_index(path, {file.name for file in files})
     if not files:
         raise ModelCorrupt(f"{path} has no weights: no model*.safetensors is there.")
     for file in files:
         try:
-            yield from _read_header(file)
+            yield _read_header(file)
         except OSError as error:
             raise ModelCorrupt(f"{file} cannot be read: {error.strerror}. Fetch it again.") from error
 
@@ -225,7 +239,7 @@ def _check_index(path: Path, present: set[str]) -> None:
         )
 
 
-def _read_header(file: Path) -> Iterator[TensorEntry]:
+def _read_header(file: Path) -> tuple[WeightFile, list[TensorEntry]]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(_HEADER_LENGTH.size)
@@ -239,15 +253,13 @@ def _read_header(file: Path) -> Iterator[TensorEntry]:
                 "or no safetensors file. Fetch it again."
             )
         header = _parse_header(file, stream.read(length))
-    end = begin
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        tensor = _tensor_entry(file, name, entry, begin)
-        end = max(end, tensor.offset + tensor.nbytes)
-        yield tensor
+    tensors = [
+        _tensor_entry(file, name, entry, begin) for name, entry in header.items() if name != "__metadata__"
+    ]
+    end = max((tensor.offset + tensor.nbytes for tensor in tensors), default=begin)
     if end != size:
         raise ModelCorrupt(f"{file} should have {end} bytes and has {size}: it is truncated. Fetch it again.")
+    return WeightFile(file.name, size, begin), tensors
 
 
 def _parse_header(file: Path, data: bytes) -> dict[str, Any]:

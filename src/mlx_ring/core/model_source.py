@@ -35,11 +35,11 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe, PlanError
-from mlx_ring.core.model_folder import ModelFolder, read_model_config, read_model_folder
+from mlx_ring.core.model_folder import SMALL_FILES, ModelFolder, read_model_config, read_model_folder
 from mlx_ring.core.process_limits import usable_memory
 
 BUILTIN_FOLDER = Path(__file__).resolve().parent.parent / "builtin_models"
-_WANTED = ("*.json", "model*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja")
+_WANTED = ("model*.safetensors", *SMALL_FILES)
 _UNWANTED = ("*.py", "*/*")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
 from mlx_ring.agent.profiling import ProfileOptions
-from mlx_ring.cluster.agent_link import AgentLink
+from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.decode_bytes import decode_bytes
 from mlx_ring.cluster.deployment import Site
@@ -24,6 +24,7 @@ from mlx_ring.core.config import Settings, state_folder
 from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
+from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel, widens_half_precision
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.tls.names import node_name
@@ -55,9 +56,14 @@ def arrange_here(settings: Settings, served: ServedModel, site: Site) -> Arrange
 
 
 async def arrange_cluster(
-    settings: Settings, served: ServedModel, here: AgentLink, control: Control, nodes: int
+    settings: Settings,
+    served: ServedModel,
+    here: AgentLink,
+    control: Control,
+    nodes: int,
+    manifest: Awaitable[WeightsManifest],
 ) -> Arrangement:
-    """Wait for so many nodes, this one included, and plan with all that are there.
+    """Wait for so many nodes, this one included, and plan with all that are there; others fetch the model by its manifest.
 
     Raises:
         PlanError: the machines cannot hold the model as promised.
@@ -71,10 +77,15 @@ async def arrange_cluster(
         *(_node_profile(member.profile, member.node, member.memory_utilization) for member in members),
     ]
     plan = await asyncio.to_thread(_plan, settings, served, profiles)
-    path = str(served.folder.path)
-    sites = {member.node: _remote_site(member, control, path) for member in members}
+    used = {stage.node for stage in plan.stages}
+    remote = [member for member in members if member.node in used]
+    digest = (await manifest).digest if remote else ""
+    sites = {
+        member.node: _remote_site(member, remote, control, digest, settings.cluster_port) for member in remote
+    }
     hosts = {member.node: member.head_host for member in members}
-    sites[control.node] = Site(control.node, here, is_local=True, hosts=hosts, model_path=path)
+    source = Source(str(served.folder.path))
+    sites[control.node] = Site(control.node, here, is_local=True, hosts=hosts, source=source)
     return Arrangement(
         tuple(stage.layers for stage in plan.stages), tuple(sites[stage.node] for stage in plan.stages), plan
     )
@@ -91,11 +102,26 @@ def _plan(settings: Settings, served: ServedModel, nodes: Sequence[NodeProfile])
     return place(profile, ClusterProfile(tuple(nodes)), Wish(demand, strategy=settings.strategy))
 
 
-def _remote_site(member: Member, control: Control, model_path: str) -> Site:
-    host = f"[{member.host}]" if ":" in member.host else member.host
-    channel = open_aio_channel(f"{host}:{member.port}", control.credentials, node_name(member.node))
+def _remote_site(
+    member: Member, remote: Sequence[Member], control: Control, digest: str, head_port: int
+) -> Site:
+    """A member, which fetches what it needs from the head, and from others that have some of it."""
+    head = WeightsPeer(_address(member.head_host, head_port))
+    others = [
+        WeightsPeer(_address(other.host, other.port), other.node)
+        for other in remote
+        if other.node != member.node
+    ]
+    channel = open_aio_channel(
+        _address(member.host, member.port), control.credentials, node_name(member.node)
+    )
     link = AgentLink(channel, f"the agent of {member.node}")
-    return Site(member.node, link, is_local=False, hosts={"": member.host}, model_path=model_path)
+    source = Source(weights=digest, peers=(head, *others))
+    return Site(member.node, link, is_local=False, hosts={"": member.host}, source=source)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:

@@ -20,7 +20,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from mlx_ring.agent.weights.serving import WeightsFront
 from mlx_ring.api.service import InstanceInfo
+from mlx_ring.cluster.agent_link import Source
 from mlx_ring.cluster.control import Control, open_control
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.discovery import announcing
@@ -33,6 +35,8 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.core.head_announcement import HeadAnnouncement
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.machine import make_run_folder, node_name, raise_descriptor_limit, share_cores
+from mlx_ring.core.model_digests import manifest_of_folder
+from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.arrangement import Arrangement, arrange_cluster, arrange_here
 from mlx_ring.node.http import HttpServer, end_http, http_config, local_url
@@ -89,6 +93,7 @@ class Head:
         self._listener = listener
         self._audience = audience
         self._service = HeadService(served, kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits))
+        self._weights = WeightsFront(node_name(), None)
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -116,7 +121,8 @@ class Head:
         if settings.nodes == 1:
             return None
         address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)
-        control = await cleanup.enter_async_context(open_control(state_folder(settings), address))
+        state = state_folder(settings)
+        control = await cleanup.enter_async_context(open_control(state, address, self._weights.handler()))
         if not _is_loopback(address.host):
             told = HeadAnnouncement(
                 node_name(), control.node, package_version("mlx-ring"), control.fingerprint.hex()[:16]
@@ -124,6 +130,16 @@ class Head:
             await cleanup.enter_async_context(announcing(told, address.port))
         self._audience.joining(address, control.make_token(life_s=_TOKEN_LIFE_S), settings.nodes - 1)
         return control
+
+    async def _offered_manifest(self) -> WeightsManifest:
+        """The model's, made by reading it once; from now on nodes can fetch it here."""
+        folder = self._served.folder
+        log.info("reading %s, so that other machines can check what they fetch", folder.path)
+        manifest = await asyncio.to_thread(
+            manifest_of_folder, folder, state_folder(self._settings) / "manifests", lambda _done, _total: None
+        )
+        self._weights.offer(folder.path, manifest)
+        return manifest
 
     async def _keep_serving(self, agents: OwnAgents, control: Control | None) -> None:
         """One instance after the other: what is lost is loaded again on what is there then."""
@@ -148,10 +164,12 @@ class Head:
         node = node_name() if control is None else control.node
         if control is None:
             path = str(self._served.folder.path)
-            site = Site(node, agent.link, is_local=True, hosts={}, model_path=path)
+            site = Site(node, agent.link, is_local=True, hosts={}, source=Source(path))
             arrangement = arrange_here(self._settings, self._served, site)
         else:
-            arrangement = await arrange_cluster(self._settings, self._served, agent.link, control, nodes)
+            arrangement = await arrange_cluster(
+                self._settings, self._served, agent.link, control, nodes, self._offered_manifest()
+            )
         name = f"{self._served.local.name.rsplit('/', 1)[-1]}-{secrets.token_hex(3)}"
         self._service.begin(name, number, arrangement.ranges)
         self._audience.planned(arrangement)

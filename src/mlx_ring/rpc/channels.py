@@ -17,6 +17,8 @@ from mlx_ring.rpc.tls.credentials import ChannelTrust
 
 MAX_MESSAGE_BYTES = 1 << 30
 """A chunk's activations fit: 8,192 tokens of a hidden size of 16,384 in float32 are 512 MiB."""
+WEIGHTS_MESSAGE_BYTES = 4 << 20
+"""For channels that weights come over: parts of a megabyte, and the bits of a million pieces."""
 _HANDSHAKE_MS = 10_000
 """A peer that connects and says nothing holds a descriptor for so long."""
 
@@ -33,9 +35,9 @@ def _options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def _named(name: str) -> Options:
+def _named(name: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     """The peer's certificate must be for this name, whatever its address."""
-    return [*_options(), ("grpc.ssl_target_name_override", name)]
+    return [*_options(max_message_bytes), ("grpc.ssl_target_name_override", name)]
 
 
 def open_channel(address: str, trust: ChannelTrust | None = None, name: str = "") -> grpc.Channel:
@@ -50,11 +52,17 @@ def open_channel(address: str, trust: ChannelTrust | None = None, name: str = ""
     return grpc.secure_channel(address, trust.for_channel(), options=_named(name))
 
 
-def open_aio_channel(address: str, trust: ChannelTrust | None = None, name: str = "") -> grpc.aio.Channel:
-    """A channel for an event loop; the arguments are those of `open_channel`."""
+def open_aio_channel(
+    address: str,
+    trust: ChannelTrust | None = None,
+    name: str = "",
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.aio.Channel:
+    """A channel for an event loop; the first arguments are those of `open_channel`."""
     if trust is None or address.startswith("unix:"):
-        return grpc.aio.insecure_channel(address, options=_options())
-    return grpc.aio.secure_channel(address, trust.for_channel(), options=_named(name))
+        return grpc.aio.insecure_channel(address, options=_options(max_message_bytes))
+    return grpc.aio.secure_channel(address, trust.for_channel(), options=_named(name, max_message_bytes))
 
 
 def make_server(

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from mlx_ring.rpc.frames import Frame, decode_frame, encode_frame
-from mlx_ring.rpc.protos import agent_pb2, cluster_pb2, enrol_pb2, hello_pb2, worker_pb2
+from mlx_ring.rpc.protos import agent_pb2, cluster_pb2, enrol_pb2, hello_pb2, weights_pb2, worker_pb2
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -26,6 +26,7 @@ AGENT_SERVICE = "mlx_ring.Agent"
 ENROLMENT_SERVICE = "mlx_ring.Enrolment"
 RENEWAL_SERVICE = "mlx_ring.Renewal"
 GREETING_SERVICE = "mlx_ring.Greeting"
+WEIGHTS_SERVICE = "mlx_ring.Weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,12 @@ STOP = _method(AGENT_SERVICE, "Stop", "unary_unary", agent_pb2.StopRequest, agen
 ENROL = _method(ENROLMENT_SERVICE, "Enrol", "unary_unary", enrol_pb2.EnrolRequest, enrol_pb2.EnrolReply)
 RENEW = _method(RENEWAL_SERVICE, "Renew", "unary_unary", enrol_pb2.RenewRequest, enrol_pb2.EnrolReply)
 GREET = _method(GREETING_SERVICE, "Greet", "unary_unary", hello_pb2.Hello, hello_pb2.Greeting)
+
+MANIFEST = _method(
+    WEIGHTS_SERVICE, "Manifest", "unary_stream", weights_pb2.ManifestRequest, weights_pb2.ManifestPart
+)
+HAVE = _method(WEIGHTS_SERVICE, "Have", "unary_unary", weights_pb2.HaveRequest, weights_pb2.HaveReply)
+FETCH = _method(WEIGHTS_SERVICE, "Fetch", "unary_stream", weights_pb2.FetchRequest, weights_pb2.FetchPart)
 
 
 def service_handler(

@@ -18,6 +18,7 @@ from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType
 
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.core.stage_folder import require_layers
 from mlx_ring.core.types import DType, LayerRange
 from mlx_ring.worker.shard import StageModel
 
@@ -37,8 +38,9 @@ def load_stage(folder: ModelFolder, layers: LayerRange, dtype: DType, progress: 
 
     Raises:
         ModelUnsupported: mlx-lm does not know the architecture, or it cannot be cut.
-        ModelCorrupt: the weights are not the ones that the configuration asks for.
+        ModelCorrupt: the weights are not the ones that the configuration asks for, or of other layers only.
     """
+    require_layers(folder.path, layers)
     model = _build(folder)
     stage = StageModel(model, layers, _DTYPES[dtype], folder.vocab_size, folder.hidden_size)
     if stage.num_layers != folder.num_layers:

@@ -40,14 +40,26 @@ class StartedWorker(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
 
 class LoadStagesRequest(_message.Message):
-    __slots__ = ("hello", "model_path", "assignments")
+    __slots__ = ("hello", "model_path", "assignments", "weights", "peers")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     model_path: str
     assignments: _containers.RepeatedCompositeFieldContainer[_worker_pb2.StageAssignment]
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ...) -> None: ...
+    weights: str
+    peers: _containers.RepeatedCompositeFieldContainer[WeightsPeer]
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., weights: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[WeightsPeer, _Mapping]]] = ...) -> None: ...
+
+class WeightsPeer(_message.Message):
+    __slots__ = ("address", "node")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    node: str
+    def __init__(self, address: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class StageProgress(_message.Message):
     __slots__ = ("stage", "rank", "progress")

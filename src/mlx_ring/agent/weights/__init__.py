@@ -1,0 +1,1 @@
+"""How a node gets the tensors of its layers from other nodes, keeps them, and gives them on."""

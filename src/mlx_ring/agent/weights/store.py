@@ -1,0 +1,325 @@
+"""The models that this node keeps for its stages: a folder for each manifest, with files that are mostly holes.
+
+ROOT/DIGEST/manifest.json    whose SHA-256 is DIGEST
+ROOT/DIGEST/model/           files of the model's own names and sizes; unwritten ranges are holes
+ROOT/DIGEST/journal          which pieces are there and have been checked
+ROOT/DIGEST/in-use           locked, shared, by whoever reads; who evicts wants it alone
+ROOT/DIGEST/writing          locked by the one who fetches
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Iterable
+from functools import cached_property
+from pathlib import Path
+
+from mlx_ring.agent.weights.journal import Journal
+from mlx_ring.core.errors import ModelCorrupt, PlanError, ProtocolError
+from mlx_ring.core.model_digests import hash_range
+from mlx_ring.core.private_files import locked, make_private_folder
+from mlx_ring.core.weights_manifest import Piece, WeightsManifest, decode_manifest, is_digest
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 8 << 20
+"""A larger tensor is fetched, and noted, in parts."""
+_SYNC_BYTES = 256 << 20
+_DISK_RESERVE_BYTES = 256 << 20
+_BLOCK_BYTES = 512
+"""What `st_blocks` counts in, whatever the file system."""
+
+
+class StoredModel:
+    """One model's folder in the store. Made by `WeightStore`."""
+
+    def __init__(self, entry: Path, manifest: WeightsManifest) -> None:
+        self.entry = entry
+        self.manifest = manifest
+        self.folder = entry / "model"
+        """What a worker loads from, once the pieces that it needs are there."""
+        self._journal = Journal(entry / "journal")
+        self._unsynced_bytes = 0
+
+    @property
+    def have(self) -> frozenset[int]:
+        """Indexes of the pieces that are there and checked."""
+        self._journal.read_on()
+        return self._journal.pieces() | self._empty
+
+    @cached_property
+    def _empty(self) -> frozenset[int]:
+        return frozenset(index for index, piece in enumerate(self.manifest.pieces) if not piece.nbytes)
+
+    def parts(self, index: int) -> frozenset[int]:
+        """Of a piece that is not there yet, the parts that are."""
+        return self._journal.parts(index)
+
+    def write(self, file: str, offset: int, data: bytes) -> None:
+        """Fill some bytes of a file; nothing is noted."""
+        descriptor = os.open(self.folder / file, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            while data:
+                written = os.pwrite(descriptor, data, offset)
+                data, offset = data[written:], offset + written
+        finally:
+            os.close(descriptor)
+
+    def note_parts(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Remember that parts have been written: pieces, and the parts' numbers."""
+        self._journal.add(f"part {index} {part}" for index, part in parts)
+
+    def check(self, indexes: Iterable[int]) -> set[int]:
+        """Hash pieces as they lie on disk. Those that are right are there from now on; the others are returned."""
+        pieces = {index: self.manifest.pieces[index] for index in indexes}
+        right = [
+            index
+            for index, piece in pieces.items()
+            if self.digest_of(piece.file, piece.offset, piece.end) == piece.digest
+        ]
+        self._journal.add(f"piece {index}" for index in right)
+        self._unsynced_bytes += self.manifest.nbytes(right)
+        if self._unsynced_bytes > _SYNC_BYTES:
+            self.sync()
+        return pieces.keys() - set(right)
+
+    def digest_of(self, file: str, start: int, end: int) -> str:
+        """Of some bytes of a file as they lie on disk."""
+        with (self.folder / file).open("rb", buffering=0) as stream:
+            return hash_range(stream, start, end - start, lambda _count: None)
+
+    def forget(self, indexes: Iterable[int]) -> None:
+        """Have pieces fetched anew."""
+        self._journal.add(f"forget {index}" for index in indexes)
+
+    def recheck(self) -> None:
+        """Hash again what a power cut may have taken, and forget what it did."""
+        self._journal.read_on()
+        self.forget(self.check(self._journal.unsynced()))
+        self.sync()
+
+    def sync(self) -> None:
+        """Wait until the disk has what was written, and note it."""
+        unsynced = self._journal.unsynced()
+        for file in sorted({self.manifest.pieces[index].file for index in unsynced}):
+            _sync_file(self.folder / file)
+        self._journal.add([*(f"safe {index}" for index in unsynced)], sync=True)
+        self._unsynced_bytes = 0
+
+    def disk_bytes(self) -> int:
+        """What it takes on disk; holes take nothing."""
+        return sum(path.stat().st_blocks * _BLOCK_BYTES for path in self.entry.rglob("*") if path.is_file())
+
+    @contextlib.contextmanager
+    def in_use(self) -> Generator[None]:
+        """Nobody evicts it inside, of whatever process. Hold it while a worker has not loaded yet, or may load again."""
+        descriptor = _lock(self.entry / "in-use", fcntl.LOCK_SH)
+        try:
+            os.utime(self.entry / "in-use")
+            yield
+        finally:
+            os.close(descriptor)
+
+    def lock_for_writing(self) -> int | None:
+        """A descriptor that is the right to write until it is closed; None while another has it."""
+        return _try_lock(self.entry / "writing")
+
+    @property
+    def last_used_ns(self) -> int:
+        mark = self.entry / "in-use"
+        return mark.stat().st_mtime_ns if mark.exists() else 0
+
+
+class WeightStore:
+    """All of a node's stored models, within a limit.
+
+    Args:
+        root: private to this user; several processes may share it.
+        limit_bytes: on disk, for all models together; None: what the disk has.
+    """
+
+    def __init__(self, root: Path, limit_bytes: int | None = None) -> None:
+        self.root = root
+        self.limit_bytes = limit_bytes
+        self._open: dict[str, tuple[tuple[int, int], StoredModel]] = {}
+
+    def find(self, digest: str) -> StoredModel | None:
+        """The model, where it is kept here, in part or whole."""
+        if not is_digest(digest):
+            return None
+        entry = self.root / digest
+        try:
+            mark = _mark(entry / "manifest.json")
+            known = self._open.get(digest)
+            if known is None or known[0] != mark:
+                manifest = decode_manifest((entry / "manifest.json").read_bytes(), digest)
+                known = self._open[digest] = (mark, StoredModel(entry, manifest))
+        except FileNotFoundError:
+            self._open.pop(digest, None)
+            return None
+        except (OSError, ProtocolError) as error:
+            log.warning("%s is no stored model any more: %s", entry, error)
+            return None
+        return known[1]
+
+    def models(self) -> list[StoredModel]:
+        """The least recently used first."""
+        names = [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
+        found = [model for name in names if (model := self.find(name)) is not None]
+        return sorted(found, key=lambda model: model.last_used_ns)
+
+    def hold(self, digest: str, hold: contextlib.ExitStack) -> StoredModel | None:
+        """Find a model, and keep it from being removed until `hold` is closed."""
+        with locked(self.root):
+            model = self.find(digest)
+            if model is not None:
+                hold.enter_context(model.in_use())
+        return model
+
+    def create(self, manifest: WeightsManifest, hold: contextlib.ExitStack | None = None) -> StoredModel:
+        """The model with all its files in their sizes; what is there already stays. For `hold` see there."""
+        with locked(self.root):
+            self._clear_leftovers()
+            model = self.find(manifest.digest)
+            if model is None:
+                model = self._make(manifest)
+            if hold is not None:
+                hold.enter_context(model.in_use())
+        return model
+
+    def make_room(self, needed_bytes: int, keep: StoredModel | None = None) -> None:
+        """Remove models that nobody uses, the least recently used first, until so many more bytes may be kept.
+
+        Raises:
+            PlanError: they do not fit.
+        """
+        if not needed_bytes:
+            return
+        with locked(self.root):
+            self._clear_leftovers()
+            models = self.models()
+            others = [model for model in models if keep is None or model.entry != keep.entry]
+            while self._excess(models, needed_bytes) > 0:
+                gone = next((model for model in others if self._evict(model)), None)
+                if gone is None:
+                    raise PlanError(self._no_room(models, needed_bytes))
+                models, others = _without(models, gone), _without(others, gone)
+
+    def _excess(self, models: Iterable[StoredModel], needed_bytes: int) -> int:
+        """Bytes too many, by the limit or by the disk."""
+        free = shutil.disk_usage(self.root).free
+        excess = needed_bytes + _DISK_RESERVE_BYTES - free
+        if self.limit_bytes is None:
+            return excess
+        return max(excess, sum(model.disk_bytes() for model in models) + needed_bytes - self.limit_bytes)
+
+    def _no_room(self, models: Iterable[StoredModel], needed_bytes: int) -> str:
+        used = sum(model.disk_bytes() for model in models)
+        limit = "no limit" if self.limit_bytes is None else f"a limit of {self.limit_bytes / 1e9:.2f} GB"
+        free = shutil.disk_usage(self.root).free
+        return (
+            f"{needed_bytes / 1e9:.2f} GB of weights do not fit {self.root}: it has {limit}, {used / 1e9:.2f} GB are "
+            f"kept and in use, and the disk has {free / 1e9:.2f} GB free. Make room, or raise the limit."
+        )
+
+    def _make(self, manifest: WeightsManifest) -> StoredModel:
+        """Made aside and moved into place, so that it is there whole or not at all."""
+        entry = self.root / manifest.digest
+        if entry.exists():
+            _remove(entry)
+        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
+        make_private_folder(aside / "model")
+        for name, size in manifest.files.items():
+            with (aside / "model" / name).open("wb") as stream:
+                stream.truncate(size)
+        (aside / "manifest.json").write_bytes(manifest.encoded)
+        (aside / "in-use").touch()
+        _sync_file(aside / "manifest.json")
+        aside.rename(entry)
+        return StoredModel(entry, manifest)
+
+    def _evict(self, model: StoredModel) -> bool:
+        descriptor = _try_lock(model.entry / "in-use")
+        if descriptor is None:
+            return False
+        try:
+            log.info("removing the stored weights in %s to make room", model.entry)
+            _remove(model.entry)
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _clear_leftovers(self) -> None:
+        """Of processes that were killed while they made or removed an entry."""
+        for path in self.root.glob(".new-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _mark(path: Path) -> tuple[int, int]:
+    """Another one where an entry was removed and made again."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+def _without(models: list[StoredModel], gone: StoredModel) -> list[StoredModel]:
+    return [model for model in models if model is not gone]
+
+
+def _remove(entry: Path) -> None:
+    """Out of its place first: what is left of it after a kill is no model."""
+    aside = Path(tempfile.mkdtemp(prefix=".new-", dir=entry.parent))
+    entry.rename(aside / "gone")
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(path: Path, kind: int) -> int:
+    """A descriptor that holds the lock. Raises `ModelCorrupt` where the entry was evicted meanwhile."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError as error:
+        raise _removed(path.parent) from error
+    try:
+        fcntl.flock(descriptor, kind)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if os.fstat(descriptor).st_nlink == 0:
+        os.close(descriptor)
+        raise _removed(path.parent)
+    return descriptor
+
+
+def _removed(entry: Path) -> ModelCorrupt:
+    return ModelCorrupt(f"{entry} was removed to make room for other models: fetch the weights again.")
+
+
+def _try_lock(path: Path) -> int | None:
+    try:
+        return _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+
+
+def missing_bytes(model: StoredModel, wanted: Iterable[int]) -> int:
+    """Of the wanted pieces, what is not there yet."""
+    have = model.have
+    return model.manifest.nbytes(index for index in wanted if index not in have)
+
+
+def parts_of(piece: Piece) -> list[tuple[int, int]]:
+    """The ranges of a piece's parts, in its file."""
+    starts = range(piece.offset, piece.end, PART_BYTES)
+    return [(start, min(start + PART_BYTES, piece.end)) for start in starts]

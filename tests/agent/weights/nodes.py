@@ -1,0 +1,139 @@
+"""Nodes that give weights over loopback, each from its own folder, and one that fetches from them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from mlx_ring.agent.weights.fetching import Patience, Peer
+from mlx_ring.agent.weights.serving import WeightsFront
+from mlx_ring.agent.weights.store import StoredModel, WeightStore
+from mlx_ring.core.model_digests import manifest_of_folder
+from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.core.weights_manifest import Piece, WeightsManifest, make_manifest
+from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, make_aio_server, open_aio_channel
+from mlx_ring.rpc.methods import FETCH, HAVE, MANIFEST, WEIGHTS_SERVICE, service_handler
+from mlx_ring.rpc.protos import weights_pb2
+
+QUICK = Patience(silence_s=10.0, tries=2, pause_s=0.01)
+Tamper = Callable[[weights_pb2.FetchPart], AsyncIterator[weights_pb2.FetchPart]]
+
+
+def say_nothing(_done: int, _total: int) -> None:
+    """No progress is told."""
+
+
+@dataclass(slots=True)
+class Told:
+    """Keeps the progress that it is told."""
+
+    steps: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def __call__(self, done: int, total: int) -> None:
+        self.steps.append((done, total))
+
+
+def manifest_in(folder: Path, cache: Path) -> WeightsManifest:
+    return manifest_of_folder(read_model_folder(folder), cache, say_nothing)
+
+
+def write_pieces(folder: Path, sizes: list[int], seed: int = 0) -> WeightsManifest:
+    """A folder of one file with pieces of these sizes: what is fetched need not be a model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = np.random.default_rng(seed).bytes(sum(sizes))
+    (folder / "model.safetensors").write_bytes(data)
+    pieces: list[Piece] = []
+    for number, size in enumerate(sizes):
+        start = sum(sizes[:number])
+        digest = hashlib.sha256(data[start : start + size]).hexdigest()
+        pieces.append(Piece(f"tensor.{number}", "model.safetensors", start, size, digest))
+    return make_manifest({"model.safetensors": len(data)}, pieces)
+
+
+class TamperingFront(WeightsFront):
+    """Gives what `tamper` makes of each part that it would give."""
+
+    tamper: Tamper | None = None
+    instead: str = ""
+    """The model whose manifest is given, whatever was asked for."""
+
+    async def manifest(
+        self, request: weights_pb2.ManifestRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[weights_pb2.ManifestPart]:
+        asked = weights_pb2.ManifestRequest(hello=request.hello, model=self.instead or request.model)
+        async for part in super().manifest(asked, _context):
+            yield part
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        behaviours = ((MANIFEST, self.manifest), (HAVE, self.have), (FETCH, self._tampered))
+        return service_handler(WEIGHTS_SERVICE, behaviours)
+
+    async def _tampered(
+        self, request: weights_pb2.FetchRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[weights_pb2.FetchPart]:
+        async for part in self.fetch(request, context):
+            if self.tamper is None:
+                yield part
+                continue
+            async for changed in self.tamper(part):
+                yield changed
+
+
+@dataclass(slots=True)
+class Node:
+    """One that gives weights."""
+
+    peer: Peer
+    address: str
+    server: grpc.aio.Server
+    front: TamperingFront
+
+
+@contextlib.asynccontextmanager
+async def node(
+    name: str,
+    manifest: WeightsManifest | None = None,
+    folder: Path | None = None,
+    *,
+    store: WeightStore | None = None,
+    tamper: Tamper | None = None,
+) -> AsyncGenerator[Node]:
+    """A node that listens on loopback, with a model in a folder, or with a store."""
+    front = TamperingFront(name, store)
+    front.tamper = tamper
+    if manifest is not None and folder is not None:
+        front.offer(folder, manifest)
+    server = make_aio_server()
+    server.add_generic_rpc_handlers((front.handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    address = f"127.0.0.1:{port}"
+    async with open_aio_channel(address, max_message_bytes=WEIGHTS_MESSAGE_BYTES) as channel:
+        try:
+            yield Node(Peer(name, channel), address, server, front)
+        finally:
+            await server.stop(None)
+
+
+def flip(part: weights_pb2.FetchPart) -> weights_pb2.FetchPart:
+    """The part with one bit of its first byte changed."""
+    return weights_pb2.FetchPart(offset=part.offset, data=bytes([part.data[0] ^ 1]) + part.data[1:])
+
+
+async def flipping(part: weights_pb2.FetchPart) -> AsyncIterator[weights_pb2.FetchPart]:
+    """Every part comes with a wrong bit."""
+    yield flip(part)
+
+
+def every(manifest: WeightsManifest) -> range:
+    return range(len(manifest.pieces))
+
+
+def bytes_of(model: StoredModel) -> dict[str, bytes]:
+    return {name: (model.folder / name).read_bytes() for name in model.manifest.files}

@@ -1,0 +1,81 @@
+"""Who fetches what."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_ring.agent.weights.shares import RUN_BYTES, Board, Part, join_ranges, rest_of
+from mlx_ring.core.weights_manifest import WeightsManifest
+
+MB = 1 << 20
+EMPTY = WeightsManifest({}, ())
+
+
+def parts(*sizes: int, file: str = "a") -> list[Part]:
+    """One behind the other, each a piece."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [
+        Part(number, 0, file, start, start + size)
+        for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+
+
+def test_a_run_is_of_one_file_and_no_larger_than_a_request_may_be() -> None:
+    wanted = [*parts(*[MB] * 40), *(part for part in parts(MB, file="b"))]
+    board = Board(EMPTY, wanted, {"mini": frozenset(range(40))})
+    first, second, third = (board.take("mini") for _ in range(3))
+    assert [sum(part.nbytes for part in run) for run in (first, second, third)] == [RUN_BYTES, 8 * MB, MB]
+    assert third[0].file == "b"
+    assert board.take("mini") == []
+
+
+def test_a_part_larger_than_a_request_is_a_run_of_its_own() -> None:
+    board = Board(EMPTY, parts(2 * RUN_BYTES, 1), {"mini": frozenset({0, 1})})
+    assert [part.piece for part in board.take("mini")] == [0]
+
+
+def test_a_peer_gets_only_what_it_has() -> None:
+    board = Board(EMPTY, parts(5, 5, 5), {"mini": frozenset({1}), "max": frozenset({0, 1, 2})})
+    assert [part.piece for part in board.take("mini")] == [1]
+    assert not board.can_take("mini")
+    assert board.may_take_later("mini")
+    assert [part.piece for part in board.take("max")] == [0, 2]
+
+
+def test_a_piece_that_must_come_from_one_peer_goes_alone() -> None:
+    alone = Part(1, -1, "a", 5, 10, alone=True)
+    board = Board(EMPTY, [parts(5)[0], alone, Part(2, 0, "a", 10, 15)], {"mini": frozenset({0, 1, 2})})
+    assert [[part.piece for part in board.take("mini")] for _ in range(3)] == [[0], [1], [2]]
+
+
+def test_adjacent_parts_are_one_range() -> None:
+    assert list(join_ranges([*parts(3, 4), Part(9, 0, "a", 20, 30)])) == [(0, 7), (20, 30)]
+    assert list(join_ranges([])) == []
+
+
+def test_what_is_left_of_a_run_begins_where_it_broke_off() -> None:
+    assert [(part.start, part.end) for part in rest_of(parts(4, 4, 4), 6)] == [(6, 8), (8, 12)]
+    alone = Part(0, -1, "a", 0, 4, alone=True)
+    assert rest_of([alone], 3) == [alone]
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.randoms(use_true_random=False))
+def test_whatever_breaks_off_where_every_byte_is_given_out_once(
+    sizes: list[int], chance: random.Random
+) -> None:
+    peers = {name: frozenset(range(len(sizes))) for name in ("one", "two")}
+    board = Board(EMPTY, parts(*sizes), peers)
+    got: list[int] = []
+    while run := board.take(chance.choice(["one", "two"])):
+        reached = chance.randint(0, sum(part.nbytes for part in run))
+        spans = [byte for start, end in join_ranges(run) for byte in range(start, end)]
+        got += spans[:reached]
+        rest = rest_of(run, reached)
+        for _ in range(len(run) - len(rest)):
+            board.finish()
+        board.put_back(rest)
+        assert board.under_way == 0
+    assert sorted(got) == list(range(sum(sizes)))

@@ -1,0 +1,58 @@
+"""Between machines weights go to members of the cluster, from members of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from tests.agent.weights.nodes import every, say_nothing, write_pieces
+from tests.machines import listening, node_credentials
+
+from mlx_ring.agent.weights.fetching import Peer, fetch, fetch_manifest
+from mlx_ring.agent.weights.serving import WeightsFront
+from mlx_ring.agent.weights.store import WeightStore
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.core.errors import WeightsMissing
+from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel
+from mlx_ring.rpc.tls.guard import AioPeerGuard
+from mlx_ring.rpc.tls.names import node_name
+from mlx_ring.rpc.tls.peers import Revoked, peer_of_certificate
+
+MB = 1 << 20
+
+
+def test_members_get_weights_and_a_removed_node_and_a_stranger_get_none(tmp_path: Path) -> None:
+    authority, other = Authority.open(tmp_path / "cluster"), Authority.open(tmp_path / "other")
+    giver, member, removed = (node_credentials(authority, name) for name in ("big-1", "mini-1", "gone-1"))
+    serial = peer_of_certificate(x509.load_pem_x509_certificate(removed.certificate)).serial
+    manifest = write_pieces(tmp_path / "model", [MB, MB])
+    front = WeightsFront("big-1", None)
+    front.offer(tmp_path / "model", manifest)
+    asked = {
+        "member": (member, node_name("big-1"), ""),
+        "removed": (removed, node_name("big-1"), "has been removed from the cluster"),
+        "stranger": (node_credentials(other, "mini-1"), node_name("big-1"), "big: "),
+        "deceived": (member, node_name("huge-1"), "big: "),
+    }
+
+    async def act() -> None:
+        async with listening(giver, AioPeerGuard(Revoked([serial]).refusal), front.handler()) as address:
+            for who, (credentials, name, refusal) in asked.items():
+                model = WeightStore(tmp_path / who).create(manifest)
+                limit = WEIGHTS_MESSAGE_BYTES
+                async with open_aio_channel(address, credentials, name, max_message_bytes=limit) as channel:
+                    peers = [Peer("big", channel)]
+                    if refusal:
+                        with pytest.raises(WeightsMissing, match=refusal):
+                            await fetch_manifest(manifest.digest, peers, "mini")
+                        with pytest.raises(WeightsMissing, match=refusal):
+                            await fetch(model, every(manifest), peers, "mini", say_nothing)
+                        assert model.have == frozenset()
+                    else:
+                        assert await fetch_manifest(manifest.digest, peers, "mini") == manifest
+                        got = await fetch(model, every(manifest), peers, "mini", say_nothing)
+                        assert got.nbytes == 2 * MB
+
+    asyncio.run(act())

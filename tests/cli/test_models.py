@@ -1,0 +1,104 @@
+"""`mlx-ring models preshard` as a person types it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
+from tests.cli.test_main import complaint
+from tests.processes import run_cli
+
+from mlx_ring.cli.models import parse_layers
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.core.types import LayerRange
+from mlx_ring.worker.loading import load_stage
+
+
+def logits(folders: list[tuple[Path, LayerRange]]) -> mx.array:
+    hidden: mx.array | None = None
+    for path, layers in folders:
+        stage = load_stage(read_model_folder(path), layers, "float32", lambda _done, _total: None)
+        hidden = stage.forward(mx.array([[3, 1, 4]]), hidden, stage.make_layer_caches(), None)
+    assert hidden is not None
+    return hidden
+
+
+@pytest.mark.parametrize(
+    "wish", [("--layers", "0-2,2-5"), ("--stages", "2"), ("--layers", "0-1,1-2,2-5")], ids=" ".join
+)
+def test_stages_loaded_from_their_folders_are_the_model(
+    tiny_model: Path, tmp_path: Path, wish: tuple[str, str]
+) -> None:
+    done = run_cli("models", "preshard", str(tiny_model), *wish, "--out", "shards", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folders = sorted((tmp_path / "shards").iterdir())
+    told = [
+        re.fullmatch(r"(.+): layers (\d+)-(\d+), [\d,]+ bytes", line) for line in done.stdout.splitlines()
+    ]
+    assert [row and Path(row[1]) for row in told] == folders
+    ranges = [LayerRange(int(row[2]), int(row[3])) for row in told if row]
+    whole: Any = load_model(tiny_model)[0]
+    assert mx.array_equal(logits(list(zip(folders, ranges, strict=True))), whole(mx.array([[3, 1, 4]])))
+
+
+@pytest.mark.skipif(shutil.which("tar") is None, reason="tar copies the folder")
+def test_a_copy_made_by_tar_keeps_the_holes_and_loads(tiny_model: Path, tmp_path: Path) -> None:
+    options = ("--layers", "0-4,4-5", "--out", "shards")
+    assert run_cli("models", "preshard", str(tiny_model), *options, folder=tmp_path).returncode == 0
+    (tmp_path / "there").mkdir()
+    packed = subprocess.run(
+        ["tar", "--create", "--sparse", "--directory", str(tmp_path / "shards"), "stage-1"],
+        check=True,
+        capture_output=True,
+    ).stdout
+    subprocess.run(["tar", "--extract", "--directory", str(tmp_path / "there")], input=packed, check=True)
+    stage = tmp_path / "there" / "stage-1"
+    size = (stage / "model.safetensors").stat().st_size
+    assert (stage / "model.safetensors").stat().st_blocks * 512 < size
+    assert len(packed) < size
+    load_stage(read_model_folder(stage), LayerRange(4, 5), "float32", lambda _done, _total: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ((), "Give one of --stages and --layers"),
+        (("--stages", "6"), "6 stages were asked for and the model has 5 layers"),
+        (("--stages", "two"), "--stages is two"),
+        (("--layers", "0-2,3-5"), "--layers is 0-2,3-5; it must be ranges that cover the model's 5 layers"),
+    ],
+)
+def test_what_makes_no_stages_is_refused_with_one_sentence(
+    tiny_model: Path, tmp_path: Path, options: tuple[str, ...], sentence: str
+) -> None:
+    said = complaint("models", "preshard", str(tiny_model), "--out", "shards", *options, folder=tmp_path)
+    assert sentence in said
+    assert not (tmp_path / "shards").exists()
+
+
+def test_where_one_stage_is_there_already_none_is_made(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "shards" / "stage-1").mkdir(parents=True)
+    options = ("--layers", "0-2,2-5", "--out", "shards")
+    said = complaint("models", "preshard", str(tiny_model), *options, folder=tmp_path)
+    assert "stage-1 is there already: remove it" in said
+    assert [path.name for path in (tmp_path / "shards").iterdir()] == ["stage-1"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0-2,2-6", "0-2,2-2,2-5", "2-5", "0-4", "0-2;2-5", "", "0-5,", "-5", "5-0", "0-3,2-5", "0-9999999"],
+)
+def test_layers_that_leave_one_out_or_give_one_twice_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"cover the model's 5 layers in order.* such as 0-2,2-5"):
+        parse_layers(text, 5)
+
+
+def test_layers_are_read_with_their_ends_not_included() -> None:
+    assert parse_layers("0-2, 2-5", 5) == (LayerRange(0, 2), LayerRange(2, 5))
