@@ -96,7 +96,7 @@ def test_where_one_stage_is_there_already_none_is_made(tiny_model: Path, tmp_pat
     ["0-2,2-6", "0-2,2-2,2-5", "2-5", "0-4", "0-2;2-5", "", "0-5,", "-5", "5-0", "0-3,2-5", "0-9999999"],
 )
 def test_layers_that_leave_one_out_or_give_one_twice_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="cover the model's 5 layers in order.* such as 0-2,2-5"):
+    with pytest.raises(ConfigError, match=r"cover the model's 5 layers in order.* such as 0-2,2-5"):
         parse_layers(text, 5)
 
 
