@@ -88,7 +88,7 @@ def row_streams(bench: Bench) -> list[Ratio]:
         for number in range(bench.rounds + 1):
             jobs = jobs_of(number, requests, 16, tokens, FLOAT.vocabulary)
             single, double = (_steady_speed(load(server, jobs, 8)) for server in (one, two))
-            means = _decode_means_us(two)
+            means = decode_means_us(two)
             limit = sum(means) / max(means)
             predicted = steady_throughput([MeasuredCost(mean) for mean in means], streams=8, hop_us=_HOP_US)
             note_round(
@@ -240,17 +240,17 @@ def _one_and_two(bench: Bench, model: Path | None = None) -> Iterator[list[Any]]
         yield servers
 
 
-def quantized() -> Path:
-    """The random model with 4-bit weights, group size 64, everything else in float32."""
-    folder = CACHE / f"{make(FLOAT).name}-4bit"
+def quantized(shape: Shape = FLOAT, bits: int = 4) -> Path:
+    """The random model with quantized weights, group size 64, everything else in float32."""
+    folder = CACHE / f"{make(shape).name}-{bits}bit"
     if not (folder / "config.json").is_file():
         from mlx_lm import convert  # noqa: PLC0415 - MLX is wanted for this alone
 
-        convert(str(make(FLOAT)), str(folder), quantize=True, q_bits=4, q_group_size=64, dtype="float32")
+        convert(str(make(shape)), str(folder), quantize=True, q_bits=bits, q_group_size=64, dtype="float32")
     return folder
 
 
-def _decode_means_us(server: RingServer) -> list[float]:
+def decode_means_us(server: RingServer) -> list[float]:
     """What a decode step took on each stage, as the stages have timed it."""
     steps = httpx.get(f"{server.url}/cluster/status", trust_env=False).json()["step_times"]
     return [stage["decode_compute_us"] for stage in steps]

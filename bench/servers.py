@@ -81,12 +81,19 @@ class RingServer(Server):
     """`mlx-ring serve`: worker i on `cores[i]`, head and agent on `head_core`."""
 
     def __init__(
-        self, model: Path, *flags: str, stages: int = 1, cores: Sequence[int], head_core: int | None
+        self,
+        model: Path,
+        *flags: str,
+        stages: int = 1,
+        counts: Sequence[int] = (),
+        cores: Sequence[int],
+        head_core: int | None,
     ) -> None:
+        """With `counts` each stage has so many layers; the server cuts as it likes otherwise."""
         port = free_port()
-        program = shutil.which("mlx-ring", path=str(Path(sys.executable).parent)) or "mlx-ring"
+        stages = len(counts) or stages
         self._logs = tempfile.TemporaryDirectory(prefix="mlx-ring-bench-")
-        command = [program, "serve", str(model), "--stages", str(stages), "--port", str(port)]
+        command = [*_program(counts), "serve", str(model), "--stages", str(stages), "--port", str(port)]
         command += ["--blas-threads", "1", "--log-dir", self._logs.name, "--log-level", "warning", *flags]
         super().__init__(f"mlx-ring, {stages} stage{'s' * (stages > 1)}", command, port, "/health/ready")
         self._pin(stages, cores, head_core)
@@ -97,11 +104,16 @@ class RingServer(Server):
         if len(workers) != stages:
             raise SystemExit(f"{self.name} runs {len(workers)} workers, not {stages}.")
         order = sorted(workers, key=lambda process: _stage(process.cmdline()))
+        self._workers = order
         for index, worker in enumerate(order if cores else []):
             pin(worker.pid, cores[index % len(cores)])
         for process in processes:
             if process not in workers and head_core is not None:
                 pin(process.pid, head_core)
+
+    def worker_cpu_s(self) -> list[float]:
+        """CPU seconds that each stage's worker has used."""
+        return [sum(worker.cpu_times()[:2]) for worker in self._workers]
 
     def head_cpu_s(self) -> float:
         """CPU seconds that the head has used."""
@@ -111,6 +123,12 @@ class RingServer(Server):
     def stop(self) -> None:
         super().stop()
         self._logs.cleanup()
+
+
+def _program(counts: Sequence[int]) -> list[str]:
+    if counts:
+        return [sys.executable, str(Path(__file__).with_name("cut_server.py")), ",".join(map(str, counts))]
+    return [shutil.which("mlx-ring", path=str(Path(sys.executable).parent)) or "mlx-ring"]
 
 
 class MlxLmServer(Server):

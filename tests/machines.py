@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -93,6 +95,17 @@ async def running_head(folder: Path, tries: TryLimit | None = None) -> AsyncGene
         yield Head(authority, tokens, members, HeadAddress("127.0.0.1", port))
     finally:
         await asyncio.gather(enrolment.stop(None), cluster.stop(None))
+
+
+def free_pair_of_ports() -> int:
+    """The first of two free ports in a row on loopback."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return port
 
 
 async def _two_ports(

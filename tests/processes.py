@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -67,8 +67,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: Path | str, *arguments: str, folder: Path) -> Generator[Server]:
-    """`mlx-ring serve` in `folder` on a free port, ready; nothing of it is left afterwards."""
+def serving(
+    model: Path | str, *arguments: str, folder: Path, heard: Callable[[str], None] | None = None
+) -> Generator[Server]:
+    """`mlx-ring serve` in `folder` on a free port, ready; nothing of it is left afterwards.
+
+    `heard` is called with each line that it prints until it is ready.
+    """
     with (folder / "stderr.txt").open("w") as errors:
         process = subprocess.Popen(
             [*MLX_RING, "serve", str(model), "--port", "0", *arguments],
@@ -80,7 +85,7 @@ def serving(model: Path | str, *arguments: str, folder: Path) -> Generator[Serve
         )
     family: list[psutil.Process] = []
     try:
-        url = _wait_until_ready(process, folder)
+        url = _wait_until_ready(process, folder, heard or (lambda _line: None))
         family = psutil.Process(process.pid).children(recursive=True)
         yield Server(process, url, folder, family)
     finally:
@@ -92,10 +97,36 @@ def serving(model: Path | str, *arguments: str, folder: Path) -> Generator[Serve
                 left.kill()
 
 
-def _wait_until_ready(process: subprocess.Popen[str], folder: Path) -> str:
+@contextlib.contextmanager
+def joining(address: str, token: str, folder: Path, *arguments: str) -> Generator[subprocess.Popen[str]]:
+    """`mlx-ring join` as a machine whose state and logs lie in `folder`; nothing of it is left afterwards."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "stderr.txt").open("w") as errors:
+        process = subprocess.Popen(
+            [*MLX_RING, "join", address, "--token", token, "--state-dir", str(folder / "state"), *arguments],
+            cwd=folder,
+            env=clean_environment(),
+            stdout=errors,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    try:
+        yield process
+    finally:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        process.send_signal(signal.SIGINT)
+        _, alive = psutil.wait_procs(family, timeout=30)
+        for left in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[str], folder: Path, heard: Callable[[str], None]) -> str:
     """The address it says; reads on to the last line of what it prints when ready."""
     url = ""
     for line in process.stdout or ():
+        heard(line)
         found = re.search(r"at (http://\S+)", line)
         url = found.group(1) if found else url
         if line.startswith("Ctrl-C"):

@@ -22,7 +22,7 @@ from mlx_ring.core.config import inherited_environment
 from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.methods import START, STOP, WATCH
+from mlx_ring.rpc.methods import LOAD_STAGES, START, STOP, WATCH
 from mlx_ring.rpc.protos import agent_pb2
 
 WAIT_S = 90.0
@@ -36,10 +36,19 @@ class Agent:
     channel: grpc.aio.Channel
     run_dir: Path
 
-    async def start_all(self, request: agent_pb2.StartRequest) -> list[agent_pb2.StartProgress]:
-        return [
-            progress async for progress in START.aio_unary_stream(self.channel)(request, wait_for_ready=True)
-        ]
+    async def start(self, request: agent_pb2.LoadStagesRequest) -> agent_pb2.StartReply:
+        """Its workers, with nothing loaded."""
+        start = agent_pb2.StartRequest(hello=request.hello, assignments=request.assignments)
+        return await START.aio_unary_unary(self.channel)(start, wait_for_ready=True)
+
+    async def load(self, request: agent_pb2.LoadStagesRequest) -> list[agent_pb2.StageProgress]:
+        return [progress async for progress in LOAD_STAGES.aio_unary_stream(self.channel)(request)]
+
+    async def start_all(self, request: agent_pb2.LoadStagesRequest) -> list[agent_pb2.StageProgress]:
+        """Start and load."""
+        reply = await self.start(request)
+        assert not reply.HasField("failure"), reply.failure.message
+        return await self.load(request)
 
     async def watch(self) -> AsyncGenerator[agent_pb2.AgentEvent]:
         """Its events; only a change brings another one, since the heartbeat is an hour away."""
@@ -82,10 +91,10 @@ def with_agent(folder: Path, use: Callable[[Agent], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def start_request(model: Path, stages: int = 2, instance: str = "one") -> agent_pb2.StartRequest:
+def load_request(model: Path, stages: int = 2, instance: str = "one") -> agent_pb2.LoadStagesRequest:
     folder = read_model_folder(model)
     ranges = even_split(folder.num_layers, stages)
-    return agent_pb2.StartRequest(
+    return agent_pb2.LoadStagesRequest(
         hello=make_hello(model_digest=folder.digest),
         model_path=str(model),
         assignments=make_assignments(
@@ -103,11 +112,14 @@ def test_a_start_reports_each_stage_until_it_is_ready_and_a_stop_ends_them(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     async def use(agent: Agent) -> None:
-        reports = await agent.start_all(start_request(tiny_model))
+        started = (await agent.start(load_request(tiny_model))).workers
+        assert [worker.stage for worker in started] == [0, 1]
+        assert len({worker.address for worker in started}) == 2
+        assert {worker.port for worker in started} == {0}, "no other machine is let in"
+        reports = await agent.load(load_request(tiny_model))
         assert {report.stage for report in reports if report.progress.ready} == {0, 1}
-        assert len({(report.address, report.pid) for report in reports}) == 2
         workers = agent.workers()
-        assert {worker.pid for worker in workers} == {report.pid for report in reports}
+        assert {worker.pid for worker in workers} == {worker.pid for worker in started}
         assert await agent.stop("another") == 0
         assert await agent.stop("one") == 2
         assert all_gone(workers)
@@ -121,7 +133,7 @@ def test_a_stop_of_everything_ends_the_agent_too_and_leaves_no_folder(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     async def use(agent: Agent) -> None:
-        await agent.start_all(start_request(tiny_model, stages=1))
+        await agent.start_all(load_request(tiny_model, stages=1))
         workers = agent.workers()
         assert await agent.stop() == 1
         assert await agent.child.wait() == "exit code 0"
@@ -135,8 +147,8 @@ def test_a_death_is_told_at_once_with_its_reason_and_the_others_live_on(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     async def use(agent: Agent) -> None:
-        reports = await agent.start_all(start_request(tiny_model))
-        victim = next(report for report in reports if report.stage == 1)
+        victim = (await agent.start(load_request(tiny_model))).workers[1]
+        await agent.load(load_request(tiny_model))
         events = aiter(agent.watch())
         first = await anext(events)
         assert [worker.alive for worker in first.workers] == [True, True]
@@ -157,7 +169,7 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_and_no_worker_stays(
 ) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model, broken)
-    request = start_request(broken)
+    request = load_request(broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
 
@@ -166,7 +178,7 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_and_no_worker_stays(
         assert reports[-1].progress.failure.kind == "ModelCorrupt"
         assert "truncated" in reports[-1].progress.failure.message
         assert agent.workers() == []
-        again = await agent.start_all(start_request(tiny_model, stages=1))
+        again = await agent.start_all(load_request(tiny_model, stages=1))
         assert again[-1].progress.ready
 
     with_agent(tmp_path, use)
@@ -175,16 +187,27 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_and_no_worker_stays(
 @pytest.mark.parametrize("trouble", ["version", "twice", "nothing"])
 def test_a_start_that_cannot_be_meant_is_refused(trouble: str, tiny_model: Path, tmp_path: Path) -> None:
     async def use(agent: Agent) -> None:
-        request = start_request(tiny_model, stages=1)
+        request = load_request(tiny_model, stages=1)
         if trouble == "version":
             request.hello.mlx_ring = "0.0.0"
         elif trouble == "nothing":
             del request.assignments[:]
         else:
             await agent.start_all(request)
-        (report,) = await agent.start_all(request)
+        reply = await agent.start(request)
         expected = {"version": "VersionMismatch", "twice": "ProtocolError", "nothing": "ProtocolError"}
-        assert report.progress.failure.kind == expected[trouble]
+        assert reply.failure.kind == expected[trouble]
+
+    with_agent(tmp_path, use)
+
+
+def test_only_what_was_started_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    async def use(agent: Agent) -> None:
+        await agent.start(load_request(tiny_model, stages=2))
+        (report,) = await agent.load(load_request(tiny_model, stages=1))
+        assert report.progress.failure.kind == "ProtocolError"
+        assert "started here for stages and ranks [(0, 0), (1, 0)]" in report.progress.failure.message
+        assert (await agent.load(load_request(tiny_model)))[-1].progress.ready
 
     with_agent(tmp_path, use)
 
@@ -193,7 +216,7 @@ def test_a_head_that_leaves_while_loading_leaves_no_worker(tiny_model: Path, tmp
     async def use(agent: Agent) -> None:
         events = aiter(agent.watch())
         await anext(events)
-        call = asyncio.ensure_future(agent.start_all(start_request(tiny_model)))
+        call = asyncio.ensure_future(agent.start_all(load_request(tiny_model)))
         while len((await anext(events)).workers) < 2:
             pass
         workers = agent.workers()
@@ -208,7 +231,7 @@ def test_a_head_that_leaves_while_loading_leaves_no_worker(tiny_model: Path, tmp
 
 def test_an_agent_ended_by_sigterm_ends_its_workers_first(tiny_model: Path, tmp_path: Path) -> None:
     async def use(agent: Agent) -> None:
-        await agent.start_all(start_request(tiny_model))
+        await agent.start_all(load_request(tiny_model))
         workers = agent.workers()
         os.kill(agent.child.pid, signal.SIGTERM)
         assert await agent.child.wait() == "exit code 0"

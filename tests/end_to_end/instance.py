@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from mlx_ring.cluster.agent_link import AgentLink
 from mlx_ring.cluster.placement import even_split
 from mlx_ring.core.child import ChildProcess
 from mlx_ring.core.config import inherited_environment
@@ -18,15 +19,14 @@ from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.grpc_executor import GrpcExecutor
+from mlx_ring.engine.grpc_executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.kv_budget import BLOCK
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import GenerateRequest, Limits
 from mlx_ring.rpc.channels import open_aio_channel
-from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.methods import START, STATUS
-from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.rpc.methods import STATUS
+from mlx_ring.rpc.protos import worker_pb2
 
 _ROOMY = 4096
 NO_TEXT = Vocabulary(decode=lambda _tokens: "", special=frozenset(), size=1 << 30)
@@ -74,18 +74,15 @@ async def start_workers(
     address: str, folder: ModelFolder, stages: int, dtype: str = "float32", kv_bits: int = 0
 ) -> dict[RankId, tuple[str, int]]:
     """Have the agent load the model; returns each rank's address and process id."""
-    async with open_aio_channel(address) as channel:
+    link = AgentLink(open_aio_channel(address), "the agent")
+    try:
         hello = make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages")
-        request = agent_pb2.StartRequest(
-            hello=hello, model_path=str(folder.path), assignments=assignments(folder, stages, dtype, kv_bits)
-        )
-        ready: dict[RankId, tuple[str, int]] = {}
-        async for message in START.aio_unary_stream(channel)(request, wait_for_ready=True):
-            if message.progress.HasField("failure"):
-                raise failure_to_error(message.progress.failure)
-            if message.progress.ready:
-                ready[RankId(message.stage, message.rank)] = (message.address, message.pid)
-        return dict(sorted(ready.items()))
+        wanted = assignments(folder, stages, dtype, kv_bits)
+        workers = await link.start(hello, wanted)
+        await link.load(hello, str(folder.path), wanted, lambda _progress: None)
+    finally:
+        await link.close()
+    return {RankId(worker.stage, worker.rank): (worker.address, worker.pid) for worker in workers}
 
 
 @asynccontextmanager
@@ -109,7 +106,7 @@ async def running_engine(
     async with running_agent(log_dir) as (_, address):
         workers = await start_workers(address, folder, stages, dtype, kv_bits)
         executor = await GrpcExecutor.connect(
-            [(rank, address) for rank, (address, _) in workers.items()],
+            [RankAddress(rank, address) for rank, (address, _) in workers.items()],
             make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages", fencing_id=os.getpid()),
         )
         kv = await _kv_of({rank: address for rank, (address, _) in workers.items()}, kv_blocks or _ROOMY)

@@ -43,7 +43,7 @@ def test_a_chunk_beside_decode_takes_what_the_ratio_leaves() -> None:
 
 def test_steps_with_drafts_leave_time_to_prompts_too() -> None:
     pace = pacing(decode_us=10_000, token_us=100)
-    pace.spend(1000)
+    pace.sent(9, 200, beside_decode=True)
     pace.note(timing(0, rows=4, tokens=20, compute_us=14_000), is_prefill=False)
     assert pace.chunk(5000, 5000, beside_decode=True) >= 150
 
@@ -51,8 +51,8 @@ def test_steps_with_drafts_leave_time_to_prompts_too() -> None:
 def test_what_is_spent_must_be_earned_again() -> None:
     pace = pacing(decode_us=10_000, token_us=100, steps=2)
     size = pace.chunk(5000, 5000, beside_decode=True)
-    pace.spend(size)
-    assert pace.chunk(5000, 5000, beside_decode=True) == SMALLEST_CHUNK
+    pace.sent(9, size, beside_decode=True)
+    assert pace.chunk(5000, 5000, beside_decode=True) == 0
     pace.note(timing(0, rows=4, tokens=4, compute_us=10_000), is_prefill=False)
     assert pace.chunk(5000, 5000, beside_decode=True) == size // 2
 
@@ -60,9 +60,32 @@ def test_what_is_spent_must_be_earned_again() -> None:
 def test_streams_that_were_left_in_peace_owe_eight_steps_and_a_full_chunk_at_most() -> None:
     pace = pacing(decode_us=1_000, token_us=100, steps=100)
     assert pace.chunk(5000, 5000, beside_decode=True) == 144, "eight steps, 18 tokens each"
-    pace.spend(144)
-    assert pace.chunk(5000, 5000, beside_decode=True) == SMALLEST_CHUNK
+    pace.sent(9, 144, beside_decode=True)
+    assert pace.chunk(5000, 5000, beside_decode=True) == 0
     assert pacing(decode_us=10_000, token_us=100, steps=100).chunk(5000, 5000, beside_decode=True) == 512
+
+
+def test_where_one_step_does_not_pay_for_the_smallest_chunk_several_pay_for_a_larger_one() -> None:
+    pace = pacing(decode_us=10_000, token_us=5_000, ratio=1.5)
+    sizes: list[int] = []
+    for _ in range(16):
+        sizes.append(pace.chunk(5000, 5000, beside_decode=True))
+        if sizes[-1]:
+            pace.sent(9, sizes[-1], beside_decode=True)
+        pace.note(timing(0, rows=4, tokens=4, compute_us=10_000), is_prefill=False)
+    assert sizes.count(0) >= 12
+    assert max(sizes) > SMALLEST_CHUNK
+
+
+def test_a_chunk_that_took_longer_than_it_was_thought_to_is_paid_for_later() -> None:
+    pace = pacing(decode_us=10_000, token_us=100, steps=4)
+    size = pace.chunk(5000, 5000, beside_decode=True)
+    pace.sent(1, size, beside_decode=True)
+    pace.note(timing(0, rows=1, tokens=size, compute_us=size * 100 + 30_000), is_prefill=True)
+    for _ in range(2):
+        assert pace.chunk(5000, 5000, beside_decode=True) == 0
+        pace.note(timing(0, rows=4, tokens=4, compute_us=10_000), is_prefill=False)
+    assert pace.chunk(5000, 5000, beside_decode=True) > 0
 
 
 def test_time_is_earned_where_every_step_has_drafts() -> None:
@@ -77,7 +100,6 @@ def test_before_anything_is_measured_chunks_are_small_beside_decode() -> None:
 
 def test_chunks_stay_within_their_bounds() -> None:
     assert pacing(decode_us=10_000, token_us=1).chunk(5000, 5000, beside_decode=True) == 512
-    assert pacing(decode_us=10, token_us=1000).chunk(5000, 5000, beside_decode=True) == SMALLEST_CHUNK
     assert Pacing(1, chunk=2, max_itl_ratio=2.0).chunk(5000, 5000, beside_decode=True) == 2
 
 

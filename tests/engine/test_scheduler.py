@@ -284,6 +284,10 @@ def test_where_rows_hold_more_than_they_count_someone_makes_way_and_all_end(*, p
     pipeline.run_out()
     assert all(sequence.finish_reason for sequence in pipeline.sequences.values())
     assert pipeline.scheduler.stats().num_preemptions > 0
+    prefilled = sum(len(row.tokens.ids) for step in pipeline.twin.sent for row in step.rows)
+    assert prefilled <= 2 * sum(sequence.prompt_length for sequence in pipeline.sequences.values()), (
+        "who is put back comes again when another has ended, and not at once"
+    )
     pipeline.check_nothing_is_left()
 
 

@@ -43,6 +43,7 @@ class Bench:
         kv = None if kv_blocks is None else {rank: RankKv(kv_blocks * BLOCK, 1) for rank in ranks}
         self.scheduler = Scheduler(ranks, instance="demo", epoch=1, policy=policy, kv=kv)
         self.sequences: dict[int, Sequence] = {}
+        self.left_early: set[int] = set()
         cost = LinearCost(DECODE_S / stages, TOKEN_S / stages)
 
         def stage_s(_stage: int, step: step_pb2.Step) -> float:
@@ -64,7 +65,10 @@ class Bench:
 
     def leave(self, number: int) -> None:
         """The client goes away, if it has not been answered."""
-        self.scheduler.abort(self.sequences[number])
+        sequence = self.sequences[number]
+        if sequence.finish_reason is None:
+            self.left_early.add(number)
+            self.scheduler.abort(sequence)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -101,19 +105,34 @@ def test_a_long_prompts_chunks_overlap(stages: int) -> None:
     assert result.sequences[1].first_token_s <= 1.2 * alone_s / stages
 
 
+@pytest.mark.parametrize("ratio", [1.3, 1.7, 2.5, 4.0])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_long_prompt_leaves_running_streams_the_promised_pace(stages: int) -> None:
-    policy = replace(PLAIN, max_itl_ratio=2.5)
-    bench = Bench(stages, policy)
+def test_a_long_prompt_leaves_running_streams_the_promised_pace(stages: int, ratio: float) -> None:
+    bench = Bench(stages, replace(PLAIN, max_itl_ratio=ratio))
+    arrivals = [(0.0, bench.request(8, 3000)) for _ in range(4)]
+    arrivals.append((2.0, bench.request(2000, 1)))
+    result = bench.simulation.run(arrivals)
+    ended_s = result.sequences[5].end_s
+    quiet = max(gap for number in range(1, 5) for gap in result.sequences[number].gaps_s(1.0, 2.0))
+    for number in range(1, 5):
+        gaps = list(result.sequences[number].gaps_s(2.1, ended_s))
+        for tokens in {min(8, len(gaps)), min(32, len(gaps)), len(gaps)}:
+            longest = max(sum(gaps[begin : begin + tokens]) for begin in range(len(gaps) - tokens + 1))
+            # Eight tokens' share may have been saved before, and a chunk be dearer than it was thought to be.
+            assert longest <= 1.05 * quiet * (tokens + (ratio - 1) * (tokens + 8) + 4)
+    alone_s = 2000 * TOKEN_S + 4 * DECODE_S
+    assert ended_s - 2.0 < 6 * alone_s * ratio / (ratio - 1), "and the prompt gets on"
+
+
+def test_a_long_prompt_holds_few_tokens_up_for_longer_than_promised() -> None:
+    bench = Bench(1, replace(PLAIN, max_itl_ratio=2.5))
     arrivals = [(0.0, bench.request(8, 600)) for _ in range(4)]
     arrivals.append((2.0, bench.request(4000, 1)))
     result = bench.simulation.run(arrivals)
     ended_s = result.sequences[5].end_s
     quiet, busy = (_gaps(result, begin, end) for begin, end in ((1.0, 2.0), (2.1, ended_s)))
-    # One full chunk was owed to prompts by streams that had been left in peace.
     assert sorted(busy)[len(busy) * 95 // 100] <= 2.5 * max(quiet)
-    assert sum(gap > 2.5 * max(quiet) for gap in busy) <= 4 * 2, "no stream is held up more than twice"
-    assert ended_s - 2.0 < 40 * 4000 * TOKEN_S, "and the prompt gets on"
+    assert ended_s - 2.0 < 40 * 4000 * TOKEN_S
 
 
 def _gaps(result: Outcome, begin: float, end: float) -> list[float]:
@@ -149,9 +168,8 @@ def test_nobody_starves(
         if stays_s is not None:
             arrivals.append((at + stays_s, lambda _now, number=number: bench.leave(number)))
     result = bench.simulation.run(arrivals)
-    for number, (at, _, answer, stays_s) in enumerate(requests, start=1):
-        sequence = bench.sequences[number]
-        assert len(sequence.output) == answer or (stays_s is not None and result.elapsed_s >= at + stays_s)
+    for number, (_, _, answer, _) in enumerate(requests, start=1):
+        assert len(bench.sequences[number].output) == answer or number in bench.left_early
     assert result.most_in_flight <= stages + 1 + 2 * stages
     stats = bench.scheduler.stats()
     assert (stats.running, stats.waiting) == (0, 0)

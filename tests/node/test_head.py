@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from tests.processes import Server, serving
 
 from mlx_ring.engine.executor import RankId
-from mlx_ring.node.head import ready_workers
+from mlx_ring.node.instance import Watched
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 
@@ -77,10 +78,18 @@ def test_workers_count_as_ready_once_each_has_said_so() -> None:
     states = [agent_pb2.WorkerState(instance="a", stage=stage, status=ready) for stage in range(2)]
     other = agent_pb2.WorkerState(instance="b")
     event = agent_pb2.AgentEvent(workers=[*states, other], hello=hello_pb2.Hello(node="here"))
-    assert ready_workers(event, "a") == {("here", RankId(0, 0)): ready, ("here", RankId(1, 0)): ready}
-    assert ready_workers(event, "c") is None
+    here = {("here", RankId(0, 0)): ready, ("here", RankId(1, 0)): ready}
+    assert Watched("a", 1).hear(event) == here
+    assert Watched("c", 1).hear(event) is None
+    there = agent_pb2.AgentEvent(
+        workers=[agent_pb2.WorkerState(instance="a", stage=2, status=ready)],
+        hello=hello_pb2.Hello(node="there"),
+    )
+    watched = Watched("a", 2)
+    assert watched.hear(event) is None, "another node has not said anything"
+    assert watched.hear(there) == {**here, ("there", RankId(2, 0)): ready}
     event.workers[1].ClearField("status")
-    assert ready_workers(event, "a") is None, "it was too busy to answer"
+    assert Watched("a", 1).hear(event) is None, "it was too busy to answer"
 
 
 def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(
@@ -112,7 +121,13 @@ def test_a_head_that_is_killed_takes_agent_and_workers_along(tiny_model: Path, t
         assert server.all_gone()
 
 
-def test_an_agent_that_is_killed_takes_its_workers_along_and_health_says_so(
+def wait_until_ready_again(server: Server) -> None:
+    with httpx.Client() as client:
+        while client.get(f"{server.url}/health/ready").status_code != 200:
+            pass
+
+
+def test_an_agent_that_is_killed_takes_its_workers_along_and_all_comes_back(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
@@ -121,23 +136,33 @@ def test_an_agent_that_is_killed_takes_its_workers_along_and_health_says_so(
         assert server.all_gone()
         answer = wait_until_lost(server)
         assert answer.status_code == 503
+        wait_until_ready_again(server)
+        assert ask(server).status_code == 200
+        family = psutil.Process(server.process.pid).children(recursive=True)
         assert server.stop() == 0
+        assert not psutil.wait_procs(family, timeout=30)[1]
 
 
-def test_a_worker_that_is_killed_makes_requests_fail_with_its_name_and_the_signal(
-    tiny_model: Path, tmp_path: Path
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_ends_or_hangs_is_named_and_replaced(
+    trouble: signal.Signals, tiny_model: Path, tmp_path: Path
 ) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
         worker = server.one("mlx_ring.worker", "--stage", "1")
-        worker.kill()
+        worker.send_signal(trouble)
         answer = wait_until_lost(server)
         assert answer.status_code == 503
-        failed = ask(server)
-        assert failed.status_code == 503
+        wait_until_ready_again(server)
+        assert ask(server).status_code == 200
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert worker.pid not in {process.pid for process in family}
         assert server.stop() == 0
         assert server.all_gone()
+        assert not psutil.wait_procs(family, timeout=30)[1]
     log = (tmp_path / "logs" / "head.log").read_text()
-    assert f"(pid {worker.pid}) ended by signal 9 (SIGKILL)" in log
+    why = "ended by signal 9 (SIGKILL)" if trouble == signal.SIGKILL else "it is stuck"
+    assert f"(pid {worker.pid})" in log
+    assert why in log
 
 
 def test_a_head_that_is_terminated_while_it_serves_ends_with_success(

@@ -94,7 +94,7 @@ def fetch_authority(head: HeadAddress, expected: bytes) -> x509.Certificate:
         TokenRefused: another cluster's head answers there.
         PeerRefused, ConfigError: no head answers there.
     """
-    authority = carried_authority(_unverified_leaf(head))
+    authority = carried_authority(shown_certificate(head))
     if not hmac.compare_digest(fingerprint(authority), expected):
         raise TokenRefused(
             f"The head at {head} is of another cluster than the token: create a token on that head, "
@@ -103,8 +103,12 @@ def fetch_authority(head: HeadAddress, expected: bytes) -> x509.Certificate:
     return authority
 
 
-def _unverified_leaf(head: HeadAddress) -> bytes:
-    """The certificate (DER) that the enrolment port shows; nothing is sent to it."""
+def shown_certificate(head: HeadAddress) -> bytes:
+    """The certificate (DER) that the enrolment port shows: nothing is verified, and nothing is sent to it.
+
+    Raises:
+        PeerRefused, ConfigError: no head answers there.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False

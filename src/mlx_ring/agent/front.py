@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 
 import grpc
-import psutil
 
-from mlx_ring.agent.loading import failed_start, start_workers
-from mlx_ring.agent.supervisor import Supervisor
+from mlx_ring.agent.loading import failed_load, load_workers, start_workers, told_failure
+from mlx_ring.agent.supervisor import Supervisor, Worker
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
+from mlx_ring.core.process_limits import usable_memory
 from mlx_ring.rpc.hello import check_hello, make_hello
-from mlx_ring.rpc.methods import AGENT_SERVICE, START, STOP, WATCH, service_handler
-from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.methods import AGENT_SERVICE, LOAD_STAGES, START, STOP, WATCH, service_handler
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -25,49 +25,94 @@ _DEFAULT_HEARTBEAT_S = 2.0
 class AgentFront:
     """One node's agent, as the head sees it."""
 
-    def __init__(self, node: str, supervisor: Supervisor, load_timeout_s: float) -> None:
+    def __init__(
+        self, node: str, supervisor: Supervisor, load_timeout_s: float, *, ends_when_empty: bool = True
+    ) -> None:
+        """With `ends_when_empty` a Stop of every instance asks the agent to end too."""
         self._node = node
+        self._ends_when_empty = ends_when_empty
         self._supervisor = supervisor
         self._load_timeout_s = load_timeout_s
         self._tasks: set[asyncio.Task[int]] = set()
         self.asked_to_stop = asyncio.Event()
-        """Set by a Stop of every instance: the agent has nothing left to do."""
+        """Set by a Stop of every instance, where the agent then has nothing left to do."""
 
     def handler(self) -> grpc.GenericRpcHandler:
-        return service_handler(AGENT_SERVICE, ((START, self.start), (WATCH, self.watch), (STOP, self.stop)))
+        return service_handler(
+            AGENT_SERVICE,
+            ((START, self.start), (LOAD_STAGES, self.load_stages), (WATCH, self.watch), (STOP, self.stop)),
+        )
 
     async def start(
         self, request: agent_pb2.StartRequest, _context: grpc.aio.ServicerContext[object, object]
-    ) -> AsyncIterator[agent_pb2.StartProgress]:
-        """Start and load. The stream ends when all are ready, or with a failure; then none of them is left."""
+    ) -> agent_pb2.StartReply:
+        """Start processes. The reply comes when all of them answer, or with a failure; then none of them is left."""
         try:
             instance = self._check_start(request)
         except RingError as error:
-            yield failed_start(error)
-            return
+            return agent_pb2.StartReply(failure=told_failure(error))
         try:
-            async for progress in start_workers(self._supervisor, request, self._load_timeout_s):
-                yield progress
+            workers = await start_workers(self._supervisor, request, self._load_timeout_s)
         except (RingError, OSError) as error:
             log.error("%s could not be started: %s", instance, error)  # noqa: TRY400 - the sentence is the point
             await self._supervisor.stop(instance)
-            yield failed_start(error)
+            return agent_pb2.StartReply(failure=told_failure(error))
+        except BaseException:
+            self._spawn(self._supervisor.stop(instance))
+            raise
+        return agent_pb2.StartReply(workers=map(_started, workers))
+
+    def _check_start(self, request: agent_pb2.StartRequest) -> str:
+        """The request's one instance. Raises where it cannot be started."""
+        instance = self._check_instance(request.hello, request.assignments)
+        if self._workers_of(instance):
+            raise ProtocolError(f"Instance {instance} runs here already: stop it first.")
+        set_log_epoch(request.assignments[0].epoch)
+        return instance
+
+    def _check_instance(
+        self, hello: hello_pb2.Hello, assignments: Iterable[worker_pb2.StageAssignment]
+    ) -> str:
+        check_hello(hello, make_hello(node=self._node), "the head")
+        instances = {assignment.instance for assignment in assignments}
+        if len(instances) != 1:
+            raise ProtocolError(f"A start is of one instance; {len(instances)} were named.")
+        return instances.pop()
+
+    def _workers_of(self, instance: str) -> list[Worker]:
+        return [worker for worker in self._supervisor.workers if worker.instance == instance]
+
+    async def load_stages(
+        self, request: agent_pb2.LoadStagesRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[agent_pb2.StageProgress]:
+        """Load what was started. The stream ends when all are ready, or with a failure; then none of them is left."""
+        try:
+            instance = self._check_instance(request.hello, request.assignments)
+            workers = self._in_order(instance, request.assignments)
+        except RingError as error:
+            yield failed_load(error)
+            return
+        try:
+            async for progress in load_workers(workers, request, self._load_timeout_s):
+                yield progress
+        except (RingError, OSError) as error:
+            log.error("%s could not be loaded: %s", instance, error)  # noqa: TRY400 - the sentence is the point
+            await self._supervisor.stop(instance)
+            yield failed_load(error)
         except BaseException:
             # The head left in the middle, and this call is being cancelled: go on in a task of its own.
             self._spawn(self._supervisor.stop(instance))
             raise
 
-    def _check_start(self, request: agent_pb2.StartRequest) -> str:
-        """The request's one instance. Raises where it cannot be started."""
-        check_hello(request.hello, make_hello(node=self._node), "the head")
-        instances = {assignment.instance for assignment in request.assignments}
-        if len(instances) != 1:
-            raise ProtocolError(f"A start is of one instance; {len(instances)} were named.")
-        (instance,) = instances
-        if any(worker.instance == instance for worker in self._supervisor.workers):
-            raise ProtocolError(f"Instance {instance} runs here already: stop it first.")
-        set_log_epoch(request.assignments[0].epoch)
-        return instance
+    def _in_order(self, instance: str, assignments: Sequence[worker_pb2.StageAssignment]) -> list[Worker]:
+        """The workers that were started for these assignments."""
+        started = {(worker.stage, worker.rank): worker for worker in self._workers_of(instance)}
+        places = [(assignment.stage, assignment.rank) for assignment in assignments]
+        if set(places) != set(started) or len(places) != len(started):
+            raise ProtocolError(
+                f"{instance} was started here for stages and ranks {sorted(started)}, and {places} are to be loaded."
+            )
+        return [started[place] for place in places]
 
     async def watch(
         self, request: agent_pb2.WatchRequest, _context: grpc.aio.ServicerContext[object, object]
@@ -85,20 +130,20 @@ class AgentFront:
                     await self._supervisor.refresh()
 
     def _event(self) -> agent_pb2.AgentEvent:
-        memory = psutil.virtual_memory()
+        memory = usable_memory()
         return agent_pb2.AgentEvent(
             hello=make_hello(node=self._node),
             workers=[worker.state() for worker in self._supervisor.workers],
-            memory_bytes=memory.total,
-            memory_free_bytes=memory.available,
+            memory_bytes=memory.total_bytes,
+            memory_free_bytes=memory.available_bytes,
         )
 
     async def stop(
         self, request: agent_pb2.StopRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> agent_pb2.StopReply:
-        """End an instance's workers; without a name every worker, and then the agent itself."""
+        """End an instance's workers; without a name every worker, and then an agent that has no more to do."""
         stopped = await self._supervisor.stop(request.instance)
-        if not request.instance:
+        if not request.instance and self._ends_when_empty:
             self.asked_to_stop.set()
         return agent_pb2.StopReply(stopped=stopped)
 
@@ -106,3 +151,10 @@ class AgentFront:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _started(worker: Worker) -> agent_pb2.StartedWorker:
+    port = 0 if worker.status is None else worker.status.port
+    return agent_pb2.StartedWorker(
+        stage=worker.stage, rank=worker.rank, pid=worker.child.pid, address=worker.address, port=port
+    )

@@ -11,24 +11,41 @@ from mlx_ring.agent.supervisor import Supervisor, Worker
 from mlx_ring.core.errors import RingError, ServingError, WorkerLost, WorkerStuck
 from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
 from mlx_ring.rpc.methods import LOAD
-from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.rpc.protos import agent_pb2, step_pb2, worker_pb2
 
 _END_WAIT_S = 2.0
 
 
 async def start_workers(
     supervisor: Supervisor, request: agent_pb2.StartRequest, timeout_s: float
-) -> AsyncIterator[agent_pb2.StartProgress]:
-    """Start one worker for each assignment, tell each where the next one listens, load them together.
-
-    Args:
-        timeout_s: for the whole, from the first process to the last weight.
+) -> list[Worker]:
+    """Start one worker for each assignment; returns once all of them answer.
 
     Raises:
-        RingError: one could not load; all of the request's workers may still live, for the caller to stop.
+        RingError: one could not start; the others may still live, for the caller to stop.
     """
     workers = await supervisor.start(request.assignments)
-    progress: asyncio.Queue[agent_pb2.StartProgress] = asyncio.Queue()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*map(supervisor.wait_until_up, workers))
+    except TimeoutError:
+        raise WorkerStuck(f"The workers did not answer within {timeout_s:g} s: see the logs.") from None
+    return workers
+
+
+async def load_workers(
+    workers: Sequence[Worker], request: agent_pb2.LoadStagesRequest, timeout_s: float
+) -> AsyncIterator[agent_pb2.StageProgress]:
+    """Load what was started, all at once; each is told where the next one on this node listens.
+
+    Args:
+        workers: in the order of the request's assignments.
+        timeout_s: for the whole, to the last weight.
+
+    Raises:
+        RingError: one could not load; all of them may still live, for the caller to stop.
+    """
+    progress: asyncio.Queue[agent_pb2.StageProgress] = asyncio.Queue()
     loads = asyncio.gather(
         *(
             _load(worker, _load_request(request, assignment, workers), progress)
@@ -49,8 +66,8 @@ async def start_workers(
 
 
 async def _until_done(
-    progress: asyncio.Queue[agent_pb2.StartProgress], loads: asyncio.Future[list[None]]
-) -> AsyncIterator[agent_pb2.StartProgress]:
+    progress: asyncio.Queue[agent_pb2.StageProgress], loads: asyncio.Future[list[None]]
+) -> AsyncIterator[agent_pb2.StageProgress]:
     """What comes in, until `loads` has ended; then its error, where it has one."""
     while not (loads.done() and progress.empty()):
         arrival = asyncio.ensure_future(progress.get())
@@ -64,7 +81,7 @@ async def _until_done(
 
 
 async def _load(
-    worker: Worker, request: worker_pb2.LoadRequest, progress: asyncio.Queue[agent_pb2.StartProgress]
+    worker: Worker, request: worker_pb2.LoadRequest, progress: asyncio.Queue[agent_pb2.StageProgress]
 ) -> None:
     """Load one; its death ends the wait at once, and is the reason given."""
     load = asyncio.ensure_future(_follow(worker, request, progress))
@@ -83,11 +100,11 @@ async def _load(
 
 def _raise_if_ended(worker: Worker, end: asyncio.Future[str]) -> None:
     if end.done():
-        raise WorkerLost(f"{_name(worker)} {end.result()} while it was loading.")
+        raise WorkerLost(f"{worker.told} {end.result()} while it was loading.")
 
 
 async def _follow(
-    worker: Worker, request: worker_pb2.LoadRequest, progress: asyncio.Queue[agent_pb2.StartProgress]
+    worker: Worker, request: worker_pb2.LoadRequest, progress: asyncio.Queue[agent_pb2.StageProgress]
 ) -> None:
     call = LOAD.aio_unary_stream(worker.channel)(request, wait_for_ready=True)
     ready = False
@@ -96,27 +113,31 @@ async def _follow(
             if report.HasField("failure"):
                 raise failure_to_error(report.failure)
             ready = ready or report.ready
-            progress.put_nowait(_start_progress(worker, report))
+            progress.put_nowait(_stage_progress(worker, report))
     except grpc.RpcError as error:
-        raise channel_error(error, _name(worker)) from error
+        raise channel_error(error, worker.told) from error
     if not ready:
-        raise WorkerLost(f"{_name(worker)} ended its report before it was ready.")
+        raise WorkerLost(f"{worker.told} ended its report before it was ready.")
 
 
-def failed_start(error: Exception) -> agent_pb2.StartProgress:
-    """The last message of a start that failed."""
-    known = error if isinstance(error, RingError) else ServingError(f"{type(error).__name__}: {error}")
-    return agent_pb2.StartProgress(progress=worker_pb2.LoadProgress(failure=error_to_failure(known)))
+def failed_load(error: Exception) -> agent_pb2.StageProgress:
+    """The last message of a load that failed."""
+    return agent_pb2.StageProgress(progress=worker_pb2.LoadProgress(failure=told_failure(error)))
 
 
-def _start_progress(worker: Worker, report: worker_pb2.LoadProgress) -> agent_pb2.StartProgress:
-    return agent_pb2.StartProgress(
-        stage=worker.stage, rank=worker.rank, progress=report, address=worker.address, pid=worker.child.pid
+def told_failure(error: Exception) -> step_pb2.Failure:
+    """Any error as one of the tree."""
+    return error_to_failure(
+        error if isinstance(error, RingError) else ServingError(f"{type(error).__name__}: {error}")
     )
 
 
+def _stage_progress(worker: Worker, report: worker_pb2.LoadProgress) -> agent_pb2.StageProgress:
+    return agent_pb2.StageProgress(stage=worker.stage, rank=worker.rank, progress=report)
+
+
 def _load_request(
-    request: agent_pb2.StartRequest, assignment: worker_pb2.StageAssignment, workers: Sequence[Worker]
+    request: agent_pb2.LoadStagesRequest, assignment: worker_pb2.StageAssignment, workers: Sequence[Worker]
 ) -> worker_pb2.LoadRequest:
     """The assignment with addresses filled in for the stages of this node; those the head gave stay."""
     addresses = {worker.stage: worker.address for worker in workers if worker.rank == 0}
@@ -127,7 +148,3 @@ def _load_request(
     if not filled.first_address:
         filled.first_address = addresses.get(0, "")
     return worker_pb2.LoadRequest(hello=request.hello, model_path=request.model_path, assignment=filled)
-
-
-def _name(worker: Worker) -> str:
-    return f"The worker of stage {worker.stage}, rank {worker.rank}, pid {worker.child.pid}"

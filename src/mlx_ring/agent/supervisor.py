@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import grpc
 
 from mlx_ring.core.child import ChildProcess
 from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
@@ -35,6 +37,16 @@ class WorkerOptions:
     log_level: str
     blas: str
     blas_threads: int
+    credentials: Path | None = None
+    """The node's, for workers that other machines reach; None: nobody else's."""
+    listen: str = "[::]"
+    """Address for other machines."""
+
+
+def worker_environment(blas_threads: int) -> dict[str, str]:
+    """What a process that computes is started with: a BLAS reads its threads before any argument is parsed."""
+    threads = str(blas_threads)
+    return inherited_environment({"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads})
 
 
 @dataclass(slots=True)
@@ -48,10 +60,17 @@ class Worker:
     child: ChildProcess
     channel: grpc.aio.Channel
     status: worker_pb2.WorkerStatus | None = None
+    heard_s: float = field(default_factory=time.monotonic)
+    """When it last answered."""
 
     @property
     def address(self) -> str:
         return f"unix:{self.socket}"
+
+    @property
+    def told(self) -> str:
+        """For sentences."""
+        return f"The worker of stage {self.stage}, rank {self.rank}, pid {self.child.pid}"
 
     @property
     def alive(self) -> bool:
@@ -67,6 +86,7 @@ class Worker:
             alive=self.alive,
             exit_reason=self.child.exit_reason,
             status=self.status,
+            silent_s=time.monotonic() - self.heard_s,
         )
 
 
@@ -79,6 +99,8 @@ class Supervisor:
         self._watchers: set[asyncio.Event] = set()
         self._serial = count()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.revoked: tuple[str, ...] = ()
+        """Serials of certificates that workers refuse; told with each question."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -101,19 +123,18 @@ class Supervisor:
     async def _start_one(self, assignment: worker_pb2.StageAssignment) -> Worker:
         options = self._options
         socket = options.run_dir / f"worker-{next(self._serial)}.sock"
-        threads = str(options.blas_threads)
         child = await ChildProcess.start(
             WORKER_MODULE,
             [
                 *("--socket", str(socket), "--node", options.node),
                 *("--stage", str(assignment.stage), "--rank", str(assignment.rank)),
                 *("--log-dir", str(options.log_dir), "--log-level", options.log_level),
-                *("--blas", options.blas, "--blas-threads", threads),
+                *("--blas", options.blas, "--blas-threads", str(options.blas_threads)),
+                *_reach_arguments(options),
             ],
             name=f"worker-{assignment.stage}-{assignment.rank}",
             rank=assignment.rank,
-            # A BLAS reads its threads before any argument is parsed.
-            environment=inherited_environment({"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}),
+            environment=worker_environment(options.blas_threads),
         )
         worker = Worker(
             assignment.instance,
@@ -152,14 +173,41 @@ class Supervisor:
 
     async def refresh(self) -> None:
         """Ask every worker how it is. One that does not answer in time keeps its last status."""
-        await asyncio.gather(*(_ask(worker) for worker in self._workers if worker.alive))
+        await asyncio.gather(*(self._ask(worker) for worker in self._workers if worker.alive))
+
+    async def _ask(self, worker: Worker) -> None:
+        call = STATUS.aio_unary_unary(worker.channel)
+        with contextlib.suppress(grpc.RpcError):
+            worker.status = await call(self._question(), timeout=_STATUS_WAIT_S)
+            worker.heard_s = time.monotonic()
+
+    async def wait_until_up(self, worker: Worker) -> None:
+        """Until a worker that was just started answers.
+
+        Raises:
+            WorkerLost: it has ended.
+        """
+        call = STATUS.aio_unary_unary(worker.channel)
+        up = asyncio.ensure_future(call(self._question(), wait_for_ready=True))
+        end = asyncio.ensure_future(worker.child.wait())
+        try:
+            await asyncio.wait((up, end), return_when=asyncio.FIRST_COMPLETED)
+            if not up.done() or up.exception() is not None:
+                raise WorkerLost(f"{worker.told} {await end} before it answered.")
+            worker.status, worker.heard_s = up.result(), time.monotonic()
+        finally:
+            up.cancel()
+            end.cancel()
+
+    def _question(self) -> worker_pb2.StatusRequest:
+        return worker_pb2.StatusRequest(revoked=self.revoked)
 
     def _tell(self) -> None:
         for changed in self._watchers:
             changed.set()
 
 
-async def _ask(worker: Worker) -> None:
-    call = STATUS.aio_unary_unary(worker.channel)
-    with contextlib.suppress(grpc.RpcError):
-        worker.status = await call(worker_pb2.StatusRequest(), timeout=_STATUS_WAIT_S)
+def _reach_arguments(options: WorkerOptions) -> list[str]:
+    if options.credentials is None:
+        return []
+    return ["--credentials", str(options.credentials), "--listen", options.listen]

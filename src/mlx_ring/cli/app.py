@@ -10,11 +10,16 @@ import typer
 from typer.main import get_command
 
 from mlx_ring.cli.bench.command import bench
+from mlx_ring.cli.doctor.command import doctor
+from mlx_ring.cli.heads import heads
+from mlx_ring.cli.join import join
 from mlx_ring.cli.main import INTERRUPTED
 from mlx_ring.cli.models import app as models_app
 from mlx_ring.cli.node import app as node_app
 from mlx_ring.cli.plan import plan
+from mlx_ring.cli.profile import profile
 from mlx_ring.cli.serve import serve
+from mlx_ring.cli.service import app as service_app
 from mlx_ring.cli.talk import chat
 from mlx_ring.cli.token import app as token_app
 from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, TrustError
@@ -36,12 +41,17 @@ app = typer.Typer(
     ),
 )
 app.command()(serve)
+app.command()(join)
 app.command()(chat)
 app.command()(plan)
+app.command()(profile)
 app.command()(bench)
+app.command()(heads)
+app.command()(doctor)
 app.add_typer(models_app, name="models")
 app.add_typer(token_app, name="token")
 app.add_typer(node_app, name="node")
+app.add_typer(service_app, name="service")
 
 
 def _show_version(wanted: bool) -> None:

@@ -110,7 +110,7 @@ def _example(num_layers: int) -> str:
 
 
 def _cut(folder: ModelFolder, stages: str | None) -> Sequence[LayerRange]:
-    from mlx_ring.node.head import cut_layers  # noqa: PLC0415 - the whole server, for one command
+    from mlx_ring.node.arrangement import cut_layers  # noqa: PLC0415 - the head, for one command
 
     return cut_layers(folder, load_settings({"stages": stages}))
 

@@ -83,7 +83,7 @@ def plan(
     if as_json:
         print(json.dumps(made.as_json(), indent=1))
         return
-    _show(made)
+    show_plan(made)
 
 
 def _cluster(file: Path | None, machines: list[str] | None) -> ClusterProfile:
@@ -140,7 +140,8 @@ def _list_machines() -> None:
     )
 
 
-def _show(made: Plan) -> None:
+def show_plan(made: Plan) -> None:
+    """As a table, with what is to be expected."""
     console = Console(soft_wrap=True)
     table = Table("machine", "layers", box=None, pad_edge=False)
     for title in ("weights", "memory", "of", "ms a token"):

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any
 
-import psutil
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from mlx_ring.cli.startup import Telling
 from mlx_ring.core.config import Settings, allowed_values, flag_name, load_settings, quieten_grpc
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.fitting_models import largest_fitting
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import listen, node_name
-from mlx_ring.rpc.protos import agent_pb2
 
-if TYPE_CHECKING:
-    from mlx_ring.node.head import Running
-
-_DEFAULT_URL = "http://127.0.0.1:8100"
-SAMPLE_QUESTION = "What is the capital of France?"
 _VLLM_NAMES = {
     "stages": ("--pipeline-parallel-size", "-pp"),
+    "memory_utilization": ("--gpu-memory-utilization",),
     "prefill_chunk": ("--max-num-batched-tokens",),
 }
-_CHOICES = ("dtype", "log_level", "blas", "prefix_cache", "kv_bits")
+_CHOICES = ("dtype", "strategy", "log_level", "blas", "prefix_cache", "kv_bits")
 _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "host": "ADDRESS",
+    "cluster_host": "ADDRESS",
+    "strategy": "NAME",
+    "memory_utilization": "SHARE",
     "dtype": "TYPE",
     "served_model_name": "NAME,...",
     "allowed_hosts": "NAME,...",
@@ -76,6 +68,11 @@ def serve(
     *,
     config: Annotated[Path | None, _CONFIG] = None,
     stages: Annotated[str | None, setting("stages")] = None,
+    nodes: Annotated[str | None, setting("nodes")] = None,
+    strategy: Annotated[str | None, setting("strategy")] = None,
+    memory_utilization: Annotated[str | None, setting("memory_utilization")] = None,
+    cluster_host: Annotated[str | None, setting("cluster_host")] = None,
+    cluster_port: Annotated[str | None, setting("cluster_port")] = None,
     host: Annotated[str | None, setting("host")] = None,
     port: Annotated[str | None, setting("port")] = None,
     dtype: Annotated[str | None, setting("dtype")] = None,
@@ -124,16 +121,8 @@ def serve(
     # The API's libraries take a second to come in: what is wrong above is told before.
     from mlx_ring.node.head import Head  # noqa: PLC0415
 
-    async def run() -> None:
-        with LoadingBars(settings.stages) as bars:
-
-            def announce(running: Running) -> None:
-                bars.stop()
-                print(ready_text(running), flush=True)
-
-            await Head(settings, served, listener).run(bars.report, announce)
-
-    asyncio.run(run())
+    with Telling() as audience:
+        asyncio.run(Head(settings, served, listener, audience).run())
 
 
 def _one_switch(given: str | None, switch: str) -> str:
@@ -143,78 +132,3 @@ def _one_switch(given: str | None, switch: str) -> str:
             f"--prefix-cache is {given}, and another flag switches the prefix cache {switch}; give one of them."
         )
     return switch
-
-
-class LoadingBars:
-    """A bar for each stage while weights load, on a terminal; nothing elsewhere."""
-
-    def __init__(self, stages: int) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._tasks = [self._progress.add_task(f"stage {stage}", total=None) for stage in range(stages)]
-
-    def __enter__(self) -> Self:
-        if self._progress.console.is_terminal:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def report(self, started: agent_pb2.StartProgress) -> None:
-        """Move a stage's bar."""
-        progress = started.progress
-        task: TaskID = self._tasks[started.stage]
-        if progress.bytes_total:
-            self._progress.update(task, completed=progress.bytes_loaded, total=progress.bytes_total)
-        if progress.ready:
-            self._progress.update(task, description=f"stage {started.stage} ready")
-
-    def stop(self) -> None:
-        if self._progress.live.is_started:
-            self._progress.stop()
-
-
-def ready_text(running: Running) -> str:
-    """What a person needs to talk to the model now being served."""
-    instance = running.instance
-    lines = [
-        "",
-        f"Serving {running.served.names[0]} at {running.url} (loaded in {running.load_s:.1f} s)",
-    ]
-    lines += [
-        f"  stage {worker.stage}: layers {worker.layers}, worker {worker.pid}, {worker.dtype} on {worker.device}, "
-        f"{_megabytes(worker.weight_bytes)} of weights, {_megabytes(worker.rss_bytes)} of memory"
-        for worker in instance.workers
-    ]
-    body = json.dumps({"messages": [{"role": "user", "content": SAMPLE_QUESTION}]})
-    lines += [
-        "",
-        "Ask it:",
-        f"  curl {running.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-        "Or talk to it from another terminal:",
-        f"  {program()} chat" + ("" if running.url == _DEFAULT_URL else f" --url {running.url}"),
-    ]
-    fitting = largest_fitting(psutil.virtual_memory().available)
-    if running.served.local.kind == "built-in" and fitting is not None:
-        lines += [
-            "The built-in models are small and know little. A real one that fits this machine's free memory:",
-            f"  {program()} serve {fitting.hub_id}    # fetches {fitting.weight_bytes / 1e9:.1f} GB",
-        ]
-    return "\n".join([*lines, "Ctrl-C ends it.", ""])
-
-
-def program() -> str:
-    """How this program was called, for commands that a person can paste."""
-    called = Path(sys.argv[0])
-    return "mlx-ring" if shutil.which("mlx-ring") or called.name != "mlx-ring" else str(called)
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.0f} MB"

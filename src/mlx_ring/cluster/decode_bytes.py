@@ -48,12 +48,12 @@ def decode_bytes(folder: ModelFolder, *, widened: bool) -> DecodeBytes | None:
     layers = [Fraction(0)] * folder.num_layers
     for number, rest, entry in inside[path]:
         if number < folder.num_layers:
-            layers[number] += _loaded_bytes(entry, widened=widened) * (share if _EXPERT.search(rest) else 1)
+            layers[number] += loaded_bytes(entry, widened=widened) * (share if _EXPERT.search(rest) else 1)
     return DecodeBytes(tuple(map(int, layers)), _head_bytes(outside, folder.vocab_size, widened=widened))
 
 
-def layer_bytes(folder: ModelFolder) -> tuple[int, ...] | None:
-    """What each layer takes as it is stored, all experts; None where the tensors' names do not tell their layers."""
+def layer_bytes(folder: ModelFolder, *, widened: bool) -> tuple[int, ...] | None:
+    """What each layer takes, all experts; None where the tensors' names do not tell their layers."""
     inside, _ = group_by_layers(folder.tensors)
     path = path_of_layers(inside, folder.num_layers)
     if path is None:
@@ -61,7 +61,7 @@ def layer_bytes(folder: ModelFolder) -> tuple[int, ...] | None:
     sizes = [0] * folder.num_layers
     for number, _, entry in inside[path]:
         if number < folder.num_layers:
-            sizes[number] += entry.nbytes
+            sizes[number] += loaded_bytes(entry, widened=widened)
     return tuple(sizes)
 
 
@@ -83,7 +83,7 @@ def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, *, widened: boo
     tied: Counter[str] = Counter()
     for entry in outside:
         module = entry.name.rpartition(".")[0]
-        size = _loaded_bytes(entry, widened=widened)
+        size = loaded_bytes(entry, widened=widened)
         if names_head(entry.name):
             heads[module] += size
         elif entry.shape[:1] == (vocab_size,) and _LOOKED_UP not in entry.name:
@@ -91,5 +91,6 @@ def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, *, widened: boo
     return max((heads or tied).values(), default=0)
 
 
-def _loaded_bytes(entry: TensorEntry, *, widened: bool) -> int:
+def loaded_bytes(entry: TensorEntry, *, widened: bool) -> int:
+    """Of a tensor in memory."""
     return entry.nbytes * (2 if widened and entry.dtype in _HALF_PRECISION else 1)

@@ -107,6 +107,21 @@ class Settings(BaseSettings):
     stages: Annotated[int, Field(ge=1, le=1024)] = Field(
         1, description="Worker processes to split the layers over."
     )
+    nodes: Annotated[int, Field(ge=1, le=8)] = Field(
+        1, description="Machines to serve with, this one included; more than one wait for `mlx-ring join`."
+    )
+    cluster_host: Annotated[str, Field(min_length=1)] = Field(
+        "[::]", description="Address to listen on for other machines of the cluster."
+    )
+    cluster_port: Annotated[int, Field(ge=1, le=65534)] = Field(
+        50051, description="Port for other machines of the cluster; the one after it is for those that join."
+    )
+    strategy: Literal["auto", "uniform", "memory", "compute", "balanced"] = Field(
+        "auto", description="How layers are shared out among machines; auto is what is fastest."
+    )
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.9, description="Share of this machine's memory that may be planned with."
+    )
     host: Annotated[str, Field(min_length=1)] = Field(
         "127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in."
     )

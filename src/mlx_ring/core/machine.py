@@ -12,12 +12,11 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
-import psutil
-
 from mlx_ring.core.config import SOCKET_PATH_LIMIT
 from mlx_ring.core.errors import AddressInUse, ConfigError
+from mlx_ring.core.process_limits import usable_cores
 
-_LONGEST_SOCKET_NAME = len("/mlx-ring-12345678/worker-1000.sock")
+_LONGEST_SOCKET_NAME = len("/mlx-ring-12345678/a99/worker-1000.sock")
 
 
 def node_name() -> str:
@@ -54,8 +53,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def share_cores(stages: int) -> int:
-    """BLAS threads for each worker, where none is asked for: the cores but one, shared."""
-    return max(1, ((psutil.cpu_count(logical=False) or 1) - 1) // stages)
+    """BLAS threads for each worker, where none is asked for: the cores that we may use but one, shared."""
+    return max(1, (usable_cores() - 1) // stages)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import httpx
-import psutil
 from huggingface_hub import (
     HfApi,
     constants,
@@ -37,6 +36,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe, PlanError
 from mlx_ring.core.model_folder import SMALL_FILES, ModelFolder, read_model_config, read_model_folder
+from mlx_ring.core.process_limits import usable_memory
 
 BUILTIN_FOLDER = Path(__file__).resolve().parent.parent / "builtin_models"
 _WANTED = ("model*.safetensors", *SMALL_FILES)
@@ -255,7 +255,7 @@ def check_memory(name: str, needed_bytes: int) -> None:
     Raises:
         PlanError: the weights alone exceed the memory.
     """
-    total = psutil.virtual_memory().total
+    total = usable_memory().total_bytes
     if needed_bytes > total:
         raise PlanError(
             f"{name} needs {_gigabytes(needed_bytes)} of memory for its weights and this machine has "

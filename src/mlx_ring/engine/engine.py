@@ -67,7 +67,10 @@ class Engine:
         policy: Policy = _POLICY,
         kv: Mapping[RankId, RankKv] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_lost: Callable[[RingError], None] | None = None,
     ) -> None:
+        """`on_lost` is told, once, when the instance is lost."""
+        self._on_lost = on_lost
         self._executor = executor
         self._vocabulary = vocabulary
         self._instance = instance
@@ -83,6 +86,7 @@ class Engine:
         self._generated_tokens = 0
         self._finished: Counter[FinishReason] = Counter()
         executor.set_listener(self)
+        executor.limit_kv(self._scheduler.kv_limits)
 
     # ---- from the API
 
@@ -251,6 +255,8 @@ class Engine:
         self._ended = error
         for live in list(self._live.values()):
             self._end_with_error(live, error)
+        if self._on_lost is not None:
+            self._on_lost(error)
 
     async def close(self) -> None:
         """End every request and free its KV, so that workers that live on hold nothing."""

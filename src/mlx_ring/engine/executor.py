@@ -6,7 +6,7 @@ process. Both pass the same tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from mlx_ring.core.errors import RingError
@@ -42,6 +42,10 @@ class Executor(Protocol):
 
     def set_listener(self, listener: Listener) -> None:
         """Who is told. Set once, before the first step."""
+        ...
+
+    def limit_kv(self, limits: Mapping[RankId, int]) -> None:
+        """Tell each rank how many bytes of KV it may hold; before the first step."""
         ...
 
     def send(self, step: step_pb2.Step) -> None:

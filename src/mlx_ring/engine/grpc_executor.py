@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -16,10 +16,22 @@ from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.methods import STEPS_RAW
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
+from mlx_ring.rpc.tls.credentials import ChannelTrust
+from mlx_ring.rpc.tls.names import node_name
 
 log = logging.getLogger(__name__)
 
 Call = grpc.aio.StreamStreamCall[bytes, worker_pb2.StepsReply]
+
+
+@dataclass(frozen=True, slots=True)
+class RankAddress:
+    """Where a rank takes its steps."""
+
+    place: RankId
+    address: str
+    node: str = ""
+    """Whose certificate answers there; empty on this machine."""
 
 
 @dataclass(slots=True)
@@ -44,13 +56,19 @@ class GrpcExecutor:
 
     @classmethod
     async def connect(
-        cls, addresses: Sequence[tuple[RankId, str]], hello: hello_pb2.Hello, *, timeout_s: float = 30.0
+        cls,
+        addresses: Sequence[RankAddress],
+        hello: hello_pb2.Hello,
+        *,
+        trust: ChannelTrust | None = None,
+        timeout_s: float = 30.0,
     ) -> GrpcExecutor:
         """Open and greet every rank's stream.
 
         Args:
             addresses: of every rank, in order of stage and rank.
             hello: the head's greeting; each worker's answer is checked against it.
+            trust: the head's credentials, for workers on other machines.
             timeout_s: for all of them together, seconds.
 
         Raises:
@@ -60,8 +78,8 @@ class GrpcExecutor:
         streams: list[_RankStream] = []
         try:
             async with asyncio.timeout(timeout_s):
-                for place, address in addresses:
-                    streams.append(_open(place, address))
+                for address in addresses:
+                    streams.append(_open(address, trust))
                     await _greet(streams[-1], hello)
         except TimeoutError:
             await _close_all(streams)
@@ -82,6 +100,12 @@ class GrpcExecutor:
                 asyncio.create_task(self._write(stream), name=f"write {stream.peer}"),
                 asyncio.create_task(self._read(stream), name=f"read {stream.peer}"),
             ]
+
+    def limit_kv(self, limits: Mapping[RankId, int]) -> None:
+        for stream in self._streams:
+            if stream.place in limits:
+                message = worker_pb2.StepsRequest(kv_limit=limits[stream.place])
+                stream.outgoing.put_nowait(message.SerializeToString())
 
     def send(self, step: step_pb2.Step) -> None:
         message = worker_pb2.StepsRequest(step=step).SerializeToString()
@@ -134,9 +158,11 @@ def _stream_error(error: Exception, peer: str) -> RingError:
     return WorkerLost(f"The stream to {peer} has ended.")
 
 
-def _open(place: RankId, address: str) -> _RankStream:
-    channel = open_aio_channel(address)
-    peer = f"worker {place.rank} of stage {place.stage}"
+def _open(address: RankAddress, trust: ChannelTrust | None) -> _RankStream:
+    place = address.place
+    name = node_name(address.node) if address.node else ""
+    channel = open_aio_channel(address.address, trust, name)
+    peer = f"worker {place.rank} of stage {place.stage}" + (f" on {address.node}" if address.node else "")
     return _RankStream(place, peer, channel, STEPS_RAW.aio_stream_stream(channel)(wait_for_ready=True))
 
 

@@ -15,8 +15,6 @@ from mlx_ring.engine.policy import RankKv
 
 BLOCK = 256
 """Tokens by which a sequence's memory grows."""
-_SCARCE = 0.75
-"""Of a limit: from there on workers make no room ahead of need, which may take as much again as a third of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +104,9 @@ class KvBudget:
         )
 
     @property
-    def is_scarce(self) -> bool:
-        """Whether some rank says that it holds nearly all that it may."""
-        return any(self._held[place] > _SCARCE * rank.limit_bytes for place, rank in self._ranks.items())
+    def limits(self) -> Mapping[RankId, int]:
+        """Bytes, by rank."""
+        return {place: rank.limit_bytes for place, rank in self._ranks.items()}
 
     @property
     def is_over_as_held(self) -> bool:

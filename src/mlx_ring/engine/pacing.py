@@ -2,8 +2,8 @@
 
 A chunk delays every running sequence by its own time on the slowest stage. The time that a token takes without
 chunks is known from decode steps; what the promised ratio leaves over is the chunks'. What they do not use is kept for some
-steps: a short prompt that comes to streams which were left in peace is read in few pieces, a long one in small ones, and over
-so many tokens of a stream together the ratio holds.
+steps: a short prompt that comes to streams which were left in peace is read in few pieces, a long one in small ones. So a
+stream's tokens take the promised ratio together, and besides no more than what so many steps before them left over.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ class Pacing:
         self._token_us = [RunningMean() for _ in range(stages)]
         """By stage: one token of the last chunks."""
         self._credit_us = 0.0
-        """Time that running sequences owe to prompts."""
+        """Time that running sequences owe to prompts; below 0, prompts to them."""
+        self._earned_us = 0.0
+        """With the last decode step."""
+        self._charged: dict[int, float] = {}
+        """By step with chunks beside decoding, the time that was taken for it."""
         self._draft_us = [RunningMean() for _ in range(stages)]
         """By stage: what a draft token adds to a decode step."""
 
@@ -62,6 +66,7 @@ class Pacing:
             return
         if is_prefill:
             self._token_us[stage].add(timing.compute_us / timing.tokens)
+            self._settle(timing)
             return
         self._any_decode_us[stage].add(timing.compute_us)
         if timing.tokens == timing.rows:
@@ -72,7 +77,7 @@ class Pacing:
             self._earn()
 
     def chunk(self, remaining: int, prompt: int, *, beside_decode: bool) -> int:
-        """Most tokens of a chunk of a prompt, alone or beside running sequences that must not wait long.
+        """Most tokens of a chunk of a prompt, alone or beside running sequences that must not wait long: there 0 is none yet.
 
         `prompt` is what had to be computed when it began, `remaining` what is left of it.
         """
@@ -92,23 +97,49 @@ class Pacing:
             plain.value or step.value or 0.0
             for plain, step in zip(self._decode_us, self._any_decode_us, strict=True)
         )
-        earned = (self._ratio - 1.0) * _MARGIN * slowest
-        most = min(self._chunk * self._slowest_token_us, _STEPS_SAVED * earned)
-        self._credit_us = min(most, self._credit_us + earned)
+        self._earned_us = (self._ratio - 1.0) * _MARGIN * slowest
+        self._credit_us = min(self._most_us, self._credit_us + self._earned_us)
+
+    @property
+    def _most_us(self) -> float:
+        """That can be saved."""
+        return min(self._chunk * self._slowest_token_us, _STEPS_SAVED * self._earned_us)
 
     @property
     def _slowest_token_us(self) -> float:
         return max(mean.value or 0.0 for mean in self._token_us)
 
     def _beside_decode(self) -> int:
+        """0: decoding has to earn more first."""
         token_us = self._slowest_token_us
         if not token_us:
             return min(self._chunk, SMALLEST_CHUNK)
-        return int(min(self._chunk, max(SMALLEST_CHUNK, self._credit_us / token_us)))
+        if self._credit_us < SMALLEST_CHUNK * token_us or self._is_saving:
+            return 0
+        return min(self._chunk, int(self._credit_us / token_us))
 
-    def spend(self, tokens: int) -> None:
-        """So many tokens of prompts go out beside decoding."""
-        self._credit_us = max(0.0, self._credit_us - tokens * self._slowest_token_us)
+    @property
+    def _is_saving(self) -> bool:
+        """Whether one step's time is too little for any chunk, which reads the weights as a step does.
+
+        Then what several steps leave over goes into one larger chunk.
+        """
+        return (self._ratio - 1.0) * _MARGIN < 1.0 and self._credit_us < self._most_us
+
+    def sent(self, step: int, tokens: int, *, beside_decode: bool) -> None:
+        """A step goes out with so many tokens of prompts."""
+        if beside_decode:
+            cost_us = tokens * self._slowest_token_us
+            self._credit_us -= cost_us
+            self._charged[step] = cost_us
+
+    def _settle(self, timing: StepTiming) -> None:
+        """A chunk has cost what it cost, not what it was thought to."""
+        slowest = max(range(self._stages), key=lambda stage: self._token_us[stage].value or 0.0)
+        if timing.rank.stage == slowest and (charged := self._charged.pop(timing.step, None)) is not None:
+            self._credit_us += charged - timing.compute_us
+        while self._charged and next(iter(self._charged)) < timing.step:
+            del self._charged[next(iter(self._charged))]
 
     def verifying_cost(self, draft_tokens: int) -> float:
         """A decode step with so many draft tokens over one without, on the stage where it is dearest.

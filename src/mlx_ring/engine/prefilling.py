@@ -58,9 +58,11 @@ class Prefilling(PrefillLine):
         prompt = max(sequence.scheduled - sequence.reused + self._left(sequence) for sequence in self)
         beside_decode = self._has_to_spare()
         size = self._pacing.chunk(remaining, prompt, beside_decode=beside_decode)
+        if not size:
+            return []
         chunks = self._fill(size, size if beside_decode else _PROMPTS_TOGETHER * size)
-        if beside_decode:
-            self._pacing.spend(sum(len(row.tokens.ids) for _, row in chunks))
+        tokens = sum(len(row.tokens.ids) for _, row in chunks)
+        self._pacing.sent(self._flights.sent + 1, tokens, beside_decode=beside_decode)
         return chunks
 
     def _fill(self, size: int, room: int) -> list[tuple[Sequence, step_pb2.Row]]:

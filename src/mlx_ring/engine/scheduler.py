@@ -83,6 +83,8 @@ class Scheduler:
         self._steps_failed = 0
         self._preemptions = 0
         self._draft_tokens = self._accepted_tokens = 0
+        self._most_running = policy.max_num_seqs
+        """Fewer once ranks held too much with so many: until one of them ends, who was put back would be so again."""
         self._closing = False
         """Whether operations go out at once, for nobody will hear answers."""
 
@@ -102,6 +104,11 @@ class Scheduler:
     def capacity_tokens(self) -> int | None:
         """Most tokens that one sequence can have; None without a limit."""
         return self._kv.budget.capacity_tokens
+
+    @property
+    def kv_limits(self) -> Mapping[RankId, int]:
+        """Bytes of KV that each rank may hold; empty without limits."""
+        return self._kv.budget.limits
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at the end of the line."""
@@ -134,6 +141,7 @@ class Scheduler:
         sequence.generation += 1
         self._prefilling.remove(sequence.id)
         self._groups.remove(sequence.id)
+        self._most_running = self._policy.max_num_seqs
         return True
 
     def reset(self) -> None:
@@ -227,7 +235,10 @@ class Scheduler:
 
     def _is_relieved(self) -> bool:
         """Whether the ranks hold no more than they may; one sequence alone may always go on."""
-        return len(self._running) == 1 or self._kv.relieve()
+        if len(self._running) == 1 or self._kv.relieve():
+            return True
+        self._most_running = len(self._running) - 1
+        return False
 
     def _put_back(self, sequence: Sequence) -> None:
         """Free a running sequence's KV; it waits where it came in, and will be computed again."""
@@ -240,7 +251,7 @@ class Scheduler:
         self._waiting = dict(sorted(self._waiting.items()))
 
     def _admit(self, now: float) -> None:
-        while self._waiting and len(self._running) < self._policy.max_num_seqs:
+        while self._waiting and len(self._running) < self._most_running:
             sequence = next(iter(self._waiting.values()))
             if not self._kv.admit(sequence, self._running):
                 return
@@ -281,7 +292,6 @@ class Scheduler:
             rows=rows,
             deadline_s=self._policy.step_deadline_s,
             hand_over_tokens=self._stages > 1 and any(map(samples_token, rows)),
-            kv_is_scarce=self._kv.budget.is_scarce,
         )
         self._flights.send(step, sequences, group, now)
         return step

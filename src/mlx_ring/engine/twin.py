@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError
@@ -174,6 +174,8 @@ class TwinExecutor:
         """By step, the last step before it that has a row of one of the sequences whose `previous` it names."""
         self._last_row: dict[int, int] = {}
         """By sequence, the last step that has a row of it."""
+        self.kv_limits: dict[RankId, int] = {}
+        """As they were told."""
         self.sent: list[step_pb2.Step] = []
         """Every step, in order."""
 
@@ -183,6 +185,9 @@ class TwinExecutor:
 
     def set_listener(self, listener: Listener) -> None:
         self._listener = listener
+
+    def limit_kv(self, limits: Mapping[RankId, int]) -> None:
+        self.kv_limits = dict(limits)
 
     def send(self, step: step_pb2.Step) -> None:
         self.sent.append(step)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_ring.api.service import InstanceInfo, SamplingDefaults, ServingEngine, WorkerInfo
-from mlx_ring.core.errors import NotReady, RingError, WorkerLost
+from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.served_model import ServedModel, describe_model
@@ -23,16 +23,15 @@ _LOADING = "The model is being loaded; ask again in a moment."
 class HeadService:
     """The served model as the API sees it: an engine, or the reason why there is none."""
 
-    def __init__(
-        self, served: ServedModel, ranges: Sequence[LayerRange], instance: str, *, kv_bits: int = 0
-    ) -> None:
+    def __init__(self, served: ServedModel, *, kv_bits: int = 0) -> None:
         self._served = served
         self._kv_bits = kv_bits
-        self._ranges = ranges
-        self._instance = instance
+        self._ranges: Sequence[LayerRange] = ()
+        self._instance, self._epoch = "", FIRST_EPOCH
         self._engine: Engine | None = None
         self._lost: RingError | None = None
-        self._workers: tuple[WorkerInfo, ...] = ()
+        self._workers: dict[str, tuple[WorkerInfo, ...]] = {}
+        """By node."""
         self._metadata = describe_model(served.folder)
         self.created = int(time.time())
         self.default_sampling = _sampling_defaults(served.folder.generation_config)
@@ -76,38 +75,39 @@ class HeadService:
 
     def instance(self) -> InstanceInfo:
         layers = self._served.folder.num_layers
-        return InstanceInfo(self._instance, FIRST_EPOCH, layers, self._workers, self._kv_bits)
+        workers = sorted(
+            (worker for of_node in self._workers.values() for worker in of_node),
+            key=lambda worker: (worker.stage, worker.rank),
+        )
+        return InstanceInfo(self._instance, self._epoch, layers, tuple(workers), self._kv_bits)
+
+    def begin(self, instance: str, epoch: int, ranges: Sequence[LayerRange]) -> None:
+        """Another instance is being loaded, with these layers in its stages."""
+        self._instance, self._epoch, self._ranges = instance, epoch, ranges
+        self._workers = {}
+        self._engine = None
 
     @property
     def is_serving(self) -> bool:
-        return self._engine is not None
+        return self._engine is not None and self._engine.error is None
 
     def serve(self, engine: Engine) -> None:
         """From now on requests are answered."""
-        self._engine = engine
+        self._engine, self._lost = engine, None
 
     def lose(self, error: RingError) -> None:
-        """End what is being answered, and say why nothing more is."""
-        if self._lost is None:
-            log.error("%s", error)
-            self._lost = error
+        """End what is being answered, and say why nothing more is until `serve`. A later reason is a better one."""
+        log.error("%s", error)
+        self._lost = error
         if self._engine is not None:
             self._engine.fail(error)
 
     def hear(self, event: agent_pb2.AgentEvent) -> None:
-        """Take in what the agent tells of the workers."""
+        """Take in what an agent tells of its workers."""
         ours = [state for state in event.workers if state.instance == self._instance]
-        self._workers = tuple(
+        self._workers[event.hello.node] = tuple(
             _worker_info(state, self._ranges[state.stage], event.hello.node) for state in ours
         )
-        for state in ours:
-            if not state.alive:
-                self.lose(
-                    WorkerLost(
-                        f"The worker of stage {state.stage}, rank {state.rank} (pid {state.pid}) "
-                        f"{state.exit_reason}. Restart the server."
-                    )
-                )
 
 
 def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) -> WorkerInfo:

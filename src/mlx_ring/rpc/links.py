@@ -23,6 +23,7 @@ from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.methods import LINK
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
+from mlx_ring.rpc.tls.credentials import ChannelTrust
 
 HIDDEN = worker_pb2.Activation.Purpose.HIDDEN
 SAMPLED = worker_pb2.Activation.Purpose.SAMPLED
@@ -176,9 +177,18 @@ class InProcessLink:
 class GrpcLink:
     """The sending end of a stream between two workers. gRPC's own thread does the sending."""
 
-    def __init__(self, address: str, hello: hello_pb2.Hello, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        hello: hello_pb2.Hello,
+        timeout_s: float = 30.0,
+        *,
+        trust: ChannelTrust | None = None,
+        name: str = "",
+    ) -> None:
+        """Connect and greet; `trust` and `name` are those of `open_channel`, for a worker on another machine."""
         self._peer = address
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, trust, name)
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._frames.put(Frame(worker_pb2.FrameHeader(hello=hello)))
         try:

@@ -14,16 +14,18 @@ import grpc
 from google.protobuf.message import Message
 
 from mlx_ring.rpc.frames import Frame, decode_frame, encode_frame
-from mlx_ring.rpc.protos import agent_pb2, enrol_pb2, weights_pb2, worker_pb2
+from mlx_ring.rpc.protos import agent_pb2, cluster_pb2, enrol_pb2, hello_pb2, weights_pb2, worker_pb2
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Arity = Literal["unary_unary", "unary_stream", "stream_stream"]
 
+CLUSTER_SERVICE = "mlx_ring.Cluster"
 WORKER_SERVICE = "mlx_ring.Worker"
 AGENT_SERVICE = "mlx_ring.Agent"
 ENROLMENT_SERVICE = "mlx_ring.Enrolment"
 RENEWAL_SERVICE = "mlx_ring.Renewal"
+GREETING_SERVICE = "mlx_ring.Greeting"
 WEIGHTS_SERVICE = "mlx_ring.Weights"
 
 
@@ -110,12 +112,19 @@ LINK: Method[Frame, worker_pb2.FrameAccepted] = Method(
     worker_pb2.FrameAccepted.FromString,
 )
 
-START = _method(AGENT_SERVICE, "Start", "unary_stream", agent_pb2.StartRequest, agent_pb2.StartProgress)
+ATTEND = _method(
+    CLUSTER_SERVICE, "Attend", "stream_stream", cluster_pb2.AttendRequest, cluster_pb2.AttendReply
+)
+START = _method(AGENT_SERVICE, "Start", "unary_unary", agent_pb2.StartRequest, agent_pb2.StartReply)
+LOAD_STAGES = _method(
+    AGENT_SERVICE, "LoadStages", "unary_stream", agent_pb2.LoadStagesRequest, agent_pb2.StageProgress
+)
 WATCH = _method(AGENT_SERVICE, "Watch", "unary_stream", agent_pb2.WatchRequest, agent_pb2.AgentEvent)
 STOP = _method(AGENT_SERVICE, "Stop", "unary_unary", agent_pb2.StopRequest, agent_pb2.StopReply)
 
 ENROL = _method(ENROLMENT_SERVICE, "Enrol", "unary_unary", enrol_pb2.EnrolRequest, enrol_pb2.EnrolReply)
 RENEW = _method(RENEWAL_SERVICE, "Renew", "unary_unary", enrol_pb2.RenewRequest, enrol_pb2.EnrolReply)
+GREET = _method(GREETING_SERVICE, "Greet", "unary_unary", hello_pb2.Hello, hello_pb2.Greeting)
 
 MANIFEST = _method(
     WEIGHTS_SERVICE, "Manifest", "unary_stream", weights_pb2.ManifestRequest, weights_pb2.ManifestPart

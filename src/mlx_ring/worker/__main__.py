@@ -12,10 +12,16 @@ from types import FrameType
 
 from mlx_ring.core.lifeline import watch_lifeline
 from mlx_ring.core.logs import configure_logging
-from mlx_ring.worker.blas import install_fast_blas
+from mlx_ring.rpc.channels import add_secure_port, make_server
+from mlx_ring.rpc.methods import LOAD, STATUS, STEPS
+from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
+from mlx_ring.rpc.tls.guard import PeerGuard
+from mlx_ring.worker.blas import choose_blas
 from mlx_ring.worker.turns import take_long_turns, take_short_turns
 
 _END_WITHIN_S = 1.0
+_HEAD_ONLY = (LOAD.path, STEPS.path, STATUS.path)
+"""Nodes send activations to each other; the rest is the head's, and this machine's agent's over the Unix socket."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,12 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     take_long_turns()
-    blas = _choose_blas(options.blas, options.blas_threads)
+    blas = choose_blas(options.blas, options.blas_threads)
 
-    from mlx_ring.rpc.channels import make_server  # noqa: PLC0415 - MLX must load after the BLAS
-    from mlx_ring.worker.front import WorkerFront, WorkerIdentity  # noqa: PLC0415
+    from mlx_ring.worker.front import Reach, WorkerFront, WorkerIdentity  # noqa: PLC0415 - MLX must load after the BLAS
 
-    front = WorkerFront(WorkerIdentity(options.node, options.stage, options.rank, blas))
+    reach = Reach(None if options.credentials is None else load_credentials(options.credentials))
+    front = WorkerFront(WorkerIdentity(options.node, options.stage, options.rank, blas), reach)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         front.stop()
@@ -44,9 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, stop)
     # gRPC's threads are short of work and must be quick; this one computes.
     take_short_turns()
-    server = make_server(threads=16)
+    server = make_server(threads=16, interceptors=[PeerGuard(reach.revoked.refusal, _HEAD_ONLY)])
     server.add_generic_rpc_handlers((front.handler(),))
     server.add_insecure_port(f"unix:{options.socket}")
+    if options.credentials is not None:
+        reach.port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(options.credentials))
     server.start()
     take_long_turns()
     front.compute()
@@ -60,6 +68,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mlx_ring.worker", description=__doc__)
     parser.add_argument("--socket", required=True, help="Unix socket to listen on")
     parser.add_argument("--node", required=True)
+    parser.add_argument("--listen", default="[::]", help="address for other machines")
+    parser.add_argument(
+        "--credentials", type=Path, help="this node's; without them no other machine is listened to"
+    )
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--log-dir", type=Path)
@@ -68,13 +80,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     return parser.parse_args(arguments)
-
-
-def _choose_blas(mode: str, threads: int) -> str:
-    if mode == "off":
-        return "as MLX brings it (switched off by --blas off)"
-    report = install_fast_blas(threads)
-    return report.library if report.active else f"{report.library} ({report.detail})"
 
 
 if __name__ == "__main__":

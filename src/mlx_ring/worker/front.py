@@ -11,7 +11,8 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 import mlx.core as mx
@@ -25,6 +26,8 @@ from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.links import Inbox, deliver_frames
 from mlx_ring.rpc.methods import LINK, LOAD, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
+from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.peers import Revoked
 from mlx_ring.worker.device import device_memory, device_name
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.stage import build_stage
@@ -45,6 +48,17 @@ class WorkerIdentity:
     blas: str
 
 
+@dataclass(slots=True)
+class Reach:
+    """How this worker speaks with other machines."""
+
+    trust: Credentials | None = None
+    """None: it only speaks with its own machine."""
+    revoked: Revoked = field(default_factory=Revoked)
+    port: int = 0
+    """Where others reach it; 0 while nobody can."""
+
+
 class _StepStream:
     """The head's stream of steps: its answers, and whether a newer head has taken over."""
 
@@ -56,8 +70,9 @@ class _StepStream:
 class WorkerFront:
     """What a worker answers, and the loop in which it computes."""
 
-    def __init__(self, identity: WorkerIdentity) -> None:
+    def __init__(self, identity: WorkerIdentity, reach: Reach | None = None) -> None:
         self._identity = identity
+        self._reach = reach or Reach()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._runner: StageRunner | None = None
         self._request: worker_pb2.LoadRequest | None = None
@@ -161,7 +176,7 @@ class WorkerFront:
             progress.put(message)
 
         try:
-            built = build_stage(request, inbox, self.hello(), report)
+            built = build_stage(request, inbox, self.hello(), report, self._reach.trust)
             self._runner, self._dtype, self._kv = built.runner, built.dtype, built.kv
             self._phase = "ready"
             report(worker_pb2.LoadProgress(ready=True, phase="ready", bytes_loaded=self._weight_bytes))
@@ -206,11 +221,18 @@ class WorkerFront:
     def _read_steps(self, requests: Iterator[worker_pb2.StepsRequest], stream: _StepStream) -> None:
         try:
             for request in requests:
-                self._jobs.put(_StepJob(self, stream, request.step, monotonic_us()))
+                if request.HasField("kv_limit"):
+                    self._jobs.put(partial(self._limit_kv, stream, request.kv_limit))
+                else:
+                    self._jobs.put(_StepJob(self, stream, request.step, monotonic_us()))
         except grpc.RpcError:
             log.info("the head's step stream ended")
         finally:
             stream.answers.put(None)
+
+    def _limit_kv(self, stream: _StepStream, limit_bytes: int) -> None:
+        if stream is self._stream and self._runner is not None:
+            self._runner.limit_kv(limit_bytes)
 
     def execute(self, stream: _StepStream, step: step_pb2.Step, arrived_us: int) -> None:
         """Compute thread: take in one step, unless another head has taken over since it came."""
@@ -256,9 +278,10 @@ class WorkerFront:
     # Status
 
     def status(
-        self, _request: worker_pb2.StatusRequest, _context: grpc.ServicerContext
+        self, request: worker_pb2.StatusRequest, _context: grpc.ServicerContext
     ) -> worker_pb2.WorkerStatus:
         """Life and size, told without the compute thread, so that a long step does not look like death."""
+        self._reach.revoked.replace(request.revoked)
         runner = self._runner
         memory, left = device_memory()
         return worker_pb2.WorkerStatus(
@@ -278,6 +301,7 @@ class WorkerFront:
             kv=self._kv,
             memory_bytes=memory,
             memory_left_bytes=left,
+            port=self._reach.port,
         )
 
 

@@ -107,6 +107,10 @@ class StageRunner:
         *_, done = [*self.take(step, arrived_us), *self.finish()]
         return done
 
+    def limit_kv(self, limit_bytes: int) -> None:
+        """What the head lets this rank hold."""
+        self._kv.limit(limit_bytes or None)
+
     def reset(self) -> None:
         """Free every sequence, as a new head wants it."""
         for _ in self.finish():
@@ -147,7 +151,6 @@ class StageRunner:
     def _take_in(self, work: StepWork) -> None:
         """All that happens once, however often the step is built."""
         self._admit(work.step)
-        self._kv.spare(is_scarce=work.step.kv_is_scarce)
         work.refused = self._sequences.apply(work.step.operations)
         if work.step.rows:
             deadline = time.monotonic() + work.step.deadline_s if work.step.deadline_s else None

@@ -17,6 +17,8 @@ from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.links import GrpcLink, Inbox
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.names import node_name
 from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.loading import load_stage
@@ -62,7 +64,11 @@ def parse_dtype(name: str) -> DType:
 
 
 def build_stage(
-    request: worker_pb2.LoadRequest, inbox: Inbox, hello: hello_pb2.Hello, report: Report
+    request: worker_pb2.LoadRequest,
+    inbox: Inbox,
+    hello: hello_pb2.Hello,
+    report: Report,
+    trust: Credentials | None = None,
 ) -> BuiltStage:
     """Load the assigned layers and join the links.
 
@@ -71,6 +77,7 @@ def build_stage(
         inbox: where the stage before will deliver.
         hello: this worker's greeting, for the links it opens.
         report: told of progress, in bytes of weights.
+        trust: for links to other machines.
 
     Raises:
         RingError: the stage cannot be built as asked.
@@ -104,7 +111,7 @@ def build_stage(
         kv_bits=assignment.kv_bits or None,
         ragged=architecture.batches,
     )
-    links = _join_links(assignment, inbox, hello, model)
+    links = _join_links(assignment, inbox, hello, model, trust)
     runner = StageRunner(assignment, model, kv, links)
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _warm_up(model, kv)
@@ -112,10 +119,18 @@ def build_stage(
 
 
 def _join_links(
-    assignment: worker_pb2.StageAssignment, inbox: Inbox, hello: hello_pb2.Hello, model: StageModel
+    assignment: worker_pb2.StageAssignment,
+    inbox: Inbox,
+    hello: hello_pb2.Hello,
+    model: StageModel,
+    trust: Credentials | None,
 ) -> StageLinks:
-    to_next = None if model.is_last else GrpcLink(assignment.next_address, hello)
-    back = GrpcLink(assignment.first_address, hello) if model.is_last and not model.is_first else None
+    def link(address: str, node: str) -> GrpcLink:
+        return GrpcLink(address, hello, trust=trust, name=node_name(node) if node else "")
+
+    to_next = None if model.is_last else link(assignment.next_address, assignment.next_node)
+    goes_back = model.is_last and not model.is_first
+    back = link(assignment.first_address, assignment.first_node) if goes_back else None
     return StageLinks(inbox, to_next, back)
 
 

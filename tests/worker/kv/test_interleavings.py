@@ -45,9 +45,9 @@ class Interleavings(RuleBasedStateMachine):
         self.reached[self.fresh] = 0
         self.fresh += 1
 
-    @rule(is_scarce=st.booleans())
-    def spare(self, is_scarce: bool) -> None:  # noqa: FBT001 - drawn by hypothesis
-        self.store.spare(is_scarce=is_scarce)
+    @rule(limit=st.integers(1, 1 << 20) | st.none())
+    def limit(self, limit: int | None) -> None:
+        self.store.limit(limit)
 
     @rule(data=st.data())
     @precondition(lambda self: self.tokens)

@@ -151,26 +151,37 @@ def store_banks(store: KVStore) -> list[Bank]:
     return store._banks._banks  # pyright: ignore[reportPrivateUsage] - what it holds shows nowhere else
 
 
-def test_where_memory_is_scarce_banks_hold_whole_blocks_and_no_slot_too_many() -> None:
+def test_room_ahead_of_need_is_made_within_the_limit_only() -> None:
     store = slow_store()
-    running(store, 5, 1100)
-    for _ in range(4 * LAYERS):
-        append(store, {sequence: [7] for sequence in range(5)})
-    store.free(4)
-    assert store.nbytes >= bytes_of(5 * 1280)
-    store.spare(is_scarce=True)
+    store.limit(bytes_of(4 * 1280))
+    running(store, 4, 1100)
     for _ in range(4 * LAYERS):
         append(store, {sequence: [7] for sequence in range(4)})
-    assert store.nbytes == bytes_of(4 * 1280)
-    for _ in range(256):
+    assert store.nbytes == bytes_of(4 * 1280), "neither half as many slots again, nor a quarter of capacity"
+    store.limit(bytes_of(4 * 1536))
+    for _ in range(200):
         append(store, {sequence: [7] for sequence in range(4)})
-    assert store.nbytes == bytes_of(4 * 1536), "a block more, not a quarter"
+    assert store.nbytes == bytes_of(4 * 1536)
+    store.limit(bytes_of(5 * 1536))
     store.open(9, 4400)
     append(store, {9: range(1100)})
     for _ in range(4 * LAYERS):
         append(store, {sequence: [7] for sequence in (0, 1, 2, 3, 9)})
     assert store.nbytes == bytes_of(5 * 1536)
-    assert content(store, 3) == [*range(1100), *[7] * (12 * LAYERS + 256)]
+    assert content(store, 3) == [*range(1100), *[7] * (8 * LAYERS + 200)]
+
+
+def test_a_row_joins_though_drafts_of_another_are_rejected_all_the_time() -> None:
+    store = slow_store()
+    running(store, 1, 300)
+    store.open(9, 1200)
+    append(store, {9: range(280)})
+    together: list[bool] = []
+    for step in range(4 * LAYERS):
+        together.append(len(append(store, {0: [7, 8], 9: [7]})) == 1)
+        store.trim(0, 301 + step)
+    assert any(together)
+    assert all(together[together.index(True) :])
 
 
 def test_capacity_is_there_in_time_for_rows_that_take_many_tokens_a_step() -> None:

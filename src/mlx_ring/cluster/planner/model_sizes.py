@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from mlx_ring.cluster.decode_bytes import decode_bytes, layer_bytes
+from mlx_ring.cluster.decode_bytes import decode_bytes, layer_bytes, loaded_bytes
 from mlx_ring.cluster.planner.profiles import LayerProfile, ModelProfile
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.core.types import DTYPES
 
-_KV_BYTES = 2
-"""Of one number in a 16-bit KV cache."""
-_SCALE_BITS = 32
-"""Of scale and bias of one group of quantized weights."""
 _GROUP = 64
+_HALF, _FLOAT = 16, 32
+"""Bits of a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +27,29 @@ class WeightFormat:
 
     bits: int
     group: int = _GROUP
+    plain: str = "bfloat16"
+    """The dtype of what is not quantized: scales, biases, activations, keys and values."""
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.bits < _HALF
+
+    @property
+    def plain_bits(self) -> int:
+        return _FLOAT if self.plain == "float32" else _HALF
 
     @property
     def nbytes(self) -> float:
-        quantized = self.bits < 16  # noqa: PLR2004 - bits
-        return (self.bits + (_SCALE_BITS / self.group if quantized else 0)) / 8
+        return (self.bits + (2 * self.plain_bits / self.group if self.is_quantized else 0)) / 8
+
+    @property
+    def name(self) -> str:
+        """As measured rates name it."""
+        return f"{self.bits}-bit" if self.is_quantized else self.plain
+
+    def widened(self) -> WeightFormat:
+        """With float32 in the place of half precision."""
+        return replace(self, plain="float32", bits=self.bits if self.is_quantized else _FLOAT)
 
 
 def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None = None) -> ModelProfile:
@@ -41,23 +58,34 @@ def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None 
     Raises:
         ModelUnsupported: neither tells the sizes of its layers.
     """
-    by_config = profile_config(folder, name, weights or _format_of(folder))
-    stored = decode_bytes(folder, widened=False) if folder.tensors and weights is None else None
-    whole = layer_bytes(folder)
-    if stored is None or whole is None:
+    kind = weights or _format_of(folder)
+    has_files = bool(folder.tensors) and weights is None
+    stored, wide = (
+        _with_headers(profile_config(folder, name, one), folder, widened=widened)
+        if has_files
+        else profile_config(folder, name, one)
+        for one, widened in ((kind, False), (kind.widened(), True))
+    )
+    return replace(stored, widened=None if wide == stored else wide)
+
+
+def _with_headers(by_config: ModelProfile, folder: ModelFolder, *, widened: bool) -> ModelProfile:
+    """With the sizes that tensors really have, where their names tell their layers."""
+    read, whole = decode_bytes(folder, widened=widened), layer_bytes(folder, widened=widened)
+    if read is None or whole is None:
         return by_config
     layers = tuple(
-        replace(layer, weight_bytes=size, read_bytes=read)
-        for layer, size, read in zip(by_config.layers, whole, stored.layers, strict=True)
+        replace(layer, weight_bytes=size, read_bytes=once)
+        for layer, size, once in zip(by_config.layers, whole, read.layers, strict=True)
     )
     embedding = sum(
-        entry.nbytes
+        loaded_bytes(entry, widened=widened)
         for entry in folder.tensors
         if "embed" in entry.name and "layers." not in entry.name and "position" not in entry.name
     )
     tied = by_config.is_tied
     return replace(
-        by_config, layers=layers, head_bytes=stored.head, embedding_bytes=stored.head if tied else embedding
+        by_config, layers=layers, head_bytes=read.head, embedding_bytes=read.head if tied else embedding
     )
 
 
@@ -81,6 +109,8 @@ def profile_config(folder: ModelFolder, name: str, weights: WeightFormat) -> Mod
         hidden_size=hidden,
         vocabulary=vocabulary,
         context_tokens=folder.context_length,
+        weights=weights.name,
+        number_bytes=weights.plain_bits // 8,
     )
 
 
@@ -93,15 +123,20 @@ def _layer(folder: ModelFolder, index: int, hidden: int, heads: int, weights: We
     if (experts := _experts(folder, index, hidden)) is not None:
         held, read = experts
     window = _window(folder, index)
-    kv = 2 * kv_heads * width * _KV_BYTES
+    kv = 2 * kv_heads * width
+    queries = heads * width
     if (latent := _number(folder, "kv_lora_rank")) is not None:
-        kv = (latent + (_number(folder, "qk_rope_head_dim") or 0)) * _KV_BYTES
+        kv = latent + (_number(folder, "qk_rope_head_dim") or 0)
+        queries = heads * kv
+    kv *= weights.plain_bits // 8
     return LayerProfile(
         weight_bytes=int((attention + held) * weights.nbytes),
         read_bytes=int((attention + read) * weights.nbytes),
         flops_per_token=2 * (attention + read),
         kv_bytes_per_token=0 if window is not None else kv,
         kv_bytes_per_sequence=0 if window is None else kv * window,
+        query_width=queries,
+        window=window,
     )
 
 
@@ -141,10 +176,11 @@ def _window(folder: ModelFolder, index: int) -> int | None:
 def _format_of(folder: ModelFolder) -> WeightFormat:
     quantization: Mapping[str, Any] = folder.quantization or {}
     bits, group = quantization.get("bits"), quantization.get("group_size")
+    said = folder.entry("torch_dtype") or folder.entry("dtype")
+    plain = said if said in DTYPES else "bfloat16"
     if type(bits) is int and type(group) is int:
-        return WeightFormat(bits, group)
-    dtype = folder.entry("torch_dtype") or folder.entry("dtype")
-    return WeightFormat(32 if dtype == "float32" else 16)
+        return WeightFormat(bits, group, plain)
+    return WeightFormat(_FLOAT if plain == "float32" else _HALF, plain=plain)
 
 
 def _number(folder: ModelFolder, *names: str) -> int | None:

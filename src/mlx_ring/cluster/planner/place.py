@@ -74,11 +74,17 @@ class _Planner:
         ]
 
     def _hops(self, rows: int) -> Table:
-        nbytes = rows * self._model.hidden_size * self._model.activation_bytes
+        each = [rows * self._model.hidden_size * self._on(node).number_bytes for node in self._nodes]
         names = [node.name for node in self._nodes]
         return np.array(
-            [[self._cluster.link(one, other).seconds(nbytes) for other in names] for one in names]
+            [
+                [self._cluster.link(one, other).seconds(nbytes) for other in names]
+                for one, nbytes in zip(names, each, strict=True)
+            ]
         )
+
+    def _on(self, node: NodeProfile) -> ModelProfile:
+        return self._costs.model_on(node)
 
     def way(self) -> Way | None:
         """Machines and layers as wished; None where memory does not do."""
@@ -173,7 +179,7 @@ class _Planner:
 
     def _stage(self, piece: Piece) -> StagePlan:
         node = self._nodes[piece.node]
-        model = self._model
+        model = self._on(node)
         weights = sum(layer.weight_bytes for layer in model.layers[piece.first : piece.end])
         is_first, is_last = piece.first == 0, piece.end == len(model.layers)
         weights += model.embedding_bytes * is_first
@@ -183,7 +189,7 @@ class _Planner:
             node=node.name,
             layers=LayerRange(piece.first, piece.end),
             weight_bytes=weights,
-            memory_bytes=int(self._costs.memory[piece.first, piece.end]),
+            memory_bytes=int(self._costs.memory(node)[piece.first, piece.end]),
             usable_bytes=node.usable_bytes,
             token_s=seconds,
             why=self._why(piece, node),
@@ -194,15 +200,19 @@ class _Planner:
         part = {
             "uniform": "as many layers as the others, give or take one",
             "memory": f"{node.usable_bytes / sum(other.usable_bytes for other in self._nodes):.0%} of the usable memory",
-            "compute": f"reads {node.bandwidth / 1e9:,.0f} GB/s",
+            "compute": self._speed(node),
             "balanced": "so that no stage takes longer than it must",
             "custom": "as given",
-            "auto": f"reads {node.bandwidth / 1e9:,.0f} GB/s",
+            "auto": self._speed(node),
         }[self._wish.strategy]
-        memory = self._costs.memory
+        memory = self._costs.memory(node)
         if piece.end < layers and memory[piece.first, piece.end + 1] > node.usable_bytes:
             part += "; its memory is full"
         return f"{count} of {layers} layers: {part}"
+
+    def _speed(self, node: NodeProfile) -> str:
+        bandwidth = node.rate(self._on(node).weights).bandwidth / 1e9
+        return f"reads {bandwidth:,.0f} GB/s" if bandwidth >= 10 else f"reads {bandwidth:.1f} GB/s"  # noqa: PLR2004 - two digits
 
     def _left_out(self, way: Way, prediction: Prediction) -> tuple[LeftOut, ...]:
         used = {piece.node for piece in way.pieces}
@@ -285,7 +295,8 @@ class _Planner:
 def _what_is_missing(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
     """Why nothing fits, and what would."""
     demand, usable = wish.demand, sum(node.usable_bytes for node in cluster.nodes)
-    need = float(StageTables(model, demand).memory[0, -1])
+    tables = StageTables(model, demand)
+    need = min(float(tables.memory(node)[0, -1]) for node in cluster.nodes)
     several = "" if demand.sequences == 1 else "s"
     asked = (
         f"{model.name} with {demand.sequences} sequence{several} of {demand.context_tokens} tokens "

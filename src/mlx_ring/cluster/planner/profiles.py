@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mlx_ring.core.machine_profile import StepCosts, WeightRate
+
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
@@ -17,6 +19,10 @@ class LayerProfile:
     kv_bytes_per_token: int = 0
     kv_bytes_per_sequence: int = 0
     """However long it is: a recurrent state, or the window of a sliding layer once it is full."""
+    query_width: int = 0
+    """Numbers of one token's queries, which are held against each token before it; 0: not known."""
+    window: int | None = None
+    """Most tokens that it looks back at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +39,21 @@ class ModelProfile:
     vocabulary: int
     context_tokens: int
     """The longest that the model takes."""
-    activation_bytes: int = 2
-    """Of one number between stages."""
+    weights: str = "bfloat16"
+    """Of which kind they are, as `WeightRate` names them."""
+    number_bytes: int = 2
+    """Of one number between stages, and in a KV cache that is not quantized."""
+    widened: ModelProfile | None = None
+    """The same where half precision becomes float32 when it is loaded; None: it is no other."""
 
     @property
     def weight_bytes(self) -> int:
         once = self.embedding_bytes if self.is_tied else self.embedding_bytes + self.head_bytes
         return once + sum(layer.weight_bytes for layer in self.layers)
+
+
+UNMEASURED = StepCosts(step_s=0.3e-3, layer_s=0.0, draw_s=0.0, logit_s=0.0, attention_s=0.0)
+"""Of a machine that is known by its data sheet: Python, launches, the wire's own code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +69,32 @@ class NodeProfile:
     """A second, in large products of the dtype that it computes in."""
     reserve_share: float = 0.1
     """Of its memory, what is left to others."""
+    rates: tuple[WeightRate, ...] = ()
+    """As they were measured, by kind of weights; others go by the two numbers above."""
+    costs: StepCosts = UNMEASURED
+    widens: bool = False
+    """Whether half precision becomes float32 when it is loaded, as on a CPU."""
 
     @property
     def usable_bytes(self) -> int:
         return int(self.memory_bytes * (1 - self.reserve_share))
+
+    def rate(self, weights: str) -> WeightRate:
+        """For weights of a kind; of quantized ones that were not measured, those of the nearest number of bits."""
+        bits = _quantized_bits(weights)
+        measured = {kind: rate for rate in self.rates if (kind := _quantized_bits(rate.weights)) is not None}
+        if bits is not None and measured:
+            return min(measured.items(), key=lambda item: (abs(item[0] - bits), item[1].bandwidth))[1]
+        for rate in self.rates:
+            if rate.weights == weights:
+                return rate
+        return WeightRate(weights=weights, bandwidth=self.bandwidth, row_s=0.0, spread=0.0, flops=self.flops)
+
+
+def _quantized_bits(weights: str) -> int | None:
+    """Of a kind like `4-bit`."""
+    number, _, rest = weights.partition("-")
+    return int(number) if rest == "bit" and number.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)

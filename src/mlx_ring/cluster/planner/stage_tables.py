@@ -1,26 +1,26 @@
 """What a stage takes on a machine, by counting bytes and operations: memory and time. Pure.
 
 A step reads its weights once, whatever the number of rows, and multiplies for each of them: the slower of both counts.
-On top come each row's KV, and what every step costs whatever is in it.
+On top come each row's look back at its context, what is begun for every layer, drawing tokens, and what every step costs
+whatever is in it. Where a machine was measured each of these goes by what was found there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_ring.cluster.planner.profiles import ModelProfile, NodeProfile
+from mlx_ring.cluster.planner.profiles import LayerProfile, ModelProfile, NodeProfile
+from mlx_ring.core.machine_profile import WeightRate
 
-STEP_S = 0.3e-3
-"""Of a step on any stage: Python, launches, the wire's own code."""
 _CHUNK_TOKENS = 512
 _NUMBERS_PER_TOKEN = 16
 """Of the hidden size, what a layer holds for one token of a chunk at its widest."""
 _FLOAT_BYTES = 4
+_QUANTIZED_GROUP = 64
 
 Table = NDArray[np.float64]
 """`(layers + 1, layers + 1)`: by first layer and end; infinite where no stage can be."""
@@ -34,9 +34,11 @@ class Demand:
     sequences: int
     kv_bits: int = 16
 
-    def kv_factor(self) -> float:
-        """Of 16-bit KV: what the bits take, with 32 bits of scale and bias for 64 numbers."""
-        return 1.0 if self.kv_bits >= 16 else (self.kv_bits + 0.5) / 16  # noqa: PLR2004 - bits
+    def kv_factor(self, number_bytes: int = 2) -> float:
+        """Of plain KV with numbers of so many bytes: what the bits take, with a scale and a bias for 64 numbers."""
+        if self.kv_bits >= 16:  # noqa: PLR2004 - bits
+            return 1.0
+        return (self.kv_bits + 16 * number_bytes / _QUANTIZED_GROUP) / (8 * number_bytes)
 
 
 class StageTables:
@@ -45,65 +47,92 @@ class StageTables:
     def __init__(self, model: ModelProfile, demand: Demand) -> None:
         self.model = model
         self.demand = demand
+        self._memory: dict[bool, Table] = {}
 
-    @cached_property
-    def _bytes_before(self) -> Table:
-        """By layer: bytes of all before it, KV included, as if embedding and head stood in the outer layers."""
-        model, demand = self.model, self.demand
-        sizes = [
-            layer.weight_bytes
-            + demand.sequences
-            * (
-                layer.kv_bytes_per_token * demand.context_tokens * demand.kv_factor()
-                + layer.kv_bytes_per_sequence
-            )
-            for layer in model.layers
-        ]
-        sizes[0] += model.embedding_bytes
-        sizes[-1] += model.head_bytes + _FLOAT_BYTES * demand.sequences * model.vocabulary
-        return np.array(list(accumulate(sizes, initial=0.0)))
+    def model_on(self, node: NodeProfile) -> ModelProfile:
+        """The model as the machine loads it."""
+        return (self.model.widened if node.widens else None) or self.model
 
-    @cached_property
-    def memory(self) -> Table:
+    def memory(self, node: NodeProfile) -> Table:
         """Bytes of every stage that could be, working memory included."""
-        before = self._bytes_before
-        held = before[None, :] - before[:, None]
-        if self.model.is_tied:
-            held[0, -1] -= self.model.head_bytes
-        working = _FLOAT_BYTES * _CHUNK_TOKENS * self.model.hidden_size * _NUMBERS_PER_TOKEN
-        return held + working
+        if node.widens not in self._memory:
+            self._memory[node.widens] = _held_bytes(self.model_on(node), self.demand)
+        return self._memory[node.widens]
 
     def seconds(self, node: NodeProfile, rows: int, context_tokens: int) -> Table:
         """One step with `rows` tokens of as many sequences, each behind `context_tokens`; infinite where memory ends."""
-        model = self.model
-        read = [min(layer.weight_bytes, layer.read_bytes * rows) for layer in model.layers]
-        flops = [layer.flops_per_token * rows for layer in model.layers]
-        kv = [
-            rows
-            * (
-                layer.kv_bytes_per_token * context_tokens * self.demand.kv_factor()
-                + layer.kv_bytes_per_sequence
-            )
-            for layer in model.layers
-        ]
-        head = max(
-            model.head_bytes / node.bandwidth, 2 * rows * model.vocabulary * model.hidden_size / node.flops
-        )
-        each = [
-            max(weights / node.bandwidth, work / node.flops) + cache / node.bandwidth
-            for weights, work, cache in zip(read, flops, kv, strict=True)
-        ]
-        each[-1] += head
-        before = np.array(list(accumulate(each, initial=0.0)))
-        table = before[None, :] - before[:, None] + STEP_S
-        fits = self.memory <= node.usable_bytes
+        before = self._seconds_before(node, rows, context_tokens)
+        table = before[None, :] - before[:, None] + node.costs.step_s
+        fits = self.memory(node) <= node.usable_bytes
         fits &= np.arange(len(before))[:, None] < np.arange(len(before))[None, :]
         return np.where(fits, table, np.inf)
 
+    def _seconds_before(self, node: NodeProfile, rows: int, context_tokens: int) -> Table:
+        """By layer: of all before it, what the model ends with as if it stood in the last one."""
+        model = self.model_on(node)
+        rate = node.rate(model.weights)
+        each = [
+            _layer_seconds(layer, rate, rows, model.hidden_size)
+            + rows * self._look_back_seconds(layer, node, model, context_tokens)
+            + node.costs.layer_s
+            for layer in model.layers
+        ]
+        each[-1] += _head_seconds(model, rate, rows)
+        each[-1] += node.costs.draw_s + rows * model.vocabulary * node.costs.logit_s
+        return np.array(list(accumulate(each, initial=0.0)))
+
+    def _look_back_seconds(
+        self, layer: LayerProfile, node: NodeProfile, model: ModelProfile, context_tokens: int
+    ) -> float:
+        """One row's: reading its KV, or holding its queries against it, whichever takes longer."""
+        kv_bytes = layer.kv_bytes_per_token * context_tokens * self.demand.kv_factor(model.number_bytes)
+        seen = context_tokens if layer.window is None else min(context_tokens, layer.window)
+        return max(
+            (kv_bytes + layer.kv_bytes_per_sequence) / node.bandwidth,
+            seen * layer.query_width * node.costs.attention_s,
+        )
+
     def prefill_seconds(self, node: NodeProfile, first: int, end: int, tokens: int) -> float:
         """A stage's part of reading a prompt."""
-        model = self.model
+        model = self.model_on(node)
         flops = sum(layer.flops_per_token for layer in model.layers[first:end]) * tokens
         # Scores and their sums: every token looks at those before it.
-        flops += (end - first) * 2 * tokens * tokens * model.hidden_size
-        return flops / node.flops
+        scores = (end - first) * 2 * tokens * tokens * model.hidden_size
+        return flops / node.rate(model.weights).flops + scores / node.flops
+
+
+def _layer_seconds(layer: LayerProfile, rate: WeightRate, rows: int, hidden_size: int) -> float:
+    read = min(layer.weight_bytes, layer.read_bytes * rows)
+    # Nearly all of a layer's matrices have rows as long as the activations.
+    matrix_rows = layer.flops_per_token / 2 / hidden_size * read / max(1, layer.read_bytes)
+    return max(read / rate.bandwidth + matrix_rows * rate.row_s, layer.flops_per_token * rows / rate.flops)
+
+
+def _head_seconds(model: ModelProfile, rate: WeightRate, rows: int) -> float:
+    return max(
+        model.head_bytes / rate.bandwidth + model.vocabulary * rate.row_s,
+        2 * rows * model.vocabulary * model.hidden_size / rate.flops,
+    )
+
+
+def _held_bytes(model: ModelProfile, demand: Demand) -> Table:
+    before = _bytes_before(model, demand)
+    held = before[None, :] - before[:, None]
+    if model.is_tied:
+        held[0, -1] -= model.head_bytes
+    working = _FLOAT_BYTES * _CHUNK_TOKENS * model.hidden_size * _NUMBERS_PER_TOKEN
+    return held + working
+
+
+def _bytes_before(model: ModelProfile, demand: Demand) -> Table:
+    """By layer: bytes of all before it, KV included, as if embedding and head stood in the outer layers."""
+    factor = demand.kv_factor(model.number_bytes)
+    sizes = [
+        layer.weight_bytes
+        + demand.sequences
+        * (layer.kv_bytes_per_token * demand.context_tokens * factor + layer.kv_bytes_per_sequence)
+        for layer in model.layers
+    ]
+    sizes[0] += model.embedding_bytes
+    sizes[-1] += model.head_bytes + _FLOAT_BYTES * demand.sequences * model.vocabulary
+    return np.array(list(accumulate(sizes, initial=0.0)))

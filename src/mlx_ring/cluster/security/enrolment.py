@@ -23,6 +23,7 @@ from mlx_ring.cluster.security.try_limit import TryLimit
 from mlx_ring.core.errors import RingError, TokenRefused
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
+from mlx_ring.rpc.greeting import greeting_handler
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, RENEW, RENEWAL_SERVICE, service_handler
 from mlx_ring.rpc.protos import enrol_pb2
@@ -144,7 +145,7 @@ async def start_enrolment_server(
 ) -> tuple[grpc.aio.Server, int]:
     """Listen for machines that want to join: `address` is `HeadAddress.enrolment`. Returns the server and its port."""
     server = make_aio_server(max_message_bytes=MAX_MESSAGE_BYTES)
-    server.add_generic_rpc_handlers((front.enrolment_handler(),))
+    server.add_generic_rpc_handlers((front.enrolment_handler(), greeting_handler()))
     port = add_secure_port(server, address, authority.head_credentials().for_strangers())
     await server.start()
     return server, port

@@ -23,28 +23,35 @@ _sym_db = _symbol_database.Default()
 
 
 from mlx_ring.rpc.protos import hello_pb2 as mlx__ring_dot_rpc_dot_protos_dot_hello__pb2
+from mlx_ring.rpc.protos import step_pb2 as mlx__ring_dot_rpc_dot_protos_dot_step__pb2
 from mlx_ring.rpc.protos import worker_pb2 as mlx__ring_dot_rpc_dot_protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmlx_ring/rpc/protos/agent.proto\x12\x08mlx_ring\x1a\x1fmlx_ring/rpc/protos/hello.proto\x1a mlx_ring/rpc/protos/worker.proto\"r\n\x0cStartRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12.\n\x0b\x61ssignments\x18\x03 \x03(\x0b\x32\x19.mlx_ring.StageAssignment\"t\n\rStartProgress\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12(\n\x08progress\x18\x03 \x01(\x0b\x32\x16.mlx_ring.LoadProgress\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x04\"C\n\x0cWatchRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\"\x85\x01\n\nAgentEvent\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.mlx_ring.WorkerState\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x04 \x01(\x04\"\xa6\x01\n\x0bWorkerState\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05\x61live\x18\x06 \x01(\x08\x12\x13\n\x0b\x65xit_reason\x18\x07 \x01(\t\x12&\n\x06status\x18\x08 \x01(\x0b\x32\x16.mlx_ring.WorkerStatus\"?\n\x0bStopRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x10\n\x08instance\x18\x02 \x01(\t\"\x1c\n\tStopReply\x12\x0f\n\x07stopped\x18\x01 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmlx_ring/rpc/protos/agent.proto\x12\x08mlx_ring\x1a\x1fmlx_ring/rpc/protos/hello.proto\x1a\x1emlx_ring/rpc/protos/step.proto\x1a mlx_ring/rpc/protos/worker.proto\"^\n\x0cStartRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12.\n\x0b\x61ssignments\x18\x02 \x03(\x0b\x32\x19.mlx_ring.StageAssignment\"Z\n\nStartReply\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.mlx_ring.StartedWorker\x12\"\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x11.mlx_ring.Failure\"X\n\rStartedWorker\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0b\n\x03pid\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04port\x18\x05 \x01(\r\"w\n\x11LoadStagesRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12.\n\x0b\x61ssignments\x18\x03 \x03(\x0b\x32\x19.mlx_ring.StageAssignment\"V\n\rStageProgress\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12(\n\x08progress\x18\x03 \x01(\x0b\x32\x16.mlx_ring.LoadProgress\"C\n\x0cWatchRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\"\x85\x01\n\nAgentEvent\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.mlx_ring.WorkerState\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x04 \x01(\x04\"\xb8\x01\n\x0bWorkerState\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05\x61live\x18\x06 \x01(\x08\x12\x13\n\x0b\x65xit_reason\x18\x07 \x01(\t\x12&\n\x06status\x18\x08 \x01(\x0b\x32\x16.mlx_ring.WorkerStatus\x12\x10\n\x08silent_s\x18\t \x01(\x01\"?\n\x0bStopRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x10\n\x08instance\x18\x02 \x01(\t\"\x1c\n\tStopReply\x12\x0f\n\x07stopped\x18\x01 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mlx_ring.rpc.protos.agent_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STARTREQUEST']._serialized_start=112
-  _globals['_STARTREQUEST']._serialized_end=226
-  _globals['_STARTPROGRESS']._serialized_start=228
-  _globals['_STARTPROGRESS']._serialized_end=344
-  _globals['_WATCHREQUEST']._serialized_start=346
-  _globals['_WATCHREQUEST']._serialized_end=413
-  _globals['_AGENTEVENT']._serialized_start=416
-  _globals['_AGENTEVENT']._serialized_end=549
-  _globals['_WORKERSTATE']._serialized_start=552
-  _globals['_WORKERSTATE']._serialized_end=718
-  _globals['_STOPREQUEST']._serialized_start=720
-  _globals['_STOPREQUEST']._serialized_end=783
-  _globals['_STOPREPLY']._serialized_start=785
-  _globals['_STOPREPLY']._serialized_end=813
+  _globals['_STARTREQUEST']._serialized_start=144
+  _globals['_STARTREQUEST']._serialized_end=238
+  _globals['_STARTREPLY']._serialized_start=240
+  _globals['_STARTREPLY']._serialized_end=330
+  _globals['_STARTEDWORKER']._serialized_start=332
+  _globals['_STARTEDWORKER']._serialized_end=420
+  _globals['_LOADSTAGESREQUEST']._serialized_start=422
+  _globals['_LOADSTAGESREQUEST']._serialized_end=541
+  _globals['_STAGEPROGRESS']._serialized_start=543
+  _globals['_STAGEPROGRESS']._serialized_end=629
+  _globals['_WATCHREQUEST']._serialized_start=631
+  _globals['_WATCHREQUEST']._serialized_end=698
+  _globals['_AGENTEVENT']._serialized_start=701
+  _globals['_AGENTEVENT']._serialized_end=834
+  _globals['_WORKERSTATE']._serialized_start=837
+  _globals['_WORKERSTATE']._serialized_end=1021
+  _globals['_STOPREQUEST']._serialized_start=1023
+  _globals['_STOPREQUEST']._serialized_end=1086
+  _globals['_STOPREPLY']._serialized_start=1088
+  _globals['_STOPREPLY']._serialized_end=1116
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from mlx_ring.rpc.protos import hello_pb2 as _hello_pb2
+from mlx_ring.rpc.protos import step_pb2 as _step_pb2
 from mlx_ring.rpc.protos import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -9,6 +10,36 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class StartRequest(_message.Message):
+    __slots__ = ("hello", "assignments")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
+    hello: _hello_pb2.Hello
+    assignments: _containers.RepeatedCompositeFieldContainer[_worker_pb2.StageAssignment]
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ...) -> None: ...
+
+class StartReply(_message.Message):
+    __slots__ = ("workers", "failure")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[StartedWorker]
+    failure: _step_pb2.Failure
+    def __init__(self, workers: _Optional[_Iterable[_Union[StartedWorker, _Mapping]]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class StartedWorker(_message.Message):
+    __slots__ = ("stage", "rank", "pid", "address", "port")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    rank: int
+    pid: int
+    address: str
+    port: int
+    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
+
+class LoadStagesRequest(_message.Message):
     __slots__ = ("hello", "model_path", "assignments")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
@@ -18,19 +49,15 @@ class StartRequest(_message.Message):
     assignments: _containers.RepeatedCompositeFieldContainer[_worker_pb2.StageAssignment]
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ...) -> None: ...
 
-class StartProgress(_message.Message):
-    __slots__ = ("stage", "rank", "progress", "address", "pid")
+class StageProgress(_message.Message):
+    __slots__ = ("stage", "rank", "progress")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
     stage: int
     rank: int
     progress: _worker_pb2.LoadProgress
-    address: str
-    pid: int
-    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., progress: _Optional[_Union[_worker_pb2.LoadProgress, _Mapping]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., progress: _Optional[_Union[_worker_pb2.LoadProgress, _Mapping]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("hello", "heartbeat_s")
@@ -53,7 +80,7 @@ class AgentEvent(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("instance", "stage", "rank", "pid", "address", "alive", "exit_reason", "status")
+    __slots__ = ("instance", "stage", "rank", "pid", "address", "alive", "exit_reason", "status", "silent_s")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +89,7 @@ class WorkerState(_message.Message):
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     EXIT_REASON_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
     instance: str
     stage: int
     rank: int
@@ -70,7 +98,8 @@ class WorkerState(_message.Message):
     alive: bool
     exit_reason: str
     status: _worker_pb2.WorkerStatus
-    def __init__(self, instance: _Optional[str] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., exit_reason: _Optional[str] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatus, _Mapping]] = ...) -> None: ...
+    silent_s: float
+    def __init__(self, instance: _Optional[str] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., exit_reason: _Optional[str] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatus, _Mapping]] = ..., silent_s: _Optional[float] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ("hello", "instance")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmlx_ring/rpc/protos/hello.proto\x12\x08mlx_ring\"\xe6\x01\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x10\n\x08mlx_ring\x18\x02 \x01(\t\x12\x0b\n\x03mlx\x18\x03 \x01(\t\x12\x0e\n\x06mlx_lm\x18\x04 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\t\x12\x13\n\x0bplan_digest\x18\x06 \x01(\t\x12\x10\n\x08instance\x18\x07 \x01(\t\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x11\n\tlast_step\x18\t \x01(\x04\x12\x12\n\nfencing_id\x18\n \x01(\x04\x12\r\n\x05stage\x18\x0b \x01(\r\x12\x0c\n\x04rank\x18\x0c \x01(\r\x12\x0c\n\x04node\x18\r \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmlx_ring/rpc/protos/hello.proto\x12\x08mlx_ring\"\xe6\x01\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x10\n\x08mlx_ring\x18\x02 \x01(\t\x12\x0b\n\x03mlx\x18\x03 \x01(\t\x12\x0e\n\x06mlx_lm\x18\x04 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\t\x12\x13\n\x0bplan_digest\x18\x06 \x01(\t\x12\x10\n\x08instance\x18\x07 \x01(\t\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x11\n\tlast_step\x18\t \x01(\x04\x12\x12\n\nfencing_id\x18\n \x01(\x04\x12\r\n\x05stage\x18\x0b \x01(\r\x12\x0c\n\x04rank\x18\x0c \x01(\r\x12\x0c\n\x04node\x18\r \x01(\t\"?\n\x08Greeting\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x13\n\x0bunix_time_s\x18\x02 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,4 +33,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO']._serialized_start=46
   _globals['_HELLO']._serialized_end=276
+  _globals['_GREETING']._serialized_start=278
+  _globals['_GREETING']._serialized_end=341
 # @@protoc_insertion_point(module_scope)

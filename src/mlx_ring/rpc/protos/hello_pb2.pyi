@@ -1,6 +1,7 @@
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -33,3 +34,11 @@ class Hello(_message.Message):
     rank: int
     node: str
     def __init__(self, protocol: _Optional[int] = ..., mlx_ring: _Optional[str] = ..., mlx: _Optional[str] = ..., mlx_lm: _Optional[str] = ..., model_digest: _Optional[str] = ..., plan_digest: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., last_step: _Optional[int] = ..., fencing_id: _Optional[int] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+
+class Greeting(_message.Message):
+    __slots__ = ("hello", "unix_time_s")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    unix_time_s: float
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., unix_time_s: _Optional[float] = ...) -> None: ...

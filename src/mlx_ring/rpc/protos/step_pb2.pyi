@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Step(_message.Message):
-    __slots__ = ("instance", "epoch", "step", "operations", "rows", "deadline_s", "hand_over_tokens", "kv_is_scarce")
+    __slots__ = ("instance", "epoch", "step", "operations", "rows", "deadline_s", "hand_over_tokens")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -17,7 +17,6 @@ class Step(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    KV_IS_SCARCE_FIELD_NUMBER: _ClassVar[int]
     instance: str
     epoch: int
     step: int
@@ -25,8 +24,7 @@ class Step(_message.Message):
     rows: _containers.RepeatedCompositeFieldContainer[Row]
     deadline_s: float
     hand_over_tokens: bool
-    kv_is_scarce: bool
-    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[CacheOperation, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., hand_over_tokens: _Optional[bool] = ..., kv_is_scarce: _Optional[bool] = ...) -> None: ...
+    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[CacheOperation, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., hand_over_tokens: _Optional[bool] = ...) -> None: ...
 
 class CacheOperation(_message.Message):
     __slots__ = ("open", "fork", "trim", "free", "reset", "park")

@@ -4,6 +4,6 @@
 library that is called instead, `front.py` stands between the two, `selfcheck.py` judges the result.
 """
 
-from mlx_ring.worker.blas.install import BlasReport, install_fast_blas
+from mlx_ring.worker.blas.install import BlasReport, choose_blas, install_fast_blas
 
-__all__ = ["BlasReport", "install_fast_blas"]
+__all__ = ["BlasReport", "choose_blas", "install_fast_blas"]

@@ -68,6 +68,14 @@ def install_fast_blas(threads: int = 1) -> BlasReport:
         return replace(_installed.report, threads=_installed.openblas.set_threads(max(1, threads)))
 
 
+def choose_blas(mode: str, threads: int) -> str:
+    """As `--blas` says, "auto" or "off", on so many threads; returns which BLAS computes, in words. Before MLX is imported."""
+    if mode == "off":
+        return "as MLX brings it (switched off by --blas off)"
+    report = install_fast_blas(threads)
+    return report.library if report.active else f"{report.library} ({report.detail})"
+
+
 def _library_without() -> str:
     return "Accelerate" if platform.system() == "Darwin" else _REFERENCE
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 
-from mlx_ring.worker.kv.growth import GROWS_AHEAD, Growth, blocks
+from mlx_ring.worker.kv.growth import BLOCK, Growth, blocks
 from mlx_ring.worker.kv.layers import Layout
 from mlx_ring.worker.kv.memory import BankMemory
 from mlx_ring.worker.kv.states import RowStates
@@ -80,15 +81,15 @@ class Bank:
         """
         memory, slots = self.memory, len(self.rows) + len(rows)
         if slots > memory.aimed_slots:
-            memory.aim_slots(self._growth.slots(memory.aimed_slots, slots))
+            memory.aim_slots(self._growth.slots(memory.aimed_slots, slots, memory.more_bytes_for_slots))
         needs = {
             window: min(limit, max(row.held(window) for row in rows) + 1) for window, limit in limits.items()
         }
         for window, need in needs.items():
             aimed = memory.aimed_capacity(window)
             if need > aimed:
-                capacity = self._growth.capacity(aimed, need + GROWS_AHEAD)
-                memory.aim_capacity(window, min(capacity, limits[window]))
+                more = partial(memory.more_bytes, window)
+                memory.aim_capacity(window, self._growth.capacity(aimed, need, limits[window], more))
         return slots <= memory.slots and all(
             need <= memory.capacity(window) for window, need in needs.items()
         )
@@ -155,17 +156,16 @@ class Bank:
         if not self.rows:
             self.drop()
             return
+        if len(self.rows) <= self.memory.aimed_slots // 2:
+            self.memory.aim_slots(len(self.rows))
+            if not self.memory.is_changing:
+                self._used = len(self.rows)
         self.tighten()
 
     def tighten(self) -> None:
-        """Give back slots that are not used, and the better part of those that are far longer than any row."""
-        slots = self._growth.slots_to_keep(self.memory.aimed_slots, len(self.rows))
-        if slots < self.memory.aimed_slots:
-            self.memory.aim_slots(slots)
-            if not self.memory.is_changing:
-                self._used = len(self.rows)
-        longest = max(row.length for row in self.rows)
-        if self._growth.has_far_too_much(self.memory.aimed_capacity(None), longest):
+        """Give back the better part of slots that are four times as long as any row."""
+        longest = max(max(row.length, *row.written.values(), 0) for row in self.rows)
+        if self.memory.aimed_capacity(None) > 4 * (longest + BLOCK):
             self.memory.aim_capacity(None, blocks(longest + 1))
 
     def drop(self) -> None:

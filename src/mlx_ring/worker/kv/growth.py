@@ -1,7 +1,8 @@
-"""How much room banks make, and how soon."""
+"""How much room banks make ahead of need, and how soon."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 BLOCK = 256
@@ -22,26 +23,34 @@ def blocks(tokens: int) -> int:
 class Growth:
     """Of one store's banks."""
 
+    held: Callable[[], int]
+    """Bytes of all banks, once they have the sizes that are aimed at."""
     step_bytes: int = STEP_BYTES
-    is_scarce: bool = False
-    """Whether memory is nearly all in use: then banks hold no more than they need, though they copy more often."""
+    limit_bytes: int | None = None
+    """What banks may hold; room that nobody needs yet is made within it only."""
 
-    def capacity(self, present: int, need: int) -> int:
-        """Tokens in a slot that has `present` and needs more: by blocks, and by a quarter where a block is less."""
-        if present and not self.is_scarce:
-            need = max(need, present + max(BLOCK, present // 4))
-        return blocks(need)
+    def capacity(self, present: int, need: int, most: int, more: Callable[[int], int]) -> int:
+        """Tokens for a slot that has room for `present` and is about to need more than that.
 
-    def slots(self, present: int, need: int) -> int:
-        """Slots of a bank that has `present` and needs more."""
-        return need if self.is_scarce else max(need, present * 3 // 2)
+        By a quarter, by a block or two, or by no more than it must: as much as the limit allows.
 
-    def slots_to_keep(self, present: int, used: int) -> int:
-        """Slots of a bank that uses fewer than it has."""
-        return used if self.is_scarce or used <= present // 2 else present
+        Args:
+            present: tokens, aimed at already.
+            need: tokens, now.
+            most: tokens that any row will ever need.
+            more: the bytes that a capacity would add.
+        """
+        ahead = blocks(need + GROWS_AHEAD)
+        generous = max(ahead, blocks(present + max(BLOCK, present // 4)) if present else 0)
+        for capacity in (min(generous, max(most, need)), min(ahead, max(most, need))):
+            if self._allows(more(capacity)):
+                return max(present, capacity)
+        return max(present, min(blocks(need), max(most, need)))
 
-    def has_far_too_much(self, capacity: int, longest: int) -> bool:
-        """Whether slots are so much longer than any row that it pays to copy them."""
-        if self.is_scarce:
-            return capacity > blocks(longest + GROWS_AHEAD)
-        return capacity > 4 * (longest + BLOCK)
+    def slots(self, present: int, need: int, more: Callable[[int], int]) -> int:
+        """Slots of a bank that has `present` and needs more. `more` gives the bytes that a number of them would add."""
+        generous = max(need, present * 3 // 2)
+        return generous if self._allows(more(generous)) else need
+
+    def _allows(self, more_bytes: int) -> bool:
+        return self.limit_bytes is None or self.held() + more_bytes <= self.limit_bytes

@@ -7,7 +7,7 @@ them have. Only tokens that have no place otherwise are not kept waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import mlx.core as mx
 
@@ -68,10 +68,9 @@ class BankMemory:
 
         `count` of them are this step's: the next steps may want as many each.
         """
-        if self.grows(window, need, limit):
-            aimed = self._aimed.get(window, 0)
-            if need > aimed or (aimed < limit and need + GROWS_AHEAD > aimed):
-                self.aim_capacity(window, min(self._growth.capacity(aimed, need), max(limit, need)))
+        target = self._target(window, need, limit)
+        if target > self.aimed_capacity(window):
+            self.aim_capacity(window, target)
         if need > self.capacity(window):
             for planes, position, part in self._behind():
                 if part.window == window:
@@ -79,6 +78,35 @@ class BankMemory:
             self._take_stock()
         elif self.is_changing:
             self._hurry((self.capacity(window) - need) // count + 1)
+
+    def _target(self, window: int | None, need: int, limit: int) -> int:
+        """The capacity to aim at."""
+        aimed = self.aimed_capacity(window)
+        if need <= aimed and (aimed >= limit or need + GROWS_AHEAD <= aimed):
+            return aimed
+        return self._growth.capacity(aimed, need, limit, lambda capacity: self.more_bytes(window, capacity))
+
+    def more_bytes(self, window: int | None, capacity: int) -> int:
+        """What another capacity would add to the size that is aimed at."""
+        return self._bytes(self._aimed_slots, {**self._aimed, window: capacity}) - self.aimed_bytes
+
+    def more_bytes_for_slots(self, slots: int) -> int:
+        """What another number of slots would add to the size that is aimed at."""
+        return self._bytes(slots, self._aimed) - self.aimed_bytes
+
+    @property
+    def aimed_bytes(self) -> int:
+        """What the arrays take at the size that is aimed at."""
+        return self._bytes(self._aimed_slots, self._aimed)
+
+    def _bytes(self, slots: int, capacities: Mapping[int | None, int]) -> int:
+        """Of the parts that have arrays."""
+        return slots * sum(
+            plane.heads * plane.width * plane.dtype.size * capacities.get(part.window, 0)
+            for part in self._layout.row_parts
+            if self.planes[part.index]
+            for plane in part.planes
+        )
 
     def _hurry(self, steps: int) -> None:
         """Be done in so many steps, if the usual pace is too slow."""
@@ -88,8 +116,7 @@ class BankMemory:
 
     def grows(self, window: int | None, need: int, limit: int) -> bool:
         """Whether `reserve` would copy."""
-        capacity = self.capacity(window)
-        return need > capacity or (capacity < limit and need + GROWS_AHEAD > capacity)
+        return need > self.capacity(window) or self._target(window, need, limit) > self.aimed_capacity(window)
 
     def go_on(self) -> None:
         """Bring some arrays to the size that is aimed at."""

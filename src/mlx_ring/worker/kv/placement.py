@@ -22,6 +22,11 @@ class Banks:
     def nbytes(self) -> int:
         return sum(bank.memory.nbytes for bank in self._banks)
 
+    @property
+    def aimed_bytes(self) -> int:
+        """What all banks take at the sizes that are aimed at."""
+        return sum(bank.memory.aimed_bytes for bank in self._banks)
+
     def clear(self) -> None:
         """Give all memory back."""
         self._banks.clear()
@@ -36,10 +41,6 @@ class Banks:
         """
         placed = [place for group in groups for place in self._join(group)]
         self._banks = [bank for bank in self._banks if bank.rows]
-        for bank in self._banks if self._growth.is_scarce else ():
-            # One that is growing has somebody to wait for.
-            if not bank.memory.is_changing:
-                bank.tighten()
         for bank, group in placed:
             bank.gather(group)
         return placed

@@ -42,7 +42,7 @@ class KVStore:
         self.dtype = dtype
         self._layout: Layout = read_layout(prototypes, kv_bits, slack)
         self._rows: dict[int, Row] = {}
-        self._growth = Growth(step_bytes)
+        self._growth = Growth(lambda: self._banks.aimed_bytes, step_bytes)
         self._banks = Banks(self._layout, self._growth)
         self._assembly = Assembly(self._layout, self._banks, ragged=ragged)
         self._state_bytes = 0
@@ -60,9 +60,9 @@ class KVStore:
         """Whether a pass that was built leaves everything before it as it was."""
         return self._ledger.can_undo
 
-    def spare(self, *, is_scarce: bool) -> None:
-        """Whether memory is nearly all in use: from the next step on banks hold no more than they need."""
-        self._growth.is_scarce = is_scarce
+    def limit(self, limit_bytes: int | None) -> None:
+        """What the head lets this rank hold. It is the head that keeps to it; room ahead of need is made within it."""
+        self._growth.limit_bytes = limit_bytes
 
     def length(self, sequence: int) -> int:
         """Committed tokens."""

@@ -1,0 +1,190 @@
+"""What the planner says of this machine, beside what its server then takes: milliseconds of a decode step, by stage.
+
+    python bench/predictions.py [--rounds 3] [--tokens 48] [--weights 4-bit ...] [--json FILE]
+
+A random model is served whole and in three cuts, in float32, in 8 and in 4 bits. Before each of them the machine is measured, with
+one BLAS thread on the core of the first worker; nothing is fitted to what the server does. A last profile tells how steady
+the machine was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+from machine import cores
+from measuring import decode_speed, jobs_of, load, running
+from random_model import Shape, make
+from rows import decode_means_us, quantized
+from servers import RingServer, clean_environment, pin_self
+
+from mlx_ring.cluster.planner.measured import measured_node
+from mlx_ring.cluster.planner.model_sizes import profile_folder
+from mlx_ring.cluster.planner.place import Wish, place
+from mlx_ring.cluster.planner.plan import Plan
+from mlx_ring.cluster.planner.profiles import LOCAL, ClusterProfile, ModelProfile
+from mlx_ring.cluster.planner.stage_tables import Demand
+from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.core.model_folder import read_model_folder
+
+SHAPE = Shape(
+    layers=12, hidden=768, intermediate=2304, heads=12, kv_heads=6, vocabulary=32_768, dtype="float32"
+)
+CUTS = ((12,), (6, 6), (3, 9), (9, 3))
+PROMPTS = (64, 1500)
+"""Tokens of context: the second of the whole model alone."""
+_FLAGS = ("--prefix-cache", "off", "--draft-tokens", "0")
+_BOUND = 0.3
+_FEW = 4
+"""Tokens of the answer that the longer one is compared with."""
+_BITS = {"float32": 0, "8-bit": 8, "4-bit": 4}
+"""0: not quantized."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage, or the whole way around."""
+
+    model: str
+    cut: tuple[int, ...]
+    context: int
+    part: str
+    predicted_ms: float
+    measured_ms: float
+    """The median of the rounds."""
+    rounds: list[float]
+    processor_ms: float | None
+    """Of the worker, by step: where others use the machine too, nearer to what it would take alone."""
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted_ms / self.measured_ms
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.ratio - 1) <= _BOUND
+
+
+def profile_here(core: int | None) -> MachineProfile:
+    """As a worker on that core would find it."""
+    pin_self(core)
+    command = [*clean_environment(), sys.executable, "-m", "mlx_ring.worker.profile", "--blas-threads", "1"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return MachineProfile.from_json(told)
+
+
+def predict(model: ModelProfile, profile: MachineProfile, cut: Sequence[int], context: int) -> Plan:
+    """The planner's plan for this cut, with a machine for each stage; a stream has half of what it may hold behind it."""
+    nodes = tuple(measured_node(profile, f"stage {stage}") for stage in range(len(cut)))
+    wish = Wish(Demand(2 * context, 1), strategy="custom", counts=tuple(cut))
+    return place(model, ClusterProfile(nodes, usual_link=LOCAL), wish)
+
+
+def measure(
+    folder: Path, cut: Sequence[int], prompt: int, rounds: int, tokens: int, pinned: Sequence[int]
+) -> Iterator[list[float]]:
+    """By round: milliseconds of each stage's decode steps, as it timed them, from token to token, and of each worker's processor."""
+    shared = pinned[0] if pinned else None
+    head = shared if len(cut) > 1 else (pinned[1] if len(pinned) > 1 else None)
+    pin_self(head)
+    with running(lambda: RingServer(folder, *_FLAGS, counts=cut, cores=pinned, head_core=head)) as (server,):
+        for number in range(rounds + 1):
+            before = server.worker_cpu_s()
+            load(server, jobs_of(2 * number, 1, prompt, _FEW, SHAPE.vocabulary), 1, temperature=1.0)
+            between = server.worker_cpu_s()
+            (record,) = load(
+                server, jobs_of(2 * number + 1, 1, prompt, tokens, SHAPE.vocabulary), 1, temperature=1.0
+            )
+            after = server.worker_cpu_s()
+            each = [mean / 1e3 for mean in decode_means_us(server)]
+            # Both read a prompt; what the longer answer took more is its further steps.
+            used = [
+                1e3 * (last - 2 * middle + first) / (tokens - _FEW)
+                for first, middle, last in zip(before, between, after, strict=True)
+            ]
+            if number:
+                yield [*each, 1e3 / decode_speed(record), *used]
+
+
+def rows_of(
+    name: str, folder: Path, profile: MachineProfile, options: argparse.Namespace, pinned: Sequence[int]
+) -> Iterator[Row]:
+    model = profile_folder(read_model_folder(folder), name)
+    for cut, prompt in [*((cut, PROMPTS[0]) for cut in CUTS), (CUTS[0], PROMPTS[1])]:
+        context = prompt + options.tokens // 2
+        plan = predict(model, profile, cut, context)
+        parts = [f"layers {stage.layers}" for stage in plan.stages]
+        predicted = [1e3 * stage.token_s for stage in plan.stages]
+        found = list(measure(folder, cut, prompt, options.rounds, options.tokens, pinned))
+        columns = [list(column) for column in zip(*found, strict=True)]
+        used = [statistics.median(column) for column in columns[len(parts) + 1 :]]
+        for part, told, rounds, processor in zip(
+            [*parts, "token to token"],
+            [*predicted, 1e3 * plan.prediction.token_s],
+            columns[: len(parts) + 1],
+            [*used, None],
+            strict=True,
+        ):
+            row = Row(name, tuple(cut), context, part, told, statistics.median(rounds), rounds, processor)
+            print_row(row)
+            yield row
+
+
+def print_row(row: Row) -> None:
+    cut = "+".join(map(str, row.cut))
+    rounds = " ".join(f"{value:.1f}" for value in row.rounds)
+    processor = "" if row.processor_ms is None else f"{row.processor_ms:.2f}"
+    print(
+        f"{row.model:8} {cut:5} {row.context:5} {row.part:16} {row.predicted_ms:8.2f} {row.measured_ms:8.2f} "
+        f"{row.ratio:6.2f} {processor:>9}  {'' if row.holds else 'beyond 30 %':12} ({rounds})",
+        flush=True,
+    )
+
+
+def print_profile(when: str, profile: MachineProfile) -> None:
+    rates = {rate.weights: rate for rate in profile.rates}
+    told = ", ".join(
+        f"{name} {rates[name].bandwidth / 1e9:.2f} GB/s" for name in ("float32", "8-bit", "4-bit")
+    )
+    costs = profile.costs
+    print(
+        f"profile {when}: {told}; {1e9 * rates['float32'].row_s:.0f} ns a row; step {1e3 * costs.step_s:.2f} ms, "
+        f"layer {1e3 * costs.layer_s:.2f} ms, draw {1e3 * costs.draw_s:.2f} ms; load {psutil.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--json", type=Path, help="write the rows to this file too")
+    parser.add_argument("--weights", nargs="+", choices=list(_BITS), default=list(_BITS))
+    options = parser.parse_args()
+    models = {name: quantized(SHAPE, bits) if bits else make(SHAPE) for name, bits in _BITS.items()}
+    pinned = cores()
+    core = pinned[0] if pinned else None
+    print(f"{SHAPE.parameters / 1e6:.0f} M random parameters, cores {pinned}")
+    print(
+        f"{'weights':8} {'cut':5} {'behind':>5} {'part':16} {'foretold':>8} {'measured':>8} {'ratio':>6} {'processor':>9}"
+    )
+    rows: list[Row] = []
+    for name in options.weights:
+        profile = profile_here(core)
+        print_profile(f"before {name}", profile)
+        rows += rows_of(name, models[name], profile, options, pinned)
+    print_profile("after all", profile_here(core))
+    print(f"{sum(row.holds for row in rows)} of {len(rows)} within 30 %")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

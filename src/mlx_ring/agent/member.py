@@ -1,0 +1,115 @@
+"""The agent of a machine that has joined: it listens for its head over mutual TLS, and stays when the head goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_ring.agent.attendance import Attendant, attend_for_ever
+from mlx_ring.agent.front import AgentFront
+from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
+from mlx_ring.agent.profiling import ProfileOptions
+from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
+from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.core.cluster_folders import node_folder
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.rpc.channels import add_secure_port, make_aio_server
+from mlx_ring.rpc.methods import AGENT_SERVICE
+from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
+from mlx_ring.rpc.tls.guard import AioPeerGuard
+from mlx_ring.rpc.tls.peers import Revoked
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberOptions:
+    """How a joined machine serves its cluster."""
+
+    head: HeadAddress
+    node: str
+    state: Path
+    """The state folder."""
+    run_dir: Path
+    """Private, for sockets."""
+    log_dir: Path
+    log_level: str
+    blas: str
+    blas_threads: int
+    load_timeout_s: float
+    memory_utilization: float
+    listen: str = "[::]"
+    """Address for other machines."""
+
+
+async def serve_as_member(options: MemberOptions) -> None:
+    """Until SIGINT or SIGTERM; every worker ends first.
+
+    Raises:
+        ConfigError: this machine has no certificate.
+        PeerRefused: the head does not take it any more.
+    """
+    folder = node_folder(options.state)
+    credentials = load_credentials(folder)
+    if credentials is None:
+        raise ConfigError(f"This machine has no certificate in {folder}: join with a token.")
+    profile = await recall_or_measure(
+        ProfileStore(options.state), ProfileOptions(blas=options.blas, blas_threads=options.blas_threads)
+    )
+    supervisor, revoked = _supervisor(options, folder), Revoked()
+    front = AgentFront(options.node, supervisor, options.load_timeout_s, ends_when_empty=False)
+    guard = AioPeerGuard(revoked.refusal, head_only=(f"/{AGENT_SERVICE}/",))
+    server = make_aio_server(interceptors=[guard])
+    server.add_generic_rpc_handlers((front.handler(),))
+    port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(folder))
+    await server.start()
+
+    def revoke(serials: tuple[str, ...]) -> None:
+        if serials != supervisor.revoked:
+            supervisor.revoked = serials
+            revoked.replace(serials)
+            guard.end_refused()
+
+    who = Attendant(options.node, port, profile, options.memory_utilization)
+    attending = asyncio.create_task(
+        attend_for_ever(options.head, credentials, who, revoke), name="attendance"
+    )
+    try:
+        await _until_asked_or_done(attending)
+    finally:
+        attending.cancel()
+        await supervisor.stop()
+        await server.stop(grace=0.5)
+        log.info("ended")
+
+
+def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:
+    return Supervisor(
+        WorkerOptions(
+            node=options.node,
+            run_dir=options.run_dir,
+            log_dir=options.log_dir,
+            log_level=options.log_level,
+            blas=options.blas,
+            blas_threads=options.blas_threads,
+            credentials=credentials,
+            listen=options.listen,
+        )
+    )
+
+
+async def _until_asked_or_done(work: asyncio.Task[None]) -> None:
+    """Until a signal asks to end, or the work ends; its error, where it has one, is raised."""
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, asked.set)
+    waiting = asyncio.create_task(asked.wait())
+    try:
+        await asyncio.wait((work, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+    finally:
+        waiting.cancel()

@@ -1,0 +1,61 @@
+"""`mlx-ring doctor`: runs every check and tells what was found, with a fix for each trouble."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from mlx_ring.cli.doctor.finding import Finding, Level
+from mlx_ring.core.addresses import parse_head_address
+from mlx_ring.core.config import load_settings
+
+_STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "broken": "red"}
+
+
+def doctor(
+    head: Annotated[
+        str | None,
+        typer.Argument(metavar="[HEAD[:PORT]]", help="A head to compare versions and clocks with."),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST[:PORT]", help="Another machine to reach; may be given several times."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="The port that a server here would have.")] = None,
+    state_dir: Annotated[str | None, typer.Option(metavar="DIR", help="This machine's state folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Look for what keeps this machine from serving, alone or in a cluster. Exit code 1 where something is broken."""
+    from mlx_ring.cli.doctor.examination import examine  # noqa: PLC0415 - gRPC, for one command
+
+    settings = load_settings({"state_dir": state_dir, "port": port})
+    asked = parse_head_address(head) if head is not None else None
+    peers = [parse_head_address(text) for text in peer or ()]
+    findings: list[Finding] = []
+    for finding in examine(settings, asked, peers):
+        findings.append(finding)
+        if not as_json:
+            _show(finding)
+    broken = sum(finding.level == "broken" for finding in findings)
+    if as_json:
+        print(json.dumps({"broken": broken, "findings": [one.as_json() for one in findings]}, indent=1))
+    else:
+        print(f"\n{broken} of {len(findings)} findings must be mended." if broken else "\nNothing is broken.")
+    if broken:
+        raise typer.Exit(1)
+
+
+def _show(finding: Finding) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    line = Text.assemble(
+        (f"{finding.level:8}", _STYLES[finding.level]), (f"{finding.what}: ", "bold"), finding.value
+    )
+    console.print(line)
+    if finding.fix:
+        console.print(Text(f"        {finding.fix}"))
+    sys.stdout.flush()

@@ -1,0 +1,205 @@
+"""Checks of this machine alone: memory, limits, folders, MLX, and what links it could have."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mlx_ring.cli.doctor.finding import Finding
+from mlx_ring.core.interfaces import LanAddress
+from mlx_ring.core.process_limits import UsableMemory, usable_memory
+from mlx_ring.rpc.hello import package_version
+
+ROOT = Path("/")
+GIB = 1 << 30
+_LITTLE_MEMORY, _LITTLE_LEFT = 4 * GIB, GIB
+_LITTLE_DISK, _NO_DISK = 10 * GIB, GIB
+_OPEN_TO_OTHERS = 0o077
+_MLX_S, _ASK_S = 120.0, 10.0
+_TRY_MLX = (
+    "import mlx.core as mx, mlx_lm; "
+    "print(mx.default_device().type.name, int(mx.sum(mx.ones((8, 8)) @ mx.ones((8, 8))).item()))"
+)
+_MLX_SAYS = "512"
+
+
+def check_installed() -> Finding:
+    """The versions that every machine of a cluster must have alike."""
+    names = ("mlx-ring", "mlx", "mlx-lm")
+    absent = [name for name in names if package_version(name) == "absent"]
+    value = ", ".join(f"{name} {package_version(name)}" for name in names)
+    if absent:
+        return Finding(
+            "broken", "versions", value, f"Install {' and '.join(absent)}: `make setup` in the checkout."
+        )
+    return Finding("ok", "versions", value)
+
+
+def check_mlx() -> Finding:
+    """Whether MLX computes: in a process of its own, for this one must not hold a device."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRY_MLX], capture_output=True, text=True, timeout=_MLX_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("broken", "MLX", f"no answer in {_MLX_S:g} s", _MEND_MLX)
+    words = done.stdout.split()
+    if done.returncode == 0 and words[1:] == [_MLX_SAYS]:
+        return Finding("ok", "MLX", f"computes on the {words[0].upper()}")
+    last = next(
+        (line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit {done.returncode}"
+    )
+    return Finding("broken", "MLX", last.strip(), _MEND_MLX)
+
+
+_MEND_MLX = (
+    "Install mlx and mlx-lm anew in this environment; on a Mac, macOS and Python must be for Apple silicon."
+)
+
+
+def check_memory(root: Path = ROOT) -> Finding:
+    """What processes here may use, a container's limit included."""
+    return judge_memory(usable_memory(root))
+
+
+def judge_memory(memory: UsableMemory) -> Finding:
+    value = (
+        f"{_gib(memory.total_bytes)}, of which {_gib(memory.available_bytes)} are free; "
+        f"the limit is {memory.limited_by}"
+    )
+    if memory.limited_by != "the machine" and memory.total_bytes < _LITTLE_MEMORY:
+        fix = "Give this container more memory (docker run --memory, or the unit's MemoryMax)."
+        return Finding("warning", "memory", value, fix)
+    if memory.total_bytes < _LITTLE_MEMORY:
+        return Finding("warning", "memory", value, "Only small models have room for a stage here.")
+    if memory.available_bytes < _LITTLE_LEFT:
+        return Finding("warning", "memory", value, "End other programs before a model is loaded.")
+    return Finding("ok" if memory.limited_by == "the machine" else "note", "memory", value)
+
+
+def check_address_space() -> Finding:
+    """`ulimit -v`: weights are mapped, and the limit counts what is mapped."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("ok", "address space", "unlimited")
+    fix = (
+        "Raise it with `ulimit -v unlimited`, or LimitAS=infinity in the unit: models are mapped into memory."
+    )
+    return Finding("broken" if soft < _LITTLE_MEMORY else "warning", "address space", _gib(soft), fix)
+
+
+def check_descriptors(wanted: int) -> Finding:
+    """Open files and connections; `serve` raises the soft limit by itself, up to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    told = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    value = f"{soft}, at most {told}"
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        fix = f"Raise the hard limit to {wanted}: `ulimit -Hn`, /etc/security/limits.conf, or LimitNOFILE in the unit."
+        return Finding("broken", "open files", value, fix)
+    return Finding("ok", "open files", value)
+
+
+def check_wired_limit() -> Sequence[Finding]:
+    """How much of a Mac's memory the GPU may hold; other machines have no such setting."""
+    if sys.platform != "darwin":
+        return ()
+    text = _ask(["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"])
+    return (judge_wired_limit(text),)
+
+
+def judge_wired_limit(text: str) -> Finding:
+    """0 stands for macOS's own choice, some two thirds to three quarters."""
+    if text in ("", "0"):
+        return Finding("note", "GPU memory", "macOS's own limit", _RAISE_WIRED)
+    return Finding("ok", "GPU memory", f"{text} MB")
+
+
+_RAISE_WIRED = (
+    "If a model just does not fit: `sudo sysctl iogpu.wired_limit_mb=MB`, and leave some GB to macOS."
+)
+
+
+def check_state_folder(folder: Path) -> Finding:
+    """Whether keys and members can be kept, and nobody else reads them."""
+    value = str(folder)
+    there = _nearest(folder)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        fix = f"Make {there} a folder that you may write, or choose another with --state-dir."
+        return Finding("broken", "state folder", f"{value} cannot be written ({error.strerror})", fix)
+    if there != folder:
+        return Finding("ok", "state folder", f"{value}, not made yet")
+    if folder.stat().st_mode & _OPEN_TO_OTHERS:
+        return Finding(
+            "warning", "state folder", f"{value} is open to others", f"Close it: chmod -R go= '{folder}'."
+        )
+    return Finding("ok", "state folder", value)
+
+
+def check_disk(folder: Path) -> Finding:
+    """Room for weights, where they are kept."""
+    there = _nearest(folder)
+    free = shutil.disk_usage(there).free
+    value = f"{_gib(free)} free at {there}"
+    fix = "Make room: a node keeps the weights of its layers on disk."
+    if free < _LITTLE_DISK:
+        return Finding("broken" if free < _NO_DISK else "warning", "disk", value, fix)
+    return Finding("ok", "disk", value)
+
+
+def check_fast_links(addresses: Sequence[LanAddress], root: Path = ROOT) -> Finding:
+    """Thunderbolt and RDMA, where a network card would be slower."""
+    found = [f"{one.kind} at {one.address}" for one in addresses if one.kind in ("thunderbolt", "infiniband")]
+    found += _rdma_devices(root)
+    if found:
+        return Finding("ok", "fast links", ", ".join(found))
+    if _has_thunderbolt(root):
+        return Finding("note", "fast links", "Thunderbolt without an address", _CABLE)
+    return Finding("note", "fast links", "neither Thunderbolt nor RDMA")
+
+
+_CABLE = (
+    "Two machines with a Thunderbolt cable between them are a fast network: on Linux load thunderbolt-net, "
+    "on a Mac turn the Thunderbolt Bridge on in the network settings."
+)
+
+
+def _rdma_devices(root: Path) -> list[str]:
+    """Linux lists them in `/sys`; macOS has a program, from 26.2 on."""
+    folder = root / "sys" / "class" / "infiniband"
+    devices = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if sys.platform == "darwin" and _ask(["/usr/bin/rdma_ctl", "status"]) == "enabled":
+        devices.append("Thunderbolt")
+    return [f"RDMA over {device}" for device in devices]
+
+
+def _has_thunderbolt(root: Path) -> bool:
+    folder = root / "sys" / "bus" / "thunderbolt" / "devices"
+    return sys.platform == "darwin" or (folder.is_dir() and any(folder.iterdir()))
+
+
+def _ask(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """What a program writes; nothing where it is not there or fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASK_S, check=False, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the first around it that is there."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB"

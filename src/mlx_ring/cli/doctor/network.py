@@ -1,0 +1,177 @@
+"""Checks of the network: addresses, ports, names, ways to other machines, firewalls."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+import psutil
+
+from mlx_ring.cli.doctor.finding import Finding
+from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.core.interfaces import LanAddress
+
+_CONNECT_S, _ASK_S = 3.0, 10.0
+_TRIES = 5
+_SLOW_MS = 5.0
+"""A wire takes a tenth of this; every token crosses each link once."""
+
+
+def check_lan(addresses: Sequence[LanAddress]) -> Finding:
+    """Whether other machines could reach this one at all."""
+    if not addresses:
+        fix = "Connect this machine to a network; one machine alone needs none."
+        return Finding("warning", "network", "no address that others could reach", fix)
+    value = ", ".join(f"{one.address} ({one.interface}, {one.kind})" for one in addresses)
+    if all(one.kind in ("wireless", "tunnel") for one in addresses):
+        return Finding("warning", "network", value, "Use a cable: Wi-Fi and VPNs cost time with every token.")
+    return Finding("ok", "network", value)
+
+
+def check_port(port: int, purpose: str) -> Finding:
+    """Whether a head could listen there, or one does already."""
+    what = f"port {port}"
+    trouble = next(filter(None, (_cannot_listen(family, host, port) for family, host in _PLACES)), None)
+    if trouble is None:
+        return Finding("ok", what, f"free for {purpose}")
+    if trouble.errno != errno.EADDRINUSE:
+        return Finding("broken", what, str(trouble.strerror), f"Choose a port above 1023 for {purpose}.")
+    holder = _holder(port)
+    if holder is not None and _is_ours(holder):
+        return Finding("ok", what, f"mlx-ring listens there already (pid {holder.pid})")
+    who = f"{holder.name()} (pid {holder.pid})" if holder is not None else "another process"
+    return Finding("broken", what, f"held by {who}", f"End that process, or give {purpose} another port.")
+
+
+_PLACES = ((socket.AF_INET, ""), (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
+
+
+def _cannot_listen(family: int, host: str, port: int) -> OSError | None:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Connections that have ended and are remembered still do not matter.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen(1)
+    except OSError as error:
+        # A machine without IPv6 has no address to try.
+        return error if error.errno in (errno.EADDRINUSE, errno.EACCES) else None
+    return None
+
+
+def _holder(port: int) -> psutil.Process | None:
+    """Who listens there; None where the operating system does not tell."""
+    try:
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
+                return psutil.Process(found.pid)
+    except psutil.Error:
+        return None
+    return None
+
+
+_OUR_PROGRAM = re.compile(r"(^|/)mlx-ring$|^mlx_ring(\.|$)|^from mlx_ring")
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        return any(_OUR_PROGRAM.search(word) for word in process.cmdline()[:4])
+    except psutil.Error:
+        return False
+
+
+def check_name(host: str) -> Finding:
+    """Whether a host's name leads to an address."""
+    what = f"name {host}"
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        fix = "Check the spelling, give the address instead, or put the name into /etc/hosts."
+        return Finding("broken", what, f"does not resolve ({reason})", fix)
+    value = ", ".join(sorted(found))
+    if host != "localhost" and all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found):
+        fix = f"Other machines cannot reach {value}: give the head's address on the LAN."
+        return Finding("note", what, f"{value}, which is this machine itself", fix)
+    return Finding("ok", what, value)
+
+
+def check_round_trip(host: str, port: int) -> Finding:
+    """The time that a TCP connection takes to be made: the way there and back, the best of some."""
+    place = HeadAddress(host, port).cluster
+    what = f"way to {place}"
+    try:
+        milliseconds = min(_connect_ms(host, port) for _ in range(_TRIES))
+    except TimeoutError:
+        fix = f"Open TCP port {port} in that machine's firewall, and check that it is on and on this network."
+        return Finding("broken", what, f"no answer in {_CONNECT_S:g} s", fix)
+    except ConnectionRefusedError:
+        fix = f"Start mlx-ring there (`mlx-ring serve` or `mlx-ring join`), or check the port {port}."
+        return Finding("broken", what, "refused: nobody listens there", fix)
+    except OSError as error:
+        fix = "Check the address, and that both machines are on the same network."
+        return Finding("broken", what, error.strerror or str(error), fix)
+    if milliseconds > _SLOW_MS:
+        fix = "Use a cable: Wi-Fi and VPNs cost time with every token."
+        return Finding("warning", what, f"{milliseconds:.1f} ms", fix)
+    return Finding("ok", what, f"{milliseconds:.2f} ms")
+
+
+def _connect_ms(host: str, port: int) -> float:
+    begin = time.perf_counter()
+    with closing(socket.create_connection((host, port), timeout=_CONNECT_S)):
+        return (time.perf_counter() - begin) * 1000
+
+
+def check_firewall(ports: Sequence[int]) -> Finding:
+    """Whether a firewall is on; what its rules do with a packet only a try from another machine shows."""
+    active = [name for name, told in _firewalls() if firewall_is_on(name, told)]
+    needed = f"TCP ports {' and '.join(map(str, ports))} and UDP port 5353"
+    if not active:
+        return Finding("ok", "firewall", "none was seen on this machine")
+    return Finding("note", "firewall", f"{', '.join(active)} is on", f"Let other machines reach {needed}.")
+
+
+def _firewalls() -> list[tuple[str, str]]:
+    """Each with what its program says. All of these only read."""
+    commands = _MAC_FIREWALLS if sys.platform == "darwin" else _LINUX_FIREWALLS
+    return [(name, _ask(command)) for name, command in commands if shutil.which(command[0])]
+
+
+_MAC_FIREWALLS = (
+    ("macOS's firewall", ("/usr/libexec/ApplicationFirewall/socketfilterfw", "--getglobalstate")),
+)
+_LINUX_FIREWALLS = (
+    ("ufw", ("ufw", "status")),
+    ("firewalld", ("firewall-cmd", "--state")),
+    ("nftables", ("nft", "list", "chains")),
+    ("iptables", ("iptables", "-S", "INPUT")),
+)
+_ACTIVE = {
+    "macOS's firewall": r"State = [12]",
+    "ufw": r"^Status: active",
+    "firewalld": r"^running",
+    "nftables": r"hook input .*policy (drop|reject)",
+    "iptables": r"^-P INPUT DROP|-j (DROP|REJECT)",
+}
+
+
+def firewall_is_on(name: str, told: str) -> bool:
+    """Whether its own words say that it is on."""
+    return re.search(_ACTIVE[name], told, re.MULTILINE) is not None
+
+
+def _ask(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

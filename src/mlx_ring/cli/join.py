@@ -1,0 +1,140 @@
+"""`mlx-ring join`: this machine becomes a node of another one's cluster, and stays one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlx_ring.agent.enrolment import join as enrol
+from mlx_ring.agent.identity import open_identity
+from mlx_ring.agent.member import MemberOptions, serve_as_member
+from mlx_ring.cli.heads import NONE_FOUND, show_heads
+from mlx_ring.core.addresses import HeadAddress, parse_head_address
+from mlx_ring.core.cluster_folders import node_folder
+from mlx_ring.core.config import Settings, load_settings, quieten_grpc, state_folder
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.head_announcement import FoundHead
+from mlx_ring.core.logs import configure_logging
+from mlx_ring.core.machine import make_run_folder, raise_descriptor_limit, share_cores
+from mlx_ring.core.private_files import read_private, write_private
+from mlx_ring.rpc.tls.credentials import load_credentials
+
+_HEAD_FILE = "head"
+_TRY_S = 2.0
+
+
+def join(
+    head: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[HEAD[:PORT]]",
+            help="The head's address; otherwise the last one, or the only one on this LAN.",
+        ),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(help="What `mlx-ring serve --nodes N` or `token create` prints; needed once."),
+    ] = None,
+    state_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help=Settings.model_fields["state_dir"].description)
+    ] = None,
+    memory_utilization: Annotated[
+        str | None,
+        typer.Option(
+            "--memory-utilization",
+            "--gpu-memory-utilization",
+            metavar="SHARE",
+            help=Settings.model_fields["memory_utilization"].description,
+        ),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on for the cluster.")
+    ] = "[::]",
+    blas: Annotated[str | None, typer.Option(metavar="auto|off", help="As `serve` has it.")] = None,
+    blas_threads: Annotated[str | None, typer.Option(metavar="N", help="Of each worker's BLAS.")] = None,
+    log_level: Annotated[str | None, typer.Option(metavar="LEVEL", help="How much to log.")] = None,
+    log_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for log files.")] = None,
+    run_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for sockets.")] = None,
+) -> None:
+    """Let this machine compute for a cluster, until Ctrl-C.
+
+    With a token it becomes a member; afterwards it comes back without one, and by itself when the head restarts.
+    """
+    settings = load_settings(
+        {
+            "state_dir": state_dir,
+            "memory_utilization": memory_utilization,
+            "blas": blas,
+            "blas_threads": blas_threads,
+            "log_level": log_level,
+            "log_dir": log_dir,
+            "run_dir": run_dir,
+        }
+    )
+    quieten_grpc()
+    state = state_folder(settings)
+    folder = node_folder(state)
+    address = _head_address(head, folder)
+    if token is not None:
+        enrol(str(address), token, folder)
+    elif load_credentials(folder) is None:
+        raise ConfigError(
+            "This machine is no member yet: give --token, which `mlx-ring token create` prints on the head."
+        )
+    write_private(folder / _HEAD_FILE, f"{address}\n".encode())
+    _serve(settings, state, address, listen)
+
+
+def _head_address(given: str | None, folder: Path) -> HeadAddress:
+    """As typed, or as it was the last time, or the only head on this LAN."""
+    if given is not None:
+        return parse_head_address(given)
+    kept = read_private(folder / _HEAD_FILE)
+    if kept is not None:
+        return parse_head_address(kept.decode().strip())
+    from mlx_ring.agent.discovery import find_heads  # noqa: PLC0415 - nobody else needs zeroconf here
+
+    found = find_heads()
+    if not found:
+        raise ConfigError(NONE_FOUND)
+    if len(found) > 1:
+        show_heads(found)
+        raise ConfigError(f"{len(found)} heads were found on this LAN: name one of these addresses.")
+    return _reachable(found[0])
+
+
+def _reachable(head: FoundHead) -> HeadAddress:
+    """The first of its addresses at which somebody answers."""
+    for address in head.joinable:
+        with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), _TRY_S):
+            return address
+    show_heads([head])
+    raise ConfigError("A head was found on this LAN, and none of its addresses can be reached from here.")
+
+
+def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> None:
+    node = open_identity(node_folder(state)).node
+    configure_logging(
+        process="agent", node=node, rank=None, level=settings.log_level, log_dir=settings.log_dir
+    )
+    raise_descriptor_limit(settings.file_descriptor_limit)
+    with make_run_folder(settings.run_dir) as run_dir:
+        options = MemberOptions(
+            head=head,
+            node=node,
+            state=state,
+            run_dir=run_dir,
+            log_dir=settings.log_dir,
+            log_level=settings.log_level,
+            blas=settings.blas,
+            blas_threads=settings.blas_threads or share_cores(1),
+            load_timeout_s=settings.model_load_timeout,
+            memory_utilization=settings.memory_utilization,
+            listen=listen,
+        )
+        asyncio.run(serve_as_member(options))

@@ -1,0 +1,85 @@
+"""`mlx-ring profile`: what this machine was found to do, and what bounds its memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
+from mlx_ring.agent.profiling import ProfileOptions
+from mlx_ring.core.config import load_settings, state_folder
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.machine import share_cores
+from mlx_ring.core.machine_profile import MachineProfile
+
+_MOST_THREADS = 1024
+
+
+def profile(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure, even if it was done before.")] = False,
+    blas: Annotated[str, typer.Option(metavar="auto|off", help="As `serve` has it.")] = "auto",
+    blas_threads: Annotated[
+        int, typer.Option(metavar="N", help="Of the worker's BLAS; 0 takes the cores but one.")
+    ] = 0,
+    state_dir: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Where the profile is kept between runs.")
+    ] = None,
+) -> None:
+    """Measure this machine as a worker would use it: memory, bandwidth, matrix products, what a step costs.
+
+    It takes some seconds and is kept, until the machine or a version changes.
+    """
+    if blas not in ("auto", "off"):
+        raise ConfigError(f"--blas is {blas}; it must be auto or off.")
+    if not 0 <= blas_threads <= _MOST_THREADS:
+        raise ConfigError(f"--blas-threads is {blas_threads}; it must be from 0 to {_MOST_THREADS}.")
+    options = ProfileOptions(blas=blas, blas_threads=blas_threads or share_cores(1))
+    store = ProfileStore(state_folder(load_settings({"state_dir": state_dir})).expanduser().absolute())
+    found = asyncio.run(recall_or_measure(store, options, again=again))
+    if as_json:
+        print(found.model_dump_json(indent=1))
+        return
+    _show(found)
+
+
+def _show(found: MachineProfile) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    threads = f"{found.blas_threads} thread{'s' * (found.blas_threads > 1)}"
+    on = f"{found.blas}, {threads}, {found.cores} cores to use" if found.device == "cpu" else "as a GPU"
+    console.print(f"{found.device_name}: {on}; MLX {found.mlx}")
+    console.print(
+        f"memory: {found.memory_bytes / 1e9:.1f} GB may be used, bounded by {found.memory_limited_by}; "
+        f"{found.memory_available_bytes / 1e9:.1f} GB were left\n",
+        markup=False,
+    )
+    console.print(_rates(found))
+    costs = found.costs
+    console.print(
+        f"\nbesides, a step takes {1e3 * costs.step_s:.2f} ms, a layer {1e3 * costs.layer_s:.2f} ms, "
+        f"drawing tokens {1e3 * costs.draw_s:.2f} ms; "
+        f"1,000 tokens of context {1e9 * costs.attention_s:.2f} ms for each 1,000 numbers of a layer's queries"
+    )
+    if not found.is_steady:
+        console.print(
+            "The machine was busy meanwhile: times differ widely. `mlx-ring profile --again` measures anew."
+        )
+
+
+def _rates(found: MachineProfile) -> Table:
+    table = Table("weights", box=None, pad_edge=False)
+    for title in ("GB/s", "+- %", "ns a row", "gigaflops"):
+        table.add_column(title, justify="right")
+    for rate in found.rates:
+        table.add_row(
+            rate.weights,
+            f"{rate.bandwidth / 1e9:,.2f}",
+            f"{50 * rate.spread:.1f}",
+            f"{1e9 * rate.row_s:,.0f}",
+            f"{rate.flops / 1e9:,.1f}",
+        )
+    return table

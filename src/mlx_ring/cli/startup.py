@@ -1,0 +1,120 @@
+"""What a person reads while `mlx-ring serve` comes up: whom it waits for, the plan, progress, and how to ask."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from mlx_ring.cli.plan import show_plan
+from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.core.fitting_models import largest_fitting
+from mlx_ring.core.interfaces import join_lines, lan_addresses
+from mlx_ring.core.process_limits import usable_memory
+from mlx_ring.rpc.protos import agent_pb2
+
+if TYPE_CHECKING:
+    from mlx_ring.node.arrangement import Arrangement
+    from mlx_ring.node.head import Running
+
+_DEFAULT_URL = "http://127.0.0.1:8100"
+SAMPLE_QUESTION = "What is the capital of France?"
+
+
+class Telling:
+    """What a person reads while a head comes up; bars for weights on a terminal only."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._tasks: dict[int, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_bars()
+
+    def joining(self, address: HeadAddress, token: str, missing: int) -> None:
+        """The lines to paste on the other machines."""
+        lines = [f"  {line}" for line in join_lines(lan_addresses(), address.port, token)]
+        machines = "one more machine" if missing == 1 else f"{missing} more machines"
+        told = [f"Waiting for {machines}. On each, run the line with an address that it reaches:", *lines]
+        print("\n".join(["", *told, ""]), flush=True)
+
+    def planned(self, arrangement: Arrangement) -> None:
+        """The table of the plan, and bars from now on."""
+        if arrangement.plan is not None:
+            show_plan(arrangement.plan)
+        if self._progress.console.is_terminal:
+            self._progress.start()
+        for stage in range(len(arrangement.ranges)):
+            self._tasks[stage] = self._progress.add_task(f"stage {stage}", total=None)
+
+    def loading(self, progress: agent_pb2.StageProgress) -> None:
+        """Move a stage's bar."""
+        task, loaded = self._tasks[progress.stage], progress.progress
+        if loaded.bytes_total:
+            self._progress.update(task, completed=loaded.bytes_loaded, total=loaded.bytes_total)
+        if loaded.ready:
+            self._progress.update(task, description=f"stage {progress.stage} ready")
+
+    def serving(self, running: Running) -> None:
+        """Where it is, and how to ask."""
+        self._stop_bars()
+        print(ready_text(running), flush=True)
+
+    def _stop_bars(self) -> None:
+        if self._progress.live.is_started:
+            self._progress.stop()
+
+
+def ready_text(running: Running) -> str:
+    """What a person needs to talk to the model now being served."""
+    instance = running.instance
+    lines = [
+        "",
+        f"Serving {running.served.names[0]} at {running.url} (loaded in {running.load_s:.1f} s)",
+    ]
+    lines += [
+        f"  stage {worker.stage}: layers {worker.layers}, worker {worker.pid} on {worker.node}, "
+        f"{worker.dtype} on {worker.device}, "
+        f"{_megabytes(worker.weight_bytes)} of weights, {_megabytes(worker.rss_bytes)} of memory"
+        for worker in instance.workers
+    ]
+    body = json.dumps({"messages": [{"role": "user", "content": SAMPLE_QUESTION}]})
+    lines += [
+        "",
+        "Ask it:",
+        f"  curl {running.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        "Or talk to it from another terminal:",
+        f"  {program()} chat" + ("" if running.url == _DEFAULT_URL else f" --url {running.url}"),
+    ]
+    fitting = largest_fitting(usable_memory().available_bytes)
+    if running.served.local.kind == "built-in" and fitting is not None:
+        lines += [
+            "The built-in models are small and know little. A real one that fits this machine's free memory:",
+            f"  {program()} serve {fitting.hub_id}    # fetches {fitting.weight_bytes / 1e9:.1f} GB",
+        ]
+    return "\n".join([*lines, "Ctrl-C ends it.", ""])
+
+
+def program() -> str:
+    """How this program was called, for commands that a person can paste."""
+    called = Path(sys.argv[0])
+    return "mlx-ring" if shutil.which("mlx-ring") or called.name != "mlx-ring" else str(called)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.0f} MB"

@@ -1,0 +1,89 @@
+"""An agent as the head speaks to it, on this machine or on another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+
+from mlx_ring.core.errors import RingError, WorkerLost
+from mlx_ring.rpc.failures import channel_error, failure_to_error
+from mlx_ring.rpc.methods import LOAD_STAGES, START, STOP, WATCH
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+from mlx_ring.rpc.tls.handshakes import handshake_error
+
+HEARTBEAT_S = 1.0
+
+Report = Callable[[agent_pb2.StageProgress], None]
+Assignments = Sequence[worker_pb2.StageAssignment]
+
+
+class AgentLink:
+    """A channel to an agent, and what can be asked of it."""
+
+    def __init__(self, channel: grpc.aio.Channel, told: str) -> None:
+        """`told` is what sentences call it: "the agent", "the agent of mini-7f3a"."""
+        self._channel = channel
+        self._told = told
+
+    async def start(
+        self, hello: hello_pb2.Hello, assignments: Assignments
+    ) -> Sequence[agent_pb2.StartedWorker]:
+        """Start a worker for each assignment.
+
+        Raises:
+            RingError: what the agent could not do; then it left none.
+        """
+        request = agent_pb2.StartRequest(hello=hello, assignments=assignments)
+        try:
+            reply = await START.aio_unary_unary(self._channel)(request, wait_for_ready=True)
+        except grpc.RpcError as error:
+            raise self._error(error) from error
+        if reply.HasField("failure"):
+            raise failure_to_error(reply.failure)
+        return reply.workers
+
+    async def load(
+        self, hello: hello_pb2.Hello, model_path: str, assignments: Assignments, report: Report
+    ) -> None:
+        """Load what was started.
+
+        Raises:
+            RingError: what a worker could not do; then none of them is left.
+        """
+        request = agent_pb2.LoadStagesRequest(hello=hello, model_path=model_path, assignments=assignments)
+        try:
+            async for progress in LOAD_STAGES.aio_unary_stream(self._channel)(request):
+                if progress.progress.HasField("failure"):
+                    raise failure_to_error(progress.progress.failure)
+                report(progress)
+        except grpc.RpcError as error:
+            raise self._error(error) from error
+
+    async def watch(self, hello: hello_pb2.Hello) -> AsyncIterator[agent_pb2.AgentEvent]:
+        """What the agent tells of its workers, until it is gone.
+
+        Raises:
+            WorkerLost: the agent is gone.
+        """
+        request = agent_pb2.WatchRequest(hello=hello, heartbeat_s=HEARTBEAT_S)
+        try:
+            async for event in WATCH.aio_unary_stream(self._channel)(request, wait_for_ready=True):
+                yield event
+        except grpc.RpcError as error:
+            raise self._error(error) from error
+        raise WorkerLost(f"{self._told.capitalize()} ended its reports.")
+
+    async def stop(self, instance: str, timeout_s: float) -> None:
+        """End an instance's workers; without a name every worker, and the agent too. One that is gone is no matter."""
+        with contextlib.suppress(grpc.RpcError):
+            await STOP.aio_unary_unary(self._channel)(
+                agent_pb2.StopRequest(instance=instance), timeout=timeout_s
+            )
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def _error(self, error: grpc.RpcError) -> RingError:
+        return handshake_error(error, self._told) or channel_error(error, self._told)

@@ -1,0 +1,192 @@
+"""The head's ports for its nodes: enrolment, and attendance over mutual TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+
+import grpc
+
+from mlx_ring.agent.identity import open_identity
+from mlx_ring.cluster.membership import Came, Event, Member, Membership, Told, Went
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.cluster.security.enrolment import EnrolmentFront, admit_own_machine, start_enrolment_server
+from mlx_ring.cluster.security.members import Members
+from mlx_ring.cluster.security.tokens import TokenStore
+from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.core.cluster_folders import authority_folder, node_folder
+from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
+from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.rpc.channels import add_secure_port, make_aio_server
+from mlx_ring.rpc.failures import error_to_failure
+from mlx_ring.rpc.hello import check_hello, make_hello
+from mlx_ring.rpc.methods import ATTEND, CLUSTER_SERVICE, service_handler
+from mlx_ring.rpc.protos import cluster_pb2
+from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.guard import AioPeerGuard
+from mlx_ring.rpc.tls.peers import host_of_call, peer_of_call
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 3.0
+"""A node that says nothing for so long is gone; it speaks every second."""
+_MESSAGE_BYTES = 1 << 20
+_STOP_S = 3.0
+
+Context = grpc.aio.ServicerContext[object, object]
+
+
+class Control:
+    """Nodes that attend. Made by `open_control`."""
+
+    def __init__(self, authority: Authority, tokens: TokenStore, members: Members, node: str) -> None:
+        self.node = node
+        """Of the head's own machine."""
+        self.membership = Membership()
+        self._authority, self._tokens, self._members = authority, tokens, members
+        self._serial = count(1)
+        self._changed = asyncio.Condition()
+        self._watchers: list[Callable[[Event], None]] = []
+
+    @property
+    def credentials(self) -> Credentials:
+        """The head's."""
+        return self._authority.head_credentials()
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the cluster's CA."""
+        return self._authority.fingerprint
+
+    def make_token(self, *, life_s: float) -> str:
+        """A token with which machines can join."""
+        return str(self._tokens.create(self._authority.fingerprint, name="serve", life_s=life_s))
+
+    @contextlib.contextmanager
+    def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:
+        """Meanwhile `watcher` is called at each event, after it has happened."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
+
+    async def wait_for(self, nodes: int) -> Membership:
+        """Until so many nodes attend at the same time."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.membership.members) >= nodes)
+        return self.membership
+
+    async def _happens(self, event: Event) -> None:
+        async with self._changed:
+            self.membership = self.membership.apply(event)
+            self._changed.notify_all()
+        for watcher in tuple(self._watchers):
+            watcher(event)
+
+    # ---- a node attends
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        return service_handler(CLUSTER_SERVICE, ((ATTEND, self.attend),))
+
+    async def attend(
+        self, requests: AsyncIterator[cluster_pb2.AttendRequest], context: Context
+    ) -> AsyncIterator[cluster_pb2.AttendReply]:
+        """For as long as a node is there. Each of its messages is answered."""
+        try:
+            member = self._member(await _next(requests), context)
+        except RingError as error:
+            log.warning("refused %s: %s", host_of_call(context), error)
+            yield cluster_pb2.AttendReply(failure=error_to_failure(error))
+            return
+        reason = "it was cut off"
+        log.info("%s (%s) is there, at %s", member.node, member.machine, member.host)
+        await self._happens(Came(member))
+        try:
+            yield cluster_pb2.AttendReply(hello=make_hello(), revoked=self._members.revoked_serials())
+            while True:
+                said = await _next(requests)
+                await self._happens(Told(member.node, member.came, said.memory_free_bytes))
+                yield cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
+        except StopAsyncIteration:
+            reason = "it ended its attendance"
+        except TimeoutError:
+            reason = f"nothing was heard of it for {SILENCE_S:g} s"
+        finally:
+            log.warning("%s (%s) is gone: %s", member.node, member.machine, reason)
+            await asyncio.shield(self._happens(Went(member.node, member.came, reason)))
+
+    def _member(self, first: cluster_pb2.AttendRequest, context: Context) -> Member:
+        peer = peer_of_call(context)
+        if peer.is_head:
+            raise PeerRefused("A head does not attend; nodes do.")
+        check_hello(first.hello, make_hello(), f"{peer} at {host_of_call(context)}")
+        if not 0 < first.port < 1 << 16 or not 0.0 < first.memory_utilization <= 1.0:
+            raise ProtocolError(
+                f"{peer} tells of port {first.port} and a share of {first.memory_utilization:g} of its memory."
+            )
+        return Member(
+            node=peer.node,
+            machine=first.machine[:80],
+            host=host_of_call(context),
+            port=first.port,
+            head_host=first.head_host,
+            profile=MachineProfile.from_json(first.profile),
+            memory_utilization=first.memory_utilization,
+            came=next(self._serial),
+            memory_free_bytes=first.memory_free_bytes,
+        )
+
+
+async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
+    return await asyncio.wait_for(anext(requests), SILENCE_S)
+
+
+@asynccontextmanager
+async def open_control(state: Path, address: HeadAddress) -> AsyncGenerator[Control]:
+    """Listen for nodes, and let this machine's own be one.
+
+    Args:
+        state: the state folder; the cluster's authority is made in it at the first start.
+        address: what to listen on; the enrolment port is the one after.
+
+    Raises:
+        AddressInUse: another process has one of the ports.
+    """
+    authority = Authority.open(authority_folder(state))
+    tokens, members = TokenStore(authority_folder(state)), Members(authority_folder(state))
+    admit_own_machine(authority, members, node_folder(state))
+    control = Control(authority, tokens, members, open_identity(node_folder(state)).node)
+    front = EnrolmentFront(authority, tokens, members)
+    guard = AioPeerGuard(members.refusal)
+    server = make_aio_server(interceptors=[guard], max_message_bytes=_MESSAGE_BYTES)
+    server.add_generic_rpc_handlers((front.renewal_handler(), control.handler()))
+    add_secure_port(server, address.cluster, authority.head_credentials().for_server())
+    enrolment, _ = await start_enrolment_server(front, authority, address.enrolment)
+    await server.start()
+    sweeping = asyncio.create_task(_end_removed(guard), name="removed nodes")
+    try:
+        yield control
+    finally:
+        sweeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sweeping
+        await asyncio.gather(_stop(enrolment), _stop(server))
+
+
+async def _stop(server: grpc.aio.Server) -> None:
+    """Bounded: gRPC may wait for ever for a call that came while it was stopping; the port is free by then."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(server.stop(None), _STOP_S)
+
+
+async def _end_removed(guard: AioPeerGuard) -> None:
+    """Calls of nodes that are removed while they run end within a second."""
+    while True:
+        await asyncio.sleep(1.0)
+        guard.end_refused()

@@ -1,0 +1,135 @@
+"""Brings a plan to life: starts workers on every node, tells each where its neighbours listen, loads them together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mlx_ring.cluster.agent_link import AgentLink, Report
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+
+_STOP_WAIT_S = 8.0
+
+Result = TypeVar("Result")
+Place = tuple[int, int]
+"""Stage and rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node that stages can be on."""
+
+    node: str
+    """Its id; what its certificate names."""
+    link: AgentLink
+    is_local: bool
+    """Whether it is the head's own machine."""
+    hosts: Mapping[str, str]
+    """Where other nodes reach it, by their id; "" is for the head and for everyone else."""
+    model_path: str
+    """Where its workers find the model."""
+
+    def host_for(self, node: str) -> str:
+        return self.hosts.get(node) or self.hosts.get("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where the head reaches a worker."""
+
+    stage: int
+    rank: int
+    node: str
+    """Whose certificate answers; empty on this machine."""
+    address: str
+
+
+async def deploy(
+    sites: Sequence[Site],
+    assignments: Sequence[worker_pb2.StageAssignment],
+    hello: hello_pb2.Hello,
+    report: Report,
+) -> list[WorkerPlace]:
+    """Start and load an instance.
+
+    Args:
+        sites: of each assignment, in the same order.
+        assignments: of one instance, in order of stage and rank.
+        hello: the head's greeting.
+        report: told how far each worker has loaded.
+
+    Raises:
+        RingError: what a node could not do; then no node has anything of it left.
+    """
+    instance = assignments[0].instance
+    by_site = {
+        site.node: (site, [one for place, one in zip(sites, assignments, strict=True) if place is site])
+        for site in sites
+    }
+    try:
+        started = await _together(_start(site, own, hello) for site, own in by_site.values())
+        workers = {place: found for of_site in started for place, found in of_site.items()}
+        filled = {
+            node: [_filled(assignment, site, workers) for assignment in own]
+            for node, (site, own) in by_site.items()
+        }
+        await _together(
+            site.link.load(hello, site.model_path, filled[node], report)
+            for node, (site, _) in by_site.items()
+        )
+    except BaseException:
+        await asyncio.gather(*(site.link.stop(instance, _STOP_WAIT_S) for site, _ in by_site.values()))
+        raise
+    return [_place_for_head(worker, site) for worker, site in workers.values()]
+
+
+_Started = dict[Place, tuple[agent_pb2.StartedWorker, Site]]
+
+
+async def _start(
+    site: Site, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
+) -> _Started:
+    workers = await site.link.start(hello, assignments)
+    return {(worker.stage, worker.rank): (worker, site) for worker in workers}
+
+
+async def _together(work: Iterable[Awaitable[Result]]) -> list[Result]:
+    """All of it; the first error ends the rest and is raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _filled(
+    assignment: worker_pb2.StageAssignment, site: Site, workers: _Started
+) -> worker_pb2.StageAssignment:
+    """With the addresses of the next stage and the first, where they are on other nodes."""
+    filled = worker_pb2.StageAssignment()
+    filled.CopyFrom(assignment)
+    following = workers.get((assignment.stage + 1, 0))
+    if following is not None and following[1] is not site:
+        filled.next_address, filled.next_node = _reached_from(site, *following)
+    first = workers[0, 0]
+    if first[1] is not site:
+        filled.first_address, filled.first_node = _reached_from(site, *first)
+    return filled
+
+
+def _reached_from(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> tuple[str, str]:
+    return _address(other.host_for(site.node), worker.port), other.node
+
+
+def _place_for_head(worker: agent_pb2.StartedWorker, site: Site) -> WorkerPlace:
+    if site.is_local:
+        return WorkerPlace(worker.stage, worker.rank, "", worker.address)
+    return WorkerPlace(worker.stage, worker.rank, site.node, _address(site.host_for(""), worker.port))
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

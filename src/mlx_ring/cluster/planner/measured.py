@@ -1,0 +1,38 @@
+"""What was measured, as planning takes it. Pure."""
+
+from __future__ import annotations
+
+from mlx_ring.cluster.planner.profiles import LinkProfile, NodeProfile
+from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.rpc.link_probe import LinkMeasure
+
+
+def measured_node(
+    profile: MachineProfile, name: str, *, reserve_share: float = 0.1, memory_cap: int | None = None
+) -> NodeProfile:
+    """A machine, by its profile.
+
+    Args:
+        name: of the node.
+        reserve_share: of its memory, what is left to others.
+        memory_cap: bytes that its owner grants, where that is less than it has.
+    """
+    plain = next(
+        (rate for rate in profile.rates if rate.weights == (profile.computes_in or "bfloat16")),
+        profile.rates[0],
+    )
+    return NodeProfile(
+        name=name,
+        memory_bytes=min(profile.memory_bytes, memory_cap or profile.memory_bytes),
+        bandwidth=plain.bandwidth,
+        flops=plain.flops,
+        reserve_share=reserve_share,
+        rates=profile.rates,
+        costs=profile.costs,
+        widens=profile.computes_in == "float32",
+    )
+
+
+def measured_link(measure: LinkMeasure) -> LinkProfile:
+    """A link, by its probe."""
+    return LinkProfile(round_trip_s=measure.round_trip_s, bandwidth=measure.bandwidth)

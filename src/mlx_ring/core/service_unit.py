@@ -1,0 +1,211 @@
+"""The text that has systemd or launchd run `mlx-ring join` or `mlx-ring serve` for good. Pure: nothing is written here."""
+
+from __future__ import annotations
+
+import plistlib
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.join_token import PREFIX
+
+Scope = Literal["user", "system"]
+Keeper = Literal["systemd", "launchd"]
+"""The operating system's program that keeps services running."""
+VERBS = ("join", "serve")
+_STOP_S = 30
+_RESTART_S = 10
+_DESCRIPTORS = 65536
+_SECRET_FLAGS = {
+    "--token": "run `mlx-ring join HEAD --token TOKEN` once by hand; a machine that has joined needs no token",
+    "--api-key": "put the keys into a file that only its owner reads, and give --api-key-file FILE",
+    "--hf-token": "log in once with `hf auth login`, which keeps the token in your home folder",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What is to run, and as whom."""
+
+    program: tuple[str, ...]
+    """What `mlx-ring` is here, by absolute path."""
+    arguments: tuple[str, ...]
+    """Of `mlx-ring`, the verb first."""
+    folder: Path
+    """To run in: relative paths and `.env` are read from it."""
+    scope: Scope
+    user: str
+    home: Path
+    """The user's: a system's unit names the one, a user's lies in the other."""
+
+    @property
+    def verb(self) -> str:
+        return self.arguments[0]
+
+
+def check_service(service: Service) -> Service:
+    """The service itself.
+
+    Raises:
+        ConfigError: it is no verb that runs for good, an argument cannot stand in a unit, or one is a secret:
+            everybody on the machine can read a unit.
+    """
+    if not service.arguments or service.verb not in VERBS:
+        given = f"not {service.arguments[0]!r}" if service.arguments else "and none was given"
+        raise ConfigError(
+            f"A service runs {' or '.join(f'`mlx-ring {verb} …`' for verb in VERBS)}, {given}: put it after two "
+            "dashes, as in `mlx-ring service install -- join mini.local`."
+        )
+    for word in (*service.program, *service.arguments, str(service.folder), service.user):
+        if not word.isprintable():
+            raise ConfigError(f"{word!r} cannot stand in a unit: it has a line break or a control character.")
+    for argument in service.arguments:
+        _refuse_secret(argument)
+    return service
+
+
+def _refuse_secret(argument: str) -> None:
+    flag = argument.partition("=")[0]
+    if argument.lower().startswith(PREFIX):
+        flag = "--token"
+    if flag in _SECRET_FLAGS:
+        raise ConfigError(
+            f"{flag} is a secret, and everybody on this machine can read a unit: {_SECRET_FLAGS[flag]}."
+        )
+
+
+def unit_name(keeper: Keeper, verb: str) -> str:
+    """What the service manager calls it."""
+    return f"mlx-ring-{verb}.service" if keeper == "systemd" else f"mlx-ring.{verb}"
+
+
+def unit_path(keeper: Keeper, scope: Scope, verb: str, home: Path) -> Path:
+    """Where the service manager looks for it."""
+    name = unit_name(keeper, verb)
+    if keeper == "systemd":
+        system, own = Path("/etc/systemd/system"), home / ".config" / "systemd" / "user"
+        return (system if scope == "system" else own) / name
+    library = Path("/Library/LaunchDaemons") if scope == "system" else home / "Library" / "LaunchAgents"
+    return library / f"{name}.plist"
+
+
+def unit_text(keeper: Keeper, service: Service) -> str:
+    """The unit's content.
+
+    Raises:
+        ConfigError: as `check_service`.
+    """
+    check_service(service)
+    return systemd_unit(service) if keeper == "systemd" else launchd_plist(service)
+
+
+def start_commands(keeper: Keeper, scope: Scope, verb: str, home: Path) -> list[list[str]]:
+    """What starts it, now and at every start of the machine or login; fit to be repeated after a change."""
+    if keeper == "systemd":
+        systemctl, name = _systemctl(scope), unit_name(keeper, verb)
+        return [[*systemctl, "daemon-reload"], [*systemctl, "enable", name], [*systemctl, "restart", name]]
+    path = str(unit_path(keeper, scope, verb, home))
+    return [*stop_commands(keeper, scope, verb, home), ["launchctl", "load", "-w", path]]
+
+
+def stop_commands(keeper: Keeper, scope: Scope, verb: str, home: Path) -> list[list[str]]:
+    """What ends it for good, while its unit is still there."""
+    if keeper == "systemd":
+        return [[*_systemctl(scope), "disable", "--now", unit_name(keeper, verb)]]
+    return [["launchctl", "unload", str(unit_path(keeper, scope, verb, home))]]
+
+
+def _systemctl(scope: Scope) -> list[str]:
+    return ["systemctl", "--user"] if scope == "user" else ["systemctl"]
+
+
+def systemd_unit(service: Service) -> str:
+    """A unit of systemd; see systemd.service(5) and systemd.kill(5)."""
+    system = service.scope == "system"
+    lines = [
+        f"# Written by `mlx-ring service install`; `mlx-ring service install -- {_shell(service.arguments)}` again replaces it.",
+        "[Unit]",
+        f"Description=mlx-ring {service.verb}",
+        *(("Wants=network-online.target", "After=network-online.target") if system else ()),
+        "# A head that is off for a night is waited for.",
+        "StartLimitIntervalSec=0",
+        "",
+        "[Service]",
+        "Type=exec",
+        f"ExecStart={' '.join(_systemd_word(word) for word in (*service.program, *service.arguments))}",
+        f"WorkingDirectory={_without_specifiers(str(service.folder))}",
+        *((f"User={service.user}",) if system else ()),
+        "Environment=PYTHONUNBUFFERED=1",
+        "Restart=always",
+        f"RestartSec={_RESTART_S}",
+        *_KILLING[service.verb],
+        f"TimeoutStopSec={_STOP_S}",
+        "# A worker that is out of memory is replaced; the rest goes on.",
+        "OOMPolicy=continue",
+        f"LimitNOFILE={_DESCRIPTORS}",
+        "NoNewPrivileges=yes",
+        "UMask=0077",
+        "StandardOutput=journal",
+        "StandardError=journal",
+        "SyslogIdentifier=mlx-ring",
+        "",
+        "[Install]",
+        f"WantedBy={'multi-user' if system else 'default'}.target",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_KILLING = {
+    "join": ("# The agent ends its workers; what it leaves is killed.", "KillMode=mixed"),
+    "serve": (
+        "# Told to stop, a head ends its agent and workers. One that crashed finds them where it left them.",
+        "KillMode=process",
+    ),
+}
+
+
+def _systemd_word(word: str) -> str:
+    """One word of ExecStart: quoted, and nothing in it is a specifier or a variable."""
+    plain = _without_specifiers(word).replace("$", "$$")
+    if re.fullmatch(r"[\w@%+=:,./$-]+", plain, re.ASCII):
+        return plain
+    return '"' + plain.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _without_specifiers(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _shell(words: Sequence[str]) -> str:
+    return shlex.join(words)
+
+
+def launchd_plist(service: Service) -> str:
+    """A property list of launchd; see launchd.plist(5)."""
+    log = f"{service.home}/Library/Logs/mlx-ring-{service.verb}.log"
+    content: dict[str, object] = {
+        "Label": unit_name("launchd", service.verb),
+        "ProgramArguments": [*service.program, *service.arguments],
+        "WorkingDirectory": str(service.folder),
+        "EnvironmentVariables": {"PYTHONUNBUFFERED": "1"},
+        "RunAtLoad": True,
+        "KeepAlive": True,
+        "ThrottleInterval": _RESTART_S,
+        "ExitTimeOut": _STOP_S,
+        # macOS slows what it takes for work in the background.
+        "ProcessType": "Interactive",
+        # As KillMode above: a head that crashed finds its agent and workers where it left them.
+        "AbandonProcessGroup": service.verb == "serve",
+        "SoftResourceLimits": {"NumberOfFiles": _DESCRIPTORS},
+        # 0077: property lists have no octal numbers.
+        "Umask": 0o077,
+        "StandardOutPath": log,
+        "StandardErrorPath": log,
+    }
+    if service.scope == "system":
+        content["UserName"] = service.user
+    return plistlib.dumps(content, sort_keys=False).decode()

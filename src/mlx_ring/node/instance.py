@@ -1,0 +1,254 @@
+"""One epoch of the served model: placed, loaded, served, and at some time lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+
+from mlx_ring.cluster.agent_link import Report
+from mlx_ring.cluster.deployment import Site, deploy
+from mlx_ring.cluster.placement import make_assignments
+from mlx_ring.core.config import Settings
+from mlx_ring.core.errors import RingError, WorkerLost, WorkerStuck
+from mlx_ring.engine.detokenizer import Vocabulary
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.grpc_executor import GrpcExecutor, RankAddress
+from mlx_ring.engine.kv_limits import Place, fitting_context, rank_limits
+from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.served_model import ServedModel
+from mlx_ring.node.arrangement import Arrangement
+from mlx_ring.node.service import HeadService
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+from mlx_ring.rpc.tls.credentials import Credentials
+
+log = logging.getLogger(__name__)
+
+_STOP_WAIT_S = 8.0
+_BETTER_REASON_S = 1.0
+"""A stream breaks first; what ended the worker is told a moment later."""
+SILENCE_S = 3.0
+"""An agent that tells nothing for so long, or a worker that does not answer it, is stuck; both speak every second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """What is to be served, where, and as what."""
+
+    instance: str
+    number: int
+    arrangement: Arrangement
+    node: str
+    """The head's own."""
+    trust: Credentials | None
+    """The head's, for other machines."""
+
+
+class Instance:
+    """Runs one epoch."""
+
+    def __init__(
+        self, settings: Settings, served: ServedModel, service: HeadService, epoch: Epoch, report: Report
+    ) -> None:
+        self._settings = settings
+        self._served = served
+        self._service = service
+        self._epoch = epoch
+        self._report = report
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._explained = asyncio.Event()
+
+    def lose(self, error: RingError, *, explains: bool = True) -> None:
+        """It cannot go on; `explains` says that no better reason is to be expected."""
+        if not self._explained.is_set():
+            self._service.lose(error)
+        if explains:
+            self._explained.set()
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+    def heed_loss(self, node: str, reason: str) -> None:
+        """A node is gone."""
+        stages = [str(stage) for stage, site in enumerate(self._epoch.arrangement.sites) if site.node == node]
+        if stages:
+            self.lose(WorkerLost(f"Node {node}, which has stage {' and '.join(stages)}, is gone: {reason}."))
+
+    async def run(self, ready: Callable[[float], None]) -> None:
+        """Load and serve, until it is lost. `ready` is told the seconds that loading took.
+
+        Raises:
+            RingError: it could not be loaded.
+        """
+        epoch, started = self._epoch, time.monotonic()
+        assignments = make_assignments(
+            epoch.arrangement.ranges,
+            instance=epoch.instance,
+            epoch=epoch.number,
+            dtype=self._settings.dtype,
+            model_digest=self._served.folder.digest,
+            max_model_len=self._served.limits.context_length,
+            kv_bits=0 if self._settings.kv_bits == "off" else int(self._settings.kv_bits),
+        )
+        hello = _head_hello(assignments[0], epoch.node)
+        async with contextlib.AsyncExitStack() as cleanup:
+            cleanup.push_async_callback(self._stop_workers)
+            places = await deploy(epoch.arrangement.sites, assignments, hello, self._report)
+            executor = await GrpcExecutor.connect(
+                [RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places],
+                hello,
+                trust=epoch.trust,
+            )
+            cleanup.push_async_callback(executor.close)
+            watched = Watched(epoch.instance, len(epoch.arrangement.nodes))
+            first_words: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]] = (
+                self._lost.get_loop().create_future()
+            )
+            for site in epoch.arrangement.nodes:
+                task = asyncio.create_task(
+                    self._watch(site, hello, watched, first_words), name=f"watch {site.node}"
+                )
+                cleanup.push_async_callback(_end, task)
+            await asyncio.wait((first_words, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if first_words.done():
+                engine = self._make_engine(executor, first_words.result())
+                cleanup.push_async_callback(engine.close)
+                self._service.serve(engine)
+                _spare_the_collector()
+                ready(time.monotonic() - started)
+            await self._lost
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._explained.wait(), _BETTER_REASON_S)
+
+    async def _watch(
+        self,
+        site: Site,
+        hello: hello_pb2.Hello,
+        watched: Watched,
+        first_words: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]],
+    ) -> None:
+        """Hear what a node's agent tells, until the agent or one of its workers is gone."""
+        try:
+            async for event in _in_time(site.link.watch(hello)):
+                self._service.hear(event)
+                workers = watched.hear(event)
+                if workers is not None and not first_words.done():
+                    first_words.set_result(workers)
+                for state in event.workers:
+                    if state.instance == self._epoch.instance:
+                        self._check(state, site)
+        except TimeoutError:
+            self.lose(WorkerStuck(f"The agent of {site.node} has told nothing for {SILENCE_S:g} s."))
+        except RingError as error:
+            self.lose(error)
+
+    def _check(self, state: agent_pb2.WorkerState, site: Site) -> None:
+        told = f"The worker of stage {state.stage}, rank {state.rank} on {site.node} (pid {state.pid})"
+        if not state.alive:
+            self.lose(WorkerLost(f"{told} {state.exit_reason}."))
+        elif state.status.phase == "ready" and state.silent_s >= SILENCE_S:
+            self.lose(WorkerStuck(f"{told} has not answered for {state.silent_s:.0f} s; it is stuck."))
+
+    def _make_engine(
+        self, executor: GrpcExecutor, workers: Mapping[Place, worker_pb2.WorkerStatus]
+    ) -> Engine:
+        """The engine for what the workers say of their memory."""
+        kv = rank_limits(workers, self._settings.kv_cache_memory)
+        limits = self._served.limits
+        insisted = self._settings.max_model_len is not None
+        context = fitting_context(kv, limits.context_length, insisted=insisted)
+        if context < limits.context_length:
+            log.warning(
+                "The KV cache has room for %d tokens of one request, so the context is that long, not %d.",
+                context,
+                limits.context_length,
+            )
+        return Engine(
+            executor,
+            Vocabulary.of(self._served.tokenizer),
+            limits.within(context),
+            instance=self._epoch.instance,
+            epoch=self._epoch.number,
+            policy=policy_of(self._settings),
+            kv=kv,
+            on_lost=lambda error: self.lose(error, explains=False),
+        )
+
+    async def _stop_workers(self) -> None:
+        """On every node that can be reached: whoever is gone has none any more, or ends them when it comes back."""
+        await asyncio.gather(
+            *(site.link.stop(self._epoch.instance, _STOP_WAIT_S) for site in self._epoch.arrangement.nodes)
+        )
+        for site in self._epoch.arrangement.nodes:
+            if not site.is_local:
+                await site.link.close()
+
+
+class Watched:
+    """What an instance's workers say of themselves, on all its nodes."""
+
+    def __init__(self, instance: str, nodes: int) -> None:
+        self._instance = instance
+        self._nodes = nodes
+        self._by_node: dict[str, dict[Place, worker_pb2.WorkerStatus]] = {}
+
+    def hear(self, event: agent_pb2.AgentEvent) -> dict[Place, worker_pb2.WorkerStatus] | None:
+        """All of it, with the event; None while one, busy as it may be, has not said that it is ready."""
+        node = event.hello.node
+        ours = [state for state in event.workers if state.instance == self._instance]
+        if ours and all(state.status.phase == "ready" for state in ours):
+            self._by_node[node] = {(node, RankId(state.stage, state.rank)): state.status for state in ours}
+        if len(self._by_node) < self._nodes:
+            return None
+        return {place: status for statuses in self._by_node.values() for place, status in statuses.items()}
+
+
+async def _in_time(
+    events: AsyncIterator[agent_pb2.AgentEvent],
+) -> AsyncIterator[agent_pb2.AgentEvent]:
+    """Raises TimeoutError where none comes in time."""
+    while True:
+        try:
+            yield await asyncio.wait_for(anext(events), SILENCE_S)
+        except StopAsyncIteration:
+            return
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+def policy_of(settings: Settings) -> Policy:
+    """What the settings say about scheduling."""
+    return Policy(
+        max_num_seqs=settings.max_num_seqs,
+        max_waiting=settings.max_waiting,
+        prefill_chunk=settings.prefill_chunk,
+        max_itl_ratio=settings.max_itl_ratio,
+        prefix_cache=settings.prefix_cache == "on",
+        draft_tokens=settings.draft_tokens,
+        request_timeout_s=settings.request_timeout_s,
+    )
+
+
+def _head_hello(assignment: worker_pb2.StageAssignment, node: str) -> hello_pb2.Hello:
+    return make_hello(
+        instance=assignment.instance,
+        epoch=assignment.epoch,
+        model_digest=assignment.model_digest,
+        plan_digest=assignment.plan_digest,
+        node=node,
+        fencing_id=time.time_ns() // 1_000_000,
+    )
+
+
+def _spare_the_collector() -> None:
+    """Take what is here for good out of garbage collection: going through it holds every stream up."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,269 @@
+"""Measures a link: its round trip and its throughput, with frames as activations have them, over channels as links have them.
+
+The prober sends frames, and the responder accepts each of them, as it would a link's greeting. What may be sent is bounded
+on both sides, in time, frames and bytes; a frame that is none of a probe's ends the probe and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import statistics
+import time
+from collections.abc import AsyncIterator, Generator, Iterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from mlx_ring.core.errors import ProtocolError, RingError, WorkerStuck
+from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
+from mlx_ring.rpc.frames import Frame, decode_frame, encode_frame
+from mlx_ring.rpc.hello import check_hello
+from mlx_ring.rpc.methods import Method, service_handler
+from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+
+PROBE_SERVICE = "mlx_ring.Probe"
+PROBE: Method[Frame, worker_pb2.FrameAccepted] = Method(
+    PROBE_SERVICE,
+    "Link",
+    "stream_stream",
+    encode_frame,
+    decode_frame,
+    worker_pb2.FrameAccepted.SerializeToString,
+    worker_pb2.FrameAccepted.FromString,
+)
+"""As `LINK`, but for what is done with the frames: nothing."""
+PURPOSE = "probe"
+"""Stands in a probe's frames for the instance."""
+
+SMALL_BYTES = 4096
+"""A token's activations in a small model."""
+_LARGE_BYTES, _LARGEST_BYTES = 64 << 10, 64 << 20
+_GROWTH = 4
+_LONG_S = 0.05
+"""Of a large frame: long beside the round trip, which is taken off."""
+_AT_LEAST = 10
+_MOST_FRAMES = 2000
+_MOST_BYTES = 1 << 30
+_RESPONDER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeBounds:
+    """What one probe may take, on the prober's side."""
+
+    round_trips_s: float = 0.3
+    throughput_s: float = 1.0
+    most_bytes: int = 512 << 20
+    answer_s: float = 10.0
+    """For any single answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasure:
+    """What one probe found."""
+
+    round_trip_s: float
+    """The median."""
+    least_round_trip_s: float
+    bandwidth: float
+    """Bytes a second."""
+    frames: int
+    nbytes: int
+
+
+# ---- the prober
+
+
+def probe_link(
+    channel: grpc.Channel, hello: hello_pb2.Hello, peer: str, bounds: ProbeBounds | None = None
+) -> LinkMeasure:
+    """Measure the link to a peer. Blocks for a second or two.
+
+    Args:
+        channel: as a link to the peer would open it.
+        peer: its name, for errors.
+
+    Raises:
+        RingError: the peer refuses, is gone, or does not answer in time.
+    """
+    with _opened(channel, hello, peer, bounds or ProbeBounds()) as probe:
+        trips = probe.round_trips()
+        return LinkMeasure(
+            round_trip_s=statistics.median(trips),
+            least_round_trip_s=min(trips),
+            bandwidth=probe.bandwidth(statistics.median(trips)),
+            frames=probe.frames,
+            nbytes=probe.nbytes,
+        )
+
+
+@contextlib.contextmanager
+def _opened(
+    channel: grpc.Channel, hello: hello_pb2.Hello, peer: str, bounds: ProbeBounds
+) -> Generator[_Probe]:
+    probe = _Probe(channel, peer, bounds)
+    try:
+        probe.greet(hello)
+        yield probe
+    except grpc.RpcError as error:
+        raise _lost(error, peer) from error
+    finally:
+        probe.close()
+
+
+def _lost(error: grpc.RpcError, peer: str) -> RingError:
+    code = getattr(error, "code", None)
+    if callable(code) and code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return WorkerStuck(f"{peer} did not answer a probe of its link in time.")
+    return channel_error(error, peer)
+
+
+class _Probe:
+    """One stream to a responder."""
+
+    def __init__(self, channel: grpc.Channel, peer: str, bounds: ProbeBounds) -> None:
+        self._peer = peer
+        self._bounds = bounds
+        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        limit_s = bounds.round_trips_s + bounds.throughput_s + bounds.answer_s
+        self._call = PROBE.stream_stream(channel)(
+            iter(self._frames.get, None), timeout=limit_s, wait_for_ready=True
+        )
+        self.frames = self.nbytes = 0
+
+    def greet(self, hello: hello_pb2.Hello) -> None:
+        self._frames.put(Frame(worker_pb2.FrameHeader(hello=hello)))
+        self._await_answer()
+
+    def round_trips(self) -> list[float]:
+        """Seconds of small frames, one after the other; the first is slower, and is not counted."""
+        payload = bytes(SMALL_BYTES)
+        self._seconds(payload)
+        until = time.perf_counter() + self._bounds.round_trips_s
+        trips = [self._seconds(payload) for _ in range(_AT_LEAST)]
+        while time.perf_counter() < until and self.frames < _MOST_FRAMES // 2:
+            trips.append(self._seconds(payload))
+        return trips
+
+    def bandwidth(self, round_trip_s: float) -> float:
+        """Bytes a second of large frames: as large as takes a while, then some of those, and the best of them."""
+        until = time.perf_counter() + self._bounds.throughput_s
+        size, best = _LARGE_BYTES, 0.0
+        while self._may_send(size, best, until):
+            taken = self._seconds(bytes(size))
+            # A frame's first bytes are on their way for as long as a small frame is.
+            best = max(best, size / max(taken - round_trip_s, taken / 10))
+            if taken < _LONG_S:
+                size = min(_LARGEST_BYTES, size * _GROWTH)
+        return best
+
+    def _may_send(self, size: int, best: float, until: float) -> bool:
+        """Whether another frame is within the bounds; the first always is."""
+        expected_s = size / best if best else 0.0
+        return not best or (
+            time.perf_counter() + expected_s < until
+            and self.nbytes + size <= self._bounds.most_bytes
+            and self.frames < _MOST_FRAMES - 1
+        )
+
+    def _seconds(self, payload: bytes) -> float:
+        """Until a frame was sent and accepted."""
+        activation = worker_pb2.Activation(
+            instance=PURPOSE, step=self.frames + 1, dtype="uint8", shape=[len(payload)]
+        )
+        started = time.perf_counter()
+        self._frames.put(Frame(worker_pb2.FrameHeader(activation=activation), payload))
+        self._await_answer()
+        self.frames += 1
+        self.nbytes += len(payload)
+        return time.perf_counter() - started
+
+    def _await_answer(self) -> None:
+        answer = next(self._call, None)
+        if answer is None:
+            raise ProtocolError(f"{self._peer} ended the probe of its link before it was done.")
+        if answer.HasField("failure"):
+            raise failure_to_error(answer.failure)
+
+    def close(self) -> None:
+        self._frames.put(None)
+        self._call.cancel()
+
+
+# ---- the responder
+
+
+@dataclass(slots=True)
+class ProbeJudge:
+    """Decides on each frame of one probe."""
+
+    ours: hello_pb2.Hello
+    until: float = field(default_factory=lambda: time.monotonic() + _RESPONDER_S)
+    frames: int = 0
+    nbytes: int = 0
+
+    def answer(self, frame: Frame) -> worker_pb2.FrameAccepted:
+        """What to reply; a failure ends the probe."""
+        try:
+            self._check(frame)
+        except RingError as error:
+            return worker_pb2.FrameAccepted(failure=error_to_failure(error))
+        greets = self.frames == 0
+        self.frames += 1
+        return worker_pb2.FrameAccepted(hello=self.ours if greets else hello_pb2.Hello())
+
+    def _check(self, frame: Frame) -> None:
+        header = frame.header
+        if self.frames == 0:
+            if not header.HasField("hello"):
+                raise ProtocolError("A probe of a link begins with a greeting; another frame came.")
+            check_hello(header.hello, self.ours, header.hello.node or "the prober")
+            return
+        if not header.HasField("activation") or header.activation.instance != PURPOSE:
+            raise ProtocolError("A frame came that is none of a probe's.")
+        self.nbytes += len(frame.payload)
+        if len(frame.payload) > _LARGEST_BYTES or self.nbytes > _MOST_BYTES:
+            raise ProtocolError(
+                f"A probe of a link sent {self.nbytes} bytes, its last frame {len(frame.payload)}; "
+                f"{_MOST_BYTES} and {_LARGEST_BYTES} are allowed."
+            )
+        if self.frames > _MOST_FRAMES or time.monotonic() > self.until:
+            raise ProtocolError(
+                f"A probe of a link may have {_MOST_FRAMES} frames and take {_RESPONDER_S:g} s; this one has had more."
+            )
+
+
+class LinkResponder:
+    """Accepts probes' frames, on a server of threads or inside an event loop."""
+
+    def __init__(self, hello: hello_pb2.Hello) -> None:
+        self._hello = hello
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """For a server of threads, as workers have."""
+        return service_handler(PROBE_SERVICE, ((PROBE, self.respond),))
+
+    def aio_handler(self) -> grpc.GenericRpcHandler:
+        """For a server in an event loop, as agents have."""
+        return service_handler(PROBE_SERVICE, ((PROBE, self.respond_aio),))
+
+    def respond(
+        self, frames: Iterator[Frame], _context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.FrameAccepted]:
+        judge = ProbeJudge(self._hello)
+        for frame in frames:
+            answer = judge.answer(frame)
+            yield answer
+            if answer.HasField("failure"):
+                return
+
+    async def respond_aio(
+        self, frames: AsyncIterator[Frame], _context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[worker_pb2.FrameAccepted]:
+        judge = ProbeJudge(self._hello)
+        async for frame in frames:
+            answer = judge.answer(frame)
+            yield answer
+            if answer.HasField("failure"):
+                return

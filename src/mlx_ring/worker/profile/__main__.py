@@ -1,0 +1,53 @@
+"""`python -m mlx_ring.worker.profile`: measures the device as a worker would use it, tells, and ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_ring.core.errors import RingError
+from mlx_ring.core.lifeline import watch_lifeline
+from mlx_ring.worker.blas import choose_blas
+from mlx_ring.worker.turns import take_long_turns
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; the profile goes to a file or to the output, as JSON. Returns the exit code."""
+    options = _parse(arguments)
+    if options.lifeline_fd is not None:
+        watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
+    take_long_turns()
+    blas = choose_blas(options.blas, options.blas_threads)
+
+    from mlx_ring.worker.profile.measure import Bounds, measure  # noqa: PLC0415 - MLX must load after the BLAS
+
+    try:
+        bounds = Bounds(options.seconds, options.memory_share)
+        profile = measure(bounds, blas=blas, blas_threads=options.blas_threads)
+    except (RingError, RuntimeError) as error:
+        print(error, file=sys.stderr)  # noqa: T201 - whoever started this process takes its last line for the reason
+        return 1
+    text = profile.model_dump_json(indent=1)
+    if options.output is None:
+        print(text)  # noqa: T201 - asked for
+    else:
+        options.output.write_text(text, "utf-8")
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mlx_ring.worker.profile", description=__doc__)
+    parser.add_argument("--output", type=Path, help="file for the profile; printed otherwise")
+    parser.add_argument("--seconds", type=float, default=2.5, help="that measuring takes, about")
+    parser.add_argument("--memory-share", type=float, default=0.25, help="of what is left, that it may take")
+    parser.add_argument("--blas", choices=("auto", "off"), default="auto")
+    parser.add_argument("--blas-threads", type=int, default=1)
+    parser.add_argument("--lifeline-fd", type=int)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

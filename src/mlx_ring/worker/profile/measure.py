@@ -1,0 +1,166 @@
+"""Measures this worker's device, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
+from mlx_ring.core.process_limits import usable_cores
+from mlx_ring.rpc.hello import package_version
+from mlx_ring.worker.device import device_description, device_memory, device_name, free_memory
+from mlx_ring.worker.profile.products import WIDE_RATIO, Products, WeightKind, narrow_width
+from mlx_ring.worker.profile.rounds import Found, Measurement, in_turns
+from mlx_ring.worker.profile.steps import (
+    FEW_LAYERS,
+    FEW_WORDS,
+    MANY_LAYERS,
+    MANY_WORDS,
+    SmallStage,
+    attending,
+    drawing,
+)
+
+_SET_BYTES = 192 << 20
+"""Far more than caches hold ..."""
+_SLOW_SET_BYTES = 32 << 20
+"""... and of kinds that a CPU is slow with, whose time passes in computing."""
+_LEAST_BYTES = 128 << 20
+_SETS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What measuring may take."""
+
+    seconds: float = 2.5
+    memory_share: float = 0.25
+    """Of the memory that is left."""
+
+
+def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
+    """The profile of the device here.
+
+    Args:
+        blas: which BLAS computes, in words, and on so many threads.
+
+    Raises:
+        ConfigError: too little memory is left to measure with.
+    """
+    started = time.monotonic()
+    memory, left = device_memory()[0], free_memory()
+    allowed = _allowed_bytes(left, bounds.memory_share)
+    name, limited_by = device_description()
+    plain, width = _plain_dtype(), narrow_width()
+    kinds = _kinds(plain)
+    wide = {
+        kind.name: Products(kind, width * WIDE_RATIO, _set_bytes(kind, allowed))
+        for kind in kinds
+        if _is_fast(kind)
+    }
+    narrow = {kind.name: Products(kind, width, _set_bytes(kind, allowed)) for kind in kinds}
+    found = in_turns(_product_turns(wide, narrow) | _step_turns(plain), started + bounds.seconds)
+    mx.clear_cache()
+    return MachineProfile(
+        version=PROFILE_VERSION,
+        device=device_name(),
+        device_name=name,
+        computes_in="float32" if plain == mx.float32 else "",
+        memory_bytes=memory,
+        memory_available_bytes=left,
+        memory_limited_by=limited_by,
+        cores=usable_cores(),
+        blas=blas,
+        blas_threads=blas_threads,
+        mlx=package_version("mlx"),
+        rates=tuple(_rate(kind.name, wide.get(kind.name), narrow[kind.name], found) for kind in kinds),
+        costs=_costs(found),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _plain_dtype() -> mx.Dtype:
+    """What a stage computes in by default with a model of half precision: see `resolve_dtype`."""
+    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
+
+
+def _kinds(plain: mx.Dtype) -> tuple[WeightKind, ...]:
+    return (
+        WeightKind("float32", mx.float32),
+        WeightKind("bfloat16", mx.bfloat16),
+        WeightKind("float16", mx.float16),
+        WeightKind("8-bit", plain, 8),
+        WeightKind("4-bit", plain, 4),
+    )
+
+
+def _allowed_bytes(left: int, share: float) -> int:
+    allowed = int(left * share)
+    if allowed < _LEAST_BYTES:
+        raise ConfigError(
+            f"{left / 1e6:.0f} MB of memory are left, of which measuring may take {share:.0%}; it needs "
+            f"{_LEAST_BYTES / 1e6:.0f} MB: end what else uses memory, or raise the container's limit."
+        )
+    return allowed
+
+
+def _is_fast(kind: WeightKind) -> bool:
+    """Whether memory may bound it: on a CPU the other kinds' time passes in computing."""
+    return not kind.bits and (mx.default_device() != mx.Device(mx.cpu) or kind.dtype == mx.float32)
+
+
+def _set_bytes(kind: WeightKind, allowed: int) -> int:
+    """Weights are half of the allowed memory at most; making them takes some too."""
+    return min(_SET_BYTES if _is_fast(kind) else _SLOW_SET_BYTES, allowed // 2 // _SETS)
+
+
+def _product_turns(wide: Mapping[str, Products], narrow: Mapping[str, Products]) -> dict[str, Measurement]:
+    turns: dict[str, Measurement] = {f"{name} wide": products.read for name, products in wide.items()}
+    turns |= {f"{name} narrow": products.read for name, products in narrow.items()}
+    return turns | {f"{name} compute": products.compute for name, products in {**narrow, **wide}.items()}
+
+
+def _step_turns(dtype: mx.Dtype) -> dict[str, Measurement]:
+    return {
+        "few layers": SmallStage(FEW_LAYERS, dtype).seconds,
+        "many layers": SmallStage(MANY_LAYERS, dtype).seconds,
+        "few words": drawing(FEW_WORDS),
+        "many words": drawing(MANY_WORDS),
+        "attention": attending(dtype),
+    }
+
+
+def _rate(name: str, wide: Products | None, narrow: Products, found: Mapping[str, Found]) -> WeightRate:
+    """A matrix takes its bytes over the bandwidth, and something for each row: two widths tell both."""
+    flops, few = found[f"{name} compute"].median, found[f"{name} narrow"]
+    if wide is None:
+        return WeightRate(
+            weights=name, bandwidth=narrow.nbytes / few.median, row_s=0.0, spread=few.spread, flops=flops
+        )
+    many = found[f"{name} wide"]
+    # With as many rows as the wide matrix has: WIDE_RATIO narrow ones.
+    same_rows_s = WIDE_RATIO * few.median
+    bandwidth = (wide.nbytes - WIDE_RATIO * narrow.nbytes) / max(many.median - same_rows_s, 1e-12)
+    row_s = (many.median - wide.nbytes / bandwidth) / wide.width
+    if row_s < 0 or many.median <= same_rows_s:
+        bandwidth, row_s = wide.nbytes / many.median, 0.0
+    return WeightRate(weights=name, bandwidth=bandwidth, row_s=row_s, spread=many.spread, flops=flops)
+
+
+def _costs(found: Mapping[str, Found]) -> StepCosts:
+    """Differences tell what one layer and one token of the vocabulary add; what remains is a step's own."""
+    few, many = found["few layers"].median, found["many layers"].median
+    layer = max(0.0, (many - few) / (MANY_LAYERS - FEW_LAYERS))
+    some, all_ = found["few words"].median, found["many words"].median
+    logit = max(0.0, (all_ - some) / (MANY_WORDS - FEW_WORDS))
+    return StepCosts(
+        step_s=max(0.0, few - FEW_LAYERS * layer),
+        layer_s=layer,
+        draw_s=max(0.0, some - FEW_WORDS * logit),
+        logit_s=logit,
+        attention_s=found["attention"].median,
+    )

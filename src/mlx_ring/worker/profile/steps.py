@@ -1,0 +1,133 @@
+"""What a step costs beside reading its weights: found with the step loop that serves, on a model of next to no size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models import qwen3
+
+from mlx_ring.core.types import LayerRange
+from mlx_ring.rpc.links import Inbox
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.answers import StageLinks
+from mlx_ring.worker.kv import KVStore
+from mlx_ring.worker.profile.rounds import seconds_of
+from mlx_ring.worker.runner import StageRunner
+from mlx_ring.worker.sampler import LazySample, Parameters, SamplerRow
+from mlx_ring.worker.shard import StageModel
+
+FEW_LAYERS, MANY_LAYERS = 2, 10
+FEW_WORDS, MANY_WORDS = 1024, 1 << 17
+_HEADS, _KV_HEADS, _HEAD_WIDTH, _CONTEXT = 16, 8, 128, 2048
+_ATTENTIONS = 4
+_STEPS = 6
+_INSTANCE = "profile"
+_WANT = step_pb2.Want(what=step_pb2.Want.TOKEN, where=step_pb2.Want.LAST)
+_SMALL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 256,
+    "max_position_embeddings": 1 << 20,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+_LONGEST = 4096
+
+
+class SmallStage:
+    """A whole model of some layers, driven as the head drives a stage: each step is there before the last is answered."""
+
+    def __init__(self, layers: int, dtype: mx.Dtype) -> None:
+        arguments = cast("Any", qwen3.ModelArgs).from_dict(_SMALL | {"num_hidden_layers": layers})
+        model = cast("Any", qwen3.Model)(arguments)
+        model.set_dtype(dtype)
+        model.eval()
+        mx.eval(model.parameters())
+        stage = StageModel(model, LayerRange(0, layers), dtype, _SMALL["vocab_size"], _SMALL["hidden_size"])
+        self._kv = KVStore(stage.make_layer_caches(), dtype)
+        assignment = worker_pb2.StageAssignment(instance=_INSTANCE, epoch=1)
+        self._runner = StageRunner(assignment, stage, self._kv, StageLinks(Inbox(_INSTANCE, 1)))
+        self._step = self._length = 0
+        self._begin()
+
+    def seconds(self) -> float:
+        """Of one step, in the mean over some that follow each other."""
+        if self._length + _STEPS > _LONGEST:
+            self._begin()
+        return seconds_of(self._decode) / _STEPS
+
+    def _begin(self) -> None:
+        """A new sequence, and its first steps, which are slower."""
+        self._runner.reset()
+        # The runner counts from nothing again, and what comes must be later.
+        opened = step_pb2.Open(sequence=1, prompt_length=1, max_length=_LONGEST)
+        self._length = 1
+        self._run(
+            step_pb2.Row(sequence=1, start=0, token=1, wants=[_WANT]),
+            [step_pb2.CacheOperation(open=opened)],
+        )
+        self._decode()
+
+    def _decode(self) -> None:
+        for _ in range(_STEPS):
+            self._run(step_pb2.Row(sequence=1, start=self._length, previous=True, wants=[_WANT]))
+            self._length += 1
+        for done in self._runner.finish():
+            _check(done)
+
+    def _run(self, row: step_pb2.Row, operations: list[step_pb2.CacheOperation] | None = None) -> None:
+        self._step += 1
+        step = step_pb2.Step(
+            instance=_INSTANCE, epoch=1, step=self._step, operations=operations or [], rows=[row]
+        )
+        for done in self._runner.take(step, 0):
+            _check(done)
+
+
+def _check(done: step_pb2.StepDone) -> None:
+    if done.HasField("failure"):
+        raise RuntimeError(done.failure.message)
+
+
+def drawing(words: int) -> Callable[[], float]:
+    """Draws one token at the temperature that most people ask for, out of so many; gives the seconds."""
+    logits = mx.random.normal((1, words))
+    row = SamplerRow(Parameters(temperature=1.0), seed=7, position=1, tokens=(0,), prompt_length=1)
+    mx.eval(logits)
+
+    def draw() -> float:
+        return seconds_of(lambda: mx.eval(LazySample(logits, [row]).tokens))
+
+    draw()
+    return draw
+
+
+def attending(dtype: mx.Dtype) -> Callable[[], float]:
+    """One token's look back at long contexts; gives seconds for each token looked at and each number of its queries."""
+    queries = mx.ones((1, _HEADS, 1, _HEAD_WIDTH), dtype)
+    held = [
+        tuple(mx.full((1, _KV_HEADS, _CONTEXT, _HEAD_WIDTH), 0.1, dtype) for _ in range(2))
+        for _ in range(_ATTENTIONS)
+    ]
+    mx.eval(queries, held)
+
+    def attend() -> float:
+        taken = seconds_of(
+            lambda: mx.eval(
+                [
+                    mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.1)
+                    for keys, values in held
+                ]
+            )
+        )
+        return taken / (_ATTENTIONS * _CONTEXT * _HEADS * _HEAD_WIDTH)
+
+    attend()
+    return attend

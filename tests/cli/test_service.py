@@ -1,0 +1,86 @@
+"""`mlx-ring service`, as a person types it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.processes import run_cli
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the paths are those of systemd")
+
+UNIT = Path(".config/systemd/user/mlx-ring-join.service")
+NOTED = Path("noted")
+SYSTEMCTL = f"""#!/bin/sh
+echo "$@" >> "$HOME/{NOTED}"
+"""
+
+
+def run(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """With a home of its own, and a systemctl that notes what it is told: tests start no services."""
+    programs = home / "bin"
+    programs.mkdir(exist_ok=True)
+    (programs / "systemctl").write_text(SYSTEMCTL)
+    (programs / "systemctl").chmod(0o755)
+    environment = {"HOME": str(home), "PATH": f"{programs}:/usr/bin:/bin"}
+    return run_cli("service", *arguments, folder=home, environment=environment)
+
+
+def test_installing_twice_writes_once_and_a_change_replaces(tmp_path: Path) -> None:
+    first = run("install", "--", "join", "mini.local", home=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith(f"{tmp_path / UNIT} is written.\n")
+    assert "  systemctl --user enable mlx-ring-join.service\n" in first.stdout
+    assert "join mini.local\n" in (tmp_path / UNIT).read_text()
+    again = run("install", "--", "join", "mini.local", home=tmp_path)
+    assert "is as it should be already." in again.stdout
+    assert "is replaced." in run("install", "--", "join", "mini.local:6000", home=tmp_path).stdout
+    assert not (tmp_path / NOTED).exists()
+
+
+def test_now_starts_it_and_uninstalling_ends_and_removes_it_once(tmp_path: Path) -> None:
+    assert run("install", "--now", "--", "join", "mini", home=tmp_path).returncode == 0
+    removed = run("uninstall", "join", home=tmp_path)
+    assert (removed.returncode, removed.stdout) == (0, f"{tmp_path / UNIT} is removed.\n")
+    assert (tmp_path / NOTED).read_text().splitlines() == [
+        "--user daemon-reload",
+        "--user enable mlx-ring-join.service",
+        "--user restart mlx-ring-join.service",
+        "--user disable --now mlx-ring-join.service",
+    ]
+    gone = run("uninstall", home=tmp_path)
+    assert gone.returncode == 0
+    assert gone.stdout.count("is not there.") == 2
+
+
+def test_show_prints_what_install_would_write_and_then_what_it_has_written(tmp_path: Path) -> None:
+    shown = run("show", "--", "join", "mini", home=tmp_path).stdout
+    assert not (tmp_path / UNIT).exists()
+    assert run("show", home=tmp_path).stdout.startswith("No service is installed")
+    run("install", "--", "join", "mini", home=tmp_path)
+    assert (tmp_path / UNIT).read_text() == shown
+    assert shown in run("show", home=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("install", "--", "join", "mini", "--token", "mlxring1x"), "--token is a secret"),
+        (("install",), "A service runs `mlx-ring join …`"),
+        (("install", "--run-as", "root", "--", "join"), "--run-as is root, which goes with --system"),
+        (
+            ("install", "--system", "--run-as", "nobody-here", "--", "join"),
+            "--run-as is nobody-here, who is no user",
+        ),
+        (("uninstall", "chat"), "There is no service 'chat'"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence_and_writes_nothing(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    done = run(*arguments, home=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"mlx-ring: {said}")
+    assert not (tmp_path / ".config").exists()

@@ -1,0 +1,141 @@
+"""Nodes that attend a head, over real connections on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.machines import free_pair_of_ports
+from tests.profiles import made_up_profile
+
+from mlx_ring.agent import attendance
+from mlx_ring.agent.attendance import Attendant, attend_for_ever
+from mlx_ring.agent.enrolment import join
+from mlx_ring.agent.identity import open_identity
+from mlx_ring.cluster.control import Control, open_control
+from mlx_ring.cluster.membership import Membership
+from mlx_ring.cluster.security.members import Members
+from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.core.cluster_folders import authority_folder
+from mlx_ring.core.errors import PeerRefused
+from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.methods import ATTEND
+from mlx_ring.rpc.protos import cluster_pb2
+from mlx_ring.rpc.tls.names import HEAD_NAME
+
+WAIT_S = 60.0
+
+
+@asynccontextmanager
+async def attending(
+    head: HeadAddress, control: Control, folder: Path, **changes: object
+) -> AsyncGenerator[asyncio.Task[None]]:
+    """A machine whose state lies in `folder` joins and attends."""
+    credentials = await asyncio.to_thread(join, str(head), control.make_token(life_s=60.0), folder)
+    who = Attendant(open_identity(folder).node, 4000, made_up_profile(), 0.9)
+    who = replace(who, **changes)  # pyright: ignore[reportArgumentType] - fields of the dataclass
+    task = asyncio.create_task(attend_for_ever(head, credentials, who, lambda _serials: None))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, PeerRefused):
+            await task
+
+
+async def until(control: Control, nodes: int) -> Membership:
+    """So many are there, no more and no fewer."""
+    changed = asyncio.Event()
+    with control.watching(lambda _event: changed.set()):
+        async with asyncio.timeout(WAIT_S):
+            while len(control.membership.members) != nodes:
+                changed.clear()
+                await changed.wait()
+    return control.membership
+
+
+def test_nodes_are_there_while_they_attend_with_what_they_say_of_themselves(tmp_path: Path) -> None:
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with open_control(tmp_path / "head", head) as control:
+            async with (
+                attending(head, control, tmp_path / "a", memory_utilization=0.5),
+                attending(head, control, tmp_path / "b"),
+            ):
+                there = (await control.wait_for(2)).members
+                first = there[open_identity(tmp_path / "a").node]
+                assert (first.host, first.head_host, first.port) == ("127.0.0.1", "127.0.0.1", 4000)
+                assert (first.memory_utilization, first.profile) == (0.5, made_up_profile())
+            gone = (await until(control, 0)).gone
+            assert set(gone) == set(there)
+
+    asyncio.run(run())
+
+
+def test_a_node_comes_back_by_itself_after_the_head_has_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attendance, "_FIRST_PAUSE_S", 0.05)
+
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with AsyncExitStack() as node:
+            async with open_control(tmp_path / "head", head) as control:
+                await node.enter_async_context(attending(head, control, tmp_path / "a"))
+                before = await control.wait_for(1)
+            async with open_control(tmp_path / "head", head) as again, asyncio.timeout(WAIT_S):
+                assert set((await again.wait_for(1)).members) == set(before.members)
+
+    asyncio.run(run())
+
+
+def test_a_removed_node_is_cut_off_and_told_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with (
+            open_control(tmp_path / "head", head) as control,
+            attending(head, control, tmp_path / "a") as task,
+        ):
+            await control.wait_for(1)
+            Members(authority_folder(tmp_path / "head")).remove(open_identity(tmp_path / "a").node)
+            async with asyncio.timeout(WAIT_S):
+                with pytest.raises(PeerRefused, match="removed"):
+                    await task
+            await until(control, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("field", "value"), [("port", 0), ("memory_utilization", 1.5), ("profile", "{}")])
+def test_a_node_that_tells_nonsense_is_refused_and_is_not_there(
+    tmp_path: Path, field: str, value: float | str
+) -> None:
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with open_control(tmp_path / "head", head) as control:
+            credentials = await asyncio.to_thread(
+                join, str(head), control.make_token(life_s=60.0), tmp_path / "a"
+            )
+            said = cluster_pb2.AttendRequest(
+                hello=make_hello(),
+                port=4000,
+                profile=made_up_profile().model_dump_json(),
+                memory_utilization=0.9,
+            )
+            setattr(said, field, value)
+            async with open_aio_channel(head.cluster, credentials, HEAD_NAME) as channel:
+                call = ATTEND.aio_stream_stream(channel)(iter([said]))
+                reply = await call.read()
+                assert isinstance(reply, cluster_pb2.AttendReply)
+                assert reply.failure.kind == "ProtocolError"
+            assert not control.membership.members
+
+    asyncio.run(run())

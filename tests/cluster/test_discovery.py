@@ -1,0 +1,175 @@
+"""A head announces itself, and machines on the LAN find it: real packets, between hosts of network namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tests.namespaces import Host, lan, skip_without_namespaces
+from tests.processes import MLX_RING
+
+from mlx_ring.agent.discovery import find_heads
+from mlx_ring.cluster.discovery import announcing
+from mlx_ring.core.head_announcement import HeadAnnouncement
+from mlx_ring.core.interfaces import LanAddress
+
+LOOPBACK = (LanAddress("lo", 1, "127.0.0.1", "wired"),)
+ANNOUNCE = """
+import asyncio, sys
+from mlx_ring.cluster.discovery import announcing
+from mlx_ring.core.head_announcement import HeadAnnouncement
+
+async def announce():
+    async with announcing(HeadAnnouncement("home", sys.argv[1], "0.1.0", "0123456789abcdef"), 50051, look_every_s=0.1):
+        print("announcing", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+
+asyncio.run(announce())
+"""
+TELLING = ("ip -o addr", "ip -o link", "ip route", "ip -6 route", "ip rule", "sysctl -a --pattern ^net")
+
+
+@contextmanager
+def announced(host: Host, node: str = "mini-7f3a") -> Generator[subprocess.Popen[str]]:
+    """A head that announces itself from this host, for as long as this is open."""
+    process = host.start(sys.executable, "-c", ANNOUNCE, node)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "announcing\n"
+    try:
+        yield process
+    finally:
+        process.communicate("\n", timeout=60)
+
+
+def found_from(host: Host) -> list[dict[str, Any]]:
+    done = host.run(*MLX_RING, "heads", "--json", "--timeout", "3")
+    assert done.returncode == (0 if json.loads(done.stdout) else 1), done.stderr
+    return json.loads(done.stdout)
+
+
+def settings_of(prefix: Sequence[str]) -> list[str]:
+    """The network's settings, less what counts or ages by itself."""
+    told: list[str] = []
+    for command in TELLING:
+        text = subprocess.run([*prefix, *command.split()], capture_output=True, text=True, check=False).stdout
+        lines = re.sub(r"(valid_lft|preferred_lft|expires) \w+", "", text).splitlines()
+        told += sorted(f"{command}: {line}" for line in lines if "_count" not in line)
+    return told
+
+
+def without(settings: Sequence[str], gone_or_new: AbstractSet[str]) -> list[str]:
+    """Less the lines about interfaces that other programs have made or removed meanwhile."""
+    return [line for line in settings if not gone_or_new & set(re.split(r"[^\w-]+", line))]
+
+
+def test_a_head_is_found_with_all_that_it_says_and_not_after_its_end() -> None:
+    async def act() -> None:
+        head = HeadAnnouncement("home", "mini-7f3a", "0.1.0", "0123456789abcdef")
+        async with announcing(head, 6000, lambda: LOOPBACK):
+            (found,) = await asyncio.to_thread(find_heads, 3.0, lambda: LOOPBACK)
+        assert (found.announcement, found.port) == (head, 6000)
+        assert await asyncio.to_thread(find_heads, 0.5, lambda: LOOPBACK) == []
+
+    asyncio.run(act())
+
+
+def test_two_heads_on_one_machine_are_two() -> None:
+    async def act() -> list[int]:
+        head = HeadAnnouncement("home", "mini-7f3a", "0.1.0", "")
+        async with (
+            announcing(head, 50051, lambda: LOOPBACK),
+            announcing(head, 6000, lambda: LOOPBACK),
+        ):
+            found = await asyncio.to_thread(find_heads, 3.0, lambda: LOOPBACK)
+        return [one.port for one in found]
+
+    assert asyncio.run(act()) == [6000, 50051]
+
+
+def test_on_no_lan_a_head_goes_without_says_so_once_and_nothing_is_found(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    looks, looked_often = itertools.count(1), threading.Event()
+
+    def own() -> Sequence[LanAddress]:
+        # A tunnel that is renumbered at each look: there is still no LAN.
+        number = next(looks)
+        if number > 10:
+            looked_often.set()
+        return (LanAddress("tun0", 7, f"10.0.0.{number % 250 + 1}", "tunnel"),)
+
+    async def act() -> None:
+        async with announcing(HeadAnnouncement("home", "mini", "0.1.0", ""), 6000, own, look_every_s=0.001):
+            assert await asyncio.to_thread(looked_often.wait, 60)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(act())
+    (record,) = caplog.records
+    assert "not announced on the LAN (it is on no LAN)" in record.message
+    assert find_heads(0.1, list) == []
+
+
+def test_two_heads_are_listed_from_another_host_with_every_address() -> None:
+    skip_without_namespaces()
+    with lan(3) as (first, second, third), announced(first), announced(second, "mini-80c1"):
+        found = found_from(third)
+        assert [one["node"] for one in found] == ["mini-7f3a", "mini-80c1"]
+        assert (found[0]["cluster"], found[0]["ca"], found[0]["port"]) == ("home", "0123456789abcdef", 50051)
+        four, six, link = found[0]["addresses"]
+        assert (four, six) == (first.address, first.address6)
+        assert re.fullmatch(r"fe80::[0-9a-f:]+%eth0", link)
+        table = third.run(*MLX_RING, "heads").stdout
+        (row,) = [line.split() for line in table.splitlines() if "mini-80c1" in line]
+        assert row == ["home", "mini-80c1", "0.1.0", "0123456789abcdef", f"{second.address}:50051"]
+        assert f"[{second.address6}]:50051" in table.split()
+
+
+def test_a_head_whose_cable_was_pulled_is_found_again() -> None:
+    skip_without_namespaces()
+    with lan(2) as (first, second), announced(first):
+        assert len(found_from(second)) == 1
+        first.cut()
+        assert found_from(second) == []
+        first.mend()
+        # It looks every 0.1 s; who searches asks for three.
+        (found,) = found_from(second)
+        assert first.address in str(found["addresses"])
+
+
+def test_where_there_is_no_head_it_is_said_what_to_check() -> None:
+    skip_without_namespaces()
+    with lan(1) as (host,):
+        done = host.run(*MLX_RING, "heads", "--timeout", "0.1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("No head was found on this LAN. Check that")
+    assert "UDP port 5353" in done.stderr
+
+
+def test_announcing_and_finding_change_no_setting_of_the_network() -> None:
+    skip_without_namespaces()
+    with lan(2) as (first, second):
+        # The kernel settles link-local addresses by itself first.
+        first.run("sh", "-c", "while ip -6 addr show tentative | grep -q inet6; do sleep 0.1; done")
+        places = (first.command(), second.command(), list[str]())
+        before, had = [settings_of(place) for place in places], set(socket.if_nameindex())
+        with announced(first):
+            assert len(found_from(second)) == 1
+            during = [settings_of(place) for place in places]
+        after, has = [settings_of(place) for place in places], set(socket.if_nameindex())
+    assert before[:2] == during[:2] == after[:2]
+    others = {name for _, name in had ^ has}
+    assert any("net.ipv4.conf.eth0.forwarding" in line for line in before[0])
+    own = [without(settings[2], others) for settings in (before, during, after)]
+    assert own[0] == own[1] == own[2]

@@ -1,0 +1,159 @@
+"""Hosts on a LAN of their own, made of network namespaces, for tests.
+
+Switch and cables lie in a namespace too, so that nothing is seen or changed in the machine's own.
+Names are this process's and drawn at random, so that several runs may go on side by side. All of it is removed afterwards,
+with the processes that are left in it, also when the tests are killed: a watcher waits for the end of a
+pipe whose other end the tests hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+import pytest
+from tests.processes import clean_environment
+
+_STEP_S = 30.0
+_REMOVE = """
+trap '' INT TERM HUP
+read -r _ || true
+for name in "$@"; do
+  for pid in $(ip netns pids "$name" 2>/dev/null); do kill -KILL "$pid" 2>/dev/null; done
+done
+for name in "$@"; do ip netns delete "$name" 2>/dev/null; done
+true
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host: a network namespace with a loopback and `eth0`."""
+
+    namespace: str
+    address: str
+    address6: str
+
+    def command(self, *arguments: str) -> list[str]:
+        """What runs `arguments` in this host."""
+        return ["ip", "netns", "exec", self.namespace, *arguments]
+
+    def run(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = 120.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end, without this machine's settings of ours."""
+        return subprocess.run(
+            self.command(*arguments),
+            env=clean_environment() | dict(environment or {}),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def start(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, errors: IO[str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a program with pipes for input and output. It ends with the hosts, if not before."""
+        return subprocess.Popen(
+            self.command(*arguments),
+            env=clean_environment() | dict(environment or {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+
+    def cut(self) -> None:
+        """Pull its cable."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "down")
+
+    def mend(self) -> None:
+        """Put its cable back. Its IPv6 address went with it."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "up")
+        _ip("-n", self.namespace, "addr", "replace", f"{self.address6}/64", "dev", "eth0")
+
+
+def skip_without_namespaces() -> None:
+    """Skip the test, with the reason, where this process may not make namespaces."""
+    if reason := _obstacle():
+        pytest.skip(reason)
+
+
+@contextlib.contextmanager
+def lan(count: int) -> Generator[Sequence[Host]]:
+    """So many hosts on one switch: 10.77.0.1, 10.77.0.2 and so on, and fd77::1, fd77::2 and so on."""
+    run = f"ring{os.getpid():x}{secrets.token_hex(2)}"
+    switch = f"{run}s"
+    hosts = [
+        Host(f"{run}h{number}", f"10.77.0.{number}", f"fd77::{number:x}") for number in range(1, count + 1)
+    ]
+    with _removed_afterwards([switch, *(host.namespace for host in hosts)]):
+        _make_switch(switch)
+        for number, host in enumerate(hosts):
+            _make_host(host, switch, f"port{number}")
+        yield hosts
+
+
+@contextlib.contextmanager
+def _removed_afterwards(names: Sequence[str]) -> Generator[None]:
+    """Have a watcher remove them, at the end or when this process goes."""
+    watcher = subprocess.Popen(
+        ["sh", "-c", _REMOVE, "watcher", *names],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        watcher.communicate(timeout=_STEP_S)
+
+
+def _make_switch(name: str) -> None:
+    _ip("netns", "add", name)
+    _ip("-n", name, "link", "add", "switch", "type", "bridge", "mcast_snooping", "0")
+    _ip("-n", name, "link", "set", "switch", "up")
+
+
+def _make_host(host: Host, switch: str, port: str) -> None:
+    _ip("netns", "add", host.namespace)
+    _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+    _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+    inside = ("-n", host.namespace)
+    # Nobody else is here: addresses hold at once, without a wait for duplicates.
+    subprocess.run(
+        host.command("sh", "-c", "echo 0 > /proc/sys/net/ipv6/conf/eth0/accept_dad"),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=_STEP_S,
+    )
+    _ip(*inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
+    _ip(*inside, "addr", "add", f"{host.address6}/64", "dev", "eth0")
+    for link in ("lo", "eth0"):
+        _ip(*inside, "link", "set", link, "up")
+
+
+@functools.cache
+def _obstacle() -> str:
+    """Why no host can be made here; empty where one can."""
+    if shutil.which("ip") is None:
+        return "ip (iproute2) is not installed: no hosts can be made of network namespaces"
+    try:
+        with lan(1):
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"hosts of network namespaces are not allowed here: {error.stderr.strip()}"
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=_STEP_S)

@@ -1,0 +1,144 @@
+"""Links measured between two processes, and what ends a probe."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from mlx_ring.core.errors import ProtocolError, VersionMismatch, WorkerLost, WorkerStuck
+from mlx_ring.rpc import link_probe
+from mlx_ring.rpc.channels import make_server, open_channel
+from mlx_ring.rpc.frames import Frame
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.link_probe import PROBE, PURPOSE, ProbeBounds, probe_link
+from mlx_ring.rpc.methods import Method, service_handler
+from mlx_ring.rpc.protos import worker_pb2
+
+SHORT = ProbeBounds(round_trips_s=0.05, throughput_s=0.2, most_bytes=32 << 20)
+HELLO = Frame(worker_pb2.FrameHeader(hello=make_hello()))
+
+
+@pytest.fixture(scope="module", params=["threads", "loop"])
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where another process answers probes."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("link_responder.py")), request.param],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        yield f"127.0.0.1:{int(process.stdout.readline())}"
+        process.communicate("")
+
+
+@pytest.fixture
+def channel(address: str) -> Iterator[grpc.Channel]:
+    with open_channel(address) as opened:
+        yield opened
+
+
+def probe_frame(nbytes: int) -> Frame:
+    activation = worker_pb2.Activation(instance=PURPOSE, dtype="uint8", shape=[nbytes])
+    return Frame(worker_pb2.FrameHeader(activation=activation), bytes(nbytes))
+
+
+def answers(channel: grpc.Channel, *frames: Frame) -> list[worker_pb2.FrameAccepted]:
+    return list(PROBE.stream_stream(channel)(iter(frames), timeout=30))
+
+
+def test_a_probe_tells_round_trip_and_bandwidth_within_its_bounds(channel: grpc.Channel) -> None:
+    found = probe_link(channel, make_hello(), "other", SHORT)
+    assert 0 < found.least_round_trip_s <= found.round_trip_s
+    assert math.isfinite(found.bandwidth)
+    assert found.bandwidth > 0
+    assert found.frames >= 11
+    assert found.nbytes <= SHORT.most_bytes
+
+
+def test_a_link_can_be_probed_again(channel: grpc.Channel) -> None:
+    first, second = (probe_link(channel, make_hello(), "other", SHORT) for _ in range(2))
+    assert first.frames
+    assert second.frames
+
+
+def test_a_prober_of_another_version_is_refused_by_name(channel: grpc.Channel) -> None:
+    hello = make_hello(node="old")
+    hello.mlx = "0.1"
+    with pytest.raises(VersionMismatch, match=r"old has mlx 0\.1"):
+        probe_link(channel, hello, "other", SHORT)
+
+
+@pytest.mark.parametrize(
+    ("frames", "sentence"),
+    [
+        ([probe_frame(1)], "begins with a greeting"),
+        ([HELLO, HELLO], "none of a probe's"),
+        ([HELLO, Frame(worker_pb2.FrameHeader())], "none of a probe's"),
+        ([HELLO, Frame(worker_pb2.FrameHeader(tombstone=worker_pb2.Tombstone(step=1)))], "none of a probe's"),
+        (
+            [HELLO, Frame(worker_pb2.FrameHeader(activation=worker_pb2.Activation(instance="demo")))],
+            "none of",
+        ),
+        ([HELLO, probe_frame((64 << 20) + 1)], "are allowed"),
+    ],
+)
+def test_rubbish_ends_the_probe_with_a_reason_and_nothing_else(
+    channel: grpc.Channel, frames: list[Frame], sentence: str
+) -> None:
+    *_, last = answers(channel, *frames, probe_frame(1))
+    assert sentence in last.failure.message
+    assert probe_link(channel, make_hello(), "other", SHORT).frames
+
+
+def test_bytes_that_are_no_frame_end_the_call_alone(channel: grpc.Channel) -> None:
+    raw: Method[bytes, bytes] = Method(PROBE.service, PROBE.name, PROBE.arity, bytes, bytes, bytes, bytes)
+    with pytest.raises(grpc.RpcError):
+        list(raw.stream_stream(channel)(iter([b"\xff\xff\xff\xff rubbish"]), timeout=30))
+    assert probe_link(channel, make_hello(), "other", SHORT).frames
+
+
+def test_a_probe_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_probe, "_MOST_FRAMES", 3)
+    judge = link_probe.ProbeJudge(make_hello())
+    told = [judge.answer(frame) for frame in (HELLO, *[probe_frame(1)] * 4)]
+    assert [answer.HasField("failure") for answer in told] == [False, False, False, False, True]
+
+
+def test_a_responder_that_is_not_there_is_told_by_name(tmp_path: Path) -> None:
+    bounds = ProbeBounds(0.05, 0.05, answer_s=0.3)
+    with (
+        open_channel(f"unix:{tmp_path}/nobody") as nowhere,
+        pytest.raises(WorkerStuck, match="mini did not answer"),
+    ):
+        probe_link(nowhere, make_hello(), "mini", bounds)
+
+
+def test_a_responder_that_dies_ends_the_probe_with_an_error() -> None:
+    server = link_probe_server_that_hangs_up()
+    with open_channel(server[1]) as channel, pytest.raises((WorkerLost, ProtocolError)):
+        probe_link(channel, make_hello(), "mini", SHORT)
+    server[0].stop(None).wait()
+
+
+def link_probe_server_that_hangs_up() -> tuple[grpc.Server, str]:
+    """Accepts the greeting, and is gone."""
+
+    def hang_up(
+        frames: Iterator[Frame], _context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.FrameAccepted]:
+        next(frames)
+        yield worker_pb2.FrameAccepted(hello=make_hello())
+
+    server = make_server(2)
+    server.add_generic_rpc_handlers((service_handler(link_probe.PROBE_SERVICE, ((PROBE, hang_up),)),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    return server, f"127.0.0.1:{port}"

@@ -1,0 +1,113 @@
+"""Profile mode: what it tells is whole, positive and within bounds. How fast this machine is, no test says."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.worker.device import free_memory
+from mlx_ring.worker.profile import measure as measure_module
+from mlx_ring.worker.profile.measure import Bounds, measure
+from mlx_ring.worker.profile.products import Products, WeightKind
+from mlx_ring.worker.profile.steps import SmallStage, attending, drawing
+
+KINDS = ["float32", "bfloat16", "float16", "8-bit", "4-bit"]
+
+
+@pytest.fixture(scope="module")
+def profile() -> MachineProfile:
+    return measure(Bounds(seconds=0.1, memory_share=0.05), blas="as it is", blas_threads=1)
+
+
+def test_every_kind_of_weights_has_rates(profile: MachineProfile) -> None:
+    assert [rate.weights for rate in profile.rates] == KINDS
+    for rate in profile.rates:
+        for value in (rate.bandwidth, rate.flops):
+            assert math.isfinite(value)
+            assert value > 1e6
+        assert rate.row_s >= 0
+
+
+def test_costs_are_finite_and_none_is_negative(profile: MachineProfile) -> None:
+    for value in profile.costs.model_dump().values():
+        assert math.isfinite(value)
+        assert 0 <= value < 1
+    assert profile.costs.attention_s > 0
+
+
+def test_memory_and_device_are_told(profile: MachineProfile) -> None:
+    assert profile.memory_bytes >= profile.memory_available_bytes > 0
+    assert profile.device == mx.default_device().type.name
+    assert profile.computes_in == "float32"
+    assert profile.device_name
+
+
+def test_a_profile_survives_its_json(profile: MachineProfile) -> None:
+    assert MachineProfile.from_json(profile.model_dump_json()) == profile
+
+
+def test_measuring_keeps_to_its_share_of_memory() -> None:
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    left = free_memory()
+    measure(Bounds(seconds=0.0, memory_share=0.02), blas="", blas_threads=1)
+    assert mx.get_peak_memory() - before < max(0.02 * left, 300e6)
+
+
+def test_too_little_memory_is_told_with_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_module, "free_memory", lambda: 100_000_000)
+    with pytest.raises(ConfigError, match="100 MB of memory are left, of which measuring may take 25%"):
+        measure(Bounds(), blas="", blas_threads=1)
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_weights_keep_their_size_and_are_at_least_two(bits: int) -> None:
+    products = Products(WeightKind("any", mx.float32, bits), 128, 1)
+    each = 128 * 128 * 4 if not bits else 128 * 128 * bits // 8 + 2 * 4 * 128 * 128 // 64
+    assert products.nbytes == each
+    assert products.read() > 0
+    assert products.compute() > 0
+
+
+def test_a_small_stage_goes_on_beyond_its_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_ring.worker.profile.steps._LONGEST", 16)
+    stage = SmallStage(2, mx.float32)
+    assert all(stage.seconds() > 0 for _ in range(5))
+
+
+def test_drawing_and_attending_take_time() -> None:
+    assert drawing(300)() > 0
+    assert attending(mx.float32)() > 0
+
+
+def test_the_entry_prints_one_profile() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_ring.worker.profile", "--seconds", "0.1", "--memory-share", "0.05"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found = MachineProfile.from_json(done.stdout)
+    assert found.blas_threads == 1
+    assert "OpenBLAS" in found.blas or found.blas
+
+
+def test_a_failure_is_one_sentence_and_an_exit_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_ring.worker.profile", "--memory-share", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.strip().endswith("raise the container's limit.")

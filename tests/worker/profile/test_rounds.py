@@ -1,0 +1,35 @@
+"""Measurements in turns, by a clock that the test turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_ring.worker.profile.rounds import LEAST_ROUNDS, Found, in_turns, seconds_of
+
+
+def test_every_measurement_is_made_as_often_as_the_others() -> None:
+    clock = iter(range(100))
+    calls: list[str] = []
+
+    def measure(name: str) -> float:
+        calls.append(name)
+        return 1.0
+
+    in_turns({"a": lambda: measure("a"), "b": lambda: measure("b")}, 7.0, lambda: float(next(clock)))
+    assert calls == ["a", "b"] * (len(calls) // 2)
+    assert len(calls) > 2 * LEAST_ROUNDS
+
+
+def test_some_rounds_are_made_however_late_it_is() -> None:
+    values = iter([3.0, 1.0, 2.0])
+    found = in_turns({"a": lambda: next(values)}, 0.0, lambda: 1e9)
+    assert found["a"].median == 2.0
+
+
+def test_the_median_and_the_middle_half_are_told() -> None:
+    found = Found.of([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (found.median, found.spread) == (3.0, pytest.approx(2 / 3))
+
+
+def test_seconds_are_never_none() -> None:
+    assert seconds_of(lambda: None) > 0
