@@ -11,7 +11,7 @@ from mlx_ring.agent.weights.stages import fetch_stages
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
@@ -61,7 +61,9 @@ class _Asked:
     def __init__(self, peer: agent_pb2.WeightsPeer, credentials: Credentials) -> None:
         self._name = peer.node or "the head"
         name = node_name(peer.node) if peer.node else HEAD_NAME
-        self._channel = open_aio_channel(peer.address, credentials, name)
+        self._channel = open_aio_channel(
+            peer.address, credentials, name, max_message_bytes=WEIGHTS_MESSAGE_BYTES
+        )
 
     async def __aenter__(self) -> Peer:
         return Peer(self._name, self._channel)

@@ -17,7 +17,7 @@ from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
 from mlx_ring.agent.weights.serving import WeightsFront
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.addresses import HeadAddress
-from mlx_ring.core.cluster_folders import node_folder
+from mlx_ring.core.cluster_folders import node_folder, weights_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.methods import AGENT_SERVICE
@@ -65,7 +65,7 @@ async def serve_as_member(options: MemberOptions) -> None:
         ProfileStore(options.state), ProfileOptions(blas=options.blas, blas_threads=options.blas_threads)
     )
     supervisor, revoked = _supervisor(options, folder), Revoked()
-    store = WeightStore(options.state / "weights", options.weights_limit_bytes)
+    store = WeightStore(weights_folder(options.state), options.weights_limit_bytes)
     fetched = FetchedModels(options.node, store, lambda: load_credentials(folder))
     front = AgentFront(
         options.node, supervisor, options.load_timeout_s, ends_when_empty=False, fetched=fetched

@@ -69,6 +69,7 @@ def join(
         {
             "state_dir": state_dir,
             "memory_utilization": memory_utilization,
+            "weights_limit": weights_limit,
             "blas": blas,
             "blas_threads": blas_threads,
             "log_level": log_level,
@@ -136,5 +137,6 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
             load_timeout_s=settings.model_load_timeout,
             memory_utilization=settings.memory_utilization,
             listen=listen,
+            weights_limit_bytes=settings.weights_limit,
         )
         asyncio.run(serve_as_member(options))

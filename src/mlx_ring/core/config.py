@@ -122,6 +122,12 @@ class Settings(BaseSettings):
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.9, description="Share of this machine's memory that may be planned with."
     )
+    weights_limit: Annotated[
+        Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)
+    ] = Field(
+        None,
+        description="Disk that models fetched from other machines may take, such as 100GB; what is free otherwise.",
+    )
     host: Annotated[str, Field(min_length=1)] = Field(
         "127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in."
     )
@@ -299,7 +305,7 @@ def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 def allowed_values(field: FieldInfo) -> str:
     """What a field takes, in words: "a whole number from 0 to 65535"."""
-    if field is Settings.model_fields["kv_cache_memory"]:
+    if field in (Settings.model_fields["kv_cache_memory"], Settings.model_fields["weights_limit"]):
         return "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
     kind, constraints = _unwrap(field.annotation, list(field.metadata))
     if get_origin(kind) is Literal:

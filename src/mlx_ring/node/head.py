@@ -29,7 +29,7 @@ from mlx_ring.cluster.discovery import announcing
 from mlx_ring.cluster.local_agent import LocalAgent
 from mlx_ring.cluster.membership import Event, Went
 from mlx_ring.core.addresses import HeadAddress
-from mlx_ring.core.cluster_folders import node_folder
+from mlx_ring.core.cluster_folders import manifests_folder, node_folder
 from mlx_ring.core.config import Settings, state_folder
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.head_announcement import HeadAnnouncement
@@ -136,7 +136,10 @@ class Head:
         folder = self._served.folder
         log.info("reading %s, so that other machines can check what they fetch", folder.path)
         manifest = await asyncio.to_thread(
-            manifest_of_folder, folder, state_folder(self._settings) / "manifests", lambda _done, _total: None
+            manifest_of_folder,
+            folder,
+            manifests_folder(state_folder(self._settings)),
+            lambda _done, _total: None,
         )
         self._weights.offer(folder.path, manifest)
         return manifest

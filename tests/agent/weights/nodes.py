@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from mlx_ring.agent.weights.fetching import Patience, Peer
+from mlx_ring.agent.weights.peers import Patience, Peer
 from mlx_ring.agent.weights.serving import WeightsFront
 from mlx_ring.agent.weights.store import StoredModel, WeightStore
 from mlx_ring.core.model_digests import manifest_of_folder

@@ -28,10 +28,12 @@ from tests.agent.weights.nodes import (
 )
 from tests.worker.random_models import QWEN3, write_random_model
 
-from mlx_ring.agent.weights.fetching import Fetched, Patience, fetch, fetch_manifest
+from mlx_ring.agent.weights.fetching import fetch, fetch_manifest
+from mlx_ring.agent.weights.peers import Patience
 from mlx_ring.agent.weights.shares import RUN_BYTES
 from mlx_ring.agent.weights.stages import fetch_stages
 from mlx_ring.agent.weights.store import PART_BYTES, StoredModel, WeightStore
+from mlx_ring.agent.weights.transfer import Fetched
 from mlx_ring.core.errors import NotReady, WeightsMissing
 from mlx_ring.core.layer_tensors import tensors_of_stage
 from mlx_ring.core.model_folder import read_model_folder
@@ -339,7 +341,8 @@ def test_a_node_that_says_nothing_is_left_for_another(tmp_path: Path) -> None:
 FETCH_ALONE = """
 import asyncio, sys
 from pathlib import Path
-from mlx_ring.agent.weights.fetching import Peer, fetch, fetch_manifest
+from mlx_ring.agent.weights.fetching import fetch, fetch_manifest
+from mlx_ring.agent.weights.peers import Peer
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.rpc.channels import open_aio_channel
 

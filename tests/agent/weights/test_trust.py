@@ -10,7 +10,8 @@ from cryptography import x509
 from tests.agent.weights.nodes import every, say_nothing, write_pieces
 from tests.machines import listening, node_credentials
 
-from mlx_ring.agent.weights.fetching import Peer, fetch, fetch_manifest
+from mlx_ring.agent.weights.fetching import fetch, fetch_manifest
+from mlx_ring.agent.weights.peers import Peer
 from mlx_ring.agent.weights.serving import WeightsFront
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.cluster.security.authority import Authority

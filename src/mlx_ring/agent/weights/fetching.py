@@ -9,77 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import textwrap
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 import grpc
 
-from mlx_ring.agent.weights.shares import Board, Part, join_ranges, rest_of
-from mlx_ring.agent.weights.store import StoredModel, parts_of
-from mlx_ring.core.errors import ModelNotFound, ProtocolError, RingError, WeightsMissing, WorkerLost
-from mlx_ring.core.weights_manifest import (
-    MAX_MANIFEST_BYTES,
-    Piece,
-    WeightsManifest,
-    decode_manifest,
-    unpack_indexes,
-)
-from mlx_ring.rpc.failures import channel_error, failure_to_error
+from mlx_ring.agent.weights.peers import Patience, Peer, Progress, broken, short
+from mlx_ring.agent.weights.store import StoredModel
+from mlx_ring.agent.weights.transfer import Fetched, Transfer
+from mlx_ring.core.errors import ProtocolError, RingError, WeightsMissing
+from mlx_ring.core.weights_manifest import MAX_MANIFEST_BYTES, WeightsManifest, decode_manifest
+from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.methods import FETCH, HAVE, MANIFEST
+from mlx_ring.rpc.methods import MANIFEST
 from mlx_ring.rpc.protos import weights_pb2
-from mlx_ring.rpc.tls.handshakes import handshake_error
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
-"""(bytes that are there, bytes wanted in all)"""
 _LOCK_WAIT_S = 0.2
-_FINAL = (
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A node that may have weights. Its channel is the caller's to close; `WEIGHTS_MESSAGE_BYTES` is its limit."""
-
-    name: str
-    channel: grpc.aio.Channel
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How a fetch goes about its peers."""
-
-    streams: int = 3
-    """To each peer at once."""
-    silence_s: float = 20.0
-    """Without a byte, after which a stream counts as broken."""
-    tries: int = 8
-    """Broken streams in a row, without a byte in between, after which a peer counts as gone."""
-    pause_s: float = 0.25
-    """After the first of these; doubled after each further one, up to `longest_pause_s`."""
-    longest_pause_s: float = 4.0
-
-
-@dataclass(slots=True)
-class Fetched:
-    """What a fetch received, by peer, in bytes."""
-
-    received: dict[str, int] = field(default_factory=dict[str, int])
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.received.values())
-
-
 _PATIENCE = Patience()
 
 
@@ -97,8 +44,8 @@ async def fetch_manifest(
             data = await _manifest_bytes(digest, peer, node, patience)
             return await asyncio.to_thread(decode_manifest, data, digest)
         except RingError as error:
-            log.info("%s gave no manifest %s: %s", peer.name, digest[:16], _short(error))
-            reasons.append(f"{peer.name}: {_short(error)}")
+            log.info("%s gave no manifest %s: %s", peer.name, digest[:16], short(error))
+            reasons.append(f"{peer.name}: {short(error)}")
     raise WeightsMissing(
         f"No node gives the description of model {digest[:16]} ({' '.join(reasons) or 'no other node is known'}); "
         "start a node that has the model."
@@ -120,7 +67,7 @@ async def fetch(
     """
     async with _writing(model):
         await asyncio.to_thread(model.recheck)
-        transfer = _Transfer(model, frozenset(wanted), node, progress, patience)
+        transfer = Transfer(model, frozenset(wanted), node, progress, patience)
         try:
             await transfer.run(peers)
         finally:
@@ -155,297 +102,6 @@ async def _manifest_bytes(digest: str, peer: Peer, node: str, patience: Patience
             if len(data) > MAX_MANIFEST_BYTES or not part.data:
                 raise ProtocolError(f"{peer.name} sends a manifest that does not end.")
     except (grpc.RpcError, TimeoutError) as error:
-        raise _broken(error, peer.name) from error
+        raise broken(error, peer.name) from error
     finally:
         call.cancel()
-
-
-def _broken(error: grpc.RpcError | TimeoutError, peer: str) -> RingError:
-    if isinstance(error, TimeoutError):
-        return WorkerLost(f"{peer} has gone silent.")
-    return handshake_error(error, peer) or channel_error(error, peer)
-
-
-def _is_final(error: grpc.RpcError | TimeoutError) -> bool:
-    """Whether asking again would change nothing."""
-    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _FINAL
-
-
-class _Transfer:
-    """One run of `fetch`."""
-
-    def __init__(
-        self, model: StoredModel, wanted: frozenset[int], node: str, progress: Progress, patience: Patience
-    ) -> None:
-        self._model = model
-        self._wanted = wanted
-        self._node = node
-        self._tell = progress
-        self._patience = patience
-        self._board = Board(model.manifest, [])
-        self._changed = asyncio.Condition()
-        self._left = set(wanted - model.have)
-        self._parts_left: dict[int, int] = {}
-        self._given: defaultdict[int, list[_Given]] = defaultdict(list)
-        self._suspects: dict[int, list[tuple[_Given, str]]] = {}
-        self._fruitless: Counter[str] = Counter()
-        self._reasons: dict[str, str] = {}
-        self._total = model.manifest.nbytes(wanted)
-        self._done = self._total - model.manifest.nbytes(self._left)
-        self.fetched = Fetched()
-
-    async def run(self, peers: Sequence[Peer]) -> None:
-        await self._plan()
-        self._tell(self._done, self._total)
-        if self._left:
-            await asyncio.gather(*(self._ask(peer) for peer in peers))
-            streams = [
-                asyncio.create_task(self._stream(peer))
-                for _ in range(self._patience.streams)
-                for peer in peers
-            ]
-            await _all_of(streams)
-        if self._left:
-            raise WeightsMissing(self._what_is_missing())
-
-    async def _plan(self) -> None:
-        """Put every part on the board that is not on disk."""
-        for index in sorted(self._left):
-            piece, there = self._model.manifest.pieces[index], self._model.parts(index)
-            parts = [
-                Part(index, number, piece.file, start, end)
-                for number, (start, end) in enumerate(parts_of(piece))
-                if number not in there
-            ]
-            self._parts_left[index] = len(parts)
-            self._done += piece.nbytes - sum(part.nbytes for part in parts)
-            self._board.waiting.extend(parts)
-        self._board.add(())
-        await self._end_pieces([index for index, parts in self._parts_left.items() if not parts])
-
-    async def _ask(self, peer: Peer) -> None:
-        """Learn which pieces a peer has."""
-        request = weights_pb2.HaveRequest(
-            hello=make_hello(node=self._node), model=self._model.manifest.digest
-        )
-        try:
-            reply = await HAVE.aio_unary_unary(peer.channel)(request, timeout=self._patience.silence_s)
-            if reply.HasField("failure"):
-                raise failure_to_error(reply.failure)
-            self._board.peers[peer.name] = unpack_indexes(reply.pieces, len(self._model.manifest.pieces))
-        except grpc.RpcError as error:
-            await self._drop(peer.name, str(_broken(error, peer.name)))
-        except ModelNotFound as error:
-            log.info("%s", error)
-            self._reasons[peer.name] = _short(error)
-        except RingError as error:
-            await self._drop(peer.name, str(error))
-
-    async def _stream(self, peer: Peer) -> None:
-        """Take run after run, until there is nothing more that could come to this peer."""
-        board, name = self._board, peer.name
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: board.can_take(name) or not board.may_take_later(name))
-                run = board.take(name)
-            if not run:
-                return
-            await self._fetch_run(peer, deque(run))
-            if tries := self._fruitless[name]:
-                pause_s = self._patience.pause_s * 2 ** (tries - 1)
-                await asyncio.sleep(min(pause_s, self._patience.longest_pause_s))
-
-    async def _fetch_run(self, peer: Peer, run: deque[Part]) -> None:
-        """Fetch a run; what is not finished goes back on the board, whatever the reason."""
-        reached = 0
-        try:
-            async with aclosing(self._receive(peer, list(run))) as received:
-                async for offset, data in received:
-                    await asyncio.to_thread(self._model.write, run[0].file, offset, data)
-                    self._count(peer.name, len(data))
-                    reached = await self._finish_parts(peer.name, run, reached + len(data))
-                    if peer.name not in self._board.peers:
-                        return
-        except ProtocolError as error:
-            await self._drop(peer.name, f"it breaks the contract: {error}")
-        except (grpc.RpcError, TimeoutError) as error:
-            await self._note_break(peer.name, str(_broken(error, peer.name)), final=_is_final(error))
-        except RingError as error:
-            await self._drop(peer.name, str(error))
-        except OSError as error:
-            raise WeightsMissing(f"{self._model.folder} cannot be written: {error.strerror}.") from error
-        finally:
-            await self._put_back(peer.name, run, reached)
-
-    async def _receive(self, peer: Peer, run: list[Part]) -> AsyncGenerator[tuple[int, bytes]]:
-        """Offsets and bytes as they come, each of them held to what was asked for."""
-        ranges = list(join_ranges(run))
-        call = FETCH.aio_unary_stream(peer.channel)(
-            weights_pb2.FetchRequest(
-                hello=make_hello(node=self._node),
-                model=self._model.manifest.digest,
-                file=run[0].file,
-                ranges=[weights_pb2.ByteRange(offset=start, length=end - start) for start, end in ranges],
-            )
-        )
-        try:
-            for start, end in ranges:
-                offset = start
-                while offset < end:
-                    part = await asyncio.wait_for(call.read(), self._patience.silence_s)
-                    data = _checked(part, offset, end)
-                    yield offset, data
-                    offset += len(data)
-            if await asyncio.wait_for(call.read(), self._patience.silence_s) is not grpc.aio.EOF:
-                raise ProtocolError("it sends more than was asked for.")
-        finally:
-            call.cancel()
-
-    def _count(self, peer: str, nbytes: int) -> None:
-        self._fruitless[peer] = 0
-        self.fetched.received[peer] = self.fetched.received.get(peer, 0) + nbytes
-        self._done += nbytes
-        self._tell(self._done, self._total)
-
-    async def _finish_parts(self, peer: str, run: deque[Part], reached: int) -> int:
-        """Take the parts off a run that are there now; returns how much of the first one left is."""
-        done: list[Part] = []
-        while run and reached >= run[0].nbytes:
-            done.append(run.popleft())
-            reached -= done[-1].nbytes
-        await self._note(peer, done)
-        for _ in done:
-            self._board.finish()
-        if not self._board.under_way:
-            await self._wake()
-        return reached
-
-    async def _note(self, peer: str, done: Iterable[Part]) -> None:
-        """Remember parts that are there; check the pieces that are whole by them."""
-        parts: list[tuple[int, int]] = []
-        whole: list[int] = []
-        for part in done:
-            self._given[part.piece].append(_Given(part.start, part.end, peer))
-            self._parts_left[part.piece] -= 1
-            if self._parts_left[part.piece]:
-                parts.append((part.piece, part.number))
-            else:
-                whole.append(part.piece)
-        if parts:
-            await asyncio.to_thread(self._model.note_parts, parts)
-        await self._end_pieces(whole)
-
-    async def _put_back(self, peer: str, run: deque[Part], reached: int) -> None:
-        if run and reached:
-            part = run[0]
-            if part.alone:
-                self._done -= reached
-            else:
-                self._given[part.piece].append(_Given(part.start, part.start + reached, peer))
-        self._board.put_back(rest_of(run, reached))
-        await self._wake()
-
-    async def _end_pieces(self, indexes: Sequence[int]) -> None:
-        """All of these is on disk: see whether it is right."""
-        if not indexes:
-            return
-        wrong = await asyncio.to_thread(self._model.check, indexes)
-        for index in indexes:
-            given = self._given.pop(index, [])
-            if index in wrong:
-                await self._want_again(index, given)
-            else:
-                self._left.discard(index)
-                await self._blame(index)
-
-    async def _want_again(self, index: int, given: Sequence[_Given]) -> None:
-        """A piece came wrong: the one who gave it goes; of several, one gives it whole to show who was wrong."""
-        piece = self._model.manifest.pieces[index]
-        await asyncio.to_thread(self._model.forget, [index])
-        names = {part.peer for part in given}
-        if len(names) == 1 and sum(part.end - part.start for part in given) == piece.nbytes:
-            await self._drop(names.pop(), _wrong(piece))
-        else:
-            log.warning("%s came wrong from %s: one of them is asked for all of it", piece, sorted(names))
-            self._suspects[index] = [(part, await self._digest(index, part)) for part in given]
-        self._done -= piece.nbytes
-        self._parts_left[index] = 1
-        self._board.add([Part(index, -1, piece.file, piece.offset, piece.end, alone=True)])
-        await self._wake()
-
-    async def _blame(self, index: int) -> None:
-        """A piece that came wrong from several is right now: see whose part of it was not."""
-        for part, digest in self._suspects.pop(index, []):
-            if digest != await self._digest(index, part):
-                await self._drop(part.peer, _wrong(self._model.manifest.pieces[index]))
-
-    async def _digest(self, index: int, part: _Given) -> str:
-        file = self._model.manifest.pieces[index].file
-        return await asyncio.to_thread(self._model.digest_of, file, part.start, part.end)
-
-    async def _note_break(self, peer: str, reason: str, *, final: bool) -> None:
-        self._fruitless[peer] += 1
-        if final or self._fruitless[peer] >= self._patience.tries:
-            await self._drop(peer, reason)
-
-    async def _drop(self, peer: str, reason: str) -> None:
-        """Use a peer no more."""
-        if peer not in self._reasons:
-            self._reasons[peer] = _short(reason)
-            log.warning("%s gives no more weights to this node: %s", peer, self._reasons[peer])
-        self._board.drop(peer)
-        await self._wake()
-
-    async def _wake(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _what_is_missing(self) -> str:
-        pieces = self._model.manifest.pieces
-        first = ", ".join(str(pieces[index]) for index in sorted(self._left)[:3])
-        reasons = " ".join(f"{peer}: {reason.rstrip('.')}." for peer, reason in self._reasons.items())
-        return (
-            f"{len(self._left)} pieces of model {self._model.manifest.digest[:16]} "
-            f"({self._model.manifest.nbytes(self._left) / 1e6:.1f} MB) are missing and no node gives them, among them "
-            f"{first}. {reasons or 'No other node has them.'} Start a node that has the model; the rest is kept."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """Bytes `[start, end)` of a file that came from a peer."""
-
-    start: int
-    end: int
-    peer: str
-
-
-def _short(reason: object) -> str:
-    """What a peer says may be of any length."""
-    return textwrap.shorten(str(reason), 300, placeholder=" ...")
-
-
-def _wrong(piece: Piece) -> str:
-    return f"{piece} came from it with another SHA-256 than the manifest's"
-
-
-def _checked(part: weights_pb2.FetchPart | object, offset: int, end: int) -> bytes:
-    if not isinstance(part, weights_pb2.FetchPart):
-        raise ProtocolError(f"it ended before byte {end} of the file.")
-    if part.HasField("failure"):
-        raise failure_to_error(part.failure)
-    if part.offset != offset or not 0 < len(part.data) <= end - offset:
-        raise ProtocolError(
-            f"it sent {len(part.data)} bytes from {part.offset} where bytes [{offset}, {end}) were to come."
-        )
-    return part.data
-
-
-async def _all_of(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for all; at the first error the others are ended."""
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

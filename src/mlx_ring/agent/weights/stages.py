@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from mlx_ring.agent.weights.fetching import Patience, Peer, Progress, fetch, fetch_manifest
+from mlx_ring.agent.weights.fetching import fetch, fetch_manifest
+from mlx_ring.agent.weights.peers import Patience, Peer, Progress
 from mlx_ring.agent.weights.store import StoredModel, WeightStore, missing_bytes
 from mlx_ring.core.layer_tensors import tensors_of_stage
 from mlx_ring.core.model_folder import read_model_folder

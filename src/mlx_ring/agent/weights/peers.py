@@ -1,0 +1,62 @@
+"""Whom weights are asked of, how patiently, and what it means when a connection to one of them breaks."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from mlx_ring.core.errors import RingError, WorkerLost
+from mlx_ring.rpc.failures import channel_error
+from mlx_ring.rpc.tls.handshakes import handshake_error
+
+Progress = Callable[[int, int], None]
+"""(bytes that are there, bytes wanted in all)"""
+_FINAL = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A node that may have weights. Its channel is the caller's to close; `WEIGHTS_MESSAGE_BYTES` is its limit."""
+
+    name: str
+    channel: grpc.aio.Channel
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How a fetch goes about its peers."""
+
+    streams: int = 3
+    """To each peer at once."""
+    silence_s: float = 20.0
+    """Without a byte, after which a stream counts as broken."""
+    tries: int = 8
+    """Broken streams in a row, without a byte in between, after which a peer counts as gone."""
+    pause_s: float = 0.25
+    """After the first of these; doubled after each further one, up to `longest_pause_s`."""
+    longest_pause_s: float = 4.0
+
+
+def broken(error: grpc.RpcError | TimeoutError, peer: str) -> RingError:
+    """What the end of a call means."""
+    if isinstance(error, TimeoutError):
+        return WorkerLost(f"{peer} has gone silent.")
+    return handshake_error(error, peer) or channel_error(error, peer)
+
+
+def is_final(error: grpc.RpcError | TimeoutError) -> bool:
+    """Whether asking again would change nothing."""
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _FINAL
+
+
+def short(reason: object) -> str:
+    """What a peer says may be of any length."""
+    return textwrap.shorten(str(reason), 300, placeholder=" ...")
