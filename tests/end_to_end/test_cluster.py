@@ -56,6 +56,8 @@ def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
         status = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
         assert len(status["nodes"]) == len(set(status["nodes"])) == 3
         assert [device["stage"] for device in status["devices"]] == [0, 1, 2]
+        stored = [folder / "state" / "weights" for folder in tmp_path.glob("node-*")]
+        assert all(any(folder.rglob("model.safetensors")) for folder in stored), "the model was fetched"
         victim = status["devices"][1]
         os.kill(victim["pid"], signal.SIGKILL)
         with httpx.Client() as client:

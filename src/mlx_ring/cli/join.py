@@ -52,6 +52,9 @@ def join(
             help=Settings.model_fields["memory_utilization"].description,
         ),
     ] = None,
+    weights_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help=Settings.model_fields["weights_limit"].description)
+    ] = None,
     listen: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on for the cluster.")
     ] = "[::]",
