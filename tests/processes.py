@@ -68,15 +68,19 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-    model: Path | str, *arguments: str, folder: Path, heard: Callable[[str], None] | None = None
+    model: Path | str,
+    *arguments: str,
+    folder: Path,
+    heard: Callable[[str], None] | None = None,
+    within: Sequence[str] = (),
 ) -> Generator[Server]:
     """`mlx-ring serve` in `folder` on a free port, ready; nothing of it is left afterwards.
 
-    `heard` is called with each line that it prints until it is ready.
+    `heard` is called with each line that it prints until it is ready; `within` is a program that runs it.
     """
     with (folder / "stderr.txt").open("w") as errors:
         process = subprocess.Popen(
-            [*MLX_RING, "serve", str(model), "--port", "0", *arguments],
+            [*within, *MLX_RING, "serve", str(model), "--port", "0", *arguments],
             cwd=folder,
             env=clean_environment(),
             stdout=subprocess.PIPE,
@@ -98,12 +102,14 @@ def serving(
 
 
 @contextlib.contextmanager
-def joining(address: str, token: str, folder: Path, *arguments: str) -> Generator[subprocess.Popen[str]]:
+def joining(
+    *arguments: str, folder: Path, within: Sequence[str] = ()
+) -> Generator[subprocess.Popen[str]]:
     """`mlx-ring join` as a machine whose state and logs lie in `folder`; nothing of it is left afterwards."""
     folder.mkdir(exist_ok=True)
     with (folder / "stderr.txt").open("w") as errors:
         process = subprocess.Popen(
-            [*MLX_RING, "join", address, "--token", token, "--state-dir", str(folder / "state"), *arguments],
+            [*within, *MLX_RING, "join", *arguments, "--state-dir", str(folder / "state")],
             cwd=folder,
             env=clean_environment(),
             stdout=errors,

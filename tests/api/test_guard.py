@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.api.clients import Api, refusal
+from tests.api.clients import Api, error_of, refusal
 
 from mlx_ring.api.settings import ApiSettings
 
@@ -76,3 +76,54 @@ def test_a_preflight_of_an_allowed_page_is_answered(api: Api) -> None:
 def test_every_answer_has_a_request_id_of_its_own(api: Api) -> None:
     ids = {api.get(path).headers["x-request-id"] for path in ("/", "/health", "/nothing")}
     assert len(ids) == 3
+
+
+KEYED = ApiSettings(api_keys=("first-key", "schlüssel"))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer first-key"},
+        {"authorization": "bearer  first-key"},
+        {"x-api-key": "first-key"},
+        {"authorization": "Basic abc", "x-api-key": "first-key"},
+    ],
+)
+def test_a_request_with_a_key_of_the_server_is_answered(headers: dict[str, str]) -> None:
+    assert Api(settings=KEYED).get("/v1/models", **headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        ({}, "asks for an API key"),
+        ({"authorization": "Bearer "}, "asks for an API key"),
+        ({"authorization": "Basic first-key"}, "asks for an API key"),
+        ({"authorization": "Bearer first-ke"}, "not one of this server's"),
+        ({"authorization": "Bearer first-key2"}, "not one of this server's"),
+        ({"x-api-key": ""}, "not one of this server's"),
+    ],
+)
+def test_a_request_without_a_right_key_is_refused_as_openai_does(headers: dict[str, str], said: str) -> None:
+    api = Api(settings=KEYED)
+    response = api.post("/v1/chat/completions", {}, **headers)
+    assert said in refusal(response, 401)[1]
+    error = error_of(response)
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert not api.service.executor.sent
+
+
+def test_health_needs_no_key_and_everything_else_does() -> None:
+    api = Api(settings=KEYED)
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert api.get(path).status_code == 200
+    for path in ("/", "/v1/models", "/models", "/cluster/status", "/cache/stats", "/model/info", "/healthy", "/nothing"):
+        assert api.get(path).status_code == 401
+
+
+def test_a_page_that_may_ask_may_read_that_it_needs_a_key() -> None:
+    response = Api(settings=KEYED).get("/v1/models", origin="http://localhost:3000")
+    assert response.status_code == 401
+    assert response.headers["access-control-allow-origin"] == "http://localhost:3000"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.core.config import Settings, allowed_values, flag_name, load_settings, state_folder
+from mlx_ring.core.config import Settings, allowed_values, api_keys, flag_name, load_settings, state_folder
 from mlx_ring.core.errors import ConfigError
 
 
@@ -238,3 +238,23 @@ def test_switches_and_bits_may_be_written_bare_in_a_file(tmp_path: Path) -> None
     file.write_text("prefix-cache: on\nkv-bits: off\n")
     settings = load_settings({}, config=file)
     assert (settings.prefix_cache, settings.kv_bits) == ("on", "off")
+
+
+def test_keys_come_from_the_environment_and_a_file_and_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_RING_API_KEY", "one,two")
+    file = tmp_path / "keys"
+    file.write_text("three\n\n  four \n")
+    settings = load_settings({"api_key_file": str(file)})
+    assert api_keys(settings) == ("one", "two", "three", "four")
+    assert "one" not in repr(settings)
+
+
+@pytest.mark.parametrize(("text", "said"), [("\n \n", "has no key"), (None, "cannot be read")])
+def test_a_file_of_keys_without_any_is_an_error(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        api_keys(load_settings({"api_key_file": str(file)}))

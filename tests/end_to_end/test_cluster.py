@@ -33,7 +33,9 @@ def cluster(model: Path, nodes: int, folder: Path, *flags: str) -> Generator[Ser
             found = re.search(r"join \S+ --token (\S+)", line)
             if found and not joined:
                 for number in range(1, nodes):
-                    node = joining(f"127.0.0.1:{port}", found[1], folder / f"node-{number}")
+                    node = joining(
+                        f"127.0.0.1:{port}", "--token", found[1], folder=folder / f"node-{number}"
+                    )
                     joined.append(stack.enter_context(node))
 
         joined: list[object] = []

@@ -35,6 +35,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     errors.ContextExceeded: _Reply(400, INVALID, "context_length_exceeded"),
     errors.UnknownModel: _Reply(404, INVALID, "model_not_found"),
     errors.Refused: _Reply(403, INVALID, "foreign_request"),
+    errors.Unauthenticated: _Reply(401, INVALID, "invalid_api_key"),
     errors.BodyTooLarge: _Reply(413, INVALID, "body_too_large"),
     errors.Overloaded: _Reply(429, "rate_limit_error", "overloaded"),
     errors.DeadlineExceeded: _Reply(408, "timeout_error", "request_timeout"),
@@ -66,6 +67,8 @@ def error_response(error: Exception) -> Response:
     headers: dict[str, str] = {}
     if (status >= _SERVER_TROUBLE and not isinstance(error, _PASSING)) or status == _TIMEOUT:
         headers["x-should-retry"] = "false"
+    if isinstance(error, errors.Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, errors.Overloaded):
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     return JSONResponse(error_body(error), status, headers)

@@ -7,6 +7,7 @@ or its name in `Host`; both are refused unless they are ours.
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import secrets
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_ring.api.errors import error_response, log_failure
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.errors import Refused
+from mlx_ring.core.errors import Refused, Unauthenticated
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised here, bound elsewhere
@@ -32,6 +33,7 @@ class Guard:
         self._app = app
         self._settings = settings
         self._hosts = _LOCAL | set(map(_bare, settings.allowed_hosts)) | {_bare(settings.host)}
+        self._keys = tuple(key.encode() for key in settings.api_keys)
         self._origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,9 +57,12 @@ class Guard:
             if origin is not None and _is_preflight(scope, headers):
                 await _preflight_response(headers)(scope, receive, send_named)
             else:
+                self._authenticate(scope["path"], headers)
                 await self._app(scope, receive, send_named)
         except ClientDisconnect:
             pass
+        except Unauthenticated as error:
+            await error_response(error)(scope, receive, send_named)
         except Refused as error:
             origin = None
             await error_response(error)(scope, receive, send_named)
@@ -77,6 +82,18 @@ class Guard:
         if origin is not None and not self._is_allowed_origin(origin):
             raise Refused(f"Origin '{origin}' may not use this server; start it with this origin allowed.")
 
+    def _authenticate(self, path: str, headers: Headers) -> None:
+        """Every key is compared, each in constant time: how long it takes tells nothing."""
+        if not self._keys or path == "/health" or path.startswith("/health/"):
+            return
+        given = _given_key(headers)
+        if given is None:
+            raise Unauthenticated(
+                "This server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+            )
+        if not sum(hmac.compare_digest(given.encode(), key) for key in self._keys):
+            raise Unauthenticated("The API key is not one of this server's.")
+
     def _is_allowed_origin(self, origin: str) -> bool:
         host = _hostname(origin)
         return (
@@ -91,6 +108,11 @@ class Guard:
         if "*" in self._hosts or host in self._hosts:
             return True
         return _bare(self._settings.host) in _EVERY_ADDRESS and _is_address(host)
+
+
+def _given_key(headers: Headers) -> str | None:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" and token.strip() else headers.get("x-api-key")
 
 
 def _add_headers(headers: MutableHeaders, request_id: str, origin: str | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,8 @@ class ApiSettings:
     """More names that `Host` may carry, without port; `*` allows all."""
     allowed_origins: tuple[str, ...] = ()
     """More origins: `https://app.example`, a bare host, `null`, or `*`."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """One of them must come with each request but those for health; none: nobody is asked."""
     default_max_tokens: int | None = None
     """Of a chat answer whose request sets no limit; None: to the end of the context."""
     max_body_bytes: int = 16 * 2**20

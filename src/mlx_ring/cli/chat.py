@@ -45,10 +45,11 @@ class Reply:
 class ChatServer:
     """A running server, as far as a chat needs it. Every trouble is a `ChatError`."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, api_key: str | None = None) -> None:
         self.url = base_url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
-        self._client = httpx.Client(timeout=timeout, trust_env=False)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._client = httpx.Client(timeout=timeout, headers=headers, trust_env=False)
 
     def close(self) -> None:
         self._client.close()
@@ -157,6 +158,7 @@ def run_chat(
     base_url: str,
     model: str | None = None,
     system: str | None = None,
+    api_key: str | None = None,
     *,
     console: Console | None = None,
     read_line: Callable[[], str] | None = None,
@@ -175,7 +177,7 @@ def run_chat(
     """
     console = console or Console()
     read_line = read_line or _read_line
-    server = ChatServer(base_url)
+    server = ChatServer(base_url, api_key)
     try:
         talk = Talk(server, server.find_model(model), console, system)
         console.print(

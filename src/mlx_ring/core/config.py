@@ -183,6 +183,8 @@ class Settings(BaseSettings):
     allowed_origins: Names = Field(
         (), description="Web origins whose pages may use this server; * allows all."
     )
+    api_key: Names = Field((), repr=False, description="Keys of which clients must send one; nobody is asked otherwise.")
+    api_key_file: Path | None = Field(None, description="File of such keys, one in a line.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much to log.")
     log_dir: Path = Field(Path("logs"), description="Folder for one log file per process.")
     run_dir: Annotated[Path | None, AfterValidator(_short_enough)] = Field(
@@ -271,6 +273,24 @@ def state_folder(settings: Settings) -> Path:
     given = os.environ.get("XDG_DATA_HOME", "")
     # The standard says that a relative path counts as none.
     return (Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "share") / "mlx-ring"
+
+
+def api_keys(settings: Settings) -> tuple[str, ...]:
+    """The keys that were given, and those in the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or has none.
+    """
+    if settings.api_key_file is None:
+        return settings.api_key
+    try:
+        lines = settings.api_key_file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file is {settings.api_key_file}, which cannot be read: {error}.") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(f"--api-key-file is {settings.api_key_file}, which has no key in it.")
+    return (*settings.api_key, *keys)
 
 
 def flag_name(field: str) -> str:

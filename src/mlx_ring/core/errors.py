@@ -16,6 +16,7 @@
     │   ├── ContextExceeded
     │   ├── UnknownModel
     │   ├── Refused                foreign Host or Origin
+    │   ├── Unauthenticated        no API key, or a wrong one
     │   ├── BodyTooLarge
     │   └── Overloaded             `retry_after_s` says when to try again
     └── ServingError               the service's own trouble
@@ -107,6 +108,10 @@ class UnknownModel(RequestError):
 
 class Refused(RequestError):
     """The request comes from a Host or Origin that is not allowed."""
+
+
+class Unauthenticated(RequestError):
+    """The request has no API key, or one that the server does not know."""
 
 
 class BodyTooLarge(RequestError):

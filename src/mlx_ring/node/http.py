@@ -11,7 +11,7 @@ import uvicorn
 from mlx_ring.api.app import build_app
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.config import Settings
+from mlx_ring.core.config import Settings, api_keys
 
 
 class HttpServer(uvicorn.Server):
@@ -41,6 +41,7 @@ def http_config(service: ModelService, settings: Settings) -> uvicorn.Config:
             host=settings.host,
             allowed_hosts=settings.allowed_hosts,
             allowed_origins=settings.allowed_origins,
+            api_keys=api_keys(settings),
             default_max_tokens=settings.default_max_tokens,
             max_body_bytes=settings.max_request_mb << 20,
         ),
