@@ -102,9 +102,7 @@ def serving(
 
 
 @contextlib.contextmanager
-def joining(
-    *arguments: str, folder: Path, within: Sequence[str] = ()
-) -> Generator[subprocess.Popen[str]]:
+def joining(*arguments: str, folder: Path, within: Sequence[str] = ()) -> Generator[subprocess.Popen[str]]:
     """`mlx-ring join` as a machine whose state and logs lie in `folder`; nothing of it is left afterwards."""
     folder.mkdir(exist_ok=True)
     with (folder / "stderr.txt").open("w") as errors:

@@ -119,7 +119,16 @@ def test_health_needs_no_key_and_everything_else_does() -> None:
     api = Api(settings=KEYED)
     for path in ("/health", "/health/live", "/health/ready"):
         assert api.get(path).status_code == 200
-    for path in ("/", "/v1/models", "/models", "/cluster/status", "/cache/stats", "/model/info", "/healthy", "/nothing"):
+    for path in (
+        "/",
+        "/v1/models",
+        "/models",
+        "/cluster/status",
+        "/cache/stats",
+        "/model/info",
+        "/healthy",
+        "/nothing",
+    ):
         assert api.get(path).status_code == 401
 
 

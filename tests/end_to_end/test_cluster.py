@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, joining, serving
@@ -24,23 +25,45 @@ def completion(server: Server) -> str:
 
 
 @contextmanager
-def cluster(model: Path, nodes: int, folder: Path, *flags: str) -> Generator[Server]:
+def cluster(model: Path, nodes: int, folder: Path, port: int, *flags: str) -> Generator[Server]:
     """A head and as many machines as are missing, which join when it prints how."""
-    port = free_pair_of_ports()
     with ExitStack() as stack:
 
         def heard(line: str) -> None:
             found = re.search(r"join \S+ --token (\S+)", line)
             if found and not joined:
                 for number in range(1, nodes):
-                    node = joining(
-                        f"127.0.0.1:{port}", "--token", found[1], folder=folder / f"node-{number}"
-                    )
+                    node = joining(f"127.0.0.1:{port}", "--token", found[1], folder=folder / f"node-{number}")
                     joined.append(stack.enter_context(node))
 
         joined: list[object] = []
-        arguments = ("--nodes", str(nodes), "--cluster-port", str(port), "--state-dir", str(folder / "state"))
-        yield stack.enter_context(serving(model, *arguments, *flags, folder=folder, heard=heard))
+        stack.callback(end_head_member, folder)
+        yield stack.enter_context(head(model, nodes, folder, port, *flags, heard=heard))
+
+
+def head(
+    model: Path, nodes: int, folder: Path, port: int, *flags: str, heard: Callable[[str], None] | None = None
+) -> AbstractContextManager[Server]:
+    """`mlx-ring serve` for so many machines."""
+    arguments = ("--nodes", str(nodes), "--cluster-port", str(port), "--state-dir", str(folder / "state"))
+    return serving(model, *arguments, *flags, folder=folder, heard=heard)
+
+
+def end_head_member(folder: Path) -> None:
+    """The head's own agent, where a head that was killed has left it."""
+    for process in head_members(folder):
+        process.terminate()
+        process.wait(30)
+
+
+def head_members(folder: Path) -> list[psutil.Process]:
+    """Agents of heads with their state in this folder."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter(["cmdline"]):
+        line: list[str] = process.info["cmdline"] or []
+        if "mlx_ring.agent.head_member" in line and str(folder / "state") in line:
+            found.append(process)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +76,7 @@ def alone(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
     tiny_model: Path, tmp_path: Path, alone: str
 ) -> None:
-    with cluster(tiny_model, 3, tmp_path, "--strategy", "uniform") as server:
+    with cluster(tiny_model, 3, tmp_path, free_pair_of_ports(), "--strategy", "uniform") as server:
         assert completion(server) == alone
         status = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
         assert len(status["nodes"]) == len(set(status["nodes"])) == 3
@@ -69,4 +92,37 @@ def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
         assert health.status_code == 503
         assert victim["node"] in health.text
         assert server.stop() == 0
-        assert server.all_gone()
+        _, left = psutil.wait_procs(head_members(tmp_path), timeout=30)
+        assert not left, "the head's own agent ends with it"
+
+
+def test_a_head_that_is_killed_leaves_workers_that_the_next_one_goes_on_with(
+    tiny_model: Path, tmp_path: Path, alone: str
+) -> None:
+    port = free_pair_of_ports()
+    with cluster(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as server:
+        before = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
+        server.process.kill()
+        server.process.wait()
+        with head(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as second:
+            after = httpx.get(f"{second.url}/cluster/status", timeout=60).json()
+            assert completion(second) == alone
+            assert second.stop() == 0
+    assert {device["pid"] for device in after["devices"]} == {device["pid"] for device in before["devices"]}
+    assert after["instance"] == before["instance"]
+    assert after["epoch"] == before["epoch"] + 1
+
+
+def test_workers_of_other_settings_are_not_gone_on_with(tiny_model: Path, tmp_path: Path) -> None:
+    port = free_pair_of_ports()
+    with cluster(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as server:
+        before = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
+        server.process.kill()
+        server.process.wait()
+        flags = ("--strategy", "uniform", "--max-model-len", "32")
+        with head(tiny_model, 2, tmp_path, port, *flags) as second:
+            after = httpx.get(f"{second.url}/cluster/status", timeout=60).json()
+            assert second.stop() == 0
+    old, new = ({device["pid"] for device in status["devices"]} for status in (before, after))
+    assert not old & new
+    assert not any(map(psutil.pid_exists, old | new))

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-import pytest
+import httpx
 from tests.namespaces import Host, lan, skip_without_namespaces
 from tests.processes import Server, joining, serving
 
@@ -26,7 +27,7 @@ print(json.dumps([answer.status_code, answer.json()]))
 """
 
 
-def ask(host: Host, method: str, url: str, body: object = None) -> tuple[int, dict[str, object]]:
+def ask(host: Host, method: str, url: str, body: object = None) -> tuple[int, Any]:
     """From inside the host: its loopback is its own."""
     done = host.run(sys.executable, "-c", ASK, method, url, json.dumps(body))
     assert done.returncode == 0, done.stderr
@@ -34,7 +35,7 @@ def ask(host: Host, method: str, url: str, body: object = None) -> tuple[int, di
     return status, answer
 
 
-def completion(host: Host, server: Server) -> object:
+def completion(host: Host, server: Server) -> Any:
     status, answer = ask(host, "POST", f"{server.url}/v1/completions", ASKED)
     assert status == 200, answer
     return answer["choices"]
@@ -42,7 +43,7 @@ def completion(host: Host, server: Server) -> object:
 
 def without(folder: Path, host: Host) -> list[str]:
     """What runs a program in the host, where nothing lies in `folder`; the mount is that program's alone."""
-    hide = f"mount -t tmpfs none {folder} && exec \"$@\""
+    hide = f'mount -t tmpfs none {folder} && exec "$@"'
     return host.command("sh", "-c", hide, "sh")
 
 
@@ -51,8 +52,6 @@ def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_i
 ) -> None:
     skip_without_namespaces()
     with serving(tiny_model, folder=tmp_path) as server, ExitStack() as stack:
-        import httpx
-
         alone = httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=60).json()["choices"]
         server.stop()
         hosts = stack.enter_context(lan(3))
@@ -93,7 +92,7 @@ def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_i
         assert after["epoch"] > status["epoch"]
 
 
-def check_shares(model: Path, folder: Path, devices: list[dict[str, object]]) -> None:
+def check_shares(model: Path, folder: Path, devices: list[dict[str, Any]]) -> None:
     """Nodes hold on disk what their stages need, give or take a file system's blocks."""
     described = read_model_folder(model)
     for path in folder.glob("*/state/weights/*/model/model.safetensors"):

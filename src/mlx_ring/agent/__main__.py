@@ -40,7 +40,6 @@ async def _serve(options: argparse.Namespace) -> None:
             log_level=options.log_level,
             blas=options.blas,
             blas_threads=options.blas_threads,
-            credentials=options.credentials,
         )
     )
     front = AgentFront(options.node, supervisor, options.load_timeout)
@@ -76,9 +75,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")
-    parser.add_argument(
-        "--credentials", type=Path, help="folder with this node's, in a cluster of several machines"
-    )
     return parser.parse_args(arguments)
 
 

@@ -26,7 +26,7 @@ from mlx_ring.rpc.tls.names import HEAD_NAME
 log = logging.getLogger(__name__)
 
 _BEAT_S = 1.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 1.0
 _SILENCE_S = 5.0
 """A head that does not answer for so long is gone."""
 

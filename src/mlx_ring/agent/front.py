@@ -177,7 +177,7 @@ class AgentFront:
         stopped = await self._supervisor.stop(request.instance)
         if self._fetched is not None:
             self._fetched.release([worker.instance for worker in self._supervisor.workers])
-        if not request.instance and self._ends_when_empty:
+        if not request.instance and (self._ends_when_empty or request.end):
             self.asked_to_stop.set()
         return agent_pb2.StopReply(stopped=stopped)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import node_folder, weights_folder
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.private_files import try_lock
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.methods import AGENT_SERVICE
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
@@ -26,6 +28,9 @@ from mlx_ring.rpc.tls.guard import AioPeerGuard
 from mlx_ring.rpc.tls.peers import Revoked
 
 log = logging.getLogger(__name__)
+
+AGENT_LOCK = "agent.lock"
+"""In the node's folder: held for as long as its agent runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +56,18 @@ class MemberOptions:
 
 
 async def serve_as_member(options: MemberOptions) -> None:
-    """Until SIGINT or SIGTERM; every worker ends first.
+    """Until SIGINT or SIGTERM, or until the head asks it to end; every worker ends first.
 
     Raises:
-        ConfigError: this machine has no certificate.
+        ConfigError: this machine has no certificate, or an agent that runs already.
         PeerRefused: the head does not take it any more.
     """
     folder = node_folder(options.state)
+    lock = try_lock(folder / AGENT_LOCK)
+    if lock is None:
+        raise ConfigError(
+            f"An agent with the state in {options.state} runs on this machine already: end it first, or give --state-dir."
+        )
     credentials = load_credentials(folder)
     if credentials is None:
         raise ConfigError(f"This machine has no certificate in {folder}: join with a token.")
@@ -87,11 +97,12 @@ async def serve_as_member(options: MemberOptions) -> None:
         attend_for_ever(options.head, credentials, who, revoke), name="attendance"
     )
     try:
-        await _until_asked_or_done(attending)
+        await _until_asked_or_done(attending, front.asked_to_stop)
     finally:
         attending.cancel()
         await supervisor.stop()
         await server.stop(grace=0.5)
+        os.close(lock)
         log.info("ended")
 
 
@@ -110,9 +121,9 @@ def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:
     )
 
 
-async def _until_asked_or_done(work: asyncio.Task[None]) -> None:
-    """Until a signal asks to end, or the work ends; its error, where it has one, is raised."""
-    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+async def _until_asked_or_done(work: asyncio.Task[None], asked: asyncio.Event) -> None:
+    """Until the head or a signal asks to end, or the work ends; its error, where it has one, is raised."""
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, asked.set)
     waiting = asyncio.create_task(asked.wait())

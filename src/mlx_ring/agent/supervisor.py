@@ -53,15 +53,25 @@ def worker_environment(blas_threads: int) -> dict[str, str]:
 class Worker:
     """One worker process, and what it said of itself last."""
 
-    instance: str
-    stage: int
-    rank: int
+    assignment: worker_pb2.StageAssignment
     socket: Path
     child: ChildProcess
     channel: grpc.aio.Channel
     status: worker_pb2.WorkerStatus | None = None
     heard_s: float = field(default_factory=time.monotonic)
     """When it last answered."""
+
+    @property
+    def instance(self) -> str:
+        return self.assignment.instance
+
+    @property
+    def stage(self) -> int:
+        return self.assignment.stage
+
+    @property
+    def rank(self) -> int:
+        return self.assignment.rank
 
     @property
     def address(self) -> str:
@@ -87,6 +97,7 @@ class Worker:
             exit_reason=self.child.exit_reason,
             status=self.status,
             silent_s=time.monotonic() - self.heard_s,
+            assignment=self.assignment,
         )
 
 
@@ -136,14 +147,7 @@ class Supervisor:
             rank=assignment.rank,
             environment=worker_environment(options.blas_threads),
         )
-        worker = Worker(
-            assignment.instance,
-            assignment.stage,
-            assignment.rank,
-            socket,
-            child,
-            open_aio_channel(f"unix:{socket}"),
-        )
+        worker = Worker(assignment, socket, child, open_aio_channel(f"unix:{socket}"))
         self._workers.append(worker)
         task = asyncio.create_task(self._report_end(worker), name=f"watch {child.name}")
         self._tasks.add(task)

@@ -14,7 +14,8 @@ def chat(
     model: Annotated[str | None, typer.Option(help="The model to ask, where the server has several.")] = None,
     system: Annotated[str | None, typer.Option(help="Instructions that stand before the talk.")] = None,
     api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Where the server asks for one; MLX_RING_API_KEY otherwise.")
+        str | None,
+        typer.Option(metavar="KEY", help="Where the server asks for one; MLX_RING_API_KEY otherwise."),
     ] = None,
 ) -> None:
     """Talk to a model that is being served, in this terminal."""

@@ -108,6 +108,24 @@ class AgentLink:
                 agent_pb2.StopRequest(instance=instance), timeout=timeout_s
             )
 
+    async def end(self, timeout_s: float) -> None:
+        """End every worker, and the agent itself."""
+        with contextlib.suppress(grpc.RpcError):
+            await STOP.aio_unary_unary(self._channel)(agent_pb2.StopRequest(end=True), timeout=timeout_s)
+
+    async def look(self, hello: hello_pb2.Hello, timeout_s: float) -> agent_pb2.AgentEvent | None:
+        """How it stands now; None where it cannot be asked."""
+        request = agent_pb2.WatchRequest(hello=hello, heartbeat_s=HEARTBEAT_S)
+        call = WATCH.aio_unary_stream(self._channel)(request, wait_for_ready=True, timeout=timeout_s)
+        try:
+            async for event in call:
+                return event
+        except grpc.RpcError:
+            return None
+        finally:
+            call.cancel()
+        return None
+
     async def close(self) -> None:
         await self._channel.close()
 

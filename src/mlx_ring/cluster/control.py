@@ -77,10 +77,15 @@ class Control:
         finally:
             self._watchers.remove(watcher)
 
-    async def wait_for(self, nodes: int) -> Membership:
-        """Until so many nodes attend at the same time."""
+    async def wait_for(self, nodes: int, including: str = "") -> Membership:
+        """Until so many nodes attend at the same time, `including` that one."""
+
+        def are_there() -> bool:
+            members = self.membership.members
+            return len(members) >= nodes and (not including or including in members)
+
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self.membership.members) >= nodes)
+            await self._changed.wait_for(are_there)
         return self.membership
 
     async def _happens(self, event: Event) -> None:

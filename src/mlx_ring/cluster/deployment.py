@@ -121,14 +121,15 @@ def _filled(
 
 
 def _reached_from(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> tuple[str, str]:
-    return _address(other.host_for(site.node), worker.port), other.node
+    return address_of(other.host_for(site.node), worker.port), other.node
 
 
 def _place_for_head(worker: agent_pb2.StartedWorker, site: Site) -> WorkerPlace:
     if site.is_local:
         return WorkerPlace(worker.stage, worker.rank, "", worker.address)
-    return WorkerPlace(worker.stage, worker.rank, site.node, _address(site.host_for(""), worker.port))
+    return WorkerPlace(worker.stage, worker.rank, site.node, address_of(site.host_for(""), worker.port))
 
 
-def _address(host: str, port: int) -> str:
+def address_of(host: str, port: int) -> str:
+    """A gRPC target."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -29,14 +29,12 @@ class LocalAgent:
         node: str,
         run_dir: Path,
         blas_threads: int,
-        credentials: Path | None = None,
     ) -> LocalAgent:
         """Start the process.
 
         Args:
             run_dir: private and empty; the agent listens on `agent.sock` in it, and removes it when it ends.
             blas_threads: of each worker.
-            credentials: the folder with this machine's, where workers of other machines are to reach its own.
         """
         child = await ChildProcess.start(
             AGENT_MODULE,
@@ -45,7 +43,6 @@ class LocalAgent:
                 *("--log-dir", str(settings.log_dir), "--log-level", settings.log_level),
                 *("--blas", settings.blas, "--blas-threads", str(blas_threads)),
                 *("--load-timeout", str(settings.model_load_timeout)),
-                *(() if credentials is None else ("--credentials", str(credentials))),
             ],
             name="agent",
             rank=None,

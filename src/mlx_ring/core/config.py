@@ -183,7 +183,9 @@ class Settings(BaseSettings):
     allowed_origins: Names = Field(
         (), description="Web origins whose pages may use this server; * allows all."
     )
-    api_key: Names = Field((), repr=False, description="Keys of which clients must send one; nobody is asked otherwise.")
+    api_key: Names = Field(
+        (), repr=False, description="Keys of which clients must send one; nobody is asked otherwise."
+    )
     api_key_file: Path | None = Field(None, description="File of such keys, one in a line.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much to log.")
     log_dir: Path = Field(Path("logs"), description="Folder for one log file per process.")
@@ -286,7 +288,9 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
     try:
         lines = settings.api_key_file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file is {settings.api_key_file}, which cannot be read: {error}.") from error
+        raise ConfigError(
+            f"--api-key-file is {settings.api_key_file}, which cannot be read: {error}."
+        ) from error
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise ConfigError(f"--api-key-file is {settings.api_key_file}, which has no key in it.")

@@ -71,3 +71,15 @@ def locked(folder: Path) -> Generator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def try_lock(file: Path) -> int | None:
+    """A descriptor that holds the file's lock until it is closed, or its process ends; None where another holds it."""
+    make_private_folder(file.parent)
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWNER_ONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
-from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
-from mlx_ring.agent.profiling import ProfileOptions
 from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.decode_bytes import decode_bytes
-from mlx_ring.cluster.deployment import Site
-from mlx_ring.cluster.membership import Member
+from mlx_ring.cluster.deployment import Site, address_of
+from mlx_ring.cluster.membership import Membership
 from mlx_ring.cluster.placement import balanced_split, even_split
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
@@ -20,7 +18,7 @@ from mlx_ring.cluster.planner.place import Wish, place
 from mlx_ring.cluster.planner.plan import Plan
 from mlx_ring.cluster.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.cluster.planner.stage_tables import Demand
-from mlx_ring.core.config import Settings, state_folder
+from mlx_ring.core.config import Settings
 from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
@@ -58,37 +56,59 @@ def arrange_here(settings: Settings, served: ServedModel, site: Site) -> Arrange
 async def arrange_cluster(
     settings: Settings,
     served: ServedModel,
-    here: AgentLink,
     control: Control,
-    nodes: int,
-    manifest: Awaitable[WeightsManifest],
+    membership: Membership,
+    sites: Sequence[Site],
+    offer: Callable[[], Awaitable[WeightsManifest]],
 ) -> Arrangement:
-    """Wait for so many nodes, this one included, and plan with all that are there; others fetch the model by its manifest.
+    """Plan for the members that are there. `offer` makes the model's weights available to others, where they need them.
 
     Raises:
         PlanError: the machines cannot hold the model as promised.
     """
-    options = ProfileOptions(blas=settings.blas, blas_threads=settings.blas_threads or 1)
-    own = await recall_or_measure(ProfileStore(state_folder(settings)), options)
-    membership = await control.wait_for(nodes - 1)
-    members = [membership.members[node] for node in sorted(membership.members)]
-    profiles = [
-        _node_profile(own, control.node, settings.memory_utilization),
-        *(_node_profile(member.profile, member.node, member.memory_utilization) for member in members),
-    ]
-    plan = await asyncio.to_thread(_plan, settings, served, profiles)
-    used = {stage.node for stage in plan.stages}
-    remote = [member for member in members if member.node in used]
-    digest = (await manifest).digest if remote else ""
-    sites = {
-        member.node: _remote_site(member, remote, control, digest, settings.cluster_port) for member in remote
-    }
-    hosts = {member.node: member.head_host for member in members}
-    source = Source(str(served.folder.path))
-    sites[control.node] = Site(control.node, here, is_local=True, hosts=hosts, source=source)
-    return Arrangement(
-        tuple(stage.layers for stage in plan.stages), tuple(sites[stage.node] for stage in plan.stages), plan
+    members = sorted(
+        membership.members.values(), key=lambda member: (member.node != control.node, member.node)
     )
+    profiles = [_node_profile(member.profile, member.node, member.memory_utilization) for member in members]
+    plan = await asyncio.to_thread(_plan, settings, served, profiles)
+    by_node = {site.node: site for site in sites}
+    chosen = [by_node[stage.node] for stage in plan.stages]
+    if not all(site.is_local for site in chosen):
+        digest = (await offer()).digest
+        chosen = [
+            site if site.is_local else replace(site, source=replace(site.source, weights=digest))
+            for site in chosen
+        ]
+    return Arrangement(tuple(stage.layers for stage in plan.stages), tuple(chosen), plan)
+
+
+def cluster_sites(
+    served: ServedModel, control: Control, membership: Membership, head_port: int
+) -> list[Site]:
+    """Every member, with a channel to its agent; others fetch the model from the head and from each other."""
+    members = list(membership.members.values())
+    others = [member for member in members if member.node != control.node]
+    sites: list[Site] = []
+    for member in members:
+        address = address_of(member.host, member.port)
+        channel = open_aio_channel(address, control.credentials, node_name(member.node))
+        link = AgentLink(channel, f"the agent of {member.node}")
+        if member.node == control.node:
+            hosts = {other.node: other.head_host for other in others}
+            source = Source(str(served.folder.path))
+            sites.append(Site(member.node, link, is_local=True, hosts=hosts, source=source))
+            continue
+        peers = [
+            WeightsPeer(address_of(member.head_host, head_port)),
+            *(
+                WeightsPeer(address_of(other.host, other.port), other.node)
+                for other in others
+                if other is not member
+            ),
+        ]
+        source = Source(peers=tuple(peers))
+        sites.append(Site(member.node, link, is_local=False, hosts={"": member.host}, source=source))
+    return sites
 
 
 def _node_profile(profile: MachineProfile, name: str, utilization: float) -> NodeProfile:
@@ -100,28 +120,6 @@ def _plan(settings: Settings, served: ServedModel, nodes: Sequence[NodeProfile])
     context = settings.max_model_len or min(_PROMISED_TOKENS, profile.context_tokens)
     demand = Demand(context, 1, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
     return place(profile, ClusterProfile(tuple(nodes)), Wish(demand, strategy=settings.strategy))
-
-
-def _remote_site(
-    member: Member, remote: Sequence[Member], control: Control, digest: str, head_port: int
-) -> Site:
-    """A member, which fetches what it needs from the head, and from others that have some of it."""
-    head = WeightsPeer(_address(member.head_host, head_port))
-    others = [
-        WeightsPeer(_address(other.host, other.port), other.node)
-        for other in remote
-        if other.node != member.node
-    ]
-    channel = open_aio_channel(
-        _address(member.host, member.port), control.credentials, node_name(member.node)
-    )
-    link = AgentLink(channel, f"the agent of {member.node}")
-    source = Source(weights=digest, peers=(head, *others))
-    return Site(member.node, link, is_local=False, hosts={"": member.host}, source=source)
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:

@@ -7,14 +7,15 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_ring.cluster.agent_link import Report
-from mlx_ring.cluster.deployment import Site, deploy
+from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
 from mlx_ring.cluster.placement import make_assignments
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
@@ -46,8 +47,10 @@ class Epoch:
     arrangement: Arrangement
     node: str
     """The head's own."""
-    trust: Credentials | None
+    trust: Credentials | None = None
     """The head's, for other machines."""
+    loaded: tuple[WorkerPlace, ...] = ()
+    """Its workers, where an earlier head has loaded them."""
 
 
 class Instance:
@@ -86,19 +89,13 @@ class Instance:
             RingError: it could not be loaded.
         """
         epoch, started = self._epoch, time.monotonic()
-        assignments = make_assignments(
-            epoch.arrangement.ranges,
-            instance=epoch.instance,
-            epoch=epoch.number,
-            dtype=self._settings.dtype,
-            model_digest=self._served.folder.digest,
-            max_model_len=self._served.limits.context_length,
-            kv_bits=0 if self._settings.kv_bits == "off" else int(self._settings.kv_bits),
+        assignments = assign(
+            self._settings, self._served, epoch.instance, epoch.number, epoch.arrangement.ranges
         )
         hello = _head_hello(assignments[0], epoch.node)
         async with contextlib.AsyncExitStack() as cleanup:
             cleanup.push_async_callback(self._stop_workers)
-            places = await deploy(epoch.arrangement.sites, assignments, hello, self._report)
+            places = epoch.loaded or await deploy(epoch.arrangement.sites, assignments, hello, self._report)
             executor = await GrpcExecutor.connect(
                 [RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places],
                 hello,
@@ -184,9 +181,24 @@ class Instance:
         await asyncio.gather(
             *(site.link.stop(self._epoch.instance, _STOP_WAIT_S) for site in self._epoch.arrangement.nodes)
         )
-        for site in self._epoch.arrangement.nodes:
-            if not site.is_local:
-                await site.link.close()
+        if self._epoch.trust is not None:
+            # On one machine the channel is the agent's own, and another epoch's too.
+            await asyncio.gather(*(site.link.close() for site in self._epoch.arrangement.nodes))
+
+
+def assign(
+    settings: Settings, served: ServedModel, instance: str, epoch: int, ranges: Sequence[LayerRange]
+) -> Sequence[worker_pb2.StageAssignment]:
+    """What each stage's worker is told."""
+    return make_assignments(
+        ranges,
+        instance=instance,
+        epoch=epoch,
+        dtype=settings.dtype,
+        model_digest=served.folder.digest,
+        max_model_len=served.limits.context_length,
+        kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
+    )
 
 
 class Watched:

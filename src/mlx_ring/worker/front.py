@@ -215,8 +215,17 @@ class WorkerFront:
                 raise StaleMessage(f"Head {before.fencing_id} has taken over from head {hello.fencing_id}.")
         if before is not None:
             before.answers.put(None)
+        self._enter_epoch(hello.epoch)
         self._jobs.put(self._runner.reset)
         return stream
+
+    def _enter_epoch(self, epoch: int) -> None:
+        """A head that takes loaded workers over counts on: what is on its way from before is dropped wherever it arrives."""
+        request, inbox = self._request, self._inbox
+        if request is not None and inbox is not None and epoch > request.assignment.epoch:
+            request.assignment.epoch = epoch
+            inbox.advance(epoch)
+            set_log_epoch(epoch)
 
     def _read_steps(self, requests: Iterator[worker_pb2.StepsRequest], stream: _StepStream) -> None:
         try:

@@ -92,7 +92,7 @@ class AgentEvent(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("instance", "stage", "rank", "pid", "address", "alive", "exit_reason", "status", "silent_s")
+    __slots__ = ("instance", "stage", "rank", "pid", "address", "alive", "exit_reason", "status", "silent_s", "assignment")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class WorkerState(_message.Message):
     EXIT_REASON_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     instance: str
     stage: int
     rank: int
@@ -111,15 +112,18 @@ class WorkerState(_message.Message):
     exit_reason: str
     status: _worker_pb2.WorkerStatus
     silent_s: float
-    def __init__(self, instance: _Optional[str] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., exit_reason: _Optional[str] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatus, _Mapping]] = ..., silent_s: _Optional[float] = ...) -> None: ...
+    assignment: _worker_pb2.StageAssignment
+    def __init__(self, instance: _Optional[str] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: _Optional[bool] = ..., exit_reason: _Optional[str] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatus, _Mapping]] = ..., silent_s: _Optional[float] = ..., assignment: _Optional[_Union[_worker_pb2.StageAssignment, _Mapping]] = ...) -> None: ...
 
 class StopRequest(_message.Message):
-    __slots__ = ("hello", "instance")
+    __slots__ = ("hello", "instance", "end")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     instance: str
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., instance: _Optional[str] = ...) -> None: ...
+    end: bool
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., instance: _Optional[str] = ..., end: _Optional[bool] = ...) -> None: ...
 
 class StopReply(_message.Message):
     __slots__ = ("stopped",)

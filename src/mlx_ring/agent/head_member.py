@@ -1,0 +1,60 @@
+"""`python -m mlx_ring.agent.head_member`: the agent of the head's own machine in a cluster.
+
+It is a member like any other, started by `mlx-ring serve --nodes N` and not its child: when the head is
+killed it stays, with its workers, and the next head takes them over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_ring.agent.member import MemberOptions, serve_as_member
+from mlx_ring.core.addresses import parse_head_address
+from mlx_ring.core.config import quieten_grpc
+from mlx_ring.core.logs import configure_logging
+from mlx_ring.core.machine import make_run_folder
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run until the head asks to end, or SIGTERM comes."""
+    given = _parse(arguments)
+    quieten_grpc()
+    configure_logging(
+        process="agent", node=given.node, rank=None, level=given.log_level, log_dir=given.log_dir
+    )
+    with make_run_folder(given.run_dir) as run_dir:
+        options = MemberOptions(
+            head=parse_head_address(given.head),
+            node=given.node,
+            state=given.state,
+            run_dir=run_dir,
+            log_dir=given.log_dir,
+            log_level=given.log_level,
+            blas=given.blas,
+            blas_threads=given.blas_threads,
+            load_timeout_s=given.load_timeout,
+            memory_utilization=given.memory_utilization,
+        )
+        asyncio.run(serve_as_member(options))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mlx_ring.agent.head_member", description=__doc__)
+    parser.add_argument("--head", required=True, help="address and port for members")
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, help="where to make a private folder for sockets")
+    parser.add_argument("--log-dir", type=Path, required=True)
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--blas", choices=("auto", "off"), default="auto")
+    parser.add_argument("--blas-threads", type=int, default=1)
+    parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")
+    parser.add_argument("--memory-utilization", type=float, default=0.9)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Workers that an earlier head has loaded, and whether a new one can go on with them. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mlx_ring.core.types import LayerRange
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+Expect = Callable[[str, Sequence[LayerRange]], Sequence[worker_pb2.StageAssignment]]
+"""What a head would assign now for an instance with these layers in its stages."""
+_FREE = ("epoch", "next_address", "first_address", "next_node", "first_node")
+"""Fields of an assignment that say where and when, and not what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adoptable:
+    """An instance whose every worker is there and loaded as it would be now."""
+
+    instance: str
+    ranges: tuple[LayerRange, ...]
+    workers: tuple[tuple[str, agent_pb2.WorkerState], ...]
+    """Node and worker of each stage, in order."""
+
+
+def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> Adoptable | None:
+    """The one to go on with; None where there is none."""
+    by_instance: Mapping[str, list[tuple[str, agent_pb2.WorkerState]]] = defaultdict(list)
+    for event in events:
+        for state in event.workers:
+            by_instance[state.instance].append((event.hello.node, state))
+    for instance, workers in by_instance.items():
+        workers.sort(key=lambda found: (found[1].stage, found[1].rank))
+        states = [state for _, state in workers]
+        if not all(state.alive and state.status.phase == "ready" for state in states):
+            continue
+        ranges = tuple(
+            LayerRange(state.assignment.first_layer, state.assignment.end_layer) for state in states
+        )
+        expected = expect(instance, ranges)
+        if [_what(one) for one in expected] == [_what(state.assignment) for state in states]:
+            return Adoptable(instance, ranges, tuple(workers))
+    return None
+
+
+def highest_epoch(events: Iterable[agent_pb2.AgentEvent]) -> int:
+    """That any worker knows of; 0 where there is none."""
+    return max(
+        (
+            max(state.assignment.epoch, state.status.hello.epoch)
+            for event in events
+            for state in event.workers
+        ),
+        default=0,
+    )
+
+
+def _what(assignment: worker_pb2.StageAssignment) -> worker_pb2.StageAssignment:
+    what = worker_pb2.StageAssignment()
+    what.CopyFrom(assignment)
+    for field in _FREE:
+        what.ClearField(field)
+    return what

@@ -1,0 +1,45 @@
+"""The agent of the head's own machine in a cluster, as the head starts it and lets go of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from mlx_ring.agent.member import AGENT_LOCK
+from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.core.cluster_folders import node_folder
+from mlx_ring.core.config import Settings, inherited_environment
+from mlx_ring.core.machine import share_cores
+from mlx_ring.core.private_files import try_lock
+
+_MODULE = "mlx_ring.agent.head_member"
+
+
+def ensure_head_member(
+    settings: Settings, state: Path, node: str, head: HeadAddress
+) -> subprocess.Popen[bytes] | None:
+    """Start it; None where one runs, an earlier head's perhaps.
+
+    It leads a session of its own and holds nothing of the head's, so that it stays when the head goes.
+    """
+    lock = try_lock(node_folder(state) / AGENT_LOCK)
+    if lock is None:
+        return None
+    os.close(lock)
+    run_dir = () if settings.run_dir is None else ("--run-dir", str(settings.run_dir))
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", _MODULE, "--head", head.cluster, "--node", node, "--state", str(state)),
+            *("--log-dir", str(settings.log_dir.absolute()), "--log-level", settings.log_level),
+            *("--blas", settings.blas, "--blas-threads", str(settings.blas_threads or share_cores(1))),
+            *("--load-timeout", str(settings.model_load_timeout)),
+            *("--memory-utilization", str(settings.memory_utilization), *run_dir),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=inherited_environment({}),
+    )

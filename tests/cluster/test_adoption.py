@@ -1,0 +1,76 @@
+"""Which workers a new head can go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from mlx_ring.cluster.adoption import find_adoptable, highest_epoch
+from mlx_ring.cluster.placement import make_assignments
+from mlx_ring.core.types import LayerRange
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+
+CUT = (LayerRange(0, 3), LayerRange(3, 5))
+
+
+def expect(instance: str, ranges: Sequence[LayerRange]) -> Sequence[worker_pb2.StageAssignment]:
+    return make_assignments(
+        ranges, instance=instance, epoch=0, dtype="auto", model_digest="model", max_model_len=64
+    )
+
+
+def loaded(epoch: int = 4) -> list[agent_pb2.AgentEvent]:
+    """A stage on each of two nodes, as an earlier head has loaded them."""
+    assignments = make_assignments(
+        CUT, instance="one", epoch=epoch, dtype="auto", model_digest="model", max_model_len=64
+    )
+    assignments[0].next_address, assignments[0].next_node = "10.0.0.2:4000", "b"
+    return [
+        agent_pb2.AgentEvent(
+            hello=hello_pb2.Hello(node=node),
+            workers=[
+                agent_pb2.WorkerState(
+                    instance="one",
+                    stage=stage,
+                    alive=True,
+                    status=worker_pb2.WorkerStatus(phase="ready", hello=hello_pb2.Hello(epoch=epoch)),
+                    assignment=assignments[stage],
+                )
+            ],
+        )
+        for stage, node in enumerate("ab")
+    ]
+
+
+def test_an_instance_that_is_there_as_it_would_be_loaded_now_is_gone_on_with() -> None:
+    found = find_adoptable(reversed(loaded()), expect)
+    assert found is not None
+    assert (found.instance, found.ranges) == ("one", CUT)
+    assert [(node, state.stage) for node, state in found.workers] == [("a", 0), ("b", 1)]
+
+
+@pytest.mark.parametrize("trouble", ["gone", "dead", "loading", "other model", "other context", "overlap"])
+def test_anything_else_is_not(trouble: str) -> None:
+    events = loaded()
+    worker = events[1].workers[0]
+    if trouble == "gone":
+        del events[1]
+    elif trouble == "dead":
+        worker.alive = False
+    elif trouble == "loading":
+        worker.status.phase = "loading"
+    elif trouble == "other model":
+        worker.assignment.model_digest = "another"
+    elif trouble == "other context":
+        worker.assignment.max_model_len = 65
+    else:
+        worker.assignment.first_layer = 2
+    assert find_adoptable(events, expect) is None
+
+
+def test_the_highest_epoch_is_the_one_that_any_worker_has_heard_of() -> None:
+    events = loaded(epoch=4)
+    events[0].workers[0].status.hello.epoch = 9
+    assert highest_epoch(events) == 9
+    assert highest_epoch([]) == 0
