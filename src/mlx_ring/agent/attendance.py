@@ -70,8 +70,16 @@ async def attend_for_ever(
             raise
         except RingError as error:
             log.warning("the head at %s cannot be reached, asking again in %g s: %s", head, pause_s, error)
+        _heed_cancellation()
         await asyncio.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+
+
+def _heed_cancellation() -> None:
+    """A task that is cancelled while its call breaks hears of the call alone: gRPC, and `wait_for` in Python 3.11, keep the rest."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _attendance(

@@ -37,7 +37,6 @@ SILENCE_S = 3.0
 """A node that says nothing for so long is gone; it speaks every second."""
 _MESSAGE_BYTES = 2 << 20
 """A part of weights is one MiB."""
-_STOP_S = 3.0
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -185,13 +184,7 @@ async def open_control(
         sweeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sweeping
-        await asyncio.gather(_stop(enrolment), _stop(server))
-
-
-async def _stop(server: grpc.aio.Server) -> None:
-    """Bounded: gRPC may wait for ever for a call that came while it was stopping; the port is free by then."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(server.stop(None), _STOP_S)
+        await asyncio.gather(enrolment.stop(None), server.stop(None))
 
 
 async def _end_removed(guard: AioPeerGuard) -> None:
