@@ -7,7 +7,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from tests.machines import ANSWER, NOW, Head, node_credentials, running_head
 
 from mlx_ring.agent import enrolment
-from mlx_ring.agent.enrolment import join, renew
+from mlx_ring.agent.enrolment import join, renew, renew_if_due
 from mlx_ring.agent.identity import open_identity
 from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
 from mlx_ring.cluster.security.enrolment import MAX_MESSAGE_BYTES
@@ -327,6 +327,23 @@ def test_a_member_renews_and_both_certificates_work(tmp_path: Path) -> None:
         assert [await speak(head, held) for held in (first, second)] == [ANSWER, ANSWER]
 
     with_head(tmp_path, act)
+
+
+def test_a_certificate_is_renewed_when_its_time_comes_and_not_before(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_head(tmp_path / "head") as head:
+            folder = tmp_path / "node"
+            assert not await asyncio.to_thread(renew_if_due, head.address, folder), "there is none yet"
+            first = await head.join(folder, head.token())
+            assert not await asyncio.to_thread(renew_if_due, head.address, folder)
+            later = datetime.now(UTC) + timedelta(days=300)
+            assert await asyncio.to_thread(renew_if_due, head.address, folder, later)
+            kept = load_credentials(folder)
+            assert kept is not None
+            assert kept.certificate != first.certificate
+            assert kept.key == first.key
+
+    asyncio.run(run())
 
 
 def test_a_removed_node_is_refused_and_cannot_renew_while_another_is_served(

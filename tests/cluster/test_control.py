@@ -40,7 +40,7 @@ async def attending(
     credentials = await asyncio.to_thread(join, str(head), control.make_token(life_s=60.0), folder)
     who = Attendant(open_identity(folder).node, 4000, made_up_profile(), 0.9)
     who = replace(who, **changes)  # pyright: ignore[reportArgumentType] - fields of the dataclass
-    task = asyncio.create_task(attend_for_ever(head, credentials, who, lambda _serials: None))
+    task = asyncio.create_task(attend_for_ever(head, lambda: credentials, who, lambda _serials: None))
     try:
         yield task
     finally:

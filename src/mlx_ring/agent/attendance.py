@@ -45,13 +45,13 @@ class Attendant:
 
 
 async def attend_for_ever(
-    head: HeadAddress, credentials: Credentials, who: Attendant, revoke: Revoke
+    head: HeadAddress, credentials: Callable[[], Credentials], who: Attendant, revoke: Revoke
 ) -> None:
     """Attend, and begin again whenever the head is lost; workers stay where they are meanwhile.
 
     Args:
         head: where it listens.
-        credentials: this node's.
+        credentials: gives this node's, asked before each call: they may have been renewed.
         who: this node.
         revoke: told which certificates are refused, whenever the head tells.
 
@@ -62,7 +62,7 @@ async def attend_for_ever(
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
-            async for revoked in _attendance(head, credentials, who):
+            async for revoked in _attendance(head, credentials(), who):
                 pause_s = _FIRST_PAUSE_S
                 revoke(revoked)
             log.warning("the head at %s ended; asking again", head)

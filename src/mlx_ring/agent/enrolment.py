@@ -12,6 +12,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
@@ -28,8 +29,8 @@ from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ENROL, RENEW
 from mlx_ring.rpc.protos import enrol_pb2
-from mlx_ring.rpc.tls.certificates import carried_authority, certificate_names, fingerprint
-from mlx_ring.rpc.tls.credentials import Anchor, Credentials
+from mlx_ring.rpc.tls.certificates import carried_authority, certificate_names, fingerprint, needs_renewal
+from mlx_ring.rpc.tls.credentials import Anchor, Credentials, load_credentials
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
 from mlx_ring.rpc.tls.signing_requests import key_to_pem, make_signing_request
@@ -85,6 +86,22 @@ def renew(head: HeadAddress, credentials: Credentials, folder: Path) -> Credenti
     with open_channel(head.cluster, credentials, HEAD_NAME) as channel:
         reply = _call(head.cluster, lambda: RENEW.unary_unary(channel)(request, timeout=_WAIT_S))
     return _take(reply, identity, authority, folder)
+
+
+def renew_if_due(head: HeadAddress, folder: Path, now: datetime | None = None) -> bool:
+    """Renew the certificate in `folder` where less than a third of its time is left; tells whether it was. Blocks.
+
+    Raises:
+        PeerRefused, WorkerLost: as `renew`.
+    """
+    credentials = load_credentials(folder)
+    if credentials is None:
+        return False
+    certificate = x509.load_pem_x509_certificate(credentials.certificate)
+    if not needs_renewal(certificate, now or datetime.now(UTC)):
+        return False
+    renew(head, credentials, folder)
+    return True
 
 
 def fetch_authority(head: HeadAddress, expected: bytes) -> x509.Certificate:

@@ -9,7 +9,6 @@ from pathlib import Path
 from mlx_ring.agent.weights.peers import Peer
 from mlx_ring.agent.weights.stages import fetch_stages
 from mlx_ring.agent.weights.store import WeightStore
-from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.protos import agent_pb2
@@ -20,7 +19,7 @@ from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
 class FetchedModels:
     """Folders that workers load from, kept for as long as their instance runs."""
 
-    def __init__(self, node: str, store: WeightStore, credentials: Callable[[], Credentials | None]) -> None:
+    def __init__(self, node: str, store: WeightStore, credentials: Callable[[], Credentials]) -> None:
         self._node = node
         self._store = store
         self._credentials = credentials
@@ -37,10 +36,6 @@ class FetchedModels:
             RingError: it cannot be kept, or is no model.
         """
         credentials = self._credentials()
-        if credentials is None:
-            raise ConfigError(
-                "This machine has no certificate, so no other gives it weights: join with a token."
-            )
         stages = [
             LayerRange(assignment.first_layer, assignment.end_layer) for assignment in request.assignments
         ]

@@ -13,18 +13,21 @@ from pathlib import Path
 
 from mlx_ring.agent.member import MemberOptions, serve_as_member
 from mlx_ring.core.addresses import parse_head_address
-from mlx_ring.core.config import quieten_grpc
+from mlx_ring.core.config import let_grpc_speak, quieten_grpc
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import make_run_folder
+from mlx_ring.rpc.tls.handshakes import log_refused_handshakes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until the head asks to end, or SIGTERM comes."""
     given = _parse(arguments)
     quieten_grpc()
+    let_grpc_speak()
     configure_logging(
         process="agent", node=given.node, rank=None, level=given.log_level, log_dir=given.log_dir
     )
+    log_refused_handshakes()
     with make_run_folder(given.run_dir) as run_dir:
         options = MemberOptions(
             head=parse_head_address(given.head),

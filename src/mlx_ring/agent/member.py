@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_ring.agent.attendance import Attendant, attend_for_ever
+from mlx_ring.agent.enrolment import renew_if_due
 from mlx_ring.agent.fetched_models import FetchedModels
 from mlx_ring.agent.front import AgentFront
 from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
@@ -19,11 +20,11 @@ from mlx_ring.agent.weights.serving import WeightsFront
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import node_folder, weights_folder
-from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.errors import ConfigError, RingError
 from mlx_ring.core.private_files import try_lock
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.methods import AGENT_SERVICE
-from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
+from mlx_ring.rpc.tls.credentials import Credentials, load_credentials, serve_from_folder
 from mlx_ring.rpc.tls.guard import AioPeerGuard
 from mlx_ring.rpc.tls.peers import Revoked
 
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 AGENT_LOCK = "agent.lock"
 """In the node's folder: held for as long as its agent runs."""
+_RENEWAL_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,20 @@ async def serve_as_member(options: MemberOptions) -> None:
         raise ConfigError(
             f"An agent with the state in {options.state} runs on this machine already: end it first, or give --state-dir."
         )
-    credentials = load_credentials(folder)
-    if credentials is None:
-        raise ConfigError(f"This machine has no certificate in {folder}: join with a token.")
+
+    def credentials() -> Credentials:
+        kept = load_credentials(folder)
+        if kept is None:
+            raise ConfigError(f"This machine has no certificate in {folder}: join with a token.")
+        return kept
+
+    credentials()
     profile = await recall_or_measure(
         ProfileStore(options.state), ProfileOptions(blas=options.blas, blas_threads=options.blas_threads)
     )
     supervisor, revoked = _supervisor(options, folder), Revoked()
     store = WeightStore(weights_folder(options.state), options.weights_limit_bytes)
-    fetched = FetchedModels(options.node, store, lambda: load_credentials(folder))
+    fetched = FetchedModels(options.node, store, credentials)
     front = AgentFront(
         options.node, supervisor, options.load_timeout_s, ends_when_empty=False, fetched=fetched
     )
@@ -96,14 +103,27 @@ async def serve_as_member(options: MemberOptions) -> None:
     attending = asyncio.create_task(
         attend_for_ever(options.head, credentials, who, revoke), name="attendance"
     )
+    renewing = asyncio.create_task(_renew_in_time(options.head, folder), name="renewal")
     try:
         await _until_asked_or_done(attending, front.asked_to_stop)
     finally:
         attending.cancel()
+        renewing.cancel()
         await supervisor.stop()
         await server.stop(grace=0.5)
         os.close(lock)
         log.info("ended")
+
+
+async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
+    """Looks every hour whether the certificate ends soon; where the head cannot be asked, the next hour will do."""
+    while True:
+        try:
+            if await asyncio.to_thread(renew_if_due, head, folder):
+                log.info("the certificate was renewed")
+        except RingError as error:
+            log.warning("the certificate ends soon and could not be renewed: %s", error)
+        await asyncio.sleep(_RENEWAL_S)
 
 
 def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:

@@ -16,13 +16,14 @@ from mlx_ring.agent.member import MemberOptions, serve_as_member
 from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.addresses import HeadAddress, parse_head_address
 from mlx_ring.core.cluster_folders import node_folder
-from mlx_ring.core.config import Settings, load_settings, quieten_grpc, state_folder
+from mlx_ring.core.config import Settings, let_grpc_speak, load_settings, quieten_grpc, state_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.head_announcement import FoundHead
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import make_run_folder, raise_descriptor_limit, share_cores
 from mlx_ring.core.private_files import read_private, write_private
 from mlx_ring.rpc.tls.credentials import load_credentials
+from mlx_ring.rpc.tls.handshakes import log_refused_handshakes
 
 _HEAD_FILE = "head"
 _TRY_S = 2.0
@@ -81,6 +82,7 @@ def join(
         }
     )
     quieten_grpc()
+    let_grpc_speak()
     state = state_folder(settings)
     folder = node_folder(state)
     address = _head_address(head, folder)
@@ -126,6 +128,7 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
     configure_logging(
         process="agent", node=node, rank=None, level=settings.log_level, log_dir=settings.log_dir
     )
+    log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)
     with make_run_folder(settings.run_dir) as run_dir:
         options = MemberOptions(

@@ -9,7 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from mlx_ring.cli.startup import Telling
-from mlx_ring.core.config import Settings, allowed_values, flag_name, load_settings, quieten_grpc
+from mlx_ring.core.config import (
+    Settings,
+    allowed_values,
+    flag_name,
+    let_grpc_speak,
+    load_settings,
+    quieten_grpc,
+)
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import listen, node_name
@@ -121,6 +128,11 @@ def serve(
         process="head", node=node_name(), rank=None, level=settings.log_level, log_dir=settings.log_dir
     )
     quieten_grpc()
+    if settings.nodes > 1:
+        let_grpc_speak()
+        from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
+
+        log_refused_handshakes()
     from mlx_ring.engine.served_model import prepare_model  # noqa: PLC0415 - needs none of what follows
 
     served = prepare_model(settings)

@@ -87,10 +87,6 @@ class HeadService:
         self._workers = {}
         self._engine = None
 
-    @property
-    def is_serving(self) -> bool:
-        return self._engine is not None and self._engine.error is None
-
     def serve(self, engine: Engine) -> None:
         """From now on requests are answered."""
         self._engine, self._lost = engine, None
