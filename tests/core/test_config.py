@@ -243,12 +243,12 @@ def test_switches_and_bits_may_be_written_bare_in_a_file(tmp_path: Path) -> None
 def test_keys_come_from_the_environment_and_a_file_and_are_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLX_RING_API_KEY", "one,two")
+    monkeypatch.setenv("MLX_RING_API_KEY", "alpha-key,beta-key")
     file = tmp_path / "keys"
-    file.write_text("three\n\n  four \n")
+    file.write_text("gamma-key\n\n  delta-key \n")
     settings = load_settings({"api_key_file": str(file)})
-    assert api_keys(settings) == ("one", "two", "three", "four")
-    assert "one" not in repr(settings)
+    assert api_keys(settings) == ("alpha-key", "beta-key", "gamma-key", "delta-key")
+    assert "alpha-key" not in repr(settings)
 
 
 @pytest.mark.parametrize(("text", "said"), [("\n \n", "has no key"), (None, "cannot be read")])
