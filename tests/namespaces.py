@@ -9,19 +9,24 @@ pipe whose other end the tests hold.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import secrets
 import shutil
 import subprocess
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 import pytest
 from tests.processes import clean_environment
 
 _STEP_S = 30.0
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET."""
 _REMOVE = """
 trap '' INT TERM HUP
 read -r _ || true
@@ -71,6 +76,12 @@ class Host:
             text=True,
         )
 
+    @contextlib.contextmanager
+    def threads(self, count: int = 1) -> Generator[ThreadPoolExecutor]:
+        """Threads that live in this host: sockets that they open are its own."""
+        with ThreadPoolExecutor(count, initializer=_enter, initargs=(self.namespace,)) as pool:
+            yield pool
+
     def cut(self) -> None:
         """Pull its cable."""
         _ip("-n", self.namespace, "link", "set", "eth0", "down")
@@ -100,6 +111,13 @@ def lan(count: int) -> Generator[Sequence[Host]]:
         for number, host in enumerate(hosts):
             _make_host(host, switch, f"port{number}")
         yield hosts
+
+
+def _enter(namespace: str) -> None:
+    """Take the calling thread, which never comes back, into a host."""
+    with Path(f"/run/netns/{namespace}").open("rb") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"{namespace} cannot be entered")
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ def made_up_profile(**changes: Any) -> MachineProfile:
         "memory_available_bytes": 12 * 10**9,
         "memory_limited_by": "the machine",
         "cores": 4,
+        "cpu_share": None,
+        "process_bytes": 0,
         "blas": "OpenBLAS",
         "blas_threads": 3,
         "mlx": "0.32.4",

@@ -1,4 +1,4 @@
-"""A model that loads in a moment: random weights, a token for each byte, a chat template."""
+"""Models that load in a moment: random weights, a token for each byte, a chat template."""
 
 from __future__ import annotations
 
@@ -11,11 +11,31 @@ from transformers import PreTrainedTokenizerFast
 _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 )
+_ROOMY = {
+    **QWEN3,
+    "hidden_size": 512,
+    "num_hidden_layers": 18,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 258,
+}
 
 
 def write_tiny_model(folder: Path) -> Path:
     """Five layers, 320 token ids of which 258 mean something. What it says is noise."""
     write_random_model(folder, QWEN3)
+    return _write_tokenizer(folder)
+
+
+def write_roomy_model(folder: Path) -> Path:
+    """18 layers of 15.7 MB, so that it matters which machine has them; every one of its 258 token ids means something."""
+    write_random_model(folder, _ROOMY, spread=0.04, norm=1.0)
+    return _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> Path:
     vocabulary = {"<|pad|>": 0, "<|end|>": 1}
     vocabulary |= {
         character: 2 + at for at, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))

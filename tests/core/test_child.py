@@ -32,7 +32,12 @@ class Heard(logging.Handler):
         self.first.set()
 
 
-def with_child(folder: Path, code: str, use: Callable[[ChildProcess, Heard], Awaitable[None]]) -> None:
+def with_child(
+    folder: Path,
+    code: str,
+    use: Callable[[ChildProcess, Heard], Awaitable[None]],
+    word: Callable[[str], str] = str,
+) -> None:
     """Run `code` as a child's module (its last argument is the lifeline), and use it."""
 
     async def run() -> None:
@@ -45,6 +50,7 @@ def with_child(folder: Path, code: str, use: Callable[[ChildProcess, Heard], Awa
             name="worker-1-0",
             rank=0,
             environment=inherited_environment({"PYTHONPATH": str(folder)}),
+            word=word,
         )
         try:
             await use(child, heard)
@@ -100,6 +106,19 @@ def test_what_a_child_writes_is_logged_with_its_name_and_rank_also_from_below_py
         assert {record.__dict__["child_rank"] for record in heard.records} == {"0"}
 
     with_child(tmp_path, "import os; os.write(2, b'from C\\n'); os.write(1, b'\\xff broken')", use)
+
+
+def test_what_a_child_writes_can_be_put_in_other_words_or_left_out(tmp_path: Path) -> None:
+    async def use(child: ChildProcess, heard: Heard) -> None:
+        assert await child.wait() == "exit code 1: chatter"
+        assert [record.getMessage() for record in heard.records] == ["NEWS"]
+
+    with_child(
+        tmp_path,
+        "print('news'); raise SystemExit('chatter')",
+        use,
+        lambda line: line.upper() if line == "news" else "",
+    )
 
 
 def test_a_line_that_is_tagged_already_passes_as_it_is(

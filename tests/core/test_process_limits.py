@@ -77,7 +77,7 @@ def test_pages_that_can_be_given_up_count_as_left(tmp_path: Path) -> None:
         box={
             "memory_max": str(4 * GB),
             "memory_current": str(3 * GB),
-            "memory_stat": f"anon 1\ninactive_file {2 * GB}",
+            "memory_stat": f"anon 1\ninactive_file {GB}\nactive_file {GB}",
         },
     )
     assert limited_memory(16 * GB, 9 * GB, root).available_bytes == 3 * GB

@@ -38,14 +38,24 @@ QWEN3_MOE: dict[str, Any] = {
 }
 
 
-def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
-    """Make the model of `config` with seeded normal weights in float32 and write its folder."""
+def write_random_model(
+    folder: Path, config: dict[str, Any], seed: int = 0, *, spread: float = 0.3, norm: float = 0.0
+) -> Path:
+    """Make the model of `config` with seeded normal weights in float32 and write its folder.
+
+    Args:
+        spread: their standard deviation.
+        norm: the mean of those of norms; with more than some layers, one and a smaller spread keep numbers in bounds.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     model_class, arguments_class = cast("tuple[Any, Any]", cast("object", _get_classes(config)))
     mx.random.seed(seed)
     model = model_class(arguments_class.from_dict(config))
     shapes = cast("dict[str, mx.array]", tree_flatten(model.parameters(), destination={}))
-    weights = {name: 0.3 * mx.random.normal(value.shape) for name, value in shapes.items()}
+    weights = {
+        name: (norm if "norm" in name else 0.0) + spread * mx.random.normal(value.shape)
+        for name, value in shapes.items()
+    }
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc
-import psutil
 
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.errors import PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.machine import node_name
 from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.core.process_limits import usable_memory
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
@@ -117,8 +117,8 @@ async def _messages(head: HeadAddress, who: Attendant) -> AsyncIterator[cluster_
         head_host=head.host,
         profile=who.profile.model_dump_json(),
         memory_utilization=who.memory_utilization,
-        memory_free_bytes=psutil.virtual_memory().available,
+        memory_free_bytes=usable_memory().available_bytes,
     )
     while True:
         await asyncio.sleep(_BEAT_S)
-        yield cluster_pb2.AttendRequest(memory_free_bytes=psutil.virtual_memory().available)
+        yield cluster_pb2.AttendRequest(memory_free_bytes=usable_memory().available_bytes)

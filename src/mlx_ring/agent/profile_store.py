@@ -15,7 +15,7 @@ from mlx_ring.agent.profiling import ProfileOptions, measure_machine
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.machine_identity import machine_identity
 from mlx_ring.core.machine_profile import PROFILE_VERSION, MachineProfile
-from mlx_ring.core.process_limits import usable_cores, usable_memory
+from mlx_ring.core.process_limits import cpu_quota, usable_cores, usable_memory
 from mlx_ring.rpc.hello import package_version
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class ProfileKey:
     processor: str
     gpus: tuple[str, ...]
     cores: int
+    cpu_share: float
     memory_bytes: int
     mlx: str
     mlx_ring: str
@@ -48,6 +49,7 @@ class ProfileKey:
             processor=identity.processor,
             gpus=identity.gpus,
             cores=usable_cores(),
+            cpu_share=cpu_quota() or 0.0,
             memory_bytes=usable_memory().total_bytes,
             mlx=package_version("mlx"),
             mlx_ring=package_version("mlx-ring"),

@@ -8,6 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from mlx_ring.agent.supervisor import worker_environment
 from mlx_ring.core.child import ChildProcess
 from mlx_ring.core.errors import ProtocolError, WorkerLost, WorkerStuck
@@ -46,7 +48,10 @@ async def measure_machine(options: ProfileOptions, module: str = PROFILE_MODULE)
             text = output.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ProtocolError(f"Measuring this machine left no profile: {error}.") from error
-    return MachineProfile.from_json(text)
+    found = MachineProfile.from_json(text)
+    # An agent is about as large as this process.
+    own = psutil.Process().memory_info().rss
+    return found.model_copy(update={"process_bytes": found.process_bytes + own})
 
 
 async def _run_to_its_end(options: ProfileOptions, output: Path, module: str) -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 import grpc
 
 from mlx_ring.core.child import ChildProcess
-from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.config import inherited_environment, speaking_environment
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.rpc.tls.handshakes import told_by_library
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +146,8 @@ class Supervisor:
             ],
             name=f"worker-{assignment.stage}-{assignment.rank}",
             rank=assignment.rank,
-            environment=worker_environment(options.blas_threads),
+            environment=_environment(options),
+            word=told_by_library,
         )
         worker = Worker(assignment, socket, child, open_aio_channel(f"unix:{socket}"))
         self._workers.append(worker)
@@ -209,6 +211,12 @@ class Supervisor:
     def _tell(self) -> None:
         for changed in self._watchers:
             changed.set()
+
+
+def _environment(options: WorkerOptions) -> dict[str, str]:
+    """A worker that other machines reach tells whom it refuses."""
+    environment = worker_environment(options.blas_threads)
+    return environment if options.credentials is None else speaking_environment(environment)
 
 
 def _reach_arguments(options: WorkerOptions) -> list[str]:

@@ -22,6 +22,7 @@ from mlx_ring.core.model_source import describe_model
 _BITS = (2, 3, 4, 5, 6, 8, 16, 32)
 _KV_BITS = (4, 8, 16)
 _CONTEXT = 8192
+_GB = 10**9
 Value = TypeVar("Value", int, str)
 
 
@@ -152,7 +153,7 @@ def show_plan(made: Plan) -> None:
             stage.node,
             f"{stage.layers.start}-{stage.layers.end - 1}",
             *(
-                f"{size / 1e9:.1f} GB"
+                _size(size)
                 for size in (stage.weight_bytes, stage.memory_bytes, stage.usable_bytes)
             ),
             f"{1e3 * stage.token_s:.1f}",
@@ -170,3 +171,7 @@ def show_plan(made: Plan) -> None:
     )
     for remark in made.remarks:
         console.print(remark, highlight=False)
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= _GB else f"{nbytes / 1e6:.0f} MB"

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mlx_ring.core.logs import is_tagged, write_to_stderr
 
@@ -24,12 +24,18 @@ class ChildProcess:
     """One child. It leads a session of its own, so that a Ctrl-C in the terminal reaches the parent alone."""
 
     def __init__(
-        self, name: str, rank: int | None, process: asyncio.subprocess.Process, lifeline: int
+        self,
+        name: str,
+        rank: int | None,
+        process: asyncio.subprocess.Process,
+        lifeline: int,
+        word: Callable[[str], str],
     ) -> None:
         self.name = name
         self._tag = {"child_process": name, "child_rank": "-" if rank is None else str(rank)}
         self._process = process
         self._lifeline = lifeline
+        self._word = word
         self._last_lines: deque[str] = deque(maxlen=20)
         self._output = asyncio.create_task(self._relay_output(), name=f"output of {name}")
         self._end = asyncio.create_task(self._wait(), name=f"end of {name}")
@@ -43,6 +49,7 @@ class ChildProcess:
         name: str,
         rank: int | None,
         environment: Mapping[str, str],
+        word: Callable[[str], str] = str,
     ) -> ChildProcess:
         """Run `python -m module arguments --lifeline-fd N`.
 
@@ -50,6 +57,7 @@ class ChildProcess:
             name: the process's name in log lines.
             rank: of a worker; None for a process without one.
             environment: the whole of it.
+            word: what is logged for a line that it writes and that is no log line; nothing where that is empty.
         """
         reading, writing = os.pipe()
         try:
@@ -69,7 +77,7 @@ class ChildProcess:
             raise
         finally:
             os.close(reading)
-        return cls(name, rank, process, writing)
+        return cls(name, rank, process, writing, word)
 
     @property
     def pid(self) -> int:
@@ -120,12 +128,13 @@ class ChildProcess:
             return
         while line := await _read_line(stream):
             text = line.decode("utf-8", errors="replace").rstrip("\n")
-            self._last_lines.append(text)
             if is_tagged(text):
                 # In the child's own file already.
                 write_to_stderr(text)
-            elif text:
+            elif text := self._word(text):
                 log.warning("%s", text, extra=self._tag)
+            if text:
+                self._last_lines.append(text)
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:

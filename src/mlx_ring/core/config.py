@@ -327,6 +327,12 @@ def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
     return inherited | dict(changes)
 
 
+def speaking_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """For a child whose lines are read: its gRPC writes why it refused a connection. A level that a person has set stays."""
+    told = {} if environment.get("GRPC_VERBOSITY", "NONE") != "NONE" else {"GRPC_VERBOSITY": _OUR_GRPC_LEVEL}
+    return dict(environment) | told
+
+
 def allowed_values(field: FieldInfo) -> str:
     """What a field takes, in words: "a whole number from 0 to 65535"."""
     if field in (Settings.model_fields["kv_cache_memory"], Settings.model_fields["weights_limit"]):

@@ -21,6 +21,7 @@
     │   └── Overloaded             `retry_after_s` says when to try again
     └── ServingError               the service's own trouble
         ├── WorkerLost             a worker died or its channel broke
+        │   └── NodeLost           its whole machine is gone, and may come back
         ├── WorkerStuck            no progress before the deadline
         ├── StepFailed             a step raised in a worker
         ├── StaleMessage           of an older epoch or another instance
@@ -132,6 +133,10 @@ class ServingError(RingError):
 
 class WorkerLost(ServingError):
     """A worker died or its channel broke."""
+
+
+class NodeLost(WorkerLost):
+    """A machine is cut off, off, or has left; it may come back."""
 
 
 class WorkerStuck(ServingError):

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlx_ring.core.errors import ProtocolError
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 """Of how things are measured: profiles of another are measured again."""
 
 _STEADY_SPREAD = 0.25
@@ -67,6 +67,10 @@ class MachineProfile(_Frozen):
     """That was left of it."""
     memory_limited_by: str
     cores: int
+    cpu_share: Positive | None
+    """Cores' worth of time that control groups grant; None: all of it."""
+    process_bytes: Bytes
+    """That an agent and a worker hold before any weights."""
     blas: str
     blas_threads: int
     mlx: str

@@ -93,16 +93,17 @@ def _memory_limits(root: Path) -> Iterator[_MemoryLimit]:
     for folder in _ancestry(root, ""):
         for name in ("memory.max", "memory.high"):
             if (limit := _number(folder / name)) is not None:
-                yield _limit(folder, folder / name, limit, "memory.current", "inactive_file")
+                yield _limit(folder, folder / name, limit, "memory.current", "")
     for folder in _ancestry(root, "memory"):
         file = folder / "memory.limit_in_bytes"
         if (limit := _number(file)) is not None and limit < _NO_LIMIT:
-            yield _limit(folder, file, limit, "memory.usage_in_bytes", "total_inactive_file")
+            yield _limit(folder, file, limit, "memory.usage_in_bytes", "total_")
 
 
-def _limit(folder: Path, file: Path, limit: int, usage: str, reclaimable: str) -> _MemoryLimit:
-    """Pages of files that nobody used lately are given up when memory is asked for."""
-    used = (_number(folder / usage) or 0) - _entry(folder / "memory.stat", reclaimable)
+def _limit(folder: Path, file: Path, limit: int, usage: str, prefix: str) -> _MemoryLimit:
+    """Pages of files are given up when memory is asked for, as the machine's own count of what is available has it."""
+    pages = sum(_entry(folder / "memory.stat", f"{prefix}{kind}_file") for kind in ("inactive", "active"))
+    used = (_number(folder / usage) or 0) - pages
     return _MemoryLimit(limit, max(0, limit - max(0, used)), file)
 
 

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+import psutil
+
 from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.decode_bytes import decode_bytes
 from mlx_ring.cluster.deployment import Site, address_of
-from mlx_ring.cluster.membership import Membership
+from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.cluster.placement import balanced_split, even_split
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
@@ -19,7 +21,6 @@ from mlx_ring.cluster.planner.plan import Plan
 from mlx_ring.cluster.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.cluster.planner.stage_tables import Demand
 from mlx_ring.core.config import Settings
-from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
@@ -69,7 +70,7 @@ async def arrange_cluster(
     members = sorted(
         membership.members.values(), key=lambda member: (member.node != control.node, member.node)
     )
-    profiles = [_node_profile(member.profile, member.node, member.memory_utilization) for member in members]
+    profiles = [_node_profile(member, control.node) for member in members]
     plan = await asyncio.to_thread(_plan, settings, served, profiles)
     by_node = {site.node: site for site in sites}
     chosen = [by_node[stage.node] for stage in plan.stages]
@@ -111,8 +112,12 @@ def cluster_sites(
     return sites
 
 
-def _node_profile(profile: MachineProfile, name: str, utilization: float) -> NodeProfile:
-    return measured_node(profile, name, reserve_share=1.0 - utilization)
+def _node_profile(member: Member, own_node: str) -> NodeProfile:
+    """As it was measured; on the head's own machine the head takes memory too."""
+    head_bytes = psutil.Process().memory_info().rss if member.node == own_node else 0
+    return measured_node(
+        member.profile, member.node, reserve_share=1.0 - member.memory_utilization, beside_bytes=head_bytes
+    )
 
 
 def _plan(settings: Settings, served: ServedModel, nodes: Sequence[NodeProfile]) -> Plan:

@@ -24,7 +24,7 @@ from mlx_ring.cluster.discovery import announcing
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import manifests_folder
 from mlx_ring.core.config import Settings, state_folder
-from mlx_ring.core.errors import RingError
+from mlx_ring.core.errors import NodeLost, RingError
 from mlx_ring.core.head_announcement import HeadAnnouncement
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.machine import make_run_folder, node_name, raise_descriptor_limit
@@ -155,7 +155,7 @@ class Head:
                 # It has served: from now on with whoever is there.
                 has_served, nodes, pause_s = True, 1, _FIRST_PAUSE_S
             except RingError as error:
-                if not has_served:
+                if not has_served and not isinstance(error, NodeLost):
                     raise
                 self._service.lose(error)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)

@@ -14,7 +14,7 @@ from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
 from mlx_ring.cluster.placement import make_assignments
 from mlx_ring.core.config import Settings
-from mlx_ring.core.errors import RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
@@ -65,11 +65,13 @@ class Instance:
         self._epoch = epoch
         self._report = report
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reason: RingError | None = None
         self._explained = asyncio.Event()
 
     def lose(self, error: RingError, *, explains: bool = True) -> None:
         """It cannot go on; `explains` says that no better reason is to be expected."""
         if not self._explained.is_set():
+            self._reason = error
             self._service.lose(error)
         if explains:
             self._explained.set()
@@ -80,7 +82,7 @@ class Instance:
         """A node is gone."""
         stages = [str(stage) for stage, site in enumerate(self._epoch.arrangement.sites) if site.node == node]
         if stages:
-            self.lose(WorkerLost(f"Node {node}, which has stage {' and '.join(stages)}, is gone: {reason}."))
+            self.lose(NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, is gone: {reason}."))
 
     async def run(self, ready: Callable[[float], None]) -> None:
         """Load and serve, until it is lost. `ready` is told the seconds that loading took.
@@ -95,7 +97,7 @@ class Instance:
         hello = _head_hello(assignments[0], epoch.node)
         async with contextlib.AsyncExitStack() as cleanup:
             cleanup.push_async_callback(self._stop_workers)
-            places = epoch.loaded or await deploy(epoch.arrangement.sites, assignments, hello, self._report)
+            places = epoch.loaded or await self._deploy(assignments, hello)
             executor = await GrpcExecutor.connect(
                 [RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places],
                 hello,
@@ -121,6 +123,25 @@ class Instance:
             await self._lost
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._explained.wait(), _BETTER_REASON_S)
+
+    async def _deploy(
+        self, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
+    ) -> Sequence[WorkerPlace]:
+        """Load all stages. A node that goes meanwhile ends it: what it was asked for is never answered."""
+        loading = asyncio.ensure_future(
+            deploy(self._epoch.arrangement.sites, assignments, hello, self._report)
+        )
+        try:
+            await asyncio.wait((loading, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if loading.done() and isinstance(loading.exception(), WorkerLost):
+                # A connection breaks a moment before it is known why.
+                await asyncio.wait((self._lost,), timeout=_BETTER_REASON_S)
+            if self._reason is not None:
+                raise self._reason
+            return loading.result()
+        finally:
+            loading.cancel()
+            await asyncio.wait((loading,))
 
     async def _watch(
         self,

@@ -195,7 +195,7 @@ class WorkerFront:
     ) -> Iterator[worker_pb2.StepsReply]:
         """Greet, then execute steps in the order they come and answer each."""
         try:
-            stream = self._open_stream(next(requests).hello)
+            stream = self._open_stream(next(requests, worker_pb2.StepsRequest()).hello)
         except RingError as error:
             yield worker_pb2.StepsReply(failure=error_to_failure(error))
             return
@@ -264,9 +264,10 @@ class WorkerFront:
     ) -> Iterator[worker_pb2.FrameAccepted]:
         """Take what another stage sends, until it closes the stream."""
         try:
-            theirs = next(frames).header.hello
+            theirs = _greeting(frames)
             inbox = self._accept_link(theirs)
         except RingError as error:
+            log.warning("refused a link: %s", error)
             yield worker_pb2.FrameAccepted(failure=error_to_failure(error))
             return
         yield worker_pb2.FrameAccepted(hello=self.hello())
@@ -279,9 +280,14 @@ class WorkerFront:
             inbox.break_off(WorkerLost(f"The link from stage {theirs.stage} on {theirs.node} broke."))
 
     def _accept_link(self, hello: hello_pb2.Hello) -> Inbox:
-        if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None:
+        if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None or self._request is None:
             raise NotReady(f"This worker was given no stage within {_ASSIGNMENT_WAIT_S:g} s.")
-        check_hello(hello, self.hello(), f"stage {hello.stage} on {hello.node}")
+        peer = f"stage {hello.stage} on {hello.node}"
+        check_hello(hello, self.hello(), peer)
+        assignment = self._request.assignment
+        # What anybody else says, or does not, must not break the link that there is.
+        if hello.instance != assignment.instance or (hello.stage + 1) % assignment.stages != assignment.stage:
+            raise ProtocolError(f"No link is expected from {peer} of {hello.instance!r}: it is not the stage before.")
         return self._inbox
 
     # Status
@@ -312,6 +318,14 @@ class WorkerFront:
             memory_left_bytes=left,
             port=self._reach.port,
         )
+
+
+def _greeting(frames: Iterator[Frame]) -> hello_pb2.Hello:
+    """The first frame's. Raises `ProtocolError` where none comes."""
+    first = next(frames, None)
+    if first is None:
+        raise ProtocolError("A link was opened and closed without a word.")
+    return first.header.hello
 
 
 @dataclass(frozen=True, slots=True)

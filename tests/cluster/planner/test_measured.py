@@ -34,6 +34,20 @@ def test_a_profile_gives_memory_rates_and_costs() -> None:
     assert measured_node(made_up_profile(), "box", memory_cap=10**12).memory_bytes == 16 * 10**9
 
 
+def test_what_our_processes_hold_counts_in_a_cpu_s_memory_and_not_in_a_gpu_s() -> None:
+    model, profile = model_of(4), made_up_profile(process_bytes=300 * 10**6)
+    bare, ours, head = (
+        float(StageTables(model, ONE).memory(node)[0, -1])
+        for node in (
+            measured_node(made_up_profile(), "box"),
+            measured_node(profile, "box"),
+            measured_node(profile, "box", beside_bytes=10**8),
+        )
+    )
+    assert (ours - bare, head - bare) == (300e6, 400e6)
+    assert measured_node(made_up_profile(device="gpu", process_bytes=10**9), "box").process_bytes == 0
+
+
 def test_a_gpu_goes_by_half_precision_and_widens_nothing() -> None:
     node = measured_node(made_up_profile(device="gpu", computes_in=""), "box")
     assert (node.bandwidth, node.widens) == (2e9, False)

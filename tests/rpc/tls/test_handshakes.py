@@ -22,7 +22,7 @@ from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.methods import STOP
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.rpc.tls.credentials import Anchor
-from mlx_ring.rpc.tls.handshakes import handshake_error, refused_handshake
+from mlx_ring.rpc.tls.handshakes import handshake_error, refused_handshake, told_by_library
 from mlx_ring.rpc.tls.names import HEAD_NAME
 
 SERVER = """
@@ -112,6 +112,13 @@ def test_a_line_of_the_library_becomes_a_sentence(text: str, said: str) -> None:
 def test_other_lines_are_not_about_handshakes() -> None:
     assert refused_handshake("I1121 13:17:08.055926 4454 server.cc:1] started") == ""
     assert refused_handshake("Handshake failed with error is what a user may write too") == ""
+
+
+def test_of_what_a_worker_writes_the_library_s_chatter_is_left_out() -> None:
+    line = "I1121 13:17:08.055926 4454 ssl_transport_security.cc:2563] Handshake failed with error HTTP_REQUEST: x"
+    assert told_by_library(line) == "refused a connection: it spoke plain HTTP"
+    assert told_by_library("I1121 13:17:08.055926 4454 server.cc:1] started") == ""
+    assert told_by_library("Fatal Python error: Aborted") == "Fatal Python error: Aborted"
 
 
 def test_errors_about_something_else_are_left_to_others() -> None:

@@ -8,7 +8,12 @@ from mlx_ring.rpc.link_probe import LinkMeasure
 
 
 def measured_node(
-    profile: MachineProfile, name: str, *, reserve_share: float = 0.1, memory_cap: int | None = None
+    profile: MachineProfile,
+    name: str,
+    *,
+    reserve_share: float = 0.1,
+    memory_cap: int | None = None,
+    beside_bytes: int = 0,
 ) -> NodeProfile:
     """A machine, by its profile.
 
@@ -16,6 +21,7 @@ def measured_node(
         name: of the node.
         reserve_share: of its memory, what is left to others.
         memory_cap: bytes that its owner grants, where that is less than it has.
+        beside_bytes: what more of us runs there: the head.
     """
     plain = next(
         (rate for rate in profile.rates if rate.weights == (profile.computes_in or "bfloat16")),
@@ -30,6 +36,8 @@ def measured_node(
         rates=profile.rates,
         costs=profile.costs,
         widens=profile.computes_in == "float32",
+        # A GPU has memory of its own, or an advised part of it, where no process lies.
+        process_bytes=profile.process_bytes + beside_bytes if profile.device == "cpu" else 0,
     )
 
 

@@ -74,6 +74,8 @@ class NodeProfile:
     costs: StepCosts = UNMEASURED
     widens: bool = False
     """Whether half precision becomes float32 when it is loaded, as on a CPU."""
+    process_bytes: int = 0
+    """Of its memory, what our processes hold before any weights."""
 
     @property
     def usable_bytes(self) -> int:

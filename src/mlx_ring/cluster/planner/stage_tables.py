@@ -54,10 +54,10 @@ class StageTables:
         return (self.model.widened if node.widens else None) or self.model
 
     def memory(self, node: NodeProfile) -> Table:
-        """Bytes of every stage that could be, working memory included."""
+        """Bytes of every stage that could be, working memory and our processes included."""
         if node.widens not in self._memory:
             self._memory[node.widens] = _held_bytes(self.model_on(node), self.demand)
-        return self._memory[node.widens]
+        return self._memory[node.widens] + node.process_bytes
 
     def seconds(self, node: NodeProfile, rows: int, context_tokens: int) -> Table:
         """One step with `rows` tokens of as many sequences, each behind `context_tokens`; infinite where memory ends."""

@@ -76,13 +76,18 @@ def refused_handshake(line: str) -> str:
     return f"refused a connection: {reason}"
 
 
+def told_by_library(line: str) -> str:
+    """What is worth a log line of what a process writes that lets gRPC speak: empty for the library's other chatter."""
+    return refused_handshake(line) or ("" if _GRPC_LINE.match(line) else line)
+
+
 @cache
 def log_refused_handshakes() -> None:
     """Log every connection that a server of this process refuses; call it once, after `let_grpc_speak`.
 
     Descriptor 2 becomes a pipe to a thread: what gRPC writes there is read, and what anybody else
     writes goes on to where stderr was. Not for processes that compute: their last words, when
-    native code aborts, must not wait for a thread.
+    native code aborts, must not wait for a thread. Who starts them reads their lines: `told_by_library`.
     """
     original = os.dup(2)
     reading, writing = os.pipe()

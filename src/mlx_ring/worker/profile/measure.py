@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
+import psutil
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
-from mlx_ring.core.process_limits import usable_cores
+from mlx_ring.core.process_limits import cpu_quota, usable_cores
 from mlx_ring.rpc.hello import package_version
 from mlx_ring.worker.device import device_description, device_memory, device_name, free_memory
 from mlx_ring.worker.profile.products import WIDE_RATIO, Products, WeightKind, narrow_width
@@ -52,6 +53,7 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
         ConfigError: too little memory is left to measure with.
     """
     started = time.monotonic()
+    process_bytes = psutil.Process().memory_info().rss
     memory, left = device_memory()[0], free_memory()
     allowed = _allowed_bytes(left, bounds.memory_share)
     name, limited_by = device_description()
@@ -74,6 +76,8 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
         memory_available_bytes=left,
         memory_limited_by=limited_by,
         cores=usable_cores(),
+        cpu_share=cpu_quota(),
+        process_bytes=process_bytes,
         blas=blas,
         blas_threads=blas_threads,
         mlx=package_version("mlx"),

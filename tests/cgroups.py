@@ -1,0 +1,126 @@
+"""Groups of processes that have less memory and less of the processors than the machine: control groups, for tests.
+
+Of version 2 or 1, as this machine has them, below the group that the tests run in. They are removed afterwards with whoever
+is left in them, also when the tests are killed: a watcher waits for the end of a pipe whose other end the tests hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import shlex
+import subprocess
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_MOUNT = Path("/sys/fs/cgroup")
+_STEP_S = 30.0
+_PERIOD_US = 10_000
+_REMOVE = """
+trap '' INT TERM HUP
+read -r _ || true
+for folder in "$@"; do
+  until rmdir "$folder" 2>/dev/null || ! test -d "$folder"; do
+    for pid in $(cat "$folder/cgroup.procs"); do kill -KILL "$pid" 2>/dev/null; done
+    sleep 0.05
+  done
+done
+true
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One group: a folder for each controller, or one for all."""
+
+    folders: tuple[Path, ...]
+
+    def command(self, *arguments: str) -> list[str]:
+        """What runs `arguments` in this group."""
+        enter = "".join(f"echo $$ > {shlex.quote(str(folder))}/cgroup.procs && " for folder in self.folders)
+        return ["sh", "-c", f'{enter}exec "$@"', "sh", *arguments]
+
+
+def skip_without_groups() -> None:
+    """Skip the test, with the reason, where this process may not make control groups."""
+    if reason := _obstacle():
+        pytest.skip(reason)
+
+
+@contextlib.contextmanager
+def limited(memory_bytes: int, cores: float) -> Generator[Group]:
+    """A group with so much memory, and so many cores' worth of time."""
+    name = f"ring{os.getpid():x}{secrets.token_hex(2)}"
+    limits = _limits(memory_bytes, cores)
+    folders = tuple(folder / name for folder in limits)
+    with _removed_afterwards(folders):
+        for folder, entries in zip(folders, limits.values(), strict=True):
+            folder.mkdir()
+            for entry, value in entries.items():
+                (folder / entry).write_text(value)
+        yield Group(folders)
+
+
+def mount_again() -> str:
+    """Shell commands after which a host of `tests.namespaces` sees the groups too: it has a `/sys` of its own."""
+    if _is_version_2():
+        return f"mount -t cgroup2 none {_MOUNT}"
+    own = [_own_folder(controller).relative_to(_MOUNT).parts[0] for controller in ("memory", "cpu")]
+    mounts = [f"mkdir {_MOUNT}/{name} && mount -t cgroup -o {name} none {_MOUNT}/{name}" for name in own]
+    return " && ".join([f"mount -t tmpfs none {_MOUNT}", *mounts])
+
+
+def _limits(memory_bytes: int, cores: float) -> Mapping[Path, Mapping[str, str]]:
+    """By the folder that the group is made in: what is written into files of the group."""
+    quota = str(round(cores * _PERIOD_US))
+    if _is_version_2():
+        parent = _own_folder("")
+        (parent / "cgroup.subtree_control").write_text("+memory +cpu")
+        return {parent: {"memory.max": str(memory_bytes), "cpu.max": f"{quota} {_PERIOD_US}"}}
+    return {
+        _own_folder("memory"): {"memory.limit_in_bytes": str(memory_bytes)},
+        _own_folder("cpu"): {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": quota},
+    }
+
+
+def _is_version_2() -> bool:
+    return (_MOUNT / "cgroup.controllers").exists()
+
+
+def _own_folder(controller: str) -> Path:
+    """Of the group that this process is in; of version 2 without a controller."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return _MOUNT / controllers / path.lstrip("/")
+    raise FileNotFoundError(f"no control group has the controller {controller or 'of version 2'}")
+
+
+@contextlib.contextmanager
+def _removed_afterwards(folders: tuple[Path, ...]) -> Generator[None]:
+    watcher = subprocess.Popen(
+        ["sh", "-c", _REMOVE, "watcher", *map(str, folders)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        watcher.communicate(timeout=_STEP_S)
+
+
+@functools.cache
+def _obstacle() -> str:
+    """Why no group can be made here; empty where one can."""
+    try:
+        with limited(1 << 30, 1.0):
+            return ""
+    except OSError as error:
+        return f"control groups cannot be made here: {error}"

@@ -1,0 +1,205 @@
+"""A cluster whose machines are hosts of a LAN of their own, with limits of their own; only the first has the model."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from tests.cgroups import Group, limited, mount_again
+from tests.namespaces import Host, lan
+from tests.processes import Server, serving
+from tests.processes import joining as join_cluster
+from transformers import AutoTokenizer
+
+from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.core.layer_tensors import tensors_of_stage
+from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.core.types import LayerRange
+
+_WAIT_S = 120.0
+_ROW = re.compile(r"(\S+) +(\d+)-(\d+) +([\d.]+) ([MG])B +([\d.]+) ([MG])B +([\d.]+) ([MG])B +([\d.]+) ")
+_SPEED = re.compile(r": ([\d.]+) tokens/s for one stream")
+_UNITS = {"M": 1e6, "G": 1e9}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """A line of the plan that `serve` prints."""
+
+    node: str
+    layers: range
+    weight_bytes: float
+    memory_bytes: float
+    usable_bytes: float
+    token_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One host: what it runs lies in a folder of its own."""
+
+    host: Host
+    folder: Path
+    group: Group | None
+    threads: ThreadPoolExecutor
+    """Inside the host."""
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state"
+
+    @property
+    def node(self) -> str:
+        """Its id, once it has joined."""
+        return (self.state / "node" / "node-id").read_text().strip()
+
+    @property
+    def has_joined(self) -> bool:
+        return (self.state / "node" / "certificate.pem").exists()
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """All that run in it."""
+        listed = ["ip", "netns", "pids", self.host.namespace]
+        found = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+        return [psutil.Process(int(pid)) for pid in found.split() if psutil.pid_exists(int(pid))]
+
+    @property
+    def received_bytes(self) -> int:
+        """Over its cable, since it was made."""
+        told = self.host.run("cat", "/proc/net/dev").stdout
+        return next(int(line.split()[1]) for line in told.splitlines() if line.strip().startswith("eth0:"))
+
+    def log(self, process: str) -> str:
+        """What a process of it has logged."""
+        file = self.folder / "logs" / f"{process}.log"
+        return file.read_text() if file.exists() else ""
+
+    def command(self, hidden: Path | None) -> list[str]:
+        """What runs a program in it, where nothing lies in `hidden`; mounts are that program's alone."""
+        hide = [] if hidden is None else [f"mount -t tmpfs none {shlex.quote(str(hidden))}"]
+        prepare = [*([] if self.group is None else [mount_again()]), *hide, 'exec "$@"']
+        inside = self.host.command("sh", "-c", " && ".join(prepare), "sh")
+        return inside if self.group is None else self.group.command(*inside)
+
+
+@dataclass(slots=True)
+class LanCluster:
+    """The machines; the first is the head's and has the model."""
+
+    model: Path
+    machines: Sequence[Machine]
+    stack: ExitStack
+    """Ends what runs."""
+    planned: list[PlannedStage] = field(default_factory=list[PlannedStage])
+    """As the last `serve` has said."""
+    token_ms: float = 0.0
+    """From token to token of one stream, as it has said too."""
+    token: str = ""
+    names: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Token ids by what the API calls them."""
+
+    @property
+    def head(self) -> Machine:
+        return self.machines[0]
+
+    def serve(self, nodes: int, *flags: str, joining: Sequence[Machine] = ()) -> Server:
+        """`mlx-ring serve` on the first; those that are to join do so when they are told how."""
+        self.planned = []
+        waiting = list(joining)
+
+        def heard(line: str) -> None:
+            told = re.search(r"join \S+ --token (\S+)", line)
+            if told:
+                self.token = told[1]
+                while waiting:
+                    self.join(waiting.pop())
+            if row := _ROW.match(line):
+                self.planned.append(_stage(row))
+            if speed := _SPEED.search(line):
+                self.token_ms = 1e3 / float(speed[1])
+
+        arguments = ("--nodes", str(nodes), "--state-dir", str(self.head.state), *flags)
+        return self.stack.enter_context(
+            serving(
+                self.model, *arguments, folder=self.head.folder, heard=heard, within=self.head.command(None)
+            )
+        )
+
+    def join(self, machine: Machine) -> None:
+        """`mlx-ring join` there, with the token that `serve` has printed."""
+        node = join_cluster(
+            *(self.head.host.address, "--token", self.token),
+            folder=machine.folder,
+            within=machine.command(self.model),
+        )
+        self.stack.enter_context(node)
+
+    def get(self, server: Server, path: str) -> Any:
+        return self.head.threads.submit(lambda: httpx.get(server.url + path, timeout=_WAIT_S)).result().json()
+
+    def tokens(self, server: Server, body: dict[str, Any]) -> list[int]:
+        """Of a greedy completion that does not end early."""
+        asked = {"temperature": 0, "ignore_eos": True, "logprobs": 0, **body}
+
+        def post() -> Any:
+            answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=_WAIT_S)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["logprobs"]["tokens"]
+
+        names = self.head.threads.submit(post).result()
+        return [self.names[name] for name in names]
+
+    def share_of(self, machine: Machine) -> int:
+        """Bytes of what its layers take, by the last plan."""
+        described = read_model_folder(self.model)
+        return sum(
+            entry.nbytes
+            for stage in self.planned
+            if stage.node == machine.node
+            for entry in tensors_of_stage(described, LayerRange(stage.layers.start, stage.layers.stop))
+        )
+
+    def machine_of(self, node: str) -> Machine:
+        return next(machine for machine in self.machines if machine.node == node)
+
+
+def make_cluster(
+    model: Path, folder: Path, stack: ExitStack, limits: Sequence[tuple[int, float] | None]
+) -> LanCluster:
+    """Hosts on a LAN, one for each of `limits`: bytes of memory and cores' worth of time; None: the machine's own."""
+    groups = [None if limit is None else stack.enter_context(limited(*limit)) for limit in limits]
+    hosts = stack.enter_context(lan(len(limits)))
+    machines: list[Machine] = []
+    for number, (host, group) in enumerate(zip(hosts, groups, strict=True)):
+        own = folder / f"machine-{number}"
+        own.mkdir()
+        machines.append(Machine(host, own, group, stack.enter_context(host.threads(4))))
+    texts = TokenTexts(AutoTokenizer.from_pretrained(model))
+    names = {texts[token].name: token for token in range(read_model_folder(model).vocab_size)}
+    return LanCluster(model, machines, stack, names=names)
+
+
+def _stage(row: re.Match[str]) -> PlannedStage:
+    weights, memory, usable = (
+        float(row[number]) * _UNITS[unit] for number, unit in ((4, row[5]), (6, row[7]), (8, row[9]))
+    )
+    return PlannedStage(row[1], range(int(row[2]), int(row[3]) + 1), weights, memory, usable, float(row[10]))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for something that comes by itself."""
+    end = time.monotonic() + _WAIT_S
+    while not holds():
+        assert time.monotonic() < end, "what was waited for did not come"
+        time.sleep(0.02)

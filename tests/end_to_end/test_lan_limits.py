@@ -1,0 +1,449 @@
+"""Three hosts with different memory and processors serve a model that only the first has, and bear what strangers send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from tests.cgroups import skip_without_groups
+from tests.end_to_end.equality import Agreement, compare
+from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster
+from tests.end_to_end.reference import WholeModel
+from tests.intruders import (
+    Address,
+    announced,
+    call,
+    connect,
+    leave_in_the_middle,
+    message,
+    pour,
+    say,
+    say_inside,
+    with_certificate,
+    without_certificate,
+)
+from tests.machines import node_credentials
+from tests.namespaces import skip_without_namespaces
+from tests.processes import MLX_RING, Server, clean_environment
+from tests.tiny_model import write_roomy_model
+
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.rpc.frames import Frame, encode_frame
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
+
+pytestmark = pytest.mark.timeout(600)
+
+GIB = 1 << 30
+LIMITS = ((4 * GIB, 1.0), (3 * GIB, 0.8), (2 * GIB, 0.5))
+"""Bytes of memory and cores' worth of time: of the head's machine and two nodes. A fourth machine, without limits, is a stranger's."""
+CONTEXT = 1024
+FLAGS = ("--strategy", "memory", "--max-model-len", str(CONTEXT))
+PROMPTS = ([5, 77, 130], list(range(2, 60)), [200, 9] * 100)
+TOKENS = 48
+GREETING = encode_frame(Frame(worker_pb2.FrameHeader(hello=make_hello())))
+"""What a link begins with, of nobody in particular."""
+
+
+@dataclass(slots=True)
+class Running:
+    """The cluster of this module."""
+
+    cluster: LanCluster
+    server: Server
+    before: Sequence[str]
+    """How the network and the kernel were set before it ran."""
+    received: Sequence[int]
+    """Bytes that each machine had received when it was ready."""
+
+    @property
+    def nodes(self) -> Sequence[Machine]:
+        """Those that joined."""
+        return self.cluster.machines[1:3]
+
+    @property
+    def stranger(self) -> Machine:
+        return self.cluster.machines[3]
+
+    def status(self) -> Any:
+        return self.cluster.get(self.server, "/cluster/status")
+
+    def tokens(self, body: dict[str, Any]) -> list[int]:
+        return self.cluster.tokens(self.server, body)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_roomy_model(tmp_path_factory.mktemp("models") / "roomy")
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> WholeModel:
+    return WholeModel(model)
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Running]:
+    skip_without_namespaces()
+    skip_without_groups()
+    with ExitStack() as stack:
+        cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [*LIMITS, None])
+        before = settings(cluster)
+        server = cluster.serve(3, *FLAGS, joining=cluster.machines[1:3])
+        received = [machine.received_bytes for machine in cluster.machines]
+        yield Running(cluster, server, before, received)
+
+
+def settings(cluster: LanCluster) -> list[str]:
+    """Addresses, routes and the kernel's settings, on this machine and on every host."""
+    hosts = [machine.host.command() for machine in cluster.machines]
+    return [
+        f"{host}: {setting}"
+        for host, within in [("here", []), *((" ".join(host), host) for host in hosts)]
+        for setting in [*_network(within), *_kernel(within)]
+    ]
+
+
+def _network(within: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for family in ("-4", "-6"):
+        for kind in ("addr", "route"):
+            told = json.loads(_output(*within, "ip", "-j", family, kind))
+            # Of an address that was leased, the rest of its time.
+            found += [
+                json.dumps(one, sort_keys=True)
+                for one in told
+                if not _drop(one, "valid_life_time", "preferred_life_time")
+            ]
+    return found
+
+
+def _drop(told: Any, *names: str) -> None:
+    """Remove entries of these names, however deep."""
+    if isinstance(told, dict):
+        for name in names:
+            told.pop(name, None)
+        told = list(told.values())
+    if isinstance(told, list):
+        for one in told:
+            _drop(one, *names)
+
+
+_COUNTED = (
+    *("fs.dentry-state", "fs.file-nr", "fs.inode-nr", "fs.inode-state", "fs.quota", "fs.aio-nr"),
+    *("kernel.random.", "kernel.ns_last_pid", "kernel.pty.nr", "kernel.keys", "kernel.perf", "kernel.sched"),
+    *("net.netfilter.nf_conntrack_count", "kernel.tainted", "vm.stat", "fs.mount-nr"),
+)
+"""What the kernel counts, and does not take for a setting."""
+
+
+def _kernel(within: Sequence[str]) -> list[str]:
+    lines = _output(*within, "sysctl", "-a").splitlines()
+    return [line for line in lines if not line.startswith(_COUNTED)]
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+
+
+# ---- what the machines have
+
+
+def test_limits_of_memory_and_processors_show_in_profile_and_plan(running: Running) -> None:
+    usable = {stage.node: stage.usable_bytes for stage in running.cluster.planned}
+    layers = {stage.node: len(stage.layers) for stage in running.cluster.planned}
+    for machine, (memory_bytes, cores) in zip(running.cluster.machines, LIMITS, strict=False):
+        profile = json.loads((machine.state / "profile.json").read_text())["profile"]
+        assert profile["memory_bytes"] == memory_bytes
+        assert "control group" in profile["memory_limited_by"]
+        assert (profile["cpu_share"], profile["cores"]) == (pytest.approx(cores), 1)
+        assert usable[machine.node] == pytest.approx(0.9 * memory_bytes, rel=0.02)
+    head, second, third = (layers[machine.node] for machine in running.cluster.machines[:3])
+    assert head > second > third
+    assert head + second + third == 18
+
+
+def test_nodes_have_received_what_their_layers_take_and_little_more(running: Running) -> None:
+    for machine, received in zip(running.cluster.machines, running.received, strict=True):
+        if machine in running.nodes:
+            share = running.cluster.share_of(machine)
+            # And TLS, frames, the tokenizer, and what it is told.
+            assert share < received < 1.05 * share + 4e6
+        else:
+            assert received < 20e6
+
+
+def test_tokens_are_those_of_mlx_lm(
+    running: Running, whole: WholeModel, record_property: Callable[[str, object], None]
+) -> None:
+    async def generate(before: tuple[int, ...], count: int) -> list[int]:
+        body = {"prompt": list(before), "max_tokens": count}
+        return await asyncio.to_thread(running.tokens, body)
+
+    async def run() -> list[Agreement]:
+        return await asyncio.gather(
+            *(
+                compare(tuple(prompt), whole.greedy(prompt, TOKENS), generate, whole.gap)
+                for prompt in PROMPTS
+            )
+        )
+
+    agreement = sum(asyncio.run(run()), start=Agreement())
+    record_property("against mlx-lm", str(agreement))
+    assert agreement.tokens == len(PROMPTS) * TOKENS
+
+
+def test_machines_hold_what_the_plan_promises(
+    running: Running, record_property: Callable[[str, object], None]
+) -> None:
+    # As many tokens as were promised.
+    filling = {"prompt": [3 + number % 250 for number in range(CONTEXT - 8)], "max_tokens": 8}
+    assert len(running.tokens(filling)) == 8
+    for stage in running.cluster.planned:
+        machine = running.cluster.machine_of(stage.node)
+        held = sum(process.memory_info().rss for process in machine.processes)
+        record_property(f"{len(stage.layers)} layers", f"{held / 1e6:.0f} of {stage.memory_bytes / 1e6:.0f} MB")
+        assert abs(held - stage.memory_bytes) < max(0.1 * stage.memory_bytes, 150e6)
+
+
+# ---- what strangers send
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """Where one of ours listens on the LAN."""
+
+    machine: Machine
+    address: Address
+    process: str
+    """Whose log has what is refused: head, agent, worker."""
+    path: str
+    """Of a method that a member may call there."""
+    forbidden: str = ""
+    """Of one that only the head may."""
+    for_strangers: bool = False
+
+
+def open_ports(running: Running) -> list[Port]:
+    """All of them, as the kernel knows them."""
+    return [
+        _port_of(machine, int(line.split()[3].rpartition(":")[2]), line)
+        for machine in running.cluster.machines[:3]
+        for line in machine.host.run("ss", "-H", "-l", "-t", "-n", "-p").stdout.splitlines()
+        if not line.split()[3].startswith("127.0.0.1:")
+    ]
+
+
+def _port_of(machine: Machine, port: int, line: str) -> Port:
+    pid = int(line.partition("pid=")[2].partition(",")[0])
+    arguments = psutil.Process(pid).cmdline()
+    address = (machine.host.address, port)
+    if "mlx_ring.worker" in arguments:
+        return Port(machine, address, "agent", "/mlx_ring.Worker/Link", "/mlx_ring.Worker/Steps")
+    if "serve" in arguments:
+        is_enrolment = port == 50052
+        path = "/mlx_ring.Enrolment/Enrol" if is_enrolment else "/mlx_ring.Cluster/Attend"
+        return Port(machine, address, "head", path, for_strangers=is_enrolment)
+    return Port(machine, address, "agent", "/mlx_ring.Weights/Have", "/mlx_ring.Agent/Stop")
+
+
+def follow(running: Running, stopped: Callable[[], bool]) -> list[int]:
+    """Tokens of a stream, until it is stopped or ends."""
+    body = {"prompt": PROMPTS[0], "max_tokens": CONTEXT - 8, "temperature": 0, "ignore_eos": True}
+    names: list[str] = []
+    url = f"{running.server.url}/v1/completions"
+    with httpx.stream("POST", url, json={**body, "logprobs": 0, "stream": True}, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                names += (choice["logprobs"] or {"tokens": []})["tokens"]
+            if stopped():
+                break
+    return [running.cluster.names[name] for name in names]
+
+
+@pytest.fixture(scope="module")
+def contexts(running: Running, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ssl.SSLContext]:
+    """What strangers show: nothing, the certificate of another cluster, and that of a machine that has joined."""
+    authority = Authority.open(running.cluster.head.state / "cluster")
+    other = Authority.open(tmp_path_factory.mktemp("other"))
+    joined = join_quietly(running)
+    return {
+        "nothing": without_certificate(authority.pem),
+        "another cluster's": with_certificate(node_credentials(other, "mini-1")),
+        "a member's": with_certificate(joined),
+    }
+
+
+def attacks(port: Port, contexts: dict[str, ssl.SSLContext]) -> list[Callable[[], object]]:
+    """Each is one connection."""
+    address = port.address
+    rubbish = secrets.token_bytes(4096)
+    outside: list[Callable[[], object]] = [
+        partial(say, address, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
+        partial(say, address, rubbish),
+        # A handshake that stops in the middle of its first record.
+        partial(say, address, b"\x16\x03\x01\x02\x00\x01"),
+    ]
+    inside = contexts["nothing" if port.for_strangers else "a member's"]
+    if not port.for_strangers:
+        outside += [partial(connect, address, contexts[shown]) for shown in ("nothing", "another cluster's")]
+    return [
+        *outside,
+        partial(say_inside, address, inside, rubbish),
+        partial(leave_in_the_middle, address, inside, port.path),
+        partial(call, address, inside, port.path, announced(len(rubbish), rubbish)),
+        partial(call, address, inside, port.path, announced(0, b"")),
+        partial(call, address, inside, port.path, message(GREETING)),
+        *([partial(call, address, inside, port.forbidden, announced(0, b""))] if port.forbidden else []),
+        partial(pour, address, inside, port.path),
+    ]
+
+
+def test_strangers_and_rubbish_are_refused_and_logged_and_streams_go_on(
+    running: Running, whole: WholeModel, contexts: dict[str, ssl.SSLContext]
+) -> None:
+    ports = open_ports(running)
+    assert len(ports) == 2 + 3 + 3, "the head's two, and an agent's and a worker's on each machine"
+    family = {process.pid: process.memory_info().rss for m in running.cluster.machines for process in m.processes}
+    epoch = running.status()["epoch"]
+    attacking: list[Future[object]] = []
+    stream = running.cluster.head.threads.submit(
+        follow, running, lambda: bool(attacking) and all(attack.done() for attack in attacking)
+    )
+    with running.stranger.host.threads(8) as threads:
+        attacking += [
+            threads.submit(attack) for port in ports for attack in attacks(port, contexts)
+        ]
+        ends = [attack.result() for attack in attacking]
+    tokens = stream.result()
+    assert len(tokens) > 20
+    assert whole.strays(PROMPTS[0], tokens) == []
+    assert running.status()["epoch"] == epoch
+    grown = {pid: psutil.Process(pid).memory_info().rss - before for pid, before in family.items()}
+    assert max(grown.values()) < 300e6, ends
+    for port in ports:
+        log = port.machine.log(port.process)
+        assert "refused a connection: it spoke plain HTTP" in log
+        assert "refused a connection: it did not speak TLS" in log
+        if not port.for_strangers:
+            assert "refused a connection: it showed no certificate" in log
+            assert "refused a connection: its certificate is of another cluster" in log
+
+
+def join_quietly(running: Running) -> Credentials:
+    """A certificate of this cluster for the stranger, which asks for it as any machine does."""
+    cluster, folder = running.cluster, running.stranger.folder / "member"
+    script = "import sys; from pathlib import Path; from mlx_ring.agent.enrolment import join; join(*sys.argv[1:3], Path(sys.argv[3]))"
+    address = cluster.head.host.address
+    done = running.stranger.host.run(sys.executable, "-c", script, address, cluster.token, str(folder))
+    assert done.returncode == 0, done.stderr
+    credentials = load_credentials(folder)
+    assert credentials is not None
+    return credentials
+
+
+# ---- a head that is killed
+
+
+def test_the_next_head_goes_on_with_the_workers_and_nothing_is_read_again(
+    running: Running, whole: WholeModel, record_property: Callable[[str, object], None]
+) -> None:
+    before = running.status()
+    pids = [device["pid"] for device in before["devices"]]
+    read = [psutil.Process(pid).io_counters().read_chars for pid in pids]
+    received = [machine.received_bytes for machine in running.nodes]
+    running.server.process.kill()
+    running.server.process.wait()
+    killed = time.monotonic()
+    running.server = running.cluster.serve(3, *FLAGS)
+    record_property("seconds until ready again", time.monotonic() - killed)
+    after = running.status()
+    assert [device["pid"] for device in after["devices"]] == pids
+    assert after["epoch"] > before["epoch"]
+    for pid, chars in zip(pids, read, strict=True):
+        assert psutil.Process(pid).io_counters().read_chars - chars < 4e6
+    for machine, nbytes in zip(running.nodes, received, strict=True):
+        assert machine.received_bytes - nbytes < 4e6
+    tokens = running.tokens({"prompt": PROMPTS[1], "max_tokens": TOKENS})
+    assert whole.strays(PROMPTS[1], tokens) == []
+
+
+# ---- what a doctor finds
+
+
+def test_doctor_finds_six_faults_of_a_machine_and_its_network(running: Running, tmp_path: Path) -> None:
+    machine = running.nodes[1]
+    (tmp_path / "sitecustomize.py").write_text(LATE_CLOCK)
+    old = tmp_path / "mlx_lm-0.1.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-lm\nVersion: 0.1.0\n")
+    holder = machine.host.start(sys.executable, "-c", HOLD_PORT)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    command = [
+        *("env", f"PYTHONPATH={tmp_path}", *MLX_RING, "doctor", "--json", running.cluster.head.host.address),
+        *("--state-dir", str(machine.state), "--peer", "nowhere.invalid", "--peer", "10.77.0.99"),
+    ]
+    done = subprocess.run(
+        [*machine.command(None), *command],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    holder.communicate("\n", timeout=30)
+    assert done.returncode == 1, done.stderr
+    found = {one["what"]: one for one in json.loads(done.stdout)["findings"]}
+    levels = {what: one["level"] for what, one in found.items() if one["level"] in ("warning", "broken")}
+    assert levels == {
+        "memory": "warning",
+        "port 50051": "broken",
+        "mlx-lm": "broken",
+        "clock": "broken",
+        "name nowhere.invalid": "broken",
+        "way to 10.77.0.99:50051": "broken",
+    }
+    assert all(found[what]["fix"] for what in levels)
+
+
+LATE_CLOCK = """
+import time
+now = time.time
+time.time = lambda: now() + 7200
+"""
+HOLD_PORT = """
+import socket
+with socket.create_server(("", 50051)):
+    print("held", flush=True)
+    input()
+"""
+
+
+# ---- what is left
+
+
+def test_a_run_leaves_addresses_routes_and_kernel_settings_as_they_were(running: Running) -> None:
+    assert running.server.stop() == 0
+    assert settings(running.cluster) == running.before

@@ -1,0 +1,102 @@
+"""Weights on their way over a LAN: cut off in the middle, and given wrong by a node whose store was spoilt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster, until
+from tests.end_to_end.reference import WholeModel
+from tests.namespaces import skip_without_namespaces
+from tests.tiny_model import write_roomy_model
+
+from mlx_ring.core.layer_tensors import tensors_of_stage
+from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.core.types import LayerRange
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPT = [5, 77, 130, 9]
+TOKENS = 24
+FLAGS = ("--strategy", "uniform", "--max-model-len", "512")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_roomy_model(tmp_path_factory.mktemp("models") / "roomy")
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> WholeModel:
+    return WholeModel(model)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
+    skip_without_namespaces()
+    with ExitStack() as stack:
+        yield make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 3)
+
+
+def cut_once_in_the_middle(cluster: LanCluster, node: Machine, ended: threading.Event) -> int:
+    """Pull the head's cable when the node has some of its weights, until the head has noticed; what the node had then."""
+    weights = cluster.model.joinpath("model.safetensors").stat().st_size
+    until(lambda: node.received_bytes > weights / 8 or ended.is_set())
+    cluster.head.host.cut()
+    had = node.received_bytes
+    until(lambda: "is gone: nothing was heard" in cluster.head.log("head") or ended.is_set())
+    cluster.head.host.mend()
+    return had
+
+
+def test_a_transfer_that_is_cut_in_the_middle_goes_on_where_it_was(
+    cluster: LanCluster, whole: WholeModel, record_property: Callable[[str, object], None]
+) -> None:
+    node, ended = cluster.machines[1], threading.Event()
+    cut = cluster.head.threads.submit(cut_once_in_the_middle, cluster, node, ended)
+    try:
+        server = cluster.serve(2, *FLAGS, joining=[node])
+    finally:
+        ended.set()
+    share, received = cluster.share_of(node), node.received_bytes
+    record_property("received", f"{cut.result() / 1e6:.0f} MB, then {received / 1e6:.0f} of {share / 1e6:.0f} MB")
+    assert cut.result() < share < received < 1.5 * share
+    tokens = cluster.tokens(server, {"prompt": PROMPT, "max_tokens": TOKENS})
+    assert whole.strays(PROMPT, tokens) == []
+    assert server.stop() == 0
+
+
+def test_a_node_that_gives_flipped_bytes_is_named_and_the_head_gives_them_instead(
+    cluster: LanCluster, whole: WholeModel, model: Path
+) -> None:
+    old, new = cluster.machines[1:]
+    server = cluster.serve(2, *FLAGS)
+    assert [len(stage.layers) for stage in cluster.planned] == [9, 9]
+    cluster.join(new)
+    until(lambda: f"is there, at {new.host.address}" in cluster.head.log("head"))
+    assert server.stop() == 0
+    # With three, nodes have six layers each, in the order of their ids: of its nine the old one gives three or six away.
+    given = LayerRange(12, 18) if old.node < new.node else LayerRange(9, 12)
+    flip(model, old, given)
+    server = cluster.serve(3, *FLAGS)
+    assert f"{old.node} gives no more weights to this node" in new.log("agent")
+    assert "with another SHA-256 than the manifest's" in new.log("agent")
+    tokens = cluster.tokens(server, {"prompt": PROMPT, "max_tokens": TOKENS})
+    assert whole.strays(PROMPT, tokens) == []
+    assert server.stop() == 0
+
+
+def flip(model: Path, machine: Machine, layers: LayerRange) -> None:
+    """A bit of each tensor of these layers, in what the machine has fetched."""
+    (file,) = machine.state.glob("weights/*/model/model.safetensors")
+    with file.open("r+b") as stream:
+        for entry in tensors_of_stage(read_model_folder(model), layers):
+            if "layers." not in entry.name:
+                continue
+            stream.seek(entry.offset)
+            (byte,) = stream.read(1)
+            stream.seek(entry.offset)
+            stream.write(bytes([byte ^ 1]))

@@ -1,0 +1,219 @@
+"""What a port must bear: bytes that are no TLS, certificates of others, and inside TLS rubbish, halves and giants.
+
+Written on plain sockets, for no library would send it. Each function connects, does its harm, waits until the other side
+has had enough, and says how that showed.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mlx_ring.rpc.tls.credentials import Credentials
+
+Address = tuple[str, int]
+
+PATIENCE_S = 60.0
+"""For the other side: a handshake may take ten seconds."""
+GIANT = 0x7FFFFFFF
+"""Bytes: the longest message that a frame of gRPC can announce without being refused for its sign."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _RESET, _SETTINGS, _GOAWAY, _WINDOW = 0, 1, 3, 4, 7, 8
+_END_STREAM, _END_HEADERS, _ACKNOWLEDGED = 1, 4, 1
+_BLOCK = 16 << 10
+_FIRST_WINDOW, _INITIAL_WINDOW = 65_535, 4
+"""Bytes, and the setting that changes them."""
+
+
+def say(address: Address, data: bytes) -> str:
+    """Speak without TLS."""
+    with socket.create_connection(address, PATIENCE_S) as connection:
+        connection.sendall(data)
+        return _end_of(connection)
+
+
+def connect(address: Address, context: ssl.SSLContext) -> str:
+    """Do no more than a handshake; what a server thinks of a client's certificate comes after it."""
+    try:
+        with _trusted(address, context) as connection:
+            return _end_of(connection)
+    except (ssl.SSLError, ConnectionResetError) as error:
+        return type(error).__name__
+
+
+def say_inside(address: Address, context: ssl.SSLContext, data: bytes) -> str:
+    """Speak something else than HTTP/2 inside TLS."""
+    with _trusted(address, context) as connection:
+        connection.sendall(data)
+        return _end_of(connection)
+
+
+def call(address: Address, context: ssl.SSLContext, path: str, message: bytes, *, ends: bool = True) -> str:
+    """Call a method of gRPC's with these bytes where frames of messages are to be."""
+    with _trusted(address, context) as connection:
+        connection.sendall(_opening(path) + _frame(_DATA, _END_STREAM if ends else 0, 1, message))
+        return _end_of_stream(connection)
+
+
+def leave_in_the_middle(address: Address, context: ssl.SSLContext, path: str) -> str:
+    """Announce a message, send half of it, and go."""
+    with _trusted(address, context) as connection:
+        connection.sendall(_opening(path) + _frame(_DATA, 0, 1, announced(100, b"x" * 50)))
+    return "left"
+
+
+def pour(address: Address, context: ssl.SSLContext, path: str, announcing: int = GIANT) -> tuple[str, int]:
+    """Announce a giant message, and send of it for as long as the other side takes it; also how much that was."""
+    with _trusted(address, context) as connection:
+        connection.sendall(_opening(path) + _frame(_DATA, 0, 1, announced(announcing, b"")))
+        return _pour(connection, announcing)
+
+
+def announced(length: int, data: bytes) -> bytes:
+    """A message's frame that says one length and may have another."""
+    return struct.pack(">BI", 0, length) + data
+
+
+def message(data: bytes) -> bytes:
+    """A frame of gRPC as it should be."""
+    return announced(len(data), data)
+
+
+def without_certificate(authority: bytes) -> ssl.SSLContext:
+    """A client that has none; `authority` is the CA whose servers it takes, PEM."""
+    context = ssl.create_default_context(cadata=authority.decode())
+    return _prepared(context)
+
+
+def with_certificate(credentials: Credentials) -> ssl.SSLContext:
+    return _prepared(credentials.socket_client())
+
+
+def _prepared(context: ssl.SSLContext) -> ssl.SSLContext:
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+@contextmanager
+def _trusted(address: Address, context: ssl.SSLContext) -> Generator[ssl.SSLSocket]:
+    with (
+        socket.create_connection(address, PATIENCE_S) as plain,
+        context.wrap_socket(plain) as connection,
+    ):
+        yield connection
+
+
+def _end_of(connection: socket.socket) -> str:
+    """Read until the other side ends the connection. A TimeoutError says that it does not."""
+    try:
+        while connection.recv(_BLOCK):
+            pass
+    except (ssl.SSLError, ConnectionResetError) as error:
+        return type(error).__name__
+    return "closed"
+
+
+def _opening(path: str) -> bytes:
+    fields = {
+        ":method": "POST",
+        ":scheme": "https",
+        ":path": path,
+        ":authority": "intruder",
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    # Each as a literal that is not indexed, with a new name (RFC 7541, 6.2.2).
+    block = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
+    return _PREFACE + _frame(_SETTINGS, 0, 0, b"") + _frame(_HEADERS, _END_HEADERS, 1, block)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One of HTTP/2's."""
+
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+
+
+def _text(value: str) -> bytes:
+    return bytes([len(value)]) + value.encode()
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _end_of_stream(connection: ssl.SSLSocket) -> str:
+    """Read until the call has ended, and how."""
+    return next(filter(None, map(_end_told, _frames(connection))), "closed")
+
+
+def _end_told(frame: Frame) -> str:
+    """How a frame ends the call; empty where it does not."""
+    if frame.kind in (_HEADERS, _DATA):
+        return "answered" if frame.flags & _END_STREAM else ""
+    return {_RESET: "reset", _GOAWAY: "sent away"}.get(frame.kind, "")
+
+
+def _frames(connection: ssl.SSLSocket) -> Iterator[Frame]:
+    """Those that come; settings are acknowledged."""
+    while head := _exactly(connection, 9):
+        kind, flags, stream = struct.unpack(">BBI", head[3:])
+        payload = _exactly(connection, int.from_bytes(head[:3], "big"))
+        if kind == _SETTINGS and not flags & _ACKNOWLEDGED:
+            connection.sendall(_frame(_SETTINGS, _ACKNOWLEDGED, 0, b""))
+        yield Frame(kind, flags, stream, payload)
+
+
+def _exactly(connection: ssl.SSLSocket, count: int) -> bytes:
+    """So many bytes; none where the connection ends before."""
+    data = b""
+    while len(data) < count:
+        try:
+            more = connection.recv(count - len(data))
+        except (ssl.SSLError, ConnectionResetError):
+            return b""
+        if not more:
+            return b""
+        data += more
+    return data
+
+
+def _pour(connection: ssl.SSLSocket, announcing: int) -> tuple[str, int]:
+    """Send within the windows that the other side opens (RFC 9113, 5.2), for a stream and for all of the connection."""
+    windows, sent, frames = {0: _FIRST_WINDOW, 1: _FIRST_WINDOW}, 0, _frames(connection)
+    initial = _FIRST_WINDOW
+    while sent < announcing:
+        while min(windows.values()) < _BLOCK:
+            frame = next(frames, None)
+            end = "closed" if frame is None else _end_told(frame)
+            if frame is None or end:
+                return end, sent
+            if frame.kind == _WINDOW:
+                windows[frame.stream] += int.from_bytes(frame.payload, "big")
+            elif (told := _initial_window(frame)) is not None:
+                windows[1] += told - initial
+                initial = told
+        try:
+            connection.sendall(_frame(_DATA, 0, 1, b"x" * _BLOCK))
+        except (ssl.SSLError, ConnectionResetError, BrokenPipeError):
+            return "closed", sent
+        sent += _BLOCK
+        windows = {stream: left - _BLOCK for stream, left in windows.items()}
+    return _end_of_stream(connection), sent
+
+
+def _initial_window(frame: Frame) -> int | None:
+    """Of every stream, where the other side's settings say it."""
+    if frame.kind != _SETTINGS:
+        return None
+    settings = dict(struct.iter_unpack(">HI", frame.payload))
+    return settings.get(_INITIAL_WINDOW)
