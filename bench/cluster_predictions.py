@@ -75,12 +75,8 @@ def measure(cluster: LanCluster, server: Server, tokens: int) -> tuple[list[floa
     }
 
     def ask() -> list[float]:
-        came: list[float] = []
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=600) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    came.append(time.perf_counter())
-        return came
+            return [time.perf_counter() for line in answer.iter_lines() if line.startswith("data: {")]
 
     came = cluster.head.threads.submit(ask).result()
     times = cluster.get(server, "/cluster/status")["step_times"]

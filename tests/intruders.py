@@ -17,6 +17,17 @@ from mlx_ring.rpc.tls.credentials import Credentials
 
 Address = tuple[str, int]
 
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One of HTTP/2's."""
+
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+
+
 PATIENCE_S = 60.0
 """For the other side: a handshake may take ten seconds."""
 GIANT = 0x7FFFFFFF
@@ -133,16 +144,6 @@ def _opening(path: str) -> bytes:
     return _PREFACE + _frame(_SETTINGS, 0, 0, b"") + _frame(_HEADERS, _END_HEADERS, 1, block)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One of HTTP/2's."""
-
-    kind: int
-    flags: int
-    stream: int
-    payload: bytes
-
-
 def _text(value: str) -> bytes:
     return bytes([len(value)]) + value.encode()
 
@@ -153,7 +154,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 def _end_of_stream(connection: ssl.SSLSocket) -> str:
     """Read until the call has ended, and how."""
-    return next(filter(None, map(_end_told, _frames(connection))), "closed")
+    return next((end for frame in _frames(connection) if (end := _end_told(frame))), "closed")
 
 
 def _end_told(frame: Frame) -> str:

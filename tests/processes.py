@@ -36,9 +36,9 @@ def run_cli(
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment of the tests, less every setting of ours."""
+    """The environment of the tests, less every setting of ours: `GRPC_VERBOSITY` too, which the tests set for themselves."""
     inherited = inherited_environment({})
-    return {name: value for name, value in inherited.items() if not name.startswith("MLX_RING_")}
+    return {name: value for name, value in inherited.items() if not name.startswith(("MLX_RING_", "GRPC_"))}
 
 
 @dataclass(slots=True)

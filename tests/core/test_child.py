@@ -110,7 +110,7 @@ def test_what_a_child_writes_is_logged_with_its_name_and_rank_also_from_below_py
 
 def test_what_a_child_writes_can_be_put_in_other_words_or_left_out(tmp_path: Path) -> None:
     async def use(child: ChildProcess, heard: Heard) -> None:
-        assert await child.wait() == "exit code 1: chatter"
+        assert await child.wait() == "exit code 1: NEWS"
         assert [record.getMessage() for record in heard.records] == ["NEWS"]
 
     with_child(

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import psutil
@@ -185,7 +185,8 @@ def make_cluster(
         own = folder / f"machine-{number}"
         own.mkdir()
         machines.append(Machine(host, own, group, stack.enter_context(host.threads(4))))
-    texts = TokenTexts(AutoTokenizer.from_pretrained(model))
+    tokenizer = cast("Any", AutoTokenizer).from_pretrained(model)
+    texts = TokenTexts(tokenizer)
     names = {texts[token].name: token for token in range(read_model_folder(model).vocab_size)}
     return LanCluster(model, machines, stack, names=names)
 

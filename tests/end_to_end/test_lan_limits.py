@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import psutil
@@ -137,11 +137,13 @@ def _network(within: Sequence[str]) -> list[str]:
 def _drop(told: Any, *names: str) -> None:
     """Remove entries of these names, however deep."""
     if isinstance(told, dict):
+        entries = cast("dict[str, Any]", told)
         for name in names:
-            told.pop(name, None)
-        told = list(told.values())
+            entries.pop(name, None)
+        for one in entries.values():
+            _drop(one, *names)
     if isinstance(told, list):
-        for one in told:
+        for one in cast("list[Any]", told):
             _drop(one, *names)
 
 
@@ -198,10 +200,7 @@ def test_tokens_are_those_of_mlx_lm(
 
     async def run() -> list[Agreement]:
         return await asyncio.gather(
-            *(
-                compare(tuple(prompt), whole.greedy(prompt, TOKENS), generate, whole.gap)
-                for prompt in PROMPTS
-            )
+            *(compare(tuple(prompt), whole.greedy(prompt, TOKENS), generate, whole.gap) for prompt in PROMPTS)
         )
 
     agreement = sum(asyncio.run(run()), start=Agreement())
@@ -218,7 +217,9 @@ def test_machines_hold_what_the_plan_promises(
     for stage in running.cluster.planned:
         machine = running.cluster.machine_of(stage.node)
         held = sum(process.memory_info().rss for process in machine.processes)
-        record_property(f"{len(stage.layers)} layers", f"{held / 1e6:.0f} of {stage.memory_bytes / 1e6:.0f} MB")
+        record_property(
+            f"{len(stage.layers)} layers", f"{held / 1e6:.0f} of {stage.memory_bytes / 1e6:.0f} MB"
+        )
         assert abs(held - stage.memory_bytes) < max(0.1 * stage.memory_bytes, 150e6)
 
 
@@ -320,21 +321,25 @@ def attacks(port: Port, contexts: dict[str, ssl.SSLContext]) -> list[Callable[[]
 
 
 def test_strangers_and_rubbish_are_refused_and_logged_and_streams_go_on(
-    running: Running, whole: WholeModel, contexts: dict[str, ssl.SSLContext]
+    running: Running,
+    whole: WholeModel,
+    contexts: dict[str, ssl.SSLContext],
+    record_property: Callable[[str, object], None],
 ) -> None:
     ports = open_ports(running)
     assert len(ports) == 2 + 3 + 3, "the head's two, and an agent's and a worker's on each machine"
-    family = {process.pid: process.memory_info().rss for m in running.cluster.machines for process in m.processes}
+    family = {
+        process.pid: process.memory_info().rss for m in running.cluster.machines for process in m.processes
+    }
     epoch = running.status()["epoch"]
     attacking: list[Future[object]] = []
     stream = running.cluster.head.threads.submit(
         follow, running, lambda: bool(attacking) and all(attack.done() for attack in attacking)
     )
     with running.stranger.host.threads(8) as threads:
-        attacking += [
-            threads.submit(attack) for port in ports for attack in attacks(port, contexts)
-        ]
+        attacking += [threads.submit(attack) for port in ports for attack in attacks(port, contexts)]
         ends = [attack.result() for attack in attacking]
+    record_property("how it ended", sorted({str(end) for end in ends}))
     tokens = stream.result()
     assert len(tokens) > 20
     assert whole.strays(PROMPTS[0], tokens) == []
@@ -343,6 +348,7 @@ def test_strangers_and_rubbish_are_refused_and_logged_and_streams_go_on(
     assert max(grown.values()) < 300e6, ends
     for port in ports:
         log = port.machine.log(port.process)
+        assert "Traceback" not in log
         assert "refused a connection: it spoke plain HTTP" in log
         assert "refused a connection: it did not speak TLS" in log
         if not port.for_strangers:

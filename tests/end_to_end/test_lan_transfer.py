@@ -62,7 +62,9 @@ def test_a_transfer_that_is_cut_in_the_middle_goes_on_where_it_was(
     finally:
         ended.set()
     share, received = cluster.share_of(node), node.received_bytes
-    record_property("received", f"{cut.result() / 1e6:.0f} MB, then {received / 1e6:.0f} of {share / 1e6:.0f} MB")
+    record_property(
+        "received", f"{cut.result() / 1e6:.0f} MB, then {received / 1e6:.0f} of {share / 1e6:.0f} MB"
+    )
     assert cut.result() < share < received < 1.5 * share
     tokens = cluster.tokens(server, {"prompt": PROMPT, "max_tokens": TOKENS})
     assert whole.strays(PROMPT, tokens) == []

@@ -28,7 +28,8 @@ def assigned(stage: int) -> tuple[WorkerFront, Inbox]:
 
 def link(front: WorkerFront, *frames: Frame) -> worker_pb2.FrameAccepted:
     """Its first answer; the link is then closed."""
-    return list(front.link(iter(frames), cast("Any", None)))[0]
+    (first,) = front.link(iter(frames), cast("Any", None))
+    return first
 
 
 def greeting(**said: Any) -> Frame:

@@ -9,6 +9,7 @@ from pathlib import Path
 from mlx_ring.agent.weights.peers import Peer
 from mlx_ring.agent.weights.stages import fetch_stages
 from mlx_ring.agent.weights.store import WeightStore
+from mlx_ring.core.heap import give_back_freed_memory
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.protos import agent_pb2
@@ -42,7 +43,11 @@ class FetchedModels:
         hold = self._holds.setdefault(instance, ExitStack())
         async with AsyncExitStack() as channels:
             peers = [await channels.enter_async_context(_Asked(peer, credentials)) for peer in request.peers]
-            return await fetch_stages(self._store, request.weights, stages, peers, self._node, progress, hold)
+            folder = await fetch_stages(
+                self._store, request.weights, stages, peers, self._node, progress, hold
+            )
+        give_back_freed_memory()
+        return folder
 
     def release(self, running: Sequence[str]) -> None:
         """Other instances than these have ended."""

@@ -152,10 +152,7 @@ def show_plan(made: Plan) -> None:
         table.add_row(
             stage.node,
             f"{stage.layers.start}-{stage.layers.end - 1}",
-            *(
-                _size(size)
-                for size in (stage.weight_bytes, stage.memory_bytes, stage.usable_bytes)
-            ),
+            *(_size(size) for size in (stage.weight_bytes, stage.memory_bytes, stage.usable_bytes)),
             f"{1e3 * stage.token_s:.1f}",
             stage.why,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from mlx_ring.agent.member import AGENT_LOCK
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import node_folder
-from mlx_ring.core.config import Settings, inherited_environment
+from mlx_ring.core.config import Settings, inherited_environment, speaking_environment
 from mlx_ring.core.machine import share_cores
 from mlx_ring.core.private_files import try_lock
 
@@ -41,5 +41,5 @@ def ensure_head_member(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        env=inherited_environment({}),
+        env=speaking_environment(inherited_environment({})),
     )

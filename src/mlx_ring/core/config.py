@@ -313,7 +313,8 @@ def quieten_grpc() -> None:
 def let_grpc_speak() -> None:
     """Have gRPC's C library write why it refused a connection; `rpc/tls/handshakes.py` reads that off.
 
-    To be called before gRPC is first used. A level that a person has set stays; children begin quiet again.
+    It reads its level when it is imported, and writes where there is none: a process that has inherited silence is to be
+    started as `speaking_environment` has it. A level that a person has set stays; children begin quiet again.
     """
     if os.environ.get("GRPC_VERBOSITY", "NONE") == "NONE":
         os.environ["GRPC_VERBOSITY"] = _OUR_GRPC_LEVEL

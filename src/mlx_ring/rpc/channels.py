@@ -6,13 +6,15 @@ socket stays plain whatever is given: its folder says who may use it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from mlx_ring.core.errors import AddressInUse
+from mlx_ring.core.errors import AddressInUse, ProtocolError
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 
 MAX_MESSAGE_BYTES = 1 << 30
@@ -21,6 +23,8 @@ WEIGHTS_MESSAGE_BYTES = 4 << 20
 """For channels that weights come over: parts of a megabyte, and the bits of a million pieces."""
 _HANDSHAKE_MS = 10_000
 """A peer that connects and says nothing holds a descriptor for so long."""
+_READERS = ("grpc._cython.cygrpc", "grpc._common")
+"""Loggers of what turns bytes into messages."""
 
 Options = list[tuple[str, Any]]
 
@@ -72,6 +76,7 @@ def make_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Server:
     """A server whose calls run on `threads` threads; a stream holds one for as long as it lives."""
+    _tell_rubbish_in_a_line()
     return grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="grpc"),
         interceptors=list(interceptors),
@@ -85,6 +90,7 @@ def make_aio_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
     """A server inside the running event loop."""
+    _tell_rubbish_in_a_line()
     return grpc.aio.server(interceptors=interceptors, options=_options(max_message_bytes))
 
 
@@ -102,3 +108,17 @@ def add_secure_port(
         raise AddressInUse(
             f"{address} cannot be listened on: another process holds it, or it is no address of this machine."
         ) from error
+
+
+def _tell_rubbish_in_a_line() -> None:
+    """A peer whose messages are none is answered with an error; where it broke inside says nothing to anybody."""
+    for name in _READERS:
+        logging.getLogger(name).addFilter(_in_a_line)
+
+
+def _in_a_line(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, DecodeError | ProtocolError):
+        record.msg, record.args, record.exc_info = "refused a message that is none: %s", (error,), None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return True

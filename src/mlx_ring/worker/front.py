@@ -287,7 +287,9 @@ class WorkerFront:
         assignment = self._request.assignment
         # What anybody else says, or does not, must not break the link that there is.
         if hello.instance != assignment.instance or (hello.stage + 1) % assignment.stages != assignment.stage:
-            raise ProtocolError(f"No link is expected from {peer} of {hello.instance!r}: it is not the stage before.")
+            raise ProtocolError(
+                f"No link is expected from {peer} of {hello.instance!r}: it is not the stage before."
+            )
         return self._inbox
 
     # Status

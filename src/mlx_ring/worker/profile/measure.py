@@ -53,7 +53,6 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
         ConfigError: too little memory is left to measure with.
     """
     started = time.monotonic()
-    process_bytes = psutil.Process().memory_info().rss
     memory, left = device_memory()[0], free_memory()
     allowed = _allowed_bytes(left, bounds.memory_share)
     name, limited_by = device_description()
@@ -67,6 +66,8 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
     narrow = {kind.name: Products(kind, width, _set_bytes(kind, allowed)) for kind in kinds}
     found = in_turns(_product_turns(wide, narrow) | _step_turns(plain), started + bounds.seconds)
     mx.clear_cache()
+    # With what products and steps leave behind, as in a worker that has served.
+    process_bytes = max(0, psutil.Process().memory_info().rss - mx.get_active_memory())
     return MachineProfile(
         version=PROFILE_VERSION,
         device=device_name(),
