@@ -12,10 +12,11 @@ from mlx_ring.core.private_files import locked, make_private_folder, read_privat
 
 
 def test_nobody_else_can_read_what_is_written(tmp_path: Path) -> None:
-    file = tmp_path / "state" / "key.pem"
+    file = tmp_path / "state" / "node" / "key.pem"
     write_private(file, b"key")
     assert file.read_bytes() == b"key"
-    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    modes = [path.stat().st_mode & 0o777 for path in (file, file.parent, file.parent.parent)]
+    assert modes == [0o600, 0o700, 0o700]
 
 
 def test_a_file_that_was_open_to_all_is_closed_by_the_next_write(tmp_path: Path) -> None:

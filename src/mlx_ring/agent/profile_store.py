@@ -86,7 +86,7 @@ class ProfileStore:
         """Keep a profile in the place of the last one. A folder that cannot be written to is told, and no error."""
         kept = {"key": key.as_json(), "profile": profile.model_dump(mode="json")}
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             _replace(self._file, json.dumps(kept, indent=1))
         except OSError as error:
             log.warning("The profile is not kept, for %s cannot be written: %s", self._file, error.strerror)

@@ -104,7 +104,7 @@ class Control:
     ) -> AsyncIterator[cluster_pb2.AttendReply]:
         """For as long as a node is there. Each of its messages is answered."""
         try:
-            member = self._member(await _next(requests), context)
+            member = self._member(await _first(requests), context)
         except RingError as error:
             log.warning("refused %s: %s", host_of_call(context), error)
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
@@ -146,6 +146,13 @@ class Control:
             came=next(self._serial),
             memory_free_bytes=first.memory_free_bytes,
         )
+
+
+async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
+    try:
+        return await _next(requests)
+    except (StopAsyncIteration, TimeoutError):
+        raise ProtocolError("Who attends says who it is; nothing was said.") from None
 
 
 async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:

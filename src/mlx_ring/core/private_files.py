@@ -16,13 +16,14 @@ _OWNER_FOLDER = 0o700
 
 
 def make_private_folder(folder: Path) -> Path:
-    """The folder, made where it is missing, closed to everybody else.
+    """The folder, made where it is missing, closed to everybody else; so are folders around it that are made for it.
 
     Raises:
         ConfigError: it cannot be made, or belongs to somebody else.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=_OWNER_FOLDER)
+        for path in reversed([folder, *folder.parents]):
+            path.mkdir(exist_ok=True, mode=_OWNER_FOLDER)
         folder.chmod(_OWNER_FOLDER)
     except OSError as error:
         raise ConfigError(
