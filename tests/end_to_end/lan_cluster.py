@@ -124,6 +124,8 @@ class LanCluster:
                 self.token = told[1]
                 while waiting:
                     self.join(waiting.pop())
+            if line.startswith("machine "):
+                self.planned = []
             if row := _ROW.match(line):
                 self.planned.append(_stage(row))
             if speed := _SPEED.search(line):
