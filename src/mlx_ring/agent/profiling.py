@@ -50,8 +50,7 @@ async def measure_machine(options: ProfileOptions, module: str = PROFILE_MODULE)
             raise ProtocolError(f"Measuring this machine left no profile: {error}.") from error
     found = MachineProfile.from_json(text)
     # An agent is about as large as this process.
-    own = psutil.Process().memory_info().rss
-    return found.model_copy(update={"process_bytes": found.process_bytes + own})
+    return found.model_copy(update={"agent_bytes": psutil.Process().memory_info().rss})
 
 
 async def _run_to_its_end(options: ProfileOptions, output: Path, module: str) -> None:

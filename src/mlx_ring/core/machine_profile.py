@@ -69,8 +69,10 @@ class MachineProfile(_Frozen):
     cores: int
     cpu_share: Positive | None
     """Cores' worth of time that control groups grant; None: all of it."""
-    process_bytes: Bytes
-    """That an agent and a worker hold before any weights."""
+    worker_bytes: Bytes
+    """That a worker holds beside weights, KV and activations."""
+    agent_bytes: Bytes
+    """That an agent holds."""
     blas: str
     blas_threads: int
     mlx: str

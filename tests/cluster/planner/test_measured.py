@@ -35,17 +35,17 @@ def test_a_profile_gives_memory_rates_and_costs() -> None:
 
 
 def test_what_our_processes_hold_counts_in_a_cpu_s_memory_and_not_in_a_gpu_s() -> None:
-    model, profile = model_of(4), made_up_profile(process_bytes=300 * 10**6)
+    model, profile = model_of(4), made_up_profile(worker_bytes=200 * 10**6, agent_bytes=100 * 10**6)
     bare, ours, head = (
         float(StageTables(model, ONE).memory(node)[0, -1])
         for node in (
             measured_node(made_up_profile(), "box"),
             measured_node(profile, "box"),
-            measured_node(profile, "box", beside_bytes=10**8),
+            measured_node(profile, "box", beside_bytes=2 * 10**8),
         )
     )
     assert (ours - bare, head - bare) == (300e6, 400e6)
-    assert measured_node(made_up_profile(device="gpu", process_bytes=10**9), "box").process_bytes == 0
+    assert measured_node(made_up_profile(device="gpu", worker_bytes=10**9), "box").process_bytes == 0
 
 
 def test_a_gpu_goes_by_half_precision_and_widens_nothing() -> None:

@@ -13,7 +13,7 @@ def measured_node(
     *,
     reserve_share: float = 0.1,
     memory_cap: int | None = None,
-    beside_bytes: int = 0,
+    beside_bytes: int | None = None,
 ) -> NodeProfile:
     """A machine, by its profile.
 
@@ -21,12 +21,13 @@ def measured_node(
         name: of the node.
         reserve_share: of its memory, what is left to others.
         memory_cap: bytes that its owner grants, where that is less than it has.
-        beside_bytes: what more of us runs there: the head.
+        beside_bytes: what runs there beside a worker, of our own: an agent, where nothing is said.
     """
     plain = next(
         (rate for rate in profile.rates if rate.weights == (profile.computes_in or "bfloat16")),
         profile.rates[0],
     )
+    beside = profile.agent_bytes if beside_bytes is None else beside_bytes
     return NodeProfile(
         name=name,
         memory_bytes=min(profile.memory_bytes, memory_cap or profile.memory_bytes),
@@ -37,7 +38,7 @@ def measured_node(
         costs=profile.costs,
         widens=profile.computes_in == "float32",
         # A GPU has memory of its own, or an advised part of it, where no process lies.
-        process_bytes=profile.process_bytes + beside_bytes if profile.device == "cpu" else 0,
+        process_bytes=profile.worker_bytes + beside if profile.device == "cpu" else 0,
     )
 
 

@@ -67,7 +67,7 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
     found = in_turns(_product_turns(wide, narrow) | _step_turns(plain), started + bounds.seconds)
     mx.clear_cache()
     # With what products and steps leave behind, as in a worker that has served.
-    process_bytes = max(0, psutil.Process().memory_info().rss - mx.get_active_memory())
+    worker_bytes = max(0, psutil.Process().memory_info().rss - mx.get_active_memory())
     return MachineProfile(
         version=PROFILE_VERSION,
         device=device_name(),
@@ -78,7 +78,8 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
         memory_limited_by=limited_by,
         cores=usable_cores(),
         cpu_share=cpu_quota(),
-        process_bytes=process_bytes,
+        worker_bytes=worker_bytes,
+        agent_bytes=0,
         blas=blas,
         blas_threads=blas_threads,
         mlx=package_version("mlx"),
