@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -110,17 +110,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--nodes", type=int, nargs="+", choices=(2, 3), default=(2, 3))
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument(
+        "--layers", type=int, default=SHAPE.layers, help="of the model; fewer show that it runs"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args()
     quieten_grpc()
-    model = make(SHAPE)
-    print(f"{SHAPE.parameters / 1e6:.0f} M random parameters in float32, machines with {LIMITS}")
+    shape = replace(SHAPE, layers=options.layers)
+    model = make(shape)
+    print(f"{shape.parameters / 1e6:.0f} M random parameters in float32, machines with {LIMITS}")
     print(f"{'nodes':5} {'strategy':9} {'part':16} {'foretold':>8} {'measured':>8} {'ratio':>6}")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="mlx-ring-bench-") as folder, ExitStack() as stack:
         cluster = make_cluster(model, Path(folder), stack, LIMITS)
-        for nodes in (2, 3):
-            for strategy in STRATEGIES:
+        for nodes in options.nodes:
+            for strategy in options.strategies:
                 for row in rows_of(cluster, nodes, strategy, options):
                     print_row(row)
                     rows.append(row)
