@@ -16,7 +16,6 @@ from mlx_ring.core.config import (
     flag_name,
     let_grpc_speak,
     load_settings,
-    quieten_grpc,
 )
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.logs import configure_logging
@@ -145,12 +144,11 @@ def serve(
     configure_logging(
         process="head", node=node_name(), rank=None, level=settings.log_level, log_dir=settings.log_dir
     )
-    quieten_grpc()
-    if settings.nodes > 1:
-        let_grpc_speak()
-        from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
+    let_grpc_speak()
+    from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
 
-        log_refused_handshakes()
+    # With one machine nobody is refused; what else gRPC writes is kept from the terminal.
+    log_refused_handshakes()
     from mlx_ring.engine.served_model import prepare_models  # noqa: PLC0415 - needs none of what follows
 
     served = prepare_models(settings)
