@@ -71,6 +71,32 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkUse:
+    """What a stage sends to the next one."""
+
+    compresses: bool
+    why: str
+    frames: int
+    tensor_bytes: int
+    sent_bytes: int
+    """Of tensors, as they went over the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkInfo:
+    """One way between two nodes, as it was measured."""
+
+    source: str
+    target: str
+    round_trip_s: float
+    bytes_per_s: float
+    unix_time_s: float
+    """When."""
+    problem: str = ""
+    """Why nothing gets through; the figures are then 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """One rank of one stage, as it measured itself last. Bytes."""
 
@@ -91,6 +117,8 @@ class WorkerInfo:
     rss_bytes: int
     kv_bytes: int
     blas: str = ""
+    sends: LinkUse | None = None
+    """To the next stage; None where there is none, or nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +132,8 @@ class InstanceInfo:
     workers: tuple[WorkerInfo, ...]
     kv_bits: int = 0
     """In which keys and values are kept; 0: as they are computed."""
+    links: tuple[LinkInfo, ...] = ()
+    """Between the nodes of the cluster."""
 
     @property
     def stages(self) -> int:

@@ -131,7 +131,7 @@ class Control:
         if peer.is_head:
             raise PeerRefused("A head does not attend; nodes do.")
         check_hello(first.hello, make_hello(), f"{peer} at {host_of_call(context)}")
-        if not 0 < first.port < 1 << 16 or not 0.0 < first.memory_utilization <= 1.0:
+        if not 0 < first.port < 1 << 16 or first.links_port >= 1 << 16 or not 0.0 < first.memory_utilization <= 1.0:
             raise ProtocolError(
                 f"{peer} tells of port {first.port} and a share of {first.memory_utilization:g} of its memory."
             )
@@ -145,6 +145,7 @@ class Control:
             memory_utilization=first.memory_utilization,
             came=next(self._serial),
             memory_free_bytes=first.memory_free_bytes,
+            links_port=first.links_port,
         )
 
 

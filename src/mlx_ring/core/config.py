@@ -171,6 +171,10 @@ class Settings(BaseSettings):
     kv_bits: Annotated[Literal["off", "8", "4"], BeforeValidator(_bits)] = Field(
         "off", description="Keep keys and values in so many bits: less memory, less exact."
     )
+    link_compression: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_switch)] = Field(
+        "auto",
+        description="Compress activations between machines, without loss, where that is sooner (auto) or never (off).",
+    )
     request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = Field(
         None, description="Seconds that a request may take in all; it then ends with an error."
     )

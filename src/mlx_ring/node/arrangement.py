@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.decode_bytes import decode_bytes
 from mlx_ring.cluster.deployment import Site, address_of
-from mlx_ring.cluster.membership import Membership
+from mlx_ring.cluster.found_links import FoundLink, hops_told, link_profiles
+from mlx_ring.cluster.link_survey import LinkEnd, LinkSurvey
+from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.cluster.placement import balanced_split, even_split
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
@@ -24,7 +26,7 @@ from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel, widens_half_precision
-from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.tls.names import node_name
 
 _PROMISED_TOKENS = 8192
@@ -60,8 +62,11 @@ async def arrange_cluster(
     membership: Membership,
     sites: Sequence[Site],
     offer: Callable[[], Awaitable[WeightsManifest]],
+    survey: LinkSurvey,
 ) -> Arrangement:
     """Plan for the members that are there. `offer` makes the model's weights available to others, where they need them.
+
+    The links between them are measured first, as far as they are not known.
 
     Raises:
         PlanError: the machines cannot hold the model as promised.
@@ -70,8 +75,11 @@ async def arrange_cluster(
         membership.members.values(), key=lambda member: (member.node != control.node, member.node)
     )
     profiles = [_node_profile(member.profile, member.node, member.memory_utilization) for member in members]
-    plan = await asyncio.to_thread(_plan, settings, served, profiles)
-    by_node = {site.node: site for site in sites}
+    found = await survey.take(link_ends(membership, sites))
+    links = link_profiles(found)
+    plan = await asyncio.to_thread(_plan, settings, served, ClusterProfile(tuple(profiles), links))
+    plan = replace(plan, remarks=(*plan.remarks, *hops_told([stage.node for stage in plan.stages], links)))
+    by_node = {site.node: with_throughput(site, found) for site in sites}
     chosen = [by_node[stage.node] for stage in plan.stages]
     if not all(site.is_local for site in chosen):
         digest = (await offer()).digest
@@ -91,7 +99,9 @@ def cluster_sites(
     sites: list[Site] = []
     for member in members:
         address = address_of(member.host, member.port)
-        channel = open_aio_channel(address, control.credentials, node_name(member.node))
+        channel = open_aio_channel(
+            address, control.credentials, node_name(member.node), max_message_bytes=AGENT_MESSAGE_BYTES
+        )
         link = AgentLink(channel, f"the agent of {member.node}")
         if member.node == control.node:
             hosts = {other.node: other.head_host for other in others}
@@ -111,15 +121,42 @@ def cluster_sites(
     return sites
 
 
+def link_ends(membership: Membership, sites: Sequence[Site]) -> list[LinkEnd]:
+    """The members whose links can be measured, at the addresses that activations take."""
+
+    def end(site: Site, member: Member) -> LinkEnd:
+        return LinkEnd(
+            site.node,
+            member.came,
+            site.link,
+            lambda other: address_of(site.host_for(other), member.links_port),
+        )
+
+    members = membership.members
+    return [
+        end(site, member)
+        for site in sites
+        if (member := members.get(site.node)) is not None and member.links_port
+    ]
+
+
+def with_throughput(site: Site, found: Iterable[FoundLink]) -> Site:
+    """The site, with what it can send to others."""
+    return replace(
+        site,
+        bytes_per_s={link.target: link.bytes_per_s for link in found if link.source == site.node and not link.problem},
+    )
+
+
 def _node_profile(profile: MachineProfile, name: str, utilization: float) -> NodeProfile:
     return measured_node(profile, name, reserve_share=1.0 - utilization)
 
 
-def _plan(settings: Settings, served: ServedModel, nodes: Sequence[NodeProfile]) -> Plan:
+def _plan(settings: Settings, served: ServedModel, cluster: ClusterProfile) -> Plan:
     profile = profile_folder(served.folder, served.names[0])
     context = settings.max_model_len or min(_PROMISED_TOKENS, profile.context_tokens)
     demand = Demand(context, 1, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
-    return place(profile, ClusterProfile(tuple(nodes)), Wish(demand, strategy=settings.strategy))
+    return place(profile, cluster, Wish(demand, strategy=settings.strategy))
 
 
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:

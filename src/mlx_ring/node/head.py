@@ -125,6 +125,7 @@ class Head:
             )
             await cleanup.enter_async_context(announcing(told, address.port))
         cluster = Cluster(settings, self._served, control, address, self._offered_manifest)
+        self._service.links = lambda: cluster.survey.found
         cleanup.push_async_callback(cluster.stop)
         self._audience.joining(address, control.make_token(life_s=_TOKEN_LIFE_S), settings.nodes - 1)
         return cluster

@@ -18,15 +18,22 @@ from mlx_ring.cluster.agent_link import Source
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of
 from mlx_ring.cluster.head_member import ensure_head_member
+from mlx_ring.cluster.link_survey import LinkSurvey
 from mlx_ring.cluster.local_agent import LocalAgent
-from mlx_ring.cluster.membership import Event, Went
+from mlx_ring.cluster.membership import Came, Event, Went
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.config import Settings, state_folder
 from mlx_ring.core.machine import node_name, share_cores
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
-from mlx_ring.node.arrangement import Arrangement, arrange_cluster, arrange_here, cluster_sites
+from mlx_ring.node.arrangement import (
+    Arrangement,
+    arrange_cluster,
+    arrange_here,
+    cluster_sites,
+    link_ends,
+)
 from mlx_ring.node.instance import Epoch, assign
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
@@ -114,6 +121,8 @@ class Cluster:
         self._offer = offer
         self._is_first = True
         self._own_agent: subprocess.Popen[bytes] | None = None
+        self.survey = LinkSurvey(control.node)
+        """What is known of the links between its nodes."""
 
     async def next_epoch(self, number: int, nodes: int) -> Epoch:
         control = self._control
@@ -136,7 +145,7 @@ class Cluster:
             if found is not None:
                 return self._adopted(found, sites, number)
             arrangement = await arrange_cluster(
-                self._settings, self._served, control, membership, sites, self._offer
+                self._settings, self._served, control, membership, sites, self._offer, self.survey
             )
         except BaseException:
             await _close(sites)
@@ -209,9 +218,29 @@ class Cluster:
         def heed(event: Event) -> None:
             if isinstance(event, Went):
                 heed_loss(event.node, event.reason)
+            elif isinstance(event, Came):
+                came.set()
 
-        with self._control.watching(heed):
-            yield
+        came = asyncio.Event()
+        came.set()
+        measuring = asyncio.create_task(self._measure_whoever_comes(came), name="links")
+        try:
+            with self._control.watching(heed):
+                yield
+        finally:
+            measuring.cancel()
+
+    async def _measure_whoever_comes(self, came: asyncio.Event) -> None:
+        """What joins while a model is served is used at the next plan; its links are known by then."""
+        while True:
+            await came.wait()
+            came.clear()
+            membership = self._control.membership
+            sites = cluster_sites(self._served, self._control, membership, self._address.port)
+            try:
+                await self.survey.take(link_ends(membership, sites))
+            finally:
+                await _close(sites)
 
 
 def new_instance(served: ServedModel) -> str:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_ring.api.service import InstanceInfo, SamplingDefaults, ServingEngine, WorkerInfo
+from mlx_ring.api.service import (
+    InstanceInfo,
+    LinkInfo,
+    LinkUse,
+    SamplingDefaults,
+    ServingEngine,
+    WorkerInfo,
+)
+from mlx_ring.cluster.found_links import FoundLink
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.served_model import ServedModel, describe_model
-from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +41,8 @@ class HeadService:
         self._workers: dict[str, tuple[WorkerInfo, ...]] = {}
         """By node."""
         self._metadata = describe_model(served.folder)
+        self.links: Callable[[], Sequence[FoundLink]] = tuple
+        """What is known of the links between nodes."""
         self.created = int(time.time())
         self.default_sampling = _sampling_defaults(served.folder.generation_config)
 
@@ -79,7 +89,8 @@ class HeadService:
             (worker for of_node in self._workers.values() for worker in of_node),
             key=lambda worker: (worker.stage, worker.rank),
         )
-        return InstanceInfo(self._instance, self._epoch, layers, tuple(workers), self._kv_bits)
+        links = tuple(map(_link_info, self.links()))
+        return InstanceInfo(self._instance, self._epoch, layers, tuple(workers), self._kv_bits, links)
 
     def begin(self, instance: str, epoch: int, ranges: Sequence[LayerRange]) -> None:
         """Another instance is being loaded, with these layers in its stages."""
@@ -106,6 +117,17 @@ class HeadService:
         )
 
 
+def _link_info(found: FoundLink) -> LinkInfo:
+    return LinkInfo(
+        source=found.source,
+        target=found.target,
+        round_trip_s=found.round_trip_s,
+        bytes_per_s=found.bytes_per_s,
+        unix_time_s=found.unix_time_s,
+        problem=found.problem,
+    )
+
+
 def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) -> WorkerInfo:
     status = state.status
     return WorkerInfo(
@@ -124,7 +146,15 @@ def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) ->
         rss_bytes=status.rss_bytes,
         kv_bytes=status.kv_bytes,
         blas=status.blas,
+        sends=_sends(status),
     )
+
+
+def _sends(status: worker_pb2.WorkerStatus) -> LinkUse | None:
+    if not status.HasField("sends"):
+        return None
+    sends = status.sends
+    return LinkUse(sends.compresses, sends.why, sends.frames, sends.tensor_bytes, sends.sent_bytes)
 
 
 def _sampling_defaults(config: Mapping[str, Any]) -> SamplingDefaults:

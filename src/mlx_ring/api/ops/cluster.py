@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import mean
 
 from fastapi import APIRouter
 
+from mlx_ring.api.ops.links import told_links
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import InstanceInfo, WorkerInfo
 from mlx_ring.engine.executor import RankId
@@ -31,6 +33,7 @@ def routes(context: ApiContext) -> APIRouter:
             "stages": instance.stages,
             "layers": instance.layers,
             "world_size": len(workers),
+            "links": told_links(instance, time.time()),
             "devices": [_device(worker, instance) for worker in workers],
             "scheduling": None if error is not None else _scheduling(service.engine.policy, instance),
             "step_times": [] if error is not None else _step_times(service.engine.stats().scheduler.recent),
