@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 _SOURCE = Path(__file__).with_name("switch.c")
 _WAIT_S = 30
@@ -62,7 +63,9 @@ class Host:
     def sent_bytes(self) -> int:
         """That have left it so far."""
         path = "/sys/class/net/eth0/statistics/tx_bytes"
-        return int(subprocess.run(self.command("cat", path), capture_output=True, text=True, check=True).stdout)
+        return int(
+            subprocess.run(self.command("cat", path), capture_output=True, text=True, check=True).stdout
+        )
 
 
 class Lan:
@@ -74,20 +77,18 @@ class Lan:
 
     def set(self, *, round_trip_ms: float, mbit_s: float) -> None:
         """What every way between two hosts takes from now on; 0 is nothing, and without bound."""
-        assert self._switch.stdin is not None
-        assert self._switch.stdout is not None
-        self._switch.stdin.write(f"{round_trip_ms * 500} {mbit_s}\n")
-        self._switch.stdin.flush()
-        if self._switch.stdout.readline() != "set\n":
+        commands, answers = _pipes(self._switch)
+        commands.write(f"{round_trip_ms * 500} {mbit_s}\n")
+        commands.flush()
+        if answers.readline() != "set\n":
             raise SystemExit("The switch has ended.")
 
     def round_trip_ms(self, times: int = 200) -> float:
         """Of one byte from the first host to the second and back: the median."""
         one, other = self.hosts[:2]
-        echo = subprocess.Popen(other.command(sys.executable, "-c", _ECHO), stdout=subprocess.PIPE, text=True)
+        echo = subprocess.Popen(other.command(sys.executable, "-c", _ECHO), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
-            assert echo.stdout is not None
-            echo.stdout.readline()
+            _pipes(echo)[1].readline()
             asked = one.command(sys.executable, "-c", _ASK, other.address, str(times))
             told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=_WAIT_S).stdout
         finally:
@@ -125,15 +126,14 @@ def emulated_lan(count: int) -> Iterator[Lan]:
 def _switch(program: Path, hosts: Sequence[Host]) -> Iterator[subprocess.Popen[str]]:
     command = [str(program), *(host.namespace for host in hosts)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as switch:
-        assert switch.stdin is not None
-        assert switch.stdout is not None
-        if switch.stdout.readline() != "ready\n":
+        commands, answers = _pipes(switch)
+        if answers.readline() != "ready\n":
             raise SystemExit("The switch did not start: TAP devices may not be allowed here.")
         # Others that want the processor must not lengthen the delay.
         with contextlib.suppress(OSError):
             os.sched_setscheduler(switch.pid, os.SCHED_FIFO, os.sched_param(50))
         yield switch
-        switch.stdin.close()
+        commands.close()
 
 
 @contextlib.contextmanager
@@ -149,6 +149,13 @@ def _removed_afterwards(names: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         watcher.communicate(timeout=_WAIT_S)
+
+
+def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    """To the process and from it."""
+    if process.stdin is None or process.stdout is None:
+        raise ValueError(process.args)
+    return process.stdin, process.stdout
 
 
 def _ip(*arguments: str) -> None:

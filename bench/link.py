@@ -100,7 +100,9 @@ def _process(host: Host, command: Sequence[str], output: int) -> Iterator[subpro
 def pin_all(hosts: Sequence[Host], pinned: Sequence[int]) -> None:
     """Everything on a host to a core of the host's own."""
     for host, core in zip(hosts, pinned, strict=False):
-        listed = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True
+        )
         for pid in map(int, listed.stdout.split()):
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if "mlx_ring" in " ".join(psutil.Process(pid).cmdline()):
@@ -147,7 +149,9 @@ def measure(lan: Lan, url: str, options: argparse.Namespace, core: int | None) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--round-trip-ms", type=float, default=0.3, help="added to what the switch takes itself")
+    parser.add_argument(
+        "--round-trip-ms", type=float, default=0.3, help="added to what the switch takes itself"
+    )
     parser.add_argument("--gbit-s", type=float, default=10.0)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
@@ -169,7 +173,10 @@ def main() -> None:
 
 
 def _print(
-    rounds: Sequence[Round], round_trips_ms: tuple[float, float], sent: Sequence[int], options: argparse.Namespace
+    rounds: Sequence[Round],
+    round_trips_ms: tuple[float, float],
+    sent: Sequence[int],
+    options: argparse.Namespace,
 ) -> None:
     ratio = statistics.median(made.ratio for made in rounds)
     added_ms = statistics.median(made.added_ms for made in rounds)
@@ -185,7 +192,9 @@ def _print(
         f"floor: a token crosses twice, activations of {4 * SHAPE.hidden} bytes there and its number back: "
         f"{hops_ms:.3f} ms of a step of {step_ms:.1f} ms, a ratio of {step_ms / (step_ms + hops_ms):.3f} at best"
     )
-    print(f"measured: {added_ms:.3f} ms more a token; {each[0]:.0f} bytes a token there and {each[1]:.0f} back in all")
+    print(
+        f"measured: {added_ms:.3f} ms more a token; {each[0]:.0f} bytes a token there and {each[1]:.0f} back in all"
+    )
     told = " ".join(f"{made.ratio:.3f}" for made in rounds)
     print(
         f"decode with {options.round_trip_ms:g} ms and {options.gbit_s:g} Gbit/s over without: {ratio:.3f}  "

@@ -19,9 +19,10 @@ from mlx_ring.cluster.agent_link import AgentLink
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import PeerRefused, RingError, WorkerStuck
 from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.link_probe import LinkMeasure
-from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.link_probe import PROBE, LinkMeasure
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.names import node_name
 
@@ -125,7 +126,7 @@ def test_probes_are_answered_to_members_alone(authority: Authority, tmp_path: Pa
             linked_node(authority, "mini-1", tmp_path / "1") as one,
             open_aio_channel(f"127.0.0.1:{one.links_port}", sneaky, node_name("mini-1")) as channel,
         ):
-            call = channel.stream_stream("/mlx_ring.Probe/Link")(iter([b"x"]))
+            call = PROBE.aio_stream_stream(channel)(iter([Frame(worker_pb2.FrameHeader())]))
             with pytest.raises(grpc.aio.AioRpcError):
                 await call.read()
 
@@ -172,7 +173,7 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(
     assert "is measured again the next time" in caplog.text
 
 
-def test_the_key_of_a_way_has_both_ends(tmp_path: Path) -> None:
+def test_the_key_of_a_way_has_both_ends() -> None:
     assert WayKey.to("mini-2", "127.0.0.1:50051") == WayKey("mini-2", "127.0.0.1", "127.0.0.1")
     assert WayKey.to("mini-2", "[::1]:50051") == WayKey("mini-2", "::1", "::1")
     assert not WayKey.to("mini-2", "no.such.host.invalid:1").source

@@ -15,7 +15,9 @@ from mlx_ring.cluster.planner.profiles import UNREACHABLE, LinkProfile
 def test_every_pair_is_measured_once_and_no_node_is_in_two_pairs_of_a_round(count: int) -> None:
     nodes = [f"mini-{number}" for number in range(count)]
     made = list(rounds(nodes))
-    assert sorted(sorted(pair) for pairs in made for pair in pairs) == sorted(map(list, combinations(nodes, 2)))
+    assert sorted(sorted(pair) for pairs in made for pair in pairs) == sorted(
+        map(list, combinations(nodes, 2))
+    )
     for pairs in made:
         assert all(times == 1 for times in Counter(node for pair in pairs for node in pair).values())
     assert len(made) == max(0, count - 1 + count % 2)
@@ -33,7 +35,7 @@ def test_a_link_that_is_broken_one_way_is_none() -> None:
 
 
 def test_the_links_that_a_plan_uses_are_told() -> None:
-    links = {
+    links: dict[frozenset[str], LinkProfile] = {
         frozenset(("head", "mini")): LinkProfile(0.31e-3, 1.2e9),
         frozenset(("mini", "box")): LinkProfile(4e-3, 5e6),
         frozenset(("head", "other")): LinkProfile(1e-3, 1e8),

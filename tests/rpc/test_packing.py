@@ -29,7 +29,11 @@ def activations(numbers: int, dtype: str = "float32") -> bytes:
     floats = values.astype(np.float32)
     if dtype == "float16":
         return floats.astype(np.float16).tobytes()
-    return (floats.view(np.uint32) >> 16).astype(np.uint16).tobytes() if dtype == "bfloat16" else floats.tobytes()
+    return (
+        (floats.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        if dtype == "bfloat16"
+        else floats.tobytes()
+    )
 
 
 def frame_of(data: bytes, dtype: str) -> Frame:
@@ -69,7 +73,7 @@ def test_infinities_nans_and_their_payloads_come_back(dtype: str) -> None:
 def test_activations_take_less(dtype: str, share: float) -> None:
     data = activations(1 << 15, dtype)
     high, packed = pack(dtype, data)
-    assert 0 < high
+    assert high > 0
     assert len(packed) < share * len(data)
 
 
@@ -78,9 +82,7 @@ def test_nothing_and_bytes_are_left_as_they_are() -> None:
     assert pack("uint8", bytes(4096)) == (0, b"")
 
 
-@given(
-    dtype=st.sampled_from(sorted(WIDTHS)), high=st.integers(0, 1 << 33), payload=st.binary(max_size=300)
-)
+@given(dtype=st.sampled_from(sorted(WIDTHS)), high=st.integers(0, 1 << 33), payload=st.binary(max_size=300))
 def test_any_bytes_are_numbers_or_a_protocol_error(dtype: str, high: int, payload: bytes) -> None:
     try:
         data = unpack(dtype, high, payload)

@@ -89,9 +89,7 @@ async def _attendance(
 ) -> AsyncIterator[tuple[str, ...]]:
     """One call: what is revoked, at each answer."""
     peer = f"The head at {head}"
-    channel = open_aio_channel(
-        head.cluster, credentials, HEAD_NAME, max_message_bytes=AGENT_MESSAGE_BYTES
-    )
+    channel = open_aio_channel(head.cluster, credentials, HEAD_NAME, max_message_bytes=AGENT_MESSAGE_BYTES)
     try:
         call = ATTEND.aio_stream_stream(channel)(_messages(head, who))
         while True:

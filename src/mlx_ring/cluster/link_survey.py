@@ -86,7 +86,9 @@ class LinkSurvey:
         try:
             said = await source.agent.measure_link(hello, target.node, address, MAX_AGE_S, _ANSWER_S)
             if not (0 < said.round_trip_s < inf and 0 < said.bytes_per_s < inf):
-                raise ProtocolError(f"{source.node} tells of {said.round_trip_s:g} s and {said.bytes_per_s:g} bytes/s.")
+                raise ProtocolError(
+                    f"{source.node} tells of {said.round_trip_s:g} s and {said.bytes_per_s:g} bytes/s."
+                )
         except RingError as error:
             log.warning("the link from %s to %s could not be measured: %s", source.node, target.node, error)
             return FoundLink(source.node, target.node, problem=str(error))

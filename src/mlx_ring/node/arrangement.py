@@ -144,7 +144,9 @@ def with_throughput(site: Site, found: Iterable[FoundLink]) -> Site:
     """The site, with what it can send to others."""
     return replace(
         site,
-        bytes_per_s={link.target: link.bytes_per_s for link in found if link.source == site.node and not link.problem},
+        bytes_per_s={
+            link.target: link.bytes_per_s for link in found if link.source == site.node and not link.problem
+        },
     )
 
 

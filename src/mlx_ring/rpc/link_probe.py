@@ -7,6 +7,7 @@ on both sides, in time, frames and bytes; a frame that is none of a probe's ends
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import statistics
 import time
@@ -21,6 +22,9 @@ from mlx_ring.rpc.frames import Frame, encode_frame, receive_frame
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.methods import Method, service_handler
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+from mlx_ring.rpc.tls.peers import CallContext, address_of_call
+
+log = logging.getLogger(__name__)
 
 PROBE_SERVICE = "mlx_ring.Probe"
 PROBE: Method[Frame, worker_pb2.FrameAccepted] = Method(
@@ -256,21 +260,27 @@ class LinkResponder:
         return service_handler(PROBE_SERVICE, ((PROBE, self.respond_aio),))
 
     def respond(
-        self, frames: Iterator[Frame], _context: grpc.ServicerContext
+        self, frames: Iterator[Frame], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.FrameAccepted]:
         judge = ProbeJudge(self._hello)
         for frame in frames:
             answer = judge.answer(frame)
             yield answer
             if answer.HasField("failure"):
+                _log_end(answer, context)
                 return
 
     async def respond_aio(
-        self, frames: AsyncIterator[Frame], _context: grpc.aio.ServicerContext[object, object]
+        self, frames: AsyncIterator[Frame], context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.FrameAccepted]:
         judge = ProbeJudge(self._hello)
         async for frame in frames:
             answer = judge.answer(frame)
             yield answer
             if answer.HasField("failure"):
+                _log_end(answer, context)
                 return
+
+
+def _log_end(answer: worker_pb2.FrameAccepted, context: CallContext) -> None:
+    log.warning("ended a probe from %s: %s", address_of_call(context), answer.failure.message)

@@ -40,7 +40,7 @@ def test_a_machine_that_another_does_not_reach_is_left_out_with_the_reason() -> 
 
 def test_where_only_machines_that_do_not_reach_each_other_have_room_the_error_names_them() -> None:
     cluster = broken(cluster_of(node_of("a", 2), node_of("b", 2)), ("b", "a"))
-    with pytest.raises(PlanError, match="these do not reach each other: a and b. Mend the network"):
+    with pytest.raises(PlanError, match=r"these do not reach each other: a and b\. Mend the network"):
         place(model_of(28), cluster, AUTO)
 
 
