@@ -86,7 +86,12 @@ class Lan:
     def round_trip_ms(self, times: int = 200) -> float:
         """Of one byte from the first host to the second and back: the median."""
         one, other = self.hosts[:2]
-        echo = subprocess.Popen(other.command(sys.executable, "-c", _ECHO), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        echo = subprocess.Popen(
+            other.command(sys.executable, "-c", _ECHO),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         try:
             _pipes(echo)[1].readline()
             asked = one.command(sys.executable, "-c", _ASK, other.address, str(times))

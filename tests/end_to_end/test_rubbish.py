@@ -107,8 +107,8 @@ def test_a_stranger_without_a_certificate_is_cut_off(serving_two: Serving) -> No
             connection.sendall(beginning_of_call(port.path))
             assert b"grpc-status" not in until_closed(connection)
     assert serving_two.is_unharmed()
-    refused = [line for line in serving_two.logged()["head"].splitlines() if "refused a connection" in line]
-    assert any("it showed no certificate" in line for line in refused)
+    logged = serving_two.logged()
+    assert all("refused a connection: it showed no certificate" in logged[name] for name in ("head", "agent"))
 
 
 def test_noise_of_a_member_ends_its_connection(serving_two: Serving) -> None:

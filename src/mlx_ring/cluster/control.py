@@ -104,14 +104,15 @@ class Control:
         self, requests: AsyncIterator[cluster_pb2.AttendRequest], context: Context
     ) -> AsyncIterator[cluster_pb2.AttendReply]:
         """For as long as a node is there. Each of its messages is answered."""
+        host = host_of_call(context)
         try:
             member = self._member(await _next(requests), context)
         except RingError as error:
-            log.warning("refused %s: %s", host_of_call(context), error)
+            log.warning("refused %s: %s", host, error)
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
             return
         except (StopAsyncIteration, TimeoutError):
-            log.warning("refused %s: it attends and did not say as whom", host_of_call(context))
+            log.warning("refused %s: it attends and did not say as whom", host)
             return
         reason = "it was cut off"
         log.info("%s (%s) is there, at %s", member.node, member.machine, member.host)

@@ -309,7 +309,7 @@ def flag_name(field: str) -> str:
 def quieten_grpc() -> None:
     """Keep gRPC's C library from writing its own untagged lines, in this process and in its children.
 
-    To be called before gRPC is first used. What matters it also tells through its errors.
+    To be called before gRPC is imported. What matters it also tells through its errors.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
@@ -317,7 +317,7 @@ def quieten_grpc() -> None:
 def let_grpc_speak() -> None:
     """Have gRPC's C library write why it refused a connection; `rpc/tls/handshakes.py` reads that off.
 
-    To be called before gRPC is first used. A level that a person has set stays; children begin quiet again.
+    To be called before gRPC is imported: it reads the level then. A level that a person has set stays; children begin quiet again.
     """
     if os.environ.get("GRPC_VERBOSITY", "NONE") == "NONE":
         os.environ["GRPC_VERBOSITY"] = _OUR_GRPC_LEVEL

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import statistics
+import threading
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from dataclasses import dataclass, field
@@ -262,13 +263,18 @@ class LinkResponder:
     def respond(
         self, frames: Iterator[Frame], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.FrameAccepted]:
-        judge = ProbeJudge(self._hello)
-        for frame in frames:
-            answer = judge.answer(frame)
-            yield answer
-            if answer.HasField("failure"):
-                _log_end(answer, context)
-                return
+        judge, patience = ProbeJudge(self._hello), threading.Timer(_RESPONDER_S, context.cancel)
+        # A prober that says nothing would hold a thread.
+        patience.start()
+        try:
+            for frame in frames:
+                answer = judge.answer(frame)
+                yield answer
+                if answer.HasField("failure"):
+                    _log_end(answer, context)
+                    return
+        finally:
+            patience.cancel()
 
     async def respond_aio(
         self, frames: AsyncIterator[Frame], context: grpc.aio.ServicerContext[object, object]

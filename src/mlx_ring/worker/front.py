@@ -269,11 +269,12 @@ class WorkerFront:
         self, frames: Iterator[Frame], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.FrameAccepted]:
         """Take what another stage sends, until it closes the stream."""
+        address = address_of_call(context)
         try:
             theirs = _greeting(_first(frames, context))
             inbox = self._accept_link(theirs, context)
         except RingError as error:
-            log.warning("refused a link from %s: %s", address_of_call(context), error)
+            log.warning("refused a link from %s: %s", address, error)
             yield worker_pb2.FrameAccepted(failure=error_to_failure(error))
             return
         yield worker_pb2.FrameAccepted(hello=self.hello())
