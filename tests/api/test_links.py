@@ -19,12 +19,12 @@ def link(source: str, target: str, problem: str = "") -> LinkInfo:
     return LinkInfo(source, target, 0.00031, 1.2e9, NOW - 60, problem)
 
 
-def instance(*workers: WorkerInfo, links: tuple[LinkInfo, ...]) -> InstanceInfo:
-    return InstanceInfo("demo", 1, 2, workers, links=links)
+def instance(*workers: WorkerInfo) -> InstanceInfo:
+    return InstanceInfo("demo", 1, 2, workers)
 
 
 def test_a_link_is_told_as_it_was_measured_with_its_age() -> None:
-    (told,) = told_links(instance(links=(link("a", "b"),)), NOW)
+    (told,) = told_links([link("a", "b")], [], NOW)
     assert told == {
         "from": "a",
         "to": "b",
@@ -34,13 +34,13 @@ def test_a_link_is_told_as_it_was_measured_with_its_age() -> None:
         "measured_s_ago": 60.0,
         "carries_activations": False,
         "compresses": False,
-        "why": "no stage of the model sends over it",
+        "why": "no stage of a model sends over it",
     }
 
 
 def test_the_way_that_activations_take_tells_whether_they_are_compressed_and_why() -> None:
     there, back = told_links(
-        instance(worker(0, "a", USE), worker(1, "b"), links=(link("a", "b"), link("b", "a"))), NOW
+        [link("a", "b"), link("b", "a")], [instance(worker(0, "a", USE), worker(1, "b"))], NOW
     )
     assert (there["carries_activations"], there["compresses"], there["why"]) == (True, True, USE.why)
     assert (there["frames"], there["tensor_bytes"], there["sent_bytes"]) == (3, 24_576, 18_000)
@@ -48,16 +48,23 @@ def test_the_way_that_activations_take_tells_whether_they_are_compressed_and_why
 
 
 def test_a_link_whose_worker_has_not_spoken_yet_says_so() -> None:
-    (told,) = told_links(instance(worker(0, "a"), worker(1, "b"), links=(link("a", "b"),)), NOW)
+    (told,) = told_links([link("a", "b")], [instance(worker(0, "a"), worker(1, "b"))], NOW)
     assert told["why"] == "nothing is known of what was sent yet"
 
 
 def test_a_broken_link_has_its_problem_and_no_figures() -> None:
-    (told,) = told_links(instance(links=(link("a", "b", "b did not answer"),)), NOW)
+    (told,) = told_links([link("a", "b", "b did not answer")], [], NOW)
     assert told["problem"] == "b did not answer"
     assert "round_trip_us" not in told
 
 
 def test_stages_of_one_node_send_over_no_link() -> None:
-    (told,) = told_links(instance(worker(0, "a"), worker(1, "a"), links=(link("a", "b"),)), NOW)
+    (told,) = told_links([link("a", "b")], [instance(worker(0, "a"), worker(1, "a"))], NOW)
     assert told["carries_activations"] is False
+
+
+def test_what_several_instances_send_is_told_together() -> None:
+    little = LinkUse(compresses=False, why="little", frames=1, tensor_bytes=10, sent_bytes=10)
+    instances = [instance(worker(0, "a", use), worker(1, "b")) for use in (USE, little)]
+    (told,) = told_links([link("a", "b")], instances, NOW)
+    assert (told["frames"], told["sent_bytes"], told["compresses"], told["why"]) == (4, 18_010, True, USE.why)

@@ -33,7 +33,7 @@ def routes(context: ApiContext) -> APIRouter:
             "stages": instance.stages,
             "layers": instance.layers,
             "world_size": len(workers),
-            "links": told_links(instance, time.time()),
+            "links": told_links(instance.links, [instance], time.time()),
             "devices": [_device(worker, instance) for worker in workers],
             "scheduling": None if error is not None else _scheduling(service.engine.policy, instance),
             "step_times": [] if error is not None else _step_times(service.engine.stats().scheduler.recent),
