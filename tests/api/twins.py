@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mlx_ring.api.service import InstanceInfo, ModelService, SamplingDefaults, State, WorkerInfo
+from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, SamplingDefaults, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
 from mlx_ring.core.types import LayerRange
@@ -176,6 +176,7 @@ class TwinCatalog:
 
     def __init__(self, *models: TwinService) -> None:
         self.models = models
+        self.links: Sequence[LinkInfo] = ()
         self.refusal: RingError | None = None
         """Why nothing can be loaded."""
 

@@ -108,3 +108,17 @@ def test_a_log_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     lines = lines_of("logging.info('goes on')", tmp_path / "file" / "logs")
     assert "cannot be written" in lines[0]
     assert lines[1].endswith("goes on")
+
+
+def test_what_grpc_cannot_read_of_a_peer_is_one_line(tmp_path: Path) -> None:
+    code = (
+        "class DecodeError(Exception): pass\n"
+        "log = logging.getLogger('grpc._common')\n"
+        "for error in (DecodeError('wire format was corrupt'), ValueError('our own')):\n"
+        "    try: raise error\n"
+        "    except Exception: log.exception('could not deserialize')\n"
+    )
+    first, *others = lines_of("\n" + code, tmp_path)
+    assert first.endswith("could not deserialize: wire format was corrupt")
+    assert any("ValueError: our own" in line for line in others)
+    assert any("Traceback" in line for line in others)

@@ -98,10 +98,11 @@ def test_rubbish_ends_the_probe_with_a_reason_and_nothing_else(
     assert probe_link(channel, make_hello(), "other", SHORT).frames
 
 
-def test_bytes_that_are_no_frame_end_the_call_alone(channel: grpc.Channel) -> None:
+def test_bytes_that_are_no_frame_end_the_probe_alone(channel: grpc.Channel) -> None:
     raw: Method[bytes, bytes] = Method(PROBE.service, PROBE.name, PROBE.arity, bytes, bytes, bytes, bytes)
-    with pytest.raises(grpc.RpcError):
-        list(raw.stream_stream(channel)(iter([b"\xff\xff\xff\xff rubbish"]), timeout=30))
+    (answer,) = raw.stream_stream(channel)(iter([b"\xff\xff\xff\xff rubbish"]), timeout=30)
+    told = worker_pb2.FrameAccepted.FromString(answer).failure
+    assert (told.kind, "should have 4294967295 bytes" in told.message) == ("ProtocolError", True)
     assert probe_link(channel, make_hello(), "other", SHORT).frames
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
+import zstandard
 
 from mlx_ring.core.errors import ProtocolError, StaleMessage, StepFailed, WorkerLost, WorkerStuck
 from mlx_ring.rpc.channels import make_server
@@ -25,6 +28,7 @@ from mlx_ring.rpc.links import (
     deliver_frames,
 )
 from mlx_ring.rpc.methods import LINK, WORKER_SERVICE, service_handler
+from mlx_ring.rpc.packing import Packer
 from mlx_ring.rpc.protos import worker_pb2
 
 TENSOR = WireTensor("float32", (2, 3), bytes(range(24)), (7, 8))
@@ -173,3 +177,31 @@ def test_whether_a_message_is_here_can_be_waited_for_and_given_up(inbox: Inbox) 
     sender.join()
     inbox.break_off(WorkerLost("gone"))
     assert inbox.holds(key(2), wait_s=60.0), "an error is an answer too"
+
+
+def test_activations_over_a_slow_link_are_packed_and_arrive_as_they_were(inbox: Inbox) -> None:
+    server, port = _serve(inbox, "127.0.0.1:0")
+    packer = Packer(bytes_per_s=10_000)
+    sender = GrpcLink(f"127.0.0.1:{port}", make_hello(), packer=packer)
+    data = np.random.default_rng(3).standard_normal(8192).astype(np.float32).tobytes()
+    try:
+        for step in (1, 2):
+            sender.send(key(step), WireTensor("float32", (8, 1024), data, (7,)))
+            got = inbox.recv(key(step), deadline=time.monotonic() + 30)
+            assert (got.dtype, got.shape, bytes(got.data), got.tokens) == ("float32", (8, 1024), data, (7,))
+    finally:
+        sender.close()
+        server.stop(None).wait()
+    use = packer.use()
+    assert use.compresses
+    assert use.sent_bytes < use.tensor_bytes == 2 * len(data)
+
+
+def test_a_packed_frame_that_would_grow_beyond_what_it_has_is_refused(inbox: Inbox) -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+    activation = worker_pb2.Activation(
+        instance="demo", epoch=1, step=1, dtype="bfloat16", shape=[8], packed_bytes=len(bomb)
+    )
+    frame = Frame(worker_pb2.FrameHeader(activation=activation), bomb + bytes(8))
+    with pytest.raises(ProtocolError, match="announces 16777216 bytes; there are 8 numbers"):
+        deliver_frames(iter([frame]), inbox)

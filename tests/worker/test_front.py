@@ -18,6 +18,16 @@ from mlx_ring.worker.front import WorkerFront, WorkerIdentity
 NEXT = LinkKey("demo-1", 1, 1)
 
 
+class _Local:
+    """A call over a Unix socket."""
+
+    def peer(self) -> str:
+        return "unix:/run/worker"
+
+    def cancel(self) -> None:
+        """It is being ended anyway."""
+
+
 def assigned(stage: int) -> tuple[WorkerFront, Inbox]:
     """A worker that is to hold this stage of three, and where its activations arrive."""
     front = WorkerFront(WorkerIdentity("here", stage, 0, "none"))
@@ -28,7 +38,7 @@ def assigned(stage: int) -> tuple[WorkerFront, Inbox]:
 
 def link(front: WorkerFront, *frames: Frame) -> worker_pb2.FrameAccepted:
     """Its first answer; the link is then closed."""
-    (first,) = front.link(iter(frames), cast("Any", None))
+    (first,) = front.link(iter(frames), cast("Any", _Local()))
     return first
 
 

@@ -14,7 +14,7 @@ from mlx_ring.core.errors import PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.machine import node_name
 from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.core.process_limits import usable_memory
-from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ATTEND
@@ -42,6 +42,8 @@ class Attendant:
     """Where its agent listens."""
     profile: MachineProfile
     memory_utilization: float
+    links_port: int = 0
+    """Where it answers probes of links; 0: nowhere."""
 
 
 async def attend_for_ever(
@@ -87,7 +89,7 @@ async def _attendance(
 ) -> AsyncIterator[tuple[str, ...]]:
     """One call: what is revoked, at each answer."""
     peer = f"The head at {head}"
-    channel = open_aio_channel(head.cluster, credentials, HEAD_NAME)
+    channel = open_aio_channel(head.cluster, credentials, HEAD_NAME, max_message_bytes=AGENT_MESSAGE_BYTES)
     try:
         call = ATTEND.aio_stream_stream(channel)(_messages(head, who))
         while True:
@@ -117,6 +119,7 @@ async def _messages(head: HeadAddress, who: Attendant) -> AsyncIterator[cluster_
         head_host=head.host,
         profile=who.profile.model_dump_json(),
         memory_utilization=who.memory_utilization,
+        links_port=who.links_port,
         memory_free_bytes=usable_memory().available_bytes,
     )
     while True:

@@ -11,12 +11,10 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_ring.agent.member import MemberOptions, serve_as_member
 from mlx_ring.core.addresses import parse_head_address
 from mlx_ring.core.config import let_grpc_speak, quieten_grpc
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import make_run_folder
-from mlx_ring.rpc.tls.handshakes import log_refused_handshakes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = _parse(arguments)
     quieten_grpc()
     let_grpc_speak()
+    # gRPC reads how much to say when it comes in, which it does with these.
+    from mlx_ring.agent.member import MemberOptions, serve_as_member  # noqa: PLC0415
+    from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415
+
     configure_logging(
         process="agent", node=given.node, rank=None, level=given.log_level, log_dir=given.log_dir
     )

@@ -13,6 +13,8 @@ from mlx_ring.agent.attendance import Attendant, attend_for_ever
 from mlx_ring.agent.enrolment import renew_if_due
 from mlx_ring.agent.fetched_models import FetchedModels
 from mlx_ring.agent.front import AgentFront
+from mlx_ring.agent.link_store import LinkStore
+from mlx_ring.agent.links import LinkFront, make_responder
 from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
 from mlx_ring.agent.profiling import ProfileOptions
 from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
@@ -22,7 +24,7 @@ from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import node_folder, weights_folder
 from mlx_ring.core.errors import ConfigError, RingError
 from mlx_ring.core.private_files import try_lock
-from mlx_ring.rpc.channels import add_secure_port, make_aio_server
+from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, add_secure_port, make_aio_server
 from mlx_ring.rpc.methods import AGENT_SERVICE
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials, serve_from_folder
 from mlx_ring.rpc.tls.guard import AioPeerGuard
@@ -88,10 +90,16 @@ async def serve_as_member(options: MemberOptions) -> None:
         options.node, supervisor, options.load_timeout_s, ends_when_empty=False, fetched=fetched
     )
     guard = AioPeerGuard(revoked.refusal, head_only=(f"/{AGENT_SERVICE}/",))
-    server = make_aio_server(interceptors=[guard])
-    server.add_generic_rpc_handlers((front.handler(), WeightsFront(options.node, store).handler()))
+    links = LinkFront(options.node, credentials, LinkStore(folder))
+    server = make_aio_server(interceptors=[guard], max_message_bytes=AGENT_MESSAGE_BYTES)
+    server.add_generic_rpc_handlers(
+        (front.handler(), links.handler(), WeightsFront(options.node, store).handler())
+    )
     port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(folder))
+    responder = make_responder(options.node, revoked.refusal)
+    links_port = add_secure_port(responder, f"{options.listen}:0", serve_from_folder(folder))
     await server.start()
+    responder.start()
 
     def revoke(serials: tuple[str, ...]) -> None:
         if serials != supervisor.revoked:
@@ -99,7 +107,7 @@ async def serve_as_member(options: MemberOptions) -> None:
             revoked.replace(serials)
             guard.end_refused()
 
-    who = Attendant(options.node, port, profile, options.memory_utilization)
+    who = Attendant(options.node, port, profile, options.memory_utilization, links_port)
     attending = asyncio.create_task(
         attend_for_ever(options.head, credentials, who, revoke), name="attendance"
     )
@@ -110,6 +118,7 @@ async def serve_as_member(options: MemberOptions) -> None:
         attending.cancel()
         renewing.cancel()
         await supervisor.stop()
+        responder.stop(None)
         await server.stop(grace=0.5)
         os.close(lock)
         log.info("ended")

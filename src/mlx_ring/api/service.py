@@ -75,6 +75,32 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkUse:
+    """What a stage sends to the next one."""
+
+    compresses: bool
+    why: str
+    frames: int
+    tensor_bytes: int
+    sent_bytes: int
+    """Of tensors, as they went over the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkInfo:
+    """One way between two nodes, as it was measured."""
+
+    source: str
+    target: str
+    round_trip_s: float
+    bytes_per_s: float
+    unix_time_s: float
+    """When."""
+    problem: str = ""
+    """Why nothing gets through; the figures are then 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """One rank of one stage, as it measured itself last. Bytes."""
 
@@ -95,6 +121,8 @@ class WorkerInfo:
     rss_bytes: int
     kv_bytes: int
     blas: str = ""
+    sends: LinkUse | None = None
+    """To the next stage; None where there is none, or nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +217,11 @@ class ModelCatalog(Protocol):
     @property
     def models(self) -> Sequence[ModelService]:
         """One at least. The first answers requests that name none."""
+        ...
+
+    @property
+    def links(self) -> Sequence[LinkInfo]:
+        """What is known of the links between the nodes of the cluster."""
         ...
 
     async def ready(self, model: ModelService) -> None:

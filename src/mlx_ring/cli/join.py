@@ -10,9 +10,6 @@ from typing import Annotated
 
 import typer
 
-from mlx_ring.agent.enrolment import join as enrol
-from mlx_ring.agent.identity import open_identity
-from mlx_ring.agent.member import MemberOptions, serve_as_member
 from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.addresses import HeadAddress, parse_head_address
 from mlx_ring.core.cluster_folders import node_folder
@@ -22,8 +19,6 @@ from mlx_ring.core.head_announcement import FoundHead
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import make_run_folder, raise_descriptor_limit, share_cores
 from mlx_ring.core.private_files import read_private, write_private
-from mlx_ring.rpc.tls.credentials import load_credentials
-from mlx_ring.rpc.tls.handshakes import log_refused_handshakes
 
 _HEAD_FILE = "head"
 _TRY_S = 2.0
@@ -83,6 +78,10 @@ def join(
     )
     quieten_grpc()
     let_grpc_speak()
+    # gRPC reads how much to say when it comes in, which it does with these.
+    from mlx_ring.agent.enrolment import join as enrol  # noqa: PLC0415
+    from mlx_ring.rpc.tls.credentials import load_credentials  # noqa: PLC0415
+
     state = state_folder(settings)
     folder = node_folder(state)
     address = _head_address(head, folder)
@@ -124,6 +123,10 @@ def _reachable(head: FoundHead) -> HeadAddress:
 
 
 def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> None:
+    from mlx_ring.agent.identity import open_identity  # noqa: PLC0415 - as above
+    from mlx_ring.agent.member import MemberOptions, serve_as_member  # noqa: PLC0415
+    from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415
+
     node = open_identity(node_folder(state)).node
     configure_logging(
         process="agent", node=node, rank=None, level=settings.log_level, log_dir=settings.log_dir

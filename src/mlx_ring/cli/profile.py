@@ -9,8 +9,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
-from mlx_ring.agent.profiling import ProfileOptions
 from mlx_ring.core.config import load_settings, state_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.machine import share_cores
@@ -34,6 +32,10 @@ def profile(
 
     It takes some seconds and is kept, until the machine or a version changes.
     """
+    # Brings gRPC in, which `serve` first tells how much to say.
+    from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure  # noqa: PLC0415
+    from mlx_ring.agent.profiling import ProfileOptions  # noqa: PLC0415
+
     if blas not in ("auto", "off"):
         raise ConfigError(f"--blas is {blas}; it must be auto or off.")
     if not 0 <= blas_threads <= _MOST_THREADS:

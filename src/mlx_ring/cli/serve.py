@@ -27,7 +27,7 @@ _VLLM_NAMES = {
     "replicas": ("--data-parallel-size", "-dp"),
     "prefill_chunk": ("--max-num-batched-tokens",),
 }
-_CHOICES = ("dtype", "strategy", "aim", "log_level", "blas", "prefix_cache", "kv_bits")
+_CHOICES = ("dtype", "strategy", "aim", "log_level", "blas", "prefix_cache", "kv_bits", "link_compression")
 _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "host": "ADDRESS",
     "cluster_host": "ADDRESS",
@@ -48,6 +48,7 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "kv_cache_memory": "SIZE",
     "weights_limit": "SIZE",
     "kv_bits": "BITS",
+    "link_compression": "MODE",
     "request_timeout_s": "SECONDS",
     "model_load_timeout": "SECONDS",
 }
@@ -113,6 +114,7 @@ def serve(
     prefix_caching: Annotated[bool | None, _PREFIX_CACHING] = None,
     kv_cache_memory: Annotated[str | None, setting("kv_cache_memory")] = None,
     kv_bits: Annotated[str | None, setting("kv_bits")] = None,
+    link_compression: Annotated[str | None, setting("link_compression")] = None,
     request_timeout_s: Annotated[str | None, setting("request_timeout_s")] = None,
     max_request_mb: Annotated[str | None, setting("max_request_mb")] = None,
     allowed_hosts: Annotated[str | None, setting("allowed_hosts")] = None,

@@ -10,7 +10,7 @@ import grpc
 
 from mlx_ring.core.errors import RingError, WorkerLost
 from mlx_ring.rpc.failures import channel_error, failure_to_error
-from mlx_ring.rpc.methods import LOAD_STAGES, START, STOP, WATCH
+from mlx_ring.rpc.methods import LOAD_STAGES, MEASURE_LINK, START, STOP, WATCH
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import handshake_error
 
@@ -125,6 +125,23 @@ class AgentLink:
         finally:
             call.cancel()
         return None
+
+    async def measure_link(
+        self, hello: hello_pb2.Hello, node: str, address: str, max_age_s: float, timeout_s: float
+    ) -> agent_pb2.MeasureLinkReply:
+        """Have it measure the way to another node, unless it knows it from the last `max_age_s` seconds.
+
+        Raises:
+            RingError: nothing gets there, or the agent does not answer.
+        """
+        request = agent_pb2.MeasureLinkRequest(hello=hello, node=node, address=address, max_age_s=max_age_s)
+        try:
+            reply = await MEASURE_LINK.aio_unary_unary(self._channel)(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._error(error) from error
+        if reply.HasField("failure"):
+            raise failure_to_error(reply.failure)
+        return reply
 
     async def close(self) -> None:
         await self._channel.close()

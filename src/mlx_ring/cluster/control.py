@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from mlx_ring.agent.identity import open_identity
 from mlx_ring.cluster.membership import Came, Event, Member, Membership, Told, Went
@@ -103,11 +104,15 @@ class Control:
         self, requests: AsyncIterator[cluster_pb2.AttendRequest], context: Context
     ) -> AsyncIterator[cluster_pb2.AttendReply]:
         """For as long as a node is there. Each of its messages is answered."""
+        host = host_of_call(context)
         try:
             member = self._member(await _first(requests), context)
         except RingError as error:
-            log.warning("refused %s: %s", host_of_call(context), error)
+            log.warning("refused %s: %s", host, error)
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
+            return
+        except (StopAsyncIteration, TimeoutError):
+            log.warning("refused %s: it attends and did not say as whom", host)
             return
         reason = "it was cut off"
         log.info("%s (%s) is there, at %s", member.node, member.machine, member.host)
@@ -120,6 +125,8 @@ class Control:
                 yield cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
         except StopAsyncIteration:
             reason = "it ended its attendance"
+        except ProtocolError as error:
+            reason = str(error)
         except TimeoutError:
             reason = f"nothing was heard of it for {SILENCE_S:g} s"
         finally:
@@ -131,7 +138,11 @@ class Control:
         if peer.is_head:
             raise PeerRefused("A head does not attend; nodes do.")
         check_hello(first.hello, make_hello(), f"{peer} at {host_of_call(context)}")
-        if not 0 < first.port < 1 << 16 or not 0.0 < first.memory_utilization <= 1.0:
+        if (
+            not 0 < first.port < 1 << 16
+            or first.links_port >= 1 << 16
+            or not 0.0 < first.memory_utilization <= 1.0
+        ):
             raise ProtocolError(
                 f"{peer} tells of port {first.port} and a share of {first.memory_utilization:g} of its memory."
             )
@@ -145,6 +156,7 @@ class Control:
             memory_utilization=first.memory_utilization,
             came=next(self._serial),
             memory_free_bytes=first.memory_free_bytes,
+            links_port=first.links_port,
         )
 
 
@@ -156,7 +168,10 @@ async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_
 
 
 async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
-    return await asyncio.wait_for(anext(requests), SILENCE_S)
+    try:
+        return await asyncio.wait_for(anext(requests), SILENCE_S)
+    except DecodeError as error:
+        raise ProtocolError(f"A message came that cannot be read: {error}.") from error
 
 
 @asynccontextmanager

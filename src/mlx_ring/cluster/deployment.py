@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
@@ -32,6 +32,8 @@ class Site:
     """Where its workers find the model."""
     reserve_share: float = 0.1
     """Of its memory, what is kept free."""
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """That it sends to other nodes, by their id, as measured."""
 
     def host_for(self, node: str) -> str:
         return self.hosts.get(node) or self.hosts.get("", "")
@@ -116,6 +118,7 @@ def _filled(
     following = workers.get((assignment.stage + 1, 0))
     if following is not None and following[1] is not site:
         filled.next_address, filled.next_node = _reached_from(site, *following)
+        filled.next_bytes_per_s = site.bytes_per_s.get(filled.next_node, 0.0)
     first = workers[0, 0]
     if first[1] is not site:
         filled.first_address, filled.first_node = _reached_from(site, *first)

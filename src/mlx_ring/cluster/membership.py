@@ -27,6 +27,8 @@ class Member:
     came: int
     """Which of all attendances it is: a node that comes again is a new one."""
     memory_free_bytes: int = 0
+    links_port: int = 0
+    """Where its agent answers probes of links; 0: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)

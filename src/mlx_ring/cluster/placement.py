@@ -104,6 +104,7 @@ def make_assignments(
     model_digest: str,
     max_model_len: int,
     kv_bits: int = 0,
+    link_compression: str = "auto",
 ) -> tuple[worker_pb2.StageAssignment, ...]:
     """A plan's stages as messages, one rank each. Addresses are for the agent to fill in."""
     digest = plan_digest(ranges, dtype, model_digest, kv_bits)
@@ -122,6 +123,7 @@ def make_assignments(
             model_digest=model_digest,
             max_model_len=max_model_len,
             kv_bits=kv_bits,
+            link_compression=link_compression,
         )
         for stage, layers in enumerate(ranges)
     )

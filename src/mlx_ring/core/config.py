@@ -185,6 +185,10 @@ class Settings(BaseSettings):
     kv_bits: Annotated[Literal["off", "8", "4"], BeforeValidator(_bits)] = Field(
         "off", description="Keep keys and values in so many bits: less memory, less exact."
     )
+    link_compression: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_switch)] = Field(
+        "auto",
+        description="Compress activations between machines, without loss, where that is sooner (auto) or never (off).",
+    )
     request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = Field(
         None, description="Seconds that a request may take in all; it then ends with an error."
     )
@@ -319,7 +323,7 @@ def flag_name(field: str) -> str:
 def quieten_grpc() -> None:
     """Keep gRPC's C library from writing its own untagged lines, in this process and in its children.
 
-    To be called before gRPC is first used. What matters it also tells through its errors.
+    To be called before gRPC is imported. What matters it also tells through its errors.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 

@@ -35,6 +35,11 @@ _CHATTY = (
 """Loggers whose INFO lines say nothing to whoever runs a server."""
 
 
+_GRPC_READS = ("grpc._common", "grpc._cython.cygrpc")
+_OF_PEERS = ("DecodeError", "ExecuteBatchError")
+"""Errors of gRPC's own code about what a peer sent, or about one that is gone."""
+
+
 class TagFormatter(logging.Formatter):
     """Puts time, level, node, process, rank and epoch before each line of a record."""
 
@@ -66,6 +71,15 @@ class _CentralLogger(logging.Logger):
         super().__setattr__(name, True if name == "propagate" else value)
 
 
+def _without_foreign_traceback(record: logging.LogRecord) -> bool:
+    """A filter: what gRPC could not read of a peer is told in one line, for the stack is gRPC's own."""
+    error = record.exc_info[1] if record.exc_info else None
+    if type(error).__name__ in _OF_PEERS:
+        record.msg, record.args = f"{record.getMessage()}: {error}", ()
+        record.exc_info = record.exc_text = None
+    return True
+
+
 class _StderrHandler(logging.Handler):
     """Writes to whatever `sys.stderr` is now: progress bars replace it while they are drawn."""
 
@@ -93,6 +107,8 @@ def configure_logging(*, process: str, node: str, rank: int | None, level: str, 
             trouble = f"The log folder {log_dir} cannot be written ({error}): lines go to stderr alone."
     _make_central(handlers, formatter, level)
     _quieten(level)
+    for name in _GRPC_READS:
+        logging.getLogger(name).addFilter(_without_foreign_traceback)
     logging.captureWarnings(capture=True)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread

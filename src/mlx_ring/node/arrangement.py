@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -13,13 +13,15 @@ from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.decode_bytes import decode_bytes
 from mlx_ring.cluster.deployment import Site, address_of
+from mlx_ring.cluster.found_links import FoundLink, hops_told, link_profiles
+from mlx_ring.cluster.link_survey import LinkEnd, LinkSurvey
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.cluster.placement import balanced_split, even_split
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
 from mlx_ring.cluster.planner.place import Wish, place
 from mlx_ring.cluster.planner.plan import Plan
-from mlx_ring.cluster.planner.profiles import ClusterProfile, NodeProfile
+from mlx_ring.cluster.planner.profiles import ClusterProfile, LinkProfile, NodeProfile
 from mlx_ring.cluster.planner.replicas import place_replicas
 from mlx_ring.cluster.planner.stage_tables import Demand
 from mlx_ring.core.config import Settings
@@ -28,7 +30,7 @@ from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel, widens_half_precision
-from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.tls.names import node_name
 
 _PROMISED_TOKENS, _PROMISED_TOKENS_EACH = 8192, 2048
@@ -81,8 +83,11 @@ async def arrange_cluster(
     membership: Membership,
     sites: Sequence[Site],
     offer: Callable[[ServedModel], Awaitable[WeightsManifest]],
+    survey: LinkSurvey,
 ) -> Arrangement:
     """Plan for the members that are there. `offer` makes the model's weights available to others, where they need them.
+
+    The links between them are measured first, as far as they are not known.
 
     Raises:
         PlanError: the machines cannot hold the model as promised.
@@ -91,8 +96,12 @@ async def arrange_cluster(
     allowed = [node for node in nodes if order.only is None or node.name in order.only]
     # Where others have every node, they share them.
     apart = [node for node in allowed or nodes if node.name not in order.avoid]
-    plan = await asyncio.to_thread(_plan, order.settings, order.served, apart or allowed or nodes)
-    by_node = {site.node: site for site in sites}
+    found = await survey.take(link_ends(membership, sites))
+    links = link_profiles(found)
+    cluster = ClusterProfile(tuple(apart or allowed or nodes), links)
+    plan = await asyncio.to_thread(_plan, order.settings, order.served, cluster)
+    plan = replace(plan, remarks=(*plan.remarks, *hops_told([stage.node for stage in plan.stages], links)))
+    by_node = {site.node: with_throughput(site, found) for site in sites}
     chosen = [by_node[stage.node] for stage in plan.stages]
     if not all(site.is_local for site in chosen):
         digest = (await offer(order.served)).digest
@@ -109,6 +118,7 @@ def plan_replicas(
     control: Control,
     membership: Membership,
     taken: Mapping[str, int],
+    links: Mapping[frozenset[str], LinkProfile],
 ) -> tuple[Plan, ...]:
     """As many as are asked for, or as give most.
 
@@ -118,7 +128,7 @@ def plan_replicas(
     nodes = _nodes(control, membership, taken)
     return place_replicas(
         profile_folder(served.folder, served.names[0]),
-        ClusterProfile(tuple(nodes)),
+        ClusterProfile(tuple(nodes), links),
         _wish(settings, served),
         settings.replicas,
     )
@@ -151,7 +161,9 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
     sites: list[Site] = []
     for member in members:
         address = address_of(member.host, member.port)
-        channel = open_aio_channel(address, control.credentials, node_name(member.node))
+        channel = open_aio_channel(
+            address, control.credentials, node_name(member.node), max_message_bytes=AGENT_MESSAGE_BYTES
+        )
         link = AgentLink(channel, f"the agent of {member.node}")
         is_local = member.node == control.node
         if is_local:
@@ -163,6 +175,35 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
         reserve_share = 1.0 - member.memory_utilization
         sites.append(Site(member.node, link, is_local, hosts, source, reserve_share))
     return sites
+
+
+def link_ends(membership: Membership, sites: Sequence[Site]) -> list[LinkEnd]:
+    """The members whose links can be measured, at the addresses that activations take."""
+
+    def end(site: Site, member: Member) -> LinkEnd:
+        return LinkEnd(
+            site.node,
+            member.came,
+            site.link,
+            lambda other: address_of(site.host_for(other), member.links_port),
+        )
+
+    members = membership.members
+    return [
+        end(site, member)
+        for site in sites
+        if (member := members.get(site.node)) is not None and member.links_port
+    ]
+
+
+def with_throughput(site: Site, found: Iterable[FoundLink]) -> Site:
+    """The site, with what it can send to others."""
+    return replace(
+        site,
+        bytes_per_s={
+            link.target: link.bytes_per_s for link in found if link.source == site.node and not link.problem
+        },
+    )
 
 
 def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> tuple[WeightsPeer, ...]:
@@ -211,9 +252,9 @@ def _wish(settings: Settings, served: ServedModel) -> Wish:
     return Wish(demand, strategy=settings.strategy, aim=settings.aim)
 
 
-def _plan(settings: Settings, served: ServedModel, nodes: Sequence[NodeProfile]) -> Plan:
+def _plan(settings: Settings, served: ServedModel, cluster: ClusterProfile) -> Plan:
     profile = profile_folder(served.folder, served.names[0])
-    return place(profile, ClusterProfile(tuple(nodes)), _wish(settings, served))
+    return place(profile, cluster, _wish(settings, served))
 
 
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:

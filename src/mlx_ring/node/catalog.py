@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from mlx_ring.api.service import ModelService
+from mlx_ring.api.service import LinkInfo, ModelService
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import Conflict, NotReady, PlanError
 from mlx_ring.engine.served_model import ServedModel, memory_for_weights, prepare_model
@@ -56,6 +56,10 @@ class Catalog:
     @property
     def models(self) -> Sequence[ModelService]:
         return self._hosted
+
+    @property
+    def links(self) -> Sequence[LinkInfo]:
+        return () if self._machines is None else self._machines.links
 
     async def ready(self, model: ModelService) -> None:
         """Load a model that is not loaded, or wait for a load that is under way."""

@@ -233,6 +233,7 @@ def assign(
         model_digest=served.folder.digest,
         max_model_len=served.limits.context_length,
         kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
+        link_compression=settings.link_compression,
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from mlx_ring.api.service import InstanceInfo, WorkerInfo
+from mlx_ring.api.service import InstanceInfo, LinkUse, WorkerInfo
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.engine import Engine
-from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -96,4 +96,12 @@ def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) ->
         rss_bytes=status.rss_bytes,
         kv_bytes=status.kv_bytes,
         blas=status.blas,
+        sends=_sends(status),
     )
+
+
+def _sends(status: worker_pb2.WorkerStatus) -> LinkUse | None:
+    if not status.HasField("sends"):
+        return None
+    sends = status.sends
+    return LinkUse(sends.compresses, sends.why, sends.frames, sends.tensor_bytes, sends.sent_bytes)

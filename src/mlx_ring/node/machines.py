@@ -15,13 +15,16 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch
 from mlx_ring.cluster.agent_link import Source
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of
+from mlx_ring.cluster.found_links import FoundLink, link_profiles
 from mlx_ring.cluster.head_member import ensure_head_member
+from mlx_ring.cluster.link_survey import LinkSurvey
 from mlx_ring.cluster.local_agent import LocalAgent
-from mlx_ring.cluster.membership import Event, Membership, Went
+from mlx_ring.cluster.membership import Came, Event, Membership, Went
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.config import Settings, state_folder
 from mlx_ring.core.machine import node_name, share_cores
@@ -34,6 +37,7 @@ from mlx_ring.node.arrangement import (
     arrange_cluster,
     arrange_here,
     cluster_sites,
+    link_ends,
     plan_of_cut,
     plan_replicas,
 )
@@ -83,6 +87,11 @@ class Machines(Protocol):
         """Meanwhile `heed_loss` is told of nodes that go."""
         ...
 
+    @property
+    def links(self) -> Sequence[LinkInfo]:
+        """What is known of the links between them."""
+        ...
+
 
 class Here:
     """One machine alone. Its agent is a child, which ends with the head; another is started whenever it has ended."""
@@ -95,6 +104,8 @@ class Here:
         self._agent: LocalAgent | None = None
         self._serial = count()
         self._starting = asyncio.Lock()
+        self.links: Sequence[LinkInfo] = ()
+        """There is one machine."""
 
     async def territories(
         self, declared: Declared, taken: Mapping[str, int]
@@ -170,6 +181,11 @@ class Cluster:
         """What an earlier head left loaded, by model."""
         self._highest_epoch = 0
         self._own_agent: subprocess.Popen[bytes] | None = None
+        self._survey = LinkSurvey(control.node)
+
+    @property
+    def links(self) -> Sequence[LinkInfo]:
+        return tuple(map(_link_info, self._survey.found))
 
     async def territories(
         self, declared: Declared, taken: Mapping[str, int]
@@ -178,17 +194,18 @@ class Cluster:
         sites = cluster_sites(self._control, membership, self._address.port)
         try:
             await self._look_once(sites)
+            left = self._left.get(declared.served.names[0], [])
+            if left:
+                return [frozenset(node for node, _ in found.workers) for found in left]
+            if declared.settings.replicas == 1 or (
+                declared.settings.replicas is None and declared.settings.aim == "latency"
+            ):
+                return [None]
+            links = link_profiles(await self._survey.take(link_ends(membership, sites)))
         finally:
             await _close(sites)
-        left = self._left.get(declared.served.names[0], [])
-        if left:
-            return [frozenset(node for node, _ in found.workers) for found in left]
-        if declared.settings.replicas == 1 or (
-            declared.settings.replicas is None and declared.settings.aim == "latency"
-        ):
-            return [None]
         plans = await asyncio.to_thread(
-            plan_replicas, declared.settings, declared.served, self._control, membership, taken
+            plan_replicas, declared.settings, declared.served, self._control, membership, taken, links
         )
         return [frozenset(stage.node for stage in plan.stages) for plan in plans]
 
@@ -217,7 +234,9 @@ class Cluster:
             left = self._left.get(order.served.names[0], [])
             if left:
                 return self._adopted(left.pop(0), order, membership, sites, number)
-            arrangement = await arrange_cluster(order, self._control, membership, sites, self._offer)
+            arrangement = await arrange_cluster(
+                order, self._control, membership, sites, self._offer, self._survey
+            )
         except BaseException:
             await _close(sites)
             raise
@@ -311,9 +330,40 @@ class Cluster:
         def heed(event: Event) -> None:
             if isinstance(event, Went):
                 heed_loss(event.node, event.reason)
+            elif isinstance(event, Came):
+                came.set()
 
-        with self._control.watching(heed):
-            yield
+        came = asyncio.Event()
+        came.set()
+        measuring = asyncio.create_task(self._measure_whoever_comes(came), name="links")
+        try:
+            with self._control.watching(heed):
+                yield
+        finally:
+            measuring.cancel()
+
+    async def _measure_whoever_comes(self, came: asyncio.Event) -> None:
+        """What joins while a model is served is used at the next plan; its links are known by then."""
+        while True:
+            await came.wait()
+            came.clear()
+            membership = self._control.membership
+            sites = cluster_sites(self._control, membership, self._address.port)
+            try:
+                await self._survey.take(link_ends(membership, sites))
+            finally:
+                await _close(sites)
+
+
+def _link_info(found: FoundLink) -> LinkInfo:
+    return LinkInfo(
+        source=found.source,
+        target=found.target,
+        round_trip_s=found.round_trip_s,
+        bytes_per_s=found.bytes_per_s,
+        unix_time_s=found.unix_time_s,
+        problem=found.problem,
+    )
 
 
 def _expect(

@@ -21,6 +21,10 @@ MAX_MESSAGE_BYTES = 1 << 30
 """A chunk's activations fit: 8,192 tokens of a hidden size of 16,384 in float32 are 512 MiB."""
 WEIGHTS_MESSAGE_BYTES = 4 << 20
 """For channels that weights come over: parts of a megabyte, and the bits of a million pieces."""
+AGENT_MESSAGE_BYTES = 4 << 20
+"""For agents and those who speak with them: plans, reports, and weights by the megabyte."""
+PROBE_MESSAGE_BYTES = 65 << 20
+"""For probes of links, whose largest frame has 64 MiB."""
 _HANDSHAKE_MS = 10_000
 """A peer that connects and says nothing holds a descriptor for so long."""
 _READERS = ("grpc._cython.cygrpc", "grpc._common")
@@ -29,7 +33,7 @@ _READERS = ("grpc._cython.cygrpc", "grpc._common")
 Options = list[tuple[str, Any]]
 
 
-def _options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def _options(max_message_bytes: int) -> Options:
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -39,21 +43,28 @@ def _options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def _named(name: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def _named(name: str, max_message_bytes: int) -> Options:
     """The peer's certificate must be for this name, whatever its address."""
     return [*_options(max_message_bytes), ("grpc.ssl_target_name_override", name)]
 
 
-def open_channel(address: str, trust: ChannelTrust | None = None, name: str = "") -> grpc.Channel:
+def open_channel(
+    address: str,
+    trust: ChannelTrust | None = None,
+    name: str = "",
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.Channel:
     """A channel for threads.
 
     Args:
         trust: credentials for TLS; without them, and over a Unix socket, the channel is plain.
         name: whom the peer's certificate must name: `names.HEAD_NAME`, or `names.node_name(id)`.
+        max_message_bytes: of one message, either way.
     """
     if trust is None or address.startswith("unix:"):
-        return grpc.insecure_channel(address, options=_options())
-    return grpc.secure_channel(address, trust.for_channel(), options=_named(name))
+        return grpc.insecure_channel(address, options=_options(max_message_bytes))
+    return grpc.secure_channel(address, trust.for_channel(), options=_named(name, max_message_bytes))
 
 
 def open_aio_channel(

@@ -24,6 +24,8 @@ class Frame:
 
     header: worker_pb2.FrameHeader
     payload: memoryview | bytes = b""
+    problem: str = ""
+    """Why what came is no frame; the header is then empty."""
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -44,3 +46,11 @@ def decode_frame(data: bytes) -> Frame:
     except DecodeError as error:
         raise ProtocolError(f"A link frame's header of {length} bytes cannot be read: {error}.") from error
     return Frame(header, memoryview(data)[end:])
+
+
+def receive_frame(data: bytes) -> Frame:
+    """As `decode_frame`; what is no frame comes with its problem, for gRPC tells nobody of a decoder that raises."""
+    try:
+        return decode_frame(data)
+    except ProtocolError as error:
+        return Frame(worker_pb2.FrameHeader(), problem=str(error))

@@ -7,8 +7,10 @@ on both sides, in time, frames and bytes; a frame that is none of a probe's ends
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import statistics
+import threading
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from dataclasses import dataclass, field
@@ -17,10 +19,13 @@ import grpc
 
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerStuck
 from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
-from mlx_ring.rpc.frames import Frame, decode_frame, encode_frame
+from mlx_ring.rpc.frames import Frame, encode_frame, receive_frame
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.methods import Method, service_handler
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+from mlx_ring.rpc.tls.peers import CallContext, address_of_call
+
+log = logging.getLogger(__name__)
 
 PROBE_SERVICE = "mlx_ring.Probe"
 PROBE: Method[Frame, worker_pb2.FrameAccepted] = Method(
@@ -28,7 +33,7 @@ PROBE: Method[Frame, worker_pb2.FrameAccepted] = Method(
     "Link",
     "stream_stream",
     encode_frame,
-    decode_frame,
+    receive_frame,
     worker_pb2.FrameAccepted.SerializeToString,
     worker_pb2.FrameAccepted.FromString,
 )
@@ -38,11 +43,14 @@ PURPOSE = "probe"
 
 SMALL_BYTES = 4096
 """A token's activations in a small model."""
-_LARGE_BYTES, _LARGEST_BYTES = 64 << 10, 64 << 20
+_LARGE_BYTES, _LARGEST_BYTES = 16 << 10, 64 << 20
 _GROWTH = 4
 _LONG_S = 0.05
 """Of a large frame: long beside the round trip, which is taken off."""
-_AT_LEAST = 10
+_AT_LEAST, _FEWEST = 10, 3
+"""Round trips: so many unless they take long, and so many however long they take."""
+_LONGEST = 4
+"""How many times longer than wished `_AT_LEAST` round trips may take."""
 _MOST_FRAMES = 2000
 _MOST_BYTES = 1 << 30
 _RESPONDER_S = 30.0
@@ -140,10 +148,12 @@ class _Probe:
         """Seconds of small frames, one after the other; the first is slower, and is not counted."""
         payload = bytes(SMALL_BYTES)
         self._seconds(payload)
-        until = time.perf_counter() + self._bounds.round_trips_s
-        trips = [self._seconds(payload) for _ in range(_AT_LEAST)]
-        while time.perf_counter() < until and self.frames < _MOST_FRAMES // 2:
+        started, trips = time.perf_counter(), list[float]()
+        while self.frames < _MOST_FRAMES // 2:
             trips.append(self._seconds(payload))
+            taken, wished = time.perf_counter() - started, self._bounds.round_trips_s
+            if len(trips) >= _FEWEST and taken > (wished if len(trips) >= _AT_LEAST else _LONGEST * wished):
+                break
         return trips
 
     def bandwidth(self, round_trip_s: float) -> float:
@@ -217,11 +227,13 @@ class ProbeJudge:
         header = frame.header
         if self.frames == 0:
             if not header.HasField("hello"):
-                raise ProtocolError("A probe of a link begins with a greeting; another frame came.")
+                raise ProtocolError(
+                    frame.problem or "A probe of a link begins with a greeting; another frame came."
+                )
             check_hello(header.hello, self.ours, header.hello.node or "the prober")
             return
         if not header.HasField("activation") or header.activation.instance != PURPOSE:
-            raise ProtocolError("A frame came that is none of a probe's.")
+            raise ProtocolError(frame.problem or "A frame came that is none of a probe's.")
         self.nbytes += len(frame.payload)
         if len(frame.payload) > _LARGEST_BYTES or self.nbytes > _MOST_BYTES:
             raise ProtocolError(
@@ -249,21 +261,32 @@ class LinkResponder:
         return service_handler(PROBE_SERVICE, ((PROBE, self.respond_aio),))
 
     def respond(
-        self, frames: Iterator[Frame], _context: grpc.ServicerContext
+        self, frames: Iterator[Frame], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.FrameAccepted]:
-        judge = ProbeJudge(self._hello)
-        for frame in frames:
-            answer = judge.answer(frame)
-            yield answer
-            if answer.HasField("failure"):
-                return
+        judge, patience = ProbeJudge(self._hello), threading.Timer(_RESPONDER_S, context.cancel)
+        # A prober that says nothing would hold a thread.
+        patience.start()
+        try:
+            for frame in frames:
+                answer = judge.answer(frame)
+                yield answer
+                if answer.HasField("failure"):
+                    _log_end(answer, context)
+                    return
+        finally:
+            patience.cancel()
 
     async def respond_aio(
-        self, frames: AsyncIterator[Frame], _context: grpc.aio.ServicerContext[object, object]
+        self, frames: AsyncIterator[Frame], context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.FrameAccepted]:
         judge = ProbeJudge(self._hello)
         async for frame in frames:
             answer = judge.answer(frame)
             yield answer
             if answer.HasField("failure"):
+                _log_end(answer, context)
                 return
+
+
+def _log_end(answer: worker_pb2.FrameAccepted, context: CallContext) -> None:
+    log.warning("ended a probe from %s: %s", address_of_call(context), answer.failure.message)

@@ -22,6 +22,7 @@ from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.methods import LINK
+from mlx_ring.rpc.packing import Packer, unpack
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 
@@ -185,8 +186,11 @@ class GrpcLink:
         *,
         trust: ChannelTrust | None = None,
         name: str = "",
+        packer: Packer | None = None,
     ) -> None:
         """Connect and greet; `trust` and `name` are those of `open_channel`, for a worker on another machine."""
+        self.packer = packer
+        """Who compresses what is sent; None: nobody."""
         self._peer = address
         self._channel = open_channel(address, trust, name)
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
@@ -196,8 +200,13 @@ class GrpcLink:
         except grpc.FutureTimeoutError:
             self._channel.close()
             raise WorkerStuck(f"No worker answered at {address} within {timeout_s:g} s.") from None
-        self._call = LINK.stream_stream(self._channel)(iter(self._frames.get, None))
+        self._call = LINK.stream_stream(self._channel)(self._outgoing())
         self._await_hello()
+
+    def _outgoing(self) -> Iterator[Frame]:
+        """For gRPC's thread, so that who computes waits for no compression."""
+        for frame in iter(self._frames.get, None):
+            yield frame if self.packer is None else self.packer.packed(frame)
 
     def _await_hello(self) -> None:
         try:
@@ -244,11 +253,14 @@ def deliver_frames(frames: Iterator[Frame], inbox: Inbox) -> None:
             head = header.activation
             key = LinkKey(head.instance, head.epoch, head.step, head.purpose)
             failure = head.failure if head.HasField("failure") else None
-            tensor = WireTensor(head.dtype, tuple(head.shape), frame.payload, tuple(head.tokens), failure)
+            data = (
+                unpack(head.dtype, head.packed_bytes, frame.payload) if head.packed_bytes else frame.payload
+            )
+            tensor = WireTensor(head.dtype, tuple(head.shape), data, tuple(head.tokens), failure)
             inbox.put(key, tensor)
         elif header.HasField("tombstone"):
             stone = header.tombstone
             key = LinkKey(stone.instance, stone.epoch, stone.step, stone.purpose)
             inbox.put(key, failure_to_error(stone.failure))
         else:
-            raise ProtocolError("A link frame has neither activations nor a tombstone.")
+            raise ProtocolError(frame.problem or "A link frame has neither activations nor a tombstone.")

@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from mlx_ring.rpc.frames import Frame, decode_frame, encode_frame
+from mlx_ring.rpc.frames import Frame, encode_frame, receive_frame
 from mlx_ring.rpc.protos import agent_pb2, cluster_pb2, enrol_pb2, hello_pb2, weights_pb2, worker_pb2
 
 Request = TypeVar("Request")
@@ -107,7 +107,7 @@ LINK: Method[Frame, worker_pb2.FrameAccepted] = Method(
     "Link",
     "stream_stream",
     encode_frame,
-    decode_frame,
+    receive_frame,
     worker_pb2.FrameAccepted.SerializeToString,
     worker_pb2.FrameAccepted.FromString,
 )
@@ -121,6 +121,9 @@ LOAD_STAGES = _method(
 )
 WATCH = _method(AGENT_SERVICE, "Watch", "unary_stream", agent_pb2.WatchRequest, agent_pb2.AgentEvent)
 STOP = _method(AGENT_SERVICE, "Stop", "unary_unary", agent_pb2.StopRequest, agent_pb2.StopReply)
+MEASURE_LINK = _method(
+    AGENT_SERVICE, "MeasureLink", "unary_unary", agent_pb2.MeasureLinkRequest, agent_pb2.MeasureLinkReply
+)
 
 ENROL = _method(ENROLMENT_SERVICE, "Enrol", "unary_unary", enrol_pb2.EnrolRequest, enrol_pb2.EnrolReply)
 RENEW = _method(RENEWAL_SERVICE, "Renew", "unary_unary", enrol_pb2.RenewRequest, enrol_pb2.EnrolReply)

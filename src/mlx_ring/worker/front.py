@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import grpc
 import mlx.core as mx
 import psutil
 
-from mlx_ring.core.errors import NotReady, ProtocolError, RingError, StaleMessage, WorkerLost
+from mlx_ring.core.errors import NotReady, PeerRefused, ProtocolError, RingError, StaleMessage, WorkerLost
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
@@ -27,7 +28,7 @@ from mlx_ring.rpc.links import Inbox, deliver_frames
 from mlx_ring.rpc.methods import LINK, LOAD, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
-from mlx_ring.rpc.tls.peers import Revoked
+from mlx_ring.rpc.tls.peers import Revoked, address_of_call, is_local, peer_of_call
 from mlx_ring.worker.device import device_memory, device_name
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.stage import build_stage
@@ -36,6 +37,9 @@ from mlx_ring.worker.work import monotonic_us
 log = logging.getLogger(__name__)
 
 _ASSIGNMENT_WAIT_S = 60.0
+_GREETING_WAIT_S = 10.0
+
+Received = TypeVar("Received")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class WorkerFront:
         self._dtype = ""
         self._kv = worker_pb2.KvTraits()
         self._weight_bytes = 0
+        self._sends: Callable[[], worker_pb2.LinkUse | None] = lambda: None
 
     def handler(self) -> grpc.GenericRpcHandler:
         return service_handler(
@@ -178,6 +183,7 @@ class WorkerFront:
         try:
             built = build_stage(request, inbox, self.hello(), report, self._reach.trust)
             self._runner, self._dtype, self._kv = built.runner, built.dtype, built.kv
+            self._sends = built.sends
             self._phase = "ready"
             report(worker_pb2.LoadProgress(ready=True, phase="ready", bytes_loaded=self._weight_bytes))
             log.info("ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, device_name())
@@ -191,11 +197,11 @@ class WorkerFront:
     # Steps
 
     def steps(
-        self, requests: Iterator[worker_pb2.StepsRequest], _context: grpc.ServicerContext
+        self, requests: Iterator[worker_pb2.StepsRequest], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.StepsReply]:
         """Greet, then execute steps in the order they come and answer each."""
         try:
-            stream = self._open_stream(next(requests, worker_pb2.StepsRequest()).hello)
+            stream = self._open_stream(_first(requests, context).hello)
         except RingError as error:
             yield worker_pb2.StepsReply(failure=error_to_failure(error))
             return
@@ -260,14 +266,15 @@ class WorkerFront:
     # Link
 
     def link(
-        self, frames: Iterator[Frame], _context: grpc.ServicerContext
+        self, frames: Iterator[Frame], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.FrameAccepted]:
         """Take what another stage sends, until it closes the stream."""
+        address = address_of_call(context)
         try:
-            theirs = _greeting(frames)
-            inbox = self._accept_link(theirs)
+            theirs = _greeting(_first(frames, context))
+            inbox = self._accept_link(theirs, context)
         except RingError as error:
-            log.warning("refused a link: %s", error)
+            log.warning("refused a link from %s: %s", address, error)
             yield worker_pb2.FrameAccepted(failure=error_to_failure(error))
             return
         yield worker_pb2.FrameAccepted(hello=self.hello())
@@ -275,21 +282,25 @@ class WorkerFront:
             deliver_frames(frames, inbox)
             inbox.break_off(WorkerLost(f"Stage {theirs.stage} on {theirs.node} closed its link."))
         except ProtocolError as error:
+            log.warning("ended the link from stage %d on %s: %s", theirs.stage, theirs.node, error)
             inbox.break_off(error)
         except grpc.RpcError:
             inbox.break_off(WorkerLost(f"The link from stage {theirs.stage} on {theirs.node} broke."))
 
-    def _accept_link(self, hello: hello_pb2.Hello) -> Inbox:
-        if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None or self._request is None:
+    def _accept_link(self, hello: hello_pb2.Hello, context: grpc.ServicerContext) -> Inbox:
+        """Only from the worker that the plan puts before this one: whoever else greeted could end its link, and so the instance."""
+        if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None:
             raise NotReady(f"This worker was given no stage within {_ASSIGNMENT_WAIT_S:g} s.")
         peer = f"stage {hello.stage} on {hello.node}"
-        check_hello(hello, self.hello(), peer)
-        assignment = self._request.assignment
-        # What anybody else says, or does not, must not break the link that there is.
-        if hello.instance != assignment.instance or (hello.stage + 1) % assignment.stages != assignment.stage:
-            raise ProtocolError(
-                f"No link is expected from {peer} of {hello.instance!r}: it is not the stage before."
-            )
+        ours = self.hello()
+        check_hello(hello, ours, peer)
+        if (hello.instance, hello.plan_digest) != (ours.instance, ours.plan_digest):
+            raise ProtocolError(f"{peer} named no instance; this worker is of {ours.instance}.")
+        stages = self._request.assignment.stages if self._request else 1
+        if hello.stage != (ours.stage - 1) % stages:
+            raise ProtocolError(f"{peer} does not come before stage {ours.stage} of {stages}.")
+        if not is_local(context) and peer_of_call(context).node != hello.node:
+            raise PeerRefused(f"{peer_of_call(context)} greeted as {hello.node}.")
         return self._inbox
 
     # Status
@@ -319,15 +330,31 @@ class WorkerFront:
             memory_bytes=memory,
             memory_left_bytes=left,
             port=self._reach.port,
+            sends=self._sends(),
         )
 
 
-def _greeting(frames: Iterator[Frame]) -> hello_pb2.Hello:
-    """The first frame's. Raises `ProtocolError` where none comes."""
-    first = next(frames, None)
-    if first is None:
-        raise ProtocolError("A link was opened and closed without a word.")
-    return first.header.hello
+def _first(messages: Iterator[Received], context: grpc.ServicerContext) -> Received:
+    """A stream's greeting. One that does not greet is ended, for it holds a thread.
+
+    Raises:
+        ProtocolError: none came.
+    """
+    patience = threading.Timer(_GREETING_WAIT_S, context.cancel)
+    patience.start()
+    try:
+        return next(messages)
+    except (StopIteration, grpc.RpcError):
+        raise ProtocolError("The stream ended, or was too slow, before it had greeted.") from None
+    finally:
+        patience.cancel()
+
+
+def _greeting(frame: Frame) -> hello_pb2.Hello:
+    """Raises `ProtocolError` where it is none."""
+    if not frame.header.HasField("hello"):
+        raise ProtocolError(frame.problem or "A link begins with a greeting; another frame came.")
+    return frame.header.hello
 
 
 @dataclass(frozen=True, slots=True)

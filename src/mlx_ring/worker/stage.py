@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from mlx_ring.core.model_folder import ModelFolder, read_model_folder
 from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.links import GrpcLink, Inbox
+from mlx_ring.rpc.packing import Packer
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.names import node_name
@@ -39,6 +41,8 @@ class BuiltStage:
     dtype: DType
     """What it computes in."""
     kv: worker_pb2.KvTraits
+    sends: Callable[[], worker_pb2.LinkUse | None]
+    """What its link to the next stage was used for; any thread may ask."""
 
 
 def resolve_dtype(asked: str, folder: ModelFolder) -> DType:
@@ -111,11 +115,30 @@ def build_stage(
         kv_bits=assignment.kv_bits or None,
         ragged=architecture.batches,
     )
-    links = _join_links(assignment, inbox, hello, model, trust)
+    packer = _packer(assignment)
+    links = _join_links(assignment, inbox, hello, model, trust, packer)
     runner = StageRunner(assignment, model, kv, links)
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _warm_up(model, kv)
-    return BuiltStage(runner, dtype, kv.traits())
+    return BuiltStage(runner, dtype, kv.traits(), partial(_sends, assignment, packer))
+
+
+def _packer(assignment: worker_pb2.StageAssignment) -> Packer | None:
+    """None where nothing is ever compressed to the next stage."""
+    if assignment.link_compression == "off" or not assignment.next_node or assignment.next_bytes_per_s <= 0:
+        return None
+    return Packer(assignment.next_bytes_per_s)
+
+
+def _sends(assignment: worker_pb2.StageAssignment, packer: Packer | None) -> worker_pb2.LinkUse | None:
+    if packer is not None:
+        return packer.use()
+    if not assignment.next_address:
+        return None
+    if not assignment.next_node:
+        return worker_pb2.LinkUse(why="both stages are on one machine")
+    is_off = assignment.link_compression == "off"
+    return worker_pb2.LinkUse(why="--link-compression is off" if is_off else "the link was not measured")
 
 
 def _join_links(
@@ -124,11 +147,12 @@ def _join_links(
     hello: hello_pb2.Hello,
     model: StageModel,
     trust: Credentials | None,
+    packer: Packer | None,
 ) -> StageLinks:
-    def link(address: str, node: str) -> GrpcLink:
-        return GrpcLink(address, hello, trust=trust, name=node_name(node) if node else "")
+    def link(address: str, node: str, packer: Packer | None = None) -> GrpcLink:
+        return GrpcLink(address, hello, trust=trust, name=node_name(node) if node else "", packer=packer)
 
-    to_next = None if model.is_last else link(assignment.next_address, assignment.next_node)
+    to_next = None if model.is_last else link(assignment.next_address, assignment.next_node, packer)
     goes_back = model.is_last and not model.is_first
     back = link(assignment.first_address, assignment.first_node) if goes_back else None
     return StageLinks(inbox, to_next, back)

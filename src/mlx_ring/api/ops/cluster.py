@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import mean
 
 from fastapi import APIRouter
 
+from mlx_ring.api.ops.links import told_links
 from mlx_ring.api.routes import ApiContext, workers_of
 from mlx_ring.api.service import InstanceInfo, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.engine.executor import RankId
@@ -37,6 +39,9 @@ def routes(context: ApiContext) -> APIRouter:
                 for device in _devices(instance)
             ],
             "models": [_model(model) for model in context.catalog.models],
+            "links": told_links(
+                context.catalog.links, [instance.info for _, instance in context.instances()], time.time()
+            ),
         }
 
     router.add_api_route("/cluster/status", cluster_status, methods=["GET"])

@@ -145,6 +145,8 @@ def steadiest_way(tables: Sequence[Table], hops: Table, stages: int) -> Way | No
     ways: dict[tuple[int, int], float] = {}
     for count in range(1, stages + 1):
         ways = adding.ways(count)
+    if not ways:
+        return None
     key = min(ways, key=lambda key: ways[key])
     return Way(adding.trace(*key), slowest)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from mlx_ring.cluster.planner.cuts import Piece, Way, in_order, quickest_way, steadiest_way
 from mlx_ring.cluster.planner.plan import Aim, LeftOut, Plan, Prediction, StagePlan, Strategy
-from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.cluster.planner.profiles import UNREACHABLE, ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.cluster.planner.shares import given_counts, proportional_counts
 from mlx_ring.cluster.planner.stage_tables import Demand, StageTables, Table
 from mlx_ring.cluster.planner.timetable import Timetable
@@ -56,7 +56,12 @@ def place(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> Plan:
     planner = _Planner(model, cluster, wish)
     way = planner.way()
     if way is None:
-        raise PlanError(_what_is_missing(model, cluster, wish))
+        raise PlanError(_cut_off(model, cluster, wish) or _what_is_missing(model, cluster, wish))
+    if broken := planner.broken_hop(way.pieces):
+        raise PlanError(
+            f"With the strategy {wish.strategy} {broken[0]} would hand over to {broken[1]}, and the two do not reach "
+            "each other: mend the network between them, or let the strategy auto choose."
+        )
     return planner.plan(way)
 
 
@@ -65,6 +70,7 @@ class _Planner:
         self._model = model
         self._wish = wish
         self._nodes = cluster.nodes
+        self._cluster = cluster
         self._timetable = Timetable(model, cluster, wish.demand)
         self._costs = self._timetable.costs
         self._tables, self._hops = self._timetable.tables, self._timetable.hops
@@ -93,7 +99,7 @@ class _Planner:
         ways = [
             way for stages in range(1, len(self._nodes) + 1) if (way := self._steady_way(stages)) is not None
         ]
-        best = max(ways, key=lambda way: self._throughput(way.pieces))
+        best = max([*ways, quickest], key=lambda way: self._throughput(way.pieces))
         return replace(best, with_node=quickest.with_node, alone=quickest.alone)
 
     def _steady_way(self, stages: int) -> Way | None:
@@ -205,7 +211,9 @@ class _Planner:
             if place in used:
                 continue
             with_it = way.with_node[place] if way.with_node else np.inf
-            if not np.isfinite(with_it):
+            if alone := self._out_of_reach(node, used):
+                why = f"it and {alone} do not reach each other"
+            elif not np.isfinite(with_it):
                 why = "too little memory for a single layer"
             elif self._wish.aim == "throughput":
                 why = "no plan with it was found to give more"
@@ -217,6 +225,11 @@ class _Planner:
                 why = "with it a token takes as long"
             told.append(LeftOut(node.name, why))
         return tuple(told)
+
+    def _out_of_reach(self, node: NodeProfile, used: Collection[int]) -> str:
+        """A machine of the plan that this one does not reach."""
+        names = [self._nodes[place].name for place in sorted(used)]
+        return next((name for name in names if self._cluster.link(node.name, name) == UNREACHABLE), "")
 
     def _remarks(self, way: Way, prediction: Prediction) -> tuple[str, ...]:
         if len(way.pieces) == 1:
@@ -239,6 +252,14 @@ class _Planner:
             first_token_s=self._first_token_s(pieces),
             prompt_tokens=self._wish.prompt_tokens,
         )
+
+    def broken_hop(self, pieces: Sequence[Piece]) -> tuple[str, str] | None:
+        """Two neighbours in the pipeline, or its last and its first, that do not reach each other."""
+        names = [self._nodes[piece.node].name for piece in pieces]
+        for one, other in zip(names, [*names[1:], names[0]], strict=True):
+            if self._cluster.link(one, other) == UNREACHABLE:
+                return one, other
+        return None
 
     def _around(self, pieces: Sequence[Piece], rows: int) -> float:
         """Seconds of all hops on the way around."""
@@ -274,6 +295,15 @@ class _Planner:
         ]
         hops = self._around(pieces, min(tokens, _CHUNK_TOKENS))
         return sum(times) + (chunks - 1) * max(times) + hops + self._token_s(pieces)
+
+
+def _cut_off(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
+    """That there would be a plan if all machines reached each other; empty where that is not it."""
+    broken = [sorted(pair) for pair, link in cluster.links.items() if link == UNREACHABLE]
+    if not broken or _Planner(model, replace(cluster, links={}), wish).way() is None:
+        return ""
+    pairs = ", ".join(f"{one} and {other}" for one, other in sorted(broken))
+    return f"{model.name} needs several machines, and these do not reach each other: {pairs}. Mend the network between them."
 
 
 def _what_is_missing(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:

@@ -116,6 +116,8 @@ LOCAL = LinkProfile(round_trip_s=200e-6, bandwidth=2e9)
 """Between two processes of one machine."""
 ETHERNET = LinkProfile(round_trip_s=500e-6, bandwidth=1.1e8)
 """1 Gbit/s, where nothing better is said."""
+UNREACHABLE = LinkProfile(round_trip_s=float("inf"), bandwidth=1.0)
+"""Between machines that do not get through to each other."""
 
 
 @dataclass(frozen=True)

@@ -130,3 +130,27 @@ class StopReply(_message.Message):
     STOPPED_FIELD_NUMBER: _ClassVar[int]
     stopped: int
     def __init__(self, stopped: _Optional[int] = ...) -> None: ...
+
+class MeasureLinkRequest(_message.Message):
+    __slots__ = ("hello", "node", "address", "max_age_s")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MAX_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    hello: _hello_pb2.Hello
+    node: str
+    address: str
+    max_age_s: float
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., max_age_s: _Optional[float] = ...) -> None: ...
+
+class MeasureLinkReply(_message.Message):
+    __slots__ = ("failure", "round_trip_s", "bytes_per_s", "age_s")
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    failure: _step_pb2.Failure
+    round_trip_s: float
+    bytes_per_s: float
+    age_s: float
+    def __init__(self, failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., round_trip_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., age_s: _Optional[float] = ...) -> None: ...

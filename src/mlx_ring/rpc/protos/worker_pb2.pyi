@@ -20,7 +20,7 @@ class LoadRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ...) -> None: ...
 
 class StageAssignment(_message.Message):
-    __slots__ = ("instance", "epoch", "stage", "stages", "rank", "tp_size", "first_layer", "end_layer", "dtype", "next_address", "first_address", "plan_digest", "model_digest", "kv_bits", "max_model_len", "next_node", "first_node")
+    __slots__ = ("instance", "epoch", "stage", "stages", "rank", "tp_size", "first_layer", "end_layer", "dtype", "next_address", "first_address", "plan_digest", "model_digest", "kv_bits", "max_model_len", "next_node", "first_node", "link_compression", "next_bytes_per_s")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,8 @@ class StageAssignment(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     NEXT_NODE_FIELD_NUMBER: _ClassVar[int]
     FIRST_NODE_FIELD_NUMBER: _ClassVar[int]
+    LINK_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
+    NEXT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     instance: str
     epoch: int
     stage: int
@@ -55,7 +57,9 @@ class StageAssignment(_message.Message):
     max_model_len: int
     next_node: str
     first_node: str
-    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., dtype: _Optional[str] = ..., next_address: _Optional[str] = ..., first_address: _Optional[str] = ..., plan_digest: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_bits: _Optional[int] = ..., max_model_len: _Optional[int] = ..., next_node: _Optional[str] = ..., first_node: _Optional[str] = ...) -> None: ...
+    link_compression: str
+    next_bytes_per_s: float
+    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., dtype: _Optional[str] = ..., next_address: _Optional[str] = ..., first_address: _Optional[str] = ..., plan_digest: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_bits: _Optional[int] = ..., max_model_len: _Optional[int] = ..., next_node: _Optional[str] = ..., first_node: _Optional[str] = ..., link_compression: _Optional[str] = ..., next_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("bytes_loaded", "bytes_total", "ready", "failure", "phase")
@@ -102,7 +106,7 @@ class FrameHeader(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., activation: _Optional[_Union[Activation, _Mapping]] = ..., tombstone: _Optional[_Union[Tombstone, _Mapping]] = ...) -> None: ...
 
 class Activation(_message.Message):
-    __slots__ = ("instance", "epoch", "step", "dtype", "shape", "purpose", "tokens", "failure")
+    __slots__ = ("instance", "epoch", "step", "dtype", "shape", "purpose", "tokens", "failure", "packed_bytes")
     class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HIDDEN: _ClassVar[Activation.Purpose]
@@ -117,6 +121,7 @@ class Activation(_message.Message):
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
     instance: str
     epoch: int
     step: int
@@ -125,7 +130,8 @@ class Activation(_message.Message):
     purpose: Activation.Purpose
     tokens: _containers.RepeatedScalarFieldContainer[int]
     failure: _step_pb2.Failure
-    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., purpose: _Optional[_Union[Activation.Purpose, str]] = ..., tokens: _Optional[_Iterable[int]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
+    packed_bytes: int
+    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., purpose: _Optional[_Union[Activation.Purpose, str]] = ..., tokens: _Optional[_Iterable[int]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., packed_bytes: _Optional[int] = ...) -> None: ...
 
 class Tombstone(_message.Message):
     __slots__ = ("instance", "epoch", "step", "failure", "purpose")
@@ -170,7 +176,7 @@ class StatusRequest(_message.Message):
     def __init__(self, revoked: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid", "kv", "memory_left_bytes", "memory_bytes", "port")
+    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid", "kv", "memory_left_bytes", "memory_bytes", "port", "sends")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +194,7 @@ class WorkerStatus(_message.Message):
     MEMORY_LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
+    SENDS_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     phase: str
     rss_bytes: int
@@ -205,4 +212,19 @@ class WorkerStatus(_message.Message):
     memory_left_bytes: int
     memory_bytes: int
     port: int
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ..., kv: _Optional[_Union[KvTraits, _Mapping]] = ..., memory_left_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., port: _Optional[int] = ...) -> None: ...
+    sends: LinkUse
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ..., kv: _Optional[_Union[KvTraits, _Mapping]] = ..., memory_left_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., port: _Optional[int] = ..., sends: _Optional[_Union[LinkUse, _Mapping]] = ...) -> None: ...
+
+class LinkUse(_message.Message):
+    __slots__ = ("compresses", "why", "frames", "tensor_bytes", "sent_bytes")
+    COMPRESSES_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    compresses: bool
+    why: str
+    frames: int
+    tensor_bytes: int
+    sent_bytes: int
+    def __init__(self, compresses: _Optional[bool] = ..., why: _Optional[str] = ..., frames: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...

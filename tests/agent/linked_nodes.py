@@ -1,0 +1,66 @@
+"""Nodes that answer for their links, over mutual TLS on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from tests.machines import node_credentials
+
+from mlx_ring.agent.link_store import LinkStore
+from mlx_ring.agent.links import LinkFront, make_responder
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.rpc.channels import add_secure_port, make_aio_server
+from mlx_ring.rpc.link_probe import ProbeBounds
+from mlx_ring.rpc.methods import AGENT_SERVICE
+from mlx_ring.rpc.tls.guard import AioPeerGuard
+from mlx_ring.rpc.tls.peers import Revoked
+
+SHORT = ProbeBounds(round_trips_s=0.02, throughput_s=0.05, most_bytes=16 << 20, answer_s=2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedNode:
+    """One node."""
+
+    name: str
+    agent: str
+    """Where the head asks it to measure."""
+    links_port: int
+    """Where it answers probes."""
+
+
+@asynccontextmanager
+async def linked_node(
+    authority: Authority,
+    name: str,
+    folder: Path,
+    *,
+    bounds: ProbeBounds = SHORT,
+    clock: Callable[[], float] | None = None,
+) -> AsyncGenerator[LinkedNode]:
+    """A node whose measurements are kept in `folder`."""
+    credentials = node_credentials(authority, name)
+    store = LinkStore(folder) if clock is None else LinkStore(folder, clock)
+    server = make_aio_server(
+        interceptors=[AioPeerGuard(Revoked().refusal, head_only=(f"/{AGENT_SERVICE}/",))]
+    )
+    server.add_generic_rpc_handlers((LinkFront(name, lambda: credentials, store, bounds).handler(),))
+    port = add_secure_port(server, "127.0.0.1:0", credentials.for_server())
+    responder = make_responder(name, Revoked().refusal)
+    links_port = add_secure_port(responder, "[::]:0", credentials.for_server())
+    await server.start()
+    responder.start()
+    try:
+        yield LinkedNode(name, f"127.0.0.1:{port}", links_port)
+    finally:
+        await server.stop(None)
+        await asyncio.to_thread(_end, responder)
+
+
+def _end(responder: grpc.Server) -> None:
+    responder.stop(None).wait()

@@ -1,0 +1,70 @@
+"""The links in `/cluster/status`: as they were measured, and what is compressed over them and why."""
+
+from __future__ import annotations
+
+from mlx_ring.api.ops.links import told_links
+from mlx_ring.api.service import InstanceInfo, LinkInfo, LinkUse, WorkerInfo
+from mlx_ring.core.types import LayerRange
+
+NOW = 1.8e9
+USE = LinkUse(compresses=True, why="8192 bytes become 6000", frames=3, tensor_bytes=24_576, sent_bytes=18_000)
+
+
+def worker(stage: int, node: str, sends: LinkUse | None = None) -> WorkerInfo:
+    layers = LayerRange(stage, stage + 1)
+    return WorkerInfo(stage, 0, layers, node, 1, "cpu", "float32", True, "ready", 0, 0, 0, 0, 0, sends=sends)  # noqa: FBT003 - in the order of the fields
+
+
+def link(source: str, target: str, problem: str = "") -> LinkInfo:
+    return LinkInfo(source, target, 0.00031, 1.2e9, NOW - 60, problem)
+
+
+def instance(*workers: WorkerInfo) -> InstanceInfo:
+    return InstanceInfo("demo", 1, 2, workers)
+
+
+def test_a_link_is_told_as_it_was_measured_with_its_age() -> None:
+    (told,) = told_links([link("a", "b")], [], NOW)
+    assert told == {
+        "from": "a",
+        "to": "b",
+        "problem": None,
+        "round_trip_us": 310.0,
+        "bytes_per_s": 1_200_000_000,
+        "measured_s_ago": 60.0,
+        "carries_activations": False,
+        "compresses": False,
+        "why": "no stage of a model sends over it",
+    }
+
+
+def test_the_way_that_activations_take_tells_whether_they_are_compressed_and_why() -> None:
+    there, back = told_links(
+        [link("a", "b"), link("b", "a")], [instance(worker(0, "a", USE), worker(1, "b"))], NOW
+    )
+    assert (there["carries_activations"], there["compresses"], there["why"]) == (True, True, USE.why)
+    assert (there["frames"], there["tensor_bytes"], there["sent_bytes"]) == (3, 24_576, 18_000)
+    assert (back["carries_activations"], back["compresses"]) == (False, False)
+
+
+def test_a_link_whose_worker_has_not_spoken_yet_says_so() -> None:
+    (told,) = told_links([link("a", "b")], [instance(worker(0, "a"), worker(1, "b"))], NOW)
+    assert told["why"] == "nothing is known of what was sent yet"
+
+
+def test_a_broken_link_has_its_problem_and_no_figures() -> None:
+    (told,) = told_links([link("a", "b", "b did not answer")], [], NOW)
+    assert told["problem"] == "b did not answer"
+    assert "round_trip_us" not in told
+
+
+def test_stages_of_one_node_send_over_no_link() -> None:
+    (told,) = told_links([link("a", "b")], [instance(worker(0, "a"), worker(1, "a"))], NOW)
+    assert told["carries_activations"] is False
+
+
+def test_what_several_instances_send_is_told_together() -> None:
+    little = LinkUse(compresses=False, why="little", frames=1, tensor_bytes=10, sent_bytes=10)
+    instances = [instance(worker(0, "a", use), worker(1, "b")) for use in (USE, little)]
+    (told,) = told_links([link("a", "b")], instances, NOW)
+    assert (told["frames"], told["sent_bytes"], told["compresses"], told["why"]) == (4, 18_010, True, USE.why)

@@ -1,0 +1,49 @@
+"""Who measures which link and when, and what is made of what was found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+
+import pytest
+
+from mlx_ring.cluster.found_links import FoundLink, hops_told, link_profiles, rounds
+from mlx_ring.cluster.planner.profiles import UNREACHABLE, LinkProfile
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_every_pair_is_measured_once_and_no_node_is_in_two_pairs_of_a_round(count: int) -> None:
+    nodes = [f"mini-{number}" for number in range(count)]
+    made = list(rounds(nodes))
+    assert sorted(sorted(pair) for pairs in made for pair in pairs) == sorted(
+        map(list, combinations(nodes, 2))
+    )
+    for pairs in made:
+        assert all(times == 1 for times in Counter(node for pair in pairs for node in pair).values())
+    assert len(made) == max(0, count - 1 + count % 2)
+
+
+def test_a_link_is_the_worse_of_its_two_ways() -> None:
+    found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "a", 2e-3, 1e8)]
+    assert link_profiles(found) == {frozenset("ab"): LinkProfile(2e-3, 1e8)}
+    assert link_profiles(reversed(found)) == link_profiles(found)
+
+
+def test_a_link_that_is_broken_one_way_is_none() -> None:
+    found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "a", problem="b did not answer")]
+    assert link_profiles(found) == link_profiles(reversed(found)) == {frozenset("ab"): UNREACHABLE}
+
+
+def test_the_links_that_a_plan_uses_are_told() -> None:
+    links: dict[frozenset[str], LinkProfile] = {
+        frozenset(("head", "mini")): LinkProfile(0.31e-3, 1.2e9),
+        frozenset(("mini", "box")): LinkProfile(4e-3, 5e6),
+        frozenset(("head", "other")): LinkProfile(1e-3, 1e8),
+    }
+    (told,) = hops_told(["head", "mini", "box"], links)
+    assert told == (
+        "Links, as measured: head - mini 0.31 ms there and back, 9.6 Gbit/s; "
+        "box - mini 4.00 ms there and back, 40 Mbit/s."
+    )
+    assert hops_told(["head"], links) == ()
+    assert hops_told(["here", "there"], {}) == ()

@@ -1,0 +1,126 @@
+"""The head has all links measured by the nodes at their ends; what is broken is told and holds nobody up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.agent.linked_nodes import LinkedNode, linked_node
+
+from mlx_ring.cluster.agent_link import AgentLink
+from mlx_ring.cluster.link_survey import MAX_AGE_S, LinkEnd, LinkSurvey
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.tls.names import node_name
+
+
+@asynccontextmanager
+async def nodes(folder: Path, count: int) -> AsyncGenerator[list[LinkEnd]]:
+    """So many, with channels to their agents."""
+    authority = Authority.open(folder / "cluster")
+    async with AsyncExitStack() as stack:
+        ends: list[LinkEnd] = []
+        for number in range(1, count + 1):
+            node = await stack.enter_async_context(
+                linked_node(authority, f"mini-{number}", folder / f"{number}")
+            )
+            channel = await stack.enter_async_context(
+                open_aio_channel(node.agent, authority.head_credentials(), node_name(node.name))
+            )
+            ends.append(end_of(node, AgentLink(channel, f"the agent of {node.name}")))
+        yield ends
+
+
+def end_of(node: LinkedNode, agent: AgentLink, port: int | None = None, came: int = 1) -> LinkEnd:
+    address = f"127.0.0.1:{port or node.links_port}"
+    return LinkEnd(node.name, came, agent, lambda _other: address)
+
+
+def test_every_link_is_measured_each_way_and_asked_for_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        survey = LinkSurvey("mini-1")
+        async with nodes(tmp_path, 3) as ends:
+            found = await survey.take(ends)
+            names = [end.node for end in ends]
+            assert {(link.source, link.target) for link in found} == {
+                (one, other) for one in names for other in names if one != other
+            }
+            assert all(link.round_trip_s > 0 and link.bytes_per_s > 0 and not link.problem for link in found)
+            assert await survey.take(ends) == found
+            assert len(await survey.take(ends[:2])) == 2
+        # Nobody is there any more, and nobody has to be asked.
+        assert await survey.take(ends) == found
+
+    asyncio.run(run())
+
+
+def test_a_node_that_came_again_tells_what_it_has_kept(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with nodes(tmp_path, 2) as ends:
+            before = await LinkSurvey("mini-1").take(ends)
+            after = await LinkSurvey("mini-1").take(ends)
+        assert [link.bytes_per_s for link in after] == [link.bytes_per_s for link in before]
+        assert [
+            round(link.unix_time_s - earlier.unix_time_s) for link, earlier in zip(after, before, strict=True)
+        ] == [0, 0]
+
+    asyncio.run(run())
+
+
+def test_what_is_too_old_is_asked_for_again(tmp_path: Path) -> None:
+    now = [1.8e9]
+
+    async def run() -> None:
+        survey = LinkSurvey("mini-1", lambda: now[0])
+        async with nodes(tmp_path, 2) as ends:
+            await survey.take(ends)
+            now[0] += 2 * MAX_AGE_S
+            assert all(link.unix_time_s > 1.8e9 + MAX_AGE_S for link in await survey.take(ends))
+
+    asyncio.run(run())
+
+
+def test_a_broken_link_is_told_and_the_others_are_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            dark = f"127.0.0.1:{silent.getsockname()[1]}"
+            async with nodes(tmp_path, 3) as (one, two, three):
+                # The third is not reached from the first.
+                hidden = LinkEnd(
+                    three.node,
+                    three.came,
+                    three.agent,
+                    lambda other: dark if other == one.node else three.address_from(other),
+                )
+                found = await LinkSurvey("mini-1").take([one, two, hidden])
+        problems = {(link.source, link.target): link.problem for link in found if link.problem}
+        assert list(problems) == [("mini-1", "mini-3")]
+        assert "did not answer" in problems["mini-1", "mini-3"]
+        assert {frozenset((link.source, link.target)) for link in found if not link.problem} == {
+            frozenset(("mini-1", "mini-2")),
+            frozenset(("mini-2", "mini-3")),
+        }
+
+    asyncio.run(run())
+    assert len([record for record in caplog.records if "could not be measured" in record.message]) == 1
+
+
+def test_an_agent_that_is_gone_is_a_broken_link(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with nodes(tmp_path, 2) as (one, two):
+            channel = open_aio_channel("127.0.0.1:9")
+            gone = LinkEnd(one.node, one.came, AgentLink(channel, "the agent of mini-1"), one.address_from)
+            (link,) = await LinkSurvey("mini-1").take([gone, two])
+            await channel.close()
+        assert link.problem.startswith("The connection to the agent of mini-1 broke")
+
+    asyncio.run(run())

@@ -1,0 +1,84 @@
+"""What a broken or hostile machine sends, by hand: TLS, HTTP/2 and gRPC's framing, as far as wanted, and then rubbish."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import ssl
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlx_ring.rpc.tls.credentials import CERTIFICATE_FILE, KEY_FILE
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_END_HEADERS = 4
+_LARGEST_DATA = 16_384
+_WINDOW = 65_535
+"""Bytes that HTTP/2 lets a client send before it has heard anything."""
+_WAIT_S = 20.0
+
+
+@contextmanager
+def plain(port: int) -> Generator[socket.socket]:
+    """A connection without TLS."""
+    with socket.create_connection(("127.0.0.1", port), timeout=_WAIT_S) as connection:
+        yield connection
+
+
+@contextmanager
+def secured(port: int, certificate: Path | None) -> Generator[ssl.SSLSocket]:
+    """TLS as gRPC speaks it, with the certificate and key in a folder, or with none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if certificate is not None:
+        context.load_cert_chain(certificate / CERTIFICATE_FILE, certificate / KEY_FILE)
+    with plain(port) as connection, context.wrap_socket(connection) as wrapped:
+        yield wrapped
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """What the other side still says; it must close within some seconds."""
+    heard = b""
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
+        while part := connection.recv(65_536):
+            heard += part
+    return heard
+
+
+def noise(count: int) -> bytes:
+    return random.Random(11).randbytes(count)
+
+
+def beginning_of_call(path: str) -> bytes:
+    """HTTP/2 up to a call's headers: what follows is its first message."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "https",
+        ":path": path,
+        ":authority": "localhost",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    # Literal fields without indexing, with new names: HPACK without a table.
+    packed = b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in fields.items()
+    )
+    return _PREFACE + _frame(_SETTINGS, b"") + _frame(_HEADERS, packed, flags=_END_HEADERS, stream=1)
+
+
+def message(content: bytes, announced: int | None = None) -> bytes:
+    """A message of gRPC, of which less may come than it announces; no more than may be sent without an answer."""
+    data = b"\0" + (len(content) if announced is None else announced).to_bytes(4, "big") + content
+    if len(data) > _WINDOW:
+        raise ValueError(data)
+    parts = (data[begin : begin + _LARGEST_DATA] for begin in range(0, len(data), _LARGEST_DATA))
+    return b"".join(_frame(_DATA, part, stream=1) for part in parts)
+
+
+def _frame(kind: int, payload: bytes, *, flags: int = 0, stream: int = 0) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
