@@ -16,10 +16,12 @@ from mlx_ring.core.config import (
     let_grpc_speak,
     load_settings,
     quieten_grpc,
+    state_folder,
 )
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import listen, node_name
+from mlx_ring.core.running import recorded
 
 _VLLM_NAMES = {
     "stages": ("--pipeline-parallel-size", "-pp"),
@@ -32,6 +34,8 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "cluster_host": "ADDRESS",
     "strategy": "NAME",
     "memory_utilization": "SHARE",
+    "memory_limit": "SIZE",
+    "proportions": "A,B",
     "dtype": "TYPE",
     "served_model_name": "NAME,...",
     "api_key": "KEY,...",
@@ -80,7 +84,9 @@ def serve(
     stages: Annotated[str | None, setting("stages")] = None,
     nodes: Annotated[str | None, setting("nodes")] = None,
     strategy: Annotated[str | None, setting("strategy")] = None,
+    proportions: Annotated[str | None, setting("proportions")] = None,
     memory_utilization: Annotated[str | None, setting("memory_utilization")] = None,
+    memory_limit: Annotated[str | None, setting("memory_limit")] = None,
     weights_limit: Annotated[str | None, setting("weights_limit")] = None,
     cluster_host: Annotated[str | None, setting("cluster_host")] = None,
     cluster_port: Annotated[str | None, setting("cluster_port")] = None,
@@ -139,7 +145,10 @@ def serve(
     # The API's libraries take a second to come in: what is wrong above is told before.
     from mlx_ring.node.head import Head  # noqa: PLC0415
 
-    with Telling() as audience:
+    from mlx_ring.node.http import local_url  # noqa: PLC0415 - as above
+
+    url = local_url(*listener.getsockname()[:2])
+    with recorded(state_folder(settings), "head", url), Telling() as audience:
         asyncio.run(Head(settings, served, listener, audience).run())
 
 

@@ -72,3 +72,8 @@ def _is_bare_ipv6(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def bracketed(host: str) -> str:
+    """As it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if _is_bare_ipv6(host) else host

@@ -14,7 +14,7 @@ from mlx_ring.cluster.membership import Membership
 from mlx_ring.cluster.placement import balanced_split, even_split
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
-from mlx_ring.cluster.planner.place import Wish, place
+from mlx_ring.cluster.planner.place import place
 from mlx_ring.cluster.planner.plan import Plan
 from mlx_ring.cluster.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.cluster.planner.stage_tables import Demand
@@ -24,6 +24,7 @@ from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel, widens_half_precision
+from mlx_ring.node.wishes import proportional_stages, wished
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.tls.names import node_name
 
@@ -119,11 +120,14 @@ def _plan(settings: Settings, served: ServedModel, nodes: Sequence[NodeProfile])
     profile = profile_folder(served.folder, served.names[0])
     context = settings.max_model_len or min(_PROMISED_TOKENS, profile.context_tokens)
     demand = Demand(context, 1, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
-    return place(profile, ClusterProfile(tuple(nodes)), Wish(demand, strategy=settings.strategy))
+    in_order, wish = wished(settings, demand, nodes)
+    return place(profile, ClusterProfile(in_order), wish)
 
 
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:
     """The stages: each reads about as much in a step; as many layers each where the files don't tell what a layer is."""
+    if settings.strategy == "custom":
+        return proportional_stages(folder.num_layers, settings.stages, settings.proportions)
     read = decode_bytes(folder, widened=widens_half_precision(settings.dtype))
     if read is None:
         return even_split(folder.num_layers, settings.stages)
