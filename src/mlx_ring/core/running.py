@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,10 @@ from typing import Literal
 import psutil
 
 from mlx_ring.core.cluster_folders import running_folder
+from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.private_files import read_private, write_private
+
+log = logging.getLogger(__name__)
 
 Kind = Literal["head", "agent"]
 _OURS = ("mlx_ring", "mlx-ring")
@@ -43,7 +47,11 @@ def recorded(state: Path, kind: Kind, url: str = "") -> Generator[None]:
     own = psutil.Process()
     record = Running(kind, own.pid, own.create_time(), arguments_digest(sys.argv[1:]), url)
     path = _path(state, record)
-    write_private(path, json.dumps(asdict(record)).encode())
+    try:
+        write_private(path, json.dumps(asdict(record)).encode())
+    except (OSError, ConfigError) as error:
+        # Who cannot write there serves all the same.
+        log.warning("`mlx-ring stop` will not find this process: %s", error)
     try:
         yield
     finally:
