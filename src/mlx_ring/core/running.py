@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import sys
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ _OURS = ("mlx_ring", "mlx-ring")
 _CLOCK_S = 2.0
 """By so much a process's start may move: Linux counts it from a moment that follows the clock."""
 END_WAIT_S = 30.0
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +90,33 @@ def _end(records: Sequence[Running]) -> list[str]:
     for _, process in pairs:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, stuck = psutil.wait_procs([process for _, process in pairs], timeout=END_WAIT_S)
+    stuck = _wait([process for _, process in pairs])
     for process in stuck:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(stuck, timeout=END_WAIT_S)
+    _wait(stuck)
     return [
         f"The {record.kind} is ended (process {record.pid}"
         + (f", killed after {END_WAIT_S:g} s)." if process in stuck else ").")
         for record, process in pairs
     ]
+
+
+def _wait(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Until they have ended; those that have not in time. One that nobody has asked after has ended too."""
+    end = time.monotonic() + END_WAIT_S
+    left = list(processes)
+    while left and time.monotonic() < end:
+        left = [process for process in left if _runs(process)]
+        time.sleep(_LOOK_S)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _path(state: Path, record: Running) -> Path:

@@ -49,6 +49,8 @@ def start(file: DevicesFile, model: str, *, tell: Tell, timeout_s: float) -> Sta
     Raises:
         HostFailed: a machine cannot be reached, or something does not start; then nothing is left running.
     """
+    # What is wrong in the file is told before any machine is touched.
+    head_arguments(file, model, "", {device.name: device.name for device in file.devices})
     readies = on_all(find_places(file.devices), lambda place: make_ready(place, tell=tell))
     run = _Run(file, model, readies)
     if run.is_as_wished():
