@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -57,13 +59,8 @@ def run_detached(state: Path, arguments: Sequence[str], timeout_s: float) -> int
             start_new_session=True,
             env=inherited_environment({"PYTHONUNBUFFERED": "1"}),
         )
-    _wait(
-        lambda: any(found.pid == process.pid for found in running_here(state)),
-        state,
-        arguments[0],
-        process.pid,
-        timeout_s,
-    )
+    waiting = _Waiting(state, arguments[0], lambda: process.poll() is not None)
+    waiting.until(lambda: any(found.pid == process.pid for found in running_here(state)), timeout_s)
     return process.pid
 
 
@@ -81,7 +78,7 @@ def wait_for_port(state: Path, pid: int, port: int, timeout_s: float) -> None:
             for found in connections
         )
 
-    _wait(listens, state, "serve", pid, timeout_s)
+    _Waiting(state, "serve", lambda: _has_ended(pid)).until(listens, timeout_s)
 
 
 def wait_until_ready(state: Path, pid: int, timeout_s: float) -> bool:
@@ -99,7 +96,7 @@ def wait_until_ready(state: Path, pid: int, timeout_s: float) -> bool:
             except httpx.HTTPError:
                 return False
 
-        return _holds_before(is_ready, state, "serve", pid, timeout_s)
+        return _Waiting(state, "serve", lambda: _has_ended(pid)).holds_before(is_ready, timeout_s)
 
 
 def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]) -> str:
@@ -149,24 +146,38 @@ def _said(answer: httpx.Response) -> str:
         return answer.text[:200]
 
 
-def _wait(holds: Callable[[], bool], state: Path, verb: str, pid: int, timeout_s: float) -> None:
-    if not _holds_before(holds, state, verb, pid, timeout_s):
-        raise ConfigError(f"`mlx-ring {verb}` is not as far as it should be after {timeout_s:g} s: see {out_file(state, verb)}.")
+def _has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
-def _holds_before(holds: Callable[[], bool], state: Path, verb: str, pid: int, timeout_s: float) -> bool:
-    """Look again and again; raises where the process has ended."""
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            if holds():
-                return True
-            ended = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            ended = True
-        if ended:
-            words = last_words(out_file(state, verb).read_text("utf-8", errors="replace"))
-            raise ConfigError(f"`mlx-ring {verb}` has ended: {words}")
-        if time.monotonic() > end:
-            return False
-        time.sleep(_LOOK_S)
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """For something of a process; that it ends is noticed."""
+
+    state: Path
+    verb: str
+    has_ended: Callable[[], bool]
+
+    def until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        if not self.holds_before(holds, timeout_s):
+            raise ConfigError(
+                f"`mlx-ring {self.verb}` is not as far as it should be after {timeout_s:g} s: "
+                f"see {out_file(self.state, self.verb)}."
+            )
+
+    def holds_before(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+        """Looks again and again; False where the time is over."""
+        end = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if holds():
+                    return True
+            if self.has_ended():
+                words = last_words(out_file(self.state, self.verb).read_text("utf-8", errors="replace"))
+                raise ConfigError(f"`mlx-ring {self.verb}` has ended: {words}")
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_S)
