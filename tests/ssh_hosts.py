@@ -59,7 +59,9 @@ class SshHost:
         """What runs `arguments` in this host."""
         return self.host.command("sh", "-c", _ENTER, "sh", str(self.folder / "passwd"), *arguments)
 
-    def run(self, *arguments: str, folder: Path, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, folder: Path, timeout_s: float = 600.0
+    ) -> subprocess.CompletedProcess[str]:
         """Run a program to its end in `folder`."""
         return subprocess.run(
             self.command(*arguments),
@@ -73,7 +75,11 @@ class SshHost:
 
     def environment(self) -> dict[str, str]:
         """As after a login: no settings of ours, and this host's home."""
-        kept = {name: value for name, value in clean_environment().items() if not name.startswith(("XDG_", "SSH_"))}
+        kept = {
+            name: value
+            for name, value in clean_environment().items()
+            if not name.startswith(("XDG_", "SSH_"))
+        }
         return {**kept, "HOME": str(self.home)}
 
     def processes(self) -> list[int]:
@@ -117,7 +123,11 @@ def _furnish(host: SshHost, keys: Path) -> None:
 
 
 def _passwd(home: Path) -> str:
-    lines = [line for line in Path("/etc/passwd").read_text().splitlines() if line.split(":")[0] not in ("root", "sshd")]
+    lines = [
+        line
+        for line in Path("/etc/passwd").read_text().splitlines()
+        if line.split(":")[0] not in ("root", "sshd")
+    ]
     own = [f"root:x:0:0:root:{home}:/bin/sh", "sshd:x:65533:65534::/run/sshd:/usr/sbin/nologin"]
     return "\n".join([*own, *lines]) + "\n"
 
@@ -129,7 +139,7 @@ def _serving(host: SshHost) -> Generator[None]:
     with (host.folder / "sshd.txt").open("w") as errors:
         process = subprocess.Popen(
             host.command(program, "-D", "-e", "-f", str(host.folder / "sshd_config")),
-            env=host.environment() | environment,
+            env={**host.environment(), **environment},
             stdin=subprocess.DEVNULL,
             stdout=errors,
             stderr=errors,
@@ -150,7 +160,10 @@ def _answers(host: SshHost) -> bool:
 
 def _make_key(path: Path) -> None:
     subprocess.run(
-        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True, capture_output=True, timeout=60
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)],
+        check=True,
+        capture_output=True,
+        timeout=60,
     )
 
 

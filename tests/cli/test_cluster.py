@@ -19,7 +19,11 @@ from mlx_ring.cli.cluster import speed
         ("[{ssh: localhost}]", ("start",), "cluster.json names no model: give --model."),
         ("[{ssh: localhost}]", ("logs", "--lines", "0"), "--lines is 0; it must be"),
         ("[{ssh: localhost}]", ("status", "--url", "http://x"), "--config and --url were both given"),
-        ("{devices: [{hostname: localhost}], model: demo, serve: {nodes: 2}}", ("start",), "`serve` has the key nodes"),
+        (
+            "{devices: [{hostname: localhost}], model: demo, serve: {nodes: 2}}",
+            ("start",),
+            "`serve` has the key nodes",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence(

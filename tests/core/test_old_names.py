@@ -6,14 +6,35 @@ import pytest
 
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.old_names import _COUNTERPARTS, _WITHOUT_COUNTERPART, is_old, of_today, strategy_of_today
+from mlx_ring.core.old_names import COUNTERPARTS, WITHOUT_COUNTERPART, is_old, of_today, strategy_of_today
 
-KNOWN = (
-    "MODEL_REPO, MODEL_CACHE_DIR, API_HOST, API_PORT, WORKER_HOSTS, WORKER_SSH, SOCKET_PATH, NUM_DEVICES, "
-    "DISTRIBUTED_BACKEND, KV_CACHE_MAX_SIZE, KV_CACHE_RESERVED_MEMORY_MB, MAX_SEQUENCE_LENGTH, MAX_PROMPT_LEN_BYTES, "
-    "REQUEST_TIMEOUT_SECONDS, DEFAULT_MAX_TOKENS, FILE_DESCRIPTOR_SOFT_LIMIT, FILE_DESCRIPTOR_HARD_LIMIT, "
-    "MODEL_LOAD_WAIT_SECONDS, LOG_LEVEL, POLL_INTERVAL_SECONDS, MODEL_NAME, DISTRIBUTED, MASTER_ADDR, RANK, WORLD_SIZE"
-).split(", ")
+KNOWN = [
+    "MODEL_REPO",
+    "MODEL_CACHE_DIR",
+    "API_HOST",
+    "API_PORT",
+    "WORKER_HOSTS",
+    "WORKER_SSH",
+    "SOCKET_PATH",
+    "NUM_DEVICES",
+    "DISTRIBUTED_BACKEND",
+    "KV_CACHE_MAX_SIZE",
+    "KV_CACHE_RESERVED_MEMORY_MB",
+    "MAX_SEQUENCE_LENGTH",
+    "MAX_PROMPT_LEN_BYTES",
+    "REQUEST_TIMEOUT_SECONDS",
+    "DEFAULT_MAX_TOKENS",
+    "FILE_DESCRIPTOR_SOFT_LIMIT",
+    "FILE_DESCRIPTOR_HARD_LIMIT",
+    "MODEL_LOAD_WAIT_SECONDS",
+    "LOG_LEVEL",
+    "POLL_INTERVAL_SECONDS",
+    "MODEL_NAME",
+    "DISTRIBUTED",
+    "MASTER_ADDR",
+    "RANK",
+    "WORLD_SIZE",
+]
 
 
 def today(**old: str) -> dict[str, tuple[str, str]]:
@@ -23,7 +44,7 @@ def today(**old: str) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_known_name_is_honoured_or_refused(name: str) -> None:
     assert is_old(name)
-    assert (name in _COUNTERPARTS) != (name in _WITHOUT_COUNTERPART)
+    assert (name in COUNTERPARTS) != (name in WITHOUT_COUNTERPART)
 
 
 def test_old_names_set_settings_of_today() -> None:
@@ -65,10 +86,16 @@ def test_one_machine_or_several_is_told_by_their_number() -> None:
 @pytest.mark.parametrize(
     ("old", "said"),
     [
-        ({"POLL_INTERVAL_SECONDS": "1"}, "POLL_INTERVAL_SECONDS in .env is 1, and has no counterpart here: nothing polls"),
+        (
+            {"POLL_INTERVAL_SECONDS": "1"},
+            "POLL_INTERVAL_SECONDS in .env is 1, and has no counterpart here: nothing polls",
+        ),
         ({"WORKER_HOSTS": "a,b"}, "mlx-ring cluster start -c FILE"),
         ({"MODEL_CACHE_DIR": "/models"}, "HF_HUB_CACHE in the environment"),
-        ({"NUM_DEVICES": "2", "WORLD_SIZE": "3"}, "NUM_DEVICES in .env is 2 and WORLD_SIZE is 3, and both are MLX_RING_NODES"),
+        (
+            {"NUM_DEVICES": "2", "WORLD_SIZE": "3"},
+            "NUM_DEVICES in .env is 2 and WORLD_SIZE is 3, and both are MLX_RING_NODES",
+        ),
         ({"DISTRIBUTED": "false", "NUM_DEVICES": "2"}, "both are MLX_RING_NODES"),
         ({"DISTRIBUTED": "maybe"}, "DISTRIBUTED in .env is maybe; it must be true or false."),
     ],
@@ -80,7 +107,9 @@ def test_what_means_nothing_here_is_refused_with_the_reason(old: dict[str, str],
 
 
 def test_strategies_have_had_other_names() -> None:
-    assert [strategy_of_today(name) for name in ("memory_proportional", "compute_proportional", "balanced", "x")] == [
+    assert [
+        strategy_of_today(name) for name in ("memory_proportional", "compute_proportional", "balanced", "x")
+    ] == [
         "memory",
         "compute",
         "balanced",

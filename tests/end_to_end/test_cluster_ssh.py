@@ -22,7 +22,12 @@ from mlx_ring.core.running import running_here
 
 DEVICES = {
     "devices": [
-        {"device_id": "first", "hostname": "10.77.0.1", "role": "coordinator", "capabilities": {"memory_gb": 16}},
+        {
+            "device_id": "first",
+            "hostname": "10.77.0.1",
+            "role": "coordinator",
+            "capabilities": {"memory_gb": 16},
+        },
         {"device_id": "second", "hostname": "10.77.0.2", "role": "worker", "capabilities": {"memory_gb": 2}},
     ],
     "model": {"name": "demo"},
@@ -81,7 +86,9 @@ def test_one_file_starts_shows_tries_and_stops_two_machines(
     record_property("seconds of a first start, with sending", time.monotonic() - began)
 
     told = json.loads(done_well(cluster(first, tmp_path, "status", "--json")))
-    assert [device["layers"] for device in told["devices"]] == [[0, 6], [6, 8]], "0.75 and 0.25 of eight layers"
+    assert [device["layers"] for device in told["devices"]] == [[0, 6], [6, 8]], (
+        "0.75 and 0.25 of eight layers"
+    )
     assert [device["node"] for device in told["devices"]] == [
         (host.state / "node" / "node-id").read_text().strip() for host in hosts
     ]
@@ -113,23 +120,32 @@ def test_one_file_starts_shows_tries_and_stops_two_machines(
     began = time.monotonic()
     assert "Serving demo" in done_well(cluster(first, tmp_path, "start"))
     record_property("seconds of a start", time.monotonic() - began)
+    check_what_a_killed_head_leaves(first, second, tmp_path)
+    check_a_machine_that_is_cut_off(first, second, tmp_path)
+
+
+def check_what_a_killed_head_leaves(first: SshHost, second: SshHost, folder: Path) -> None:
     head = next(found for found in running_here(first.state) if found.kind == "head")
     os.kill(head.pid, signal.SIGKILL)
-    left = done_well(first.run(*MLX_RING, "stop", folder=tmp_path))
+    left = done_well(first.run(*MLX_RING, "stop", folder=folder))
     assert left.startswith("The agent is ended"), "what a killed head has left"
     psutil.wait_procs(ours(first), timeout=30)
     assert ours(first) == []
     assert ours(second), "the other machine's agent waits for the next head"
 
+
+def check_a_machine_that_is_cut_off(first: SshHost, second: SshHost, folder: Path) -> None:
     second.host.cut()
-    unreachable = cluster(first, tmp_path, "stop")
+    unreachable = cluster(first, folder, "stop")
     assert unreachable.returncode == 1
     assert unreachable.stderr.count("\n") == 1
-    assert unreachable.stderr.startswith("mlx-ring: second cannot be reached by `ssh 10.77.0.2`: ssh: connect to host")
-    refused = cluster(first, tmp_path, "start")
+    assert unreachable.stderr.startswith(
+        "mlx-ring: second cannot be reached by `ssh 10.77.0.2`: ssh: connect to host"
+    )
+    refused = cluster(first, folder, "start")
     assert refused.returncode == 1
     assert "second cannot be reached" in refused.stderr
     assert ours(first) == []
     second.host.mend()
-    done_well(cluster(first, tmp_path, "stop"))
+    done_well(cluster(first, folder, "stop"))
     assert ours(second) == []

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_ring.cluster.planner.profiles import NodeProfile
 from mlx_ring.cluster.planner.stage_tables import Demand
-from mlx_ring.core.config import Settings
+from mlx_ring.core.config import Settings, load_settings
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.node.wishes import proportional_stages, wished
@@ -19,7 +19,7 @@ def nodes(*names: str) -> list[NodeProfile]:
 
 
 def custom(proportions: str, count: int) -> Settings:
-    return Settings(strategy="custom", proportions=proportions, nodes=count)  # pyright: ignore[reportArgumentType] - as a flag gives it
+    return load_settings({"strategy": "custom", "proportions": proportions, "nodes": count})
 
 
 def test_shares_without_names_go_by_the_machines_order() -> None:
@@ -60,7 +60,7 @@ def test_shares_that_name_other_machines_are_refused() -> None:
 
 
 def test_another_strategy_is_passed_on() -> None:
-    assert wished(Settings(strategy="memory"), DEMAND, nodes("a"))[1].strategy == "memory"
+    assert wished(load_settings({"strategy": "memory"}), DEMAND, nodes("a"))[1].strategy == "memory"
 
 
 def test_one_machine_cuts_its_stages_by_proportions() -> None:

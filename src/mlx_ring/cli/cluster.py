@@ -30,6 +30,7 @@ app.add_typer(on_host_app, name="on-host", hidden=True)
 _QUESTION = "What is the capital of France?"
 _DEFAULT_URL = "http://127.0.0.1:8100"
 _ASK_S = 30.0
+_MOST_LINES = 1_000_000
 CONFIG = typer.Option("--config", "-c", metavar="FILE", help="The machines: JSON, YAML, or an MLX hostfile.")
 MODEL = typer.Option(metavar="MODEL", help="To serve; what the file names otherwise.")
 TIMEOUT = typer.Option(metavar="SECONDS", help="How long loading may take, downloads included.")
@@ -76,9 +77,12 @@ def restart(
 @app.command("status")
 def status(
     config: Annotated[Path | None, CONFIG] = None,
-    url: Annotated[str | None, typer.Option(help=f"Of the head, without a file; {_DEFAULT_URL} otherwise.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help=f"Of the head, without a file; {_DEFAULT_URL} otherwise.")
+    ] = None,
     api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Where the server asks for one; MLX_RING_API_KEY otherwise.")
+        str | None,
+        typer.Option(metavar="KEY", help="Where the server asks for one; MLX_RING_API_KEY otherwise."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what `/cluster/status` says.")] = False,
 ) -> None:
@@ -97,7 +101,7 @@ def status(
 
 
 @app.command("test")
-def test(
+def try_out(
     config: Annotated[Path, CONFIG],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to ask.")] = _QUESTION,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Of the answer at most.")] = 64,
@@ -122,8 +126,8 @@ def logs(
     from mlx_ring.cluster.lifecycle.programs import ON_HOST  # noqa: PLC0415 - as above
     from mlx_ring.cluster.lifecycle.shell import check_exit, words_on  # noqa: PLC0415 - as above
 
-    if not 1 <= lines <= 1_000_000:
-        raise ConfigError(f"--lines is {lines}; it must be a whole number from 1 to 1000000.")
+    if not 1 <= lines <= _MOST_LINES:
+        raise ConfigError(f"--lines is {lines}; it must be a whole number from 1 to {_MOST_LINES}.")
     flags = ("--lines", str(lines), *(("--follow",) if follow else ()))
     tails: list[tuple[Any, subprocess.Popen[str]]] = []
     for _, found in verbs.log_commands(_read(config)):
@@ -181,7 +185,9 @@ def speed(answer: Mapping[str, Any]) -> str:
         )
         if timed.get(key) is not None
     ]
-    return f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens" + "".join(f", {rate}" for rate in rates)
+    return f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens" + "".join(
+        f", {rate}" for rate in rates
+    )
 
 
 def _read(config: Path) -> DevicesFile:
@@ -223,7 +229,9 @@ def _ask_url(url: str, api_key: str | None) -> Any:
         answer.raise_for_status()
         return answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(f"No head answers at {url} ({error}): give --url, or -c with the machines' file.") from error
+        raise ConfigError(
+            f"No head answers at {url} ({error}): give --url, or -c with the machines' file."
+        ) from error
 
 
 def _ask_machines(file: DevicesFile, *, quietly: bool) -> tuple[Any, bool]:
@@ -255,7 +263,9 @@ def _show_machines(standings: Sequence[Standing]) -> None:
 
 def _show_status(told: Mapping[str, Any]) -> None:
     """Stages, their layers and memory, as the head says."""
-    print(f"{told.get('model')}: {told.get('status')}" + (f", {told['reason']}" if told.get("reason") else ""))
+    print(
+        f"{told.get('model')}: {told.get('status')}" + (f", {told['reason']}" if told.get("reason") else "")
+    )
     table = Table("node", "stage", "layers", "device", box=None, pad_edge=False)
     for title in ("weights", "KV", "memory"):
         table.add_column(title, justify="right")

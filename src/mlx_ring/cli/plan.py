@@ -45,7 +45,8 @@ def plan(
     strategy: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(STRATEGIES), help="How layers are shared out; as the file says, or auto, otherwise."
+            metavar="|".join(STRATEGIES),
+            help="How layers are shared out; as the file says, or auto, otherwise.",
         ),
     ] = None,
     aim: Annotated[str, typer.Option(metavar="|".join(AIMS), help="What `auto` makes best.")] = "latency",

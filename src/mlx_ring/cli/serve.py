@@ -144,7 +144,6 @@ def serve(
     served = prepare_model(settings)
     # The API's libraries take a second to come in: what is wrong above is told before.
     from mlx_ring.node.head import Head  # noqa: PLC0415
-
     from mlx_ring.node.http import local_url  # noqa: PLC0415 - as above
 
     url = local_url(*listener.getsockname()[:2])

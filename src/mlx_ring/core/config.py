@@ -97,7 +97,7 @@ def _shares(value: object) -> object:
     if isinstance(value, str):
         value = value.strip("[] ").split(",")
     if not isinstance(value, (list, tuple)):
-        raise ValueError
+        raise ValueError  # noqa: TRY004 - what pydantic takes for a bad value
     parts = tuple(str(part).strip() for part in cast("list[object]", value))
     if not all(map(_SHARE.fullmatch, parts)):
         raise ValueError
@@ -149,10 +149,11 @@ class Settings(BaseSettings):
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.9, description="Share of this machine's memory that may be planned with."
     )
-    memory_limit: Annotated[
-        Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)
-    ] = Field(
-        None, description="Memory of this machine that plans may count on, such as 16GiB; what is measured otherwise."
+    memory_limit: Annotated[Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)] = (
+        Field(
+            None,
+            description="Memory of this machine that plans may count on, such as 16GiB; what is measured otherwise.",
+        )
     )
     weights_limit: Annotated[
         Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)
@@ -361,12 +362,20 @@ def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
     return inherited | dict(changes)
 
 
+_IN_WORDS = {
+    ("kv_cache_memory", "weights_limit", "memory_limit"): (
+        "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
+    ),
+    ("proportions",): "shares with commas between them, as 0.7,0.3",
+}
+"""What some settings take, which their types do not tell."""
+
+
 def allowed_values(field: FieldInfo) -> str:
     """What a field takes, in words: "a whole number from 0 to 65535"."""
-    if field in [Settings.model_fields[name] for name in ("kv_cache_memory", "weights_limit", "memory_limit")]:
-        return "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
-    if field is Settings.model_fields["proportions"]:
-        return "shares with commas between them, as 0.7,0.3"
+    for names, words in _IN_WORDS.items():
+        if any(field is Settings.model_fields[name] for name in names):
+            return words
     kind, constraints = _unwrap(field.annotation, list(field.metadata))
     if get_origin(kind) is Literal:
         *most, last = (str(choice) for choice in get_args(kind))

@@ -14,7 +14,16 @@ from mlx_ring.core.errors import ConfigError
 _STRATEGIES = {"memory_proportional": "memory", "compute_proportional": "compute"}
 _LEVELS = {"warn": "warning", "critical": "error", "fatal": "error", "notset": "debug", "trace": "debug"}
 _NOTHING = ("none", "null", "")
-_TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_TRUTH = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +51,11 @@ def of_today(old: Mapping[str, str], where: str) -> dict[str, Renamed]:
     """
     found: dict[str, Renamed] = {}
     for name, value in old.items():
-        if name in _WITHOUT_COUNTERPART:
+        if name in WITHOUT_COUNTERPART:
             raise ConfigError(
-                f"{name} in {where} is {value}, and has no counterpart here: {_WITHOUT_COUNTERPART[name]}."
+                f"{name} in {where} is {value}, and has no counterpart here: {WITHOUT_COUNTERPART[name]}."
             )
-        if name in _COUNTERPARTS and (renamed := _COUNTERPARTS[name](name, value, where)) is not None:
+        if name in COUNTERPARTS and (renamed := COUNTERPARTS[name](name, value, where)) is not None:
             found[name] = renamed
     if "MODEL_REPO" in found and "MODEL_NAME" in found:
         found["MODEL_NAME"] = Renamed("served_model_name", found["MODEL_NAME"].value)
@@ -56,7 +65,7 @@ def of_today(old: Mapping[str, str], where: str) -> dict[str, Renamed]:
 
 def is_old(name: str) -> bool:
     """Whether a prototype had a setting of this name."""
-    return name in _COUNTERPARTS or name in _WITHOUT_COUNTERPART
+    return name in COUNTERPARTS or name in WITHOUT_COUNTERPART
 
 
 def _refuse_contradictions(found: Mapping[str, Renamed], where: str) -> None:
@@ -105,7 +114,7 @@ def _distributed(name: str, value: str, where: str) -> Renamed | None:
     return None if truth else Renamed("nodes", "1")
 
 
-_COUNTERPARTS: Mapping[str, Counterpart] = {
+COUNTERPARTS: Mapping[str, Counterpart] = {
     "MODEL_REPO": _same("model"),
     "MODEL_NAME": _same("model"),
     "API_HOST": _same("host"),
@@ -123,7 +132,7 @@ _COUNTERPARTS: Mapping[str, Counterpart] = {
     "LOG_LEVEL": _level,
 }
 _CLUSTER_FILE = "write the machines into a file for `mlx-ring cluster start -c FILE`"
-_WITHOUT_COUNTERPART: Mapping[str, str] = {
+WITHOUT_COUNTERPART: Mapping[str, str] = {
     "MODEL_CACHE_DIR": "the cache is the hub's own, and HF_HUB_CACHE in the environment moves it",
     "WORKER_HOSTS": _CLUSTER_FILE,
     "WORKER_SSH": _CLUSTER_FILE,

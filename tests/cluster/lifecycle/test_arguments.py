@@ -31,7 +31,11 @@ def test_another_machine_joins_it_and_listens_on_its_own() -> None:
 
 
 def test_one_machine_alone_has_no_cluster() -> None:
-    file = DevicesFile((Device("a", "a", is_coordinator=True),), strategy="uniform", serve={"log-dir": "/l", "prefix-cache": True})
+    file = DevicesFile(
+        (Device("a", "a", is_coordinator=True),),
+        strategy="uniform",
+        serve={"log-dir": "/l", "prefix-cache": True},
+    )
     assert head_arguments(file, "demo", "/s", {}) == [
         *("serve", "demo", "--state-dir", "/s", "--log-dir", "/l", "--prefix-cache", "on"),
     ]

@@ -37,7 +37,9 @@ def test_the_last_words_of_what_failed_are_the_sentence() -> None:
 
 
 def test_a_machine_that_ssh_does_not_reach_is_named_with_the_reason() -> None:
-    with pytest.raises(HostFailed, match=r"^mini cannot be reached by `ssh me@mini`: Permission denied \(publickey\)\. Mend"):
+    with pytest.raises(
+        HostFailed, match=r"^mini cannot be reached by `ssh me@mini`: Permission denied \(publickey\)\. Mend"
+    ):
         check_exit(MINI, 255, "me@mini: hello\nPermission denied (publickey).\n")
 
 
@@ -59,6 +61,10 @@ def test_every_machine_that_failed_has_a_sentence_and_the_others_are_done() -> N
 
 def test_what_is_sent_arrives_and_a_reader_that_ends_is_told() -> None:
     script = "import sys; sys.exit(len(sys.stdin.buffer.read()) != 1 << 20)"
-    send_to(HERE, [sys.executable, "-c", script], lambda stream: stream.write(bytes(1 << 20)) and None)
+    send_to(HERE, [sys.executable, "-c", script], lambda stream: stream.writelines([bytes(1 << 20)]))
     with pytest.raises(HostFailed, match="here: no room"):
-        send_to(HERE, [sys.executable, "-c", "raise SystemExit('no room')"], lambda stream: stream.write(bytes(1 << 24)) and None)
+        send_to(
+            HERE,
+            [sys.executable, "-c", "raise SystemExit('no room')"],
+            lambda stream: stream.writelines([bytes(1 << 24)]),
+        )

@@ -108,7 +108,10 @@ def with_device(**changes: Any) -> str:
         (changed(model={}), "`model` has no `name`"),
         (changed(sharding={"strategy": "best"}), "the strategy is best; it must be one of auto,"),
         (changed(sharding={"strategy": "custom"}), "for each of the 2 devices; 0 are there"),
-        (changed(sharding={"strategy": "custom", "custom_proportions": [1, "a"]}), "must be a list of numbers above 0"),
+        (
+            changed(sharding={"strategy": "custom", "custom_proportions": [1, "a"]}),
+            "must be a list of numbers above 0",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_told(text: str, sentence: str) -> None:

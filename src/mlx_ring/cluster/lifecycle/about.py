@@ -58,7 +58,11 @@ class Found:
     def like(self, versions: Mapping[str, str]) -> Program | None:
         """The first whose versions are these."""
         return next(
-            (found for found in self.programs if found.about and dict(found.about.versions) == dict(versions)),
+            (
+                found
+                for found in self.programs
+                if found.about and dict(found.about.versions) == dict(versions)
+            ),
             None,
         )
 
@@ -77,6 +81,10 @@ def different(found: Found, versions: Mapping[str, str]) -> str:
     told: list[str] = []
     for program in found.programs:
         theirs = program.about.versions if program.about is not None else {}
-        unlike = [f"{name} {theirs.get(name, 'of another version')}" for name in PACKAGES if theirs.get(name) != versions[name]]
+        unlike = [
+            f"{name} {theirs.get(name, 'of another version')}"
+            for name in PACKAGES
+            if theirs.get(name) != versions[name]
+        ]
         told.append(f"{program.path} has {', '.join(unlike)}")
     return "; ".join(told) or "mlx-ring is not installed there"

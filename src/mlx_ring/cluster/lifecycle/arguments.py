@@ -74,9 +74,13 @@ def _more_settings(file: DevicesFile) -> Iterator[str]:
         if name in _FROM_THE_FILE:
             raise ConfigError(f"`serve` has the key {key}, which {_FROM_THE_FILE[name]} says.")
         if name == _SECRET:
-            raise ConfigError("`serve` has the key api-key, a secret: give api-key-file, a file on the coordinator.")
+            raise ConfigError(
+                "`serve` has the key api-key, a secret: give api-key-file, a file on the coordinator."
+            )
         if name not in Settings.model_fields:
-            raise ConfigError(f"`serve` has the key {key}, which is no setting; `mlx-ring serve --help` lists them.")
+            raise ConfigError(
+                f"`serve` has the key {key}, which is no setting; `mlx-ring serve --help` lists them."
+            )
         yield f"--{name.replace('_', '-')}"
         yield _text(value)
 

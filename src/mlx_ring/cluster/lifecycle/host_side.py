@@ -109,11 +109,14 @@ def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]
     if not heads:
         raise HostFailed("No head runs here: start it with `mlx-ring cluster start`.")
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
-    content = {"content": body, "headers": {**headers, "content-type": "application/json"}} if body else {"headers": headers}
+    headers |= {"content-type": "application/json"} if body else {}
+    url = f"{heads[-1].url}{path}"
     try:
-        answer = httpx.request(method, f"{heads[-1].url}{path}", timeout=_ANSWER_S, trust_env=False, **content)
+        answer = httpx.request(
+            method, url, content=body or None, headers=headers, timeout=_ANSWER_S, trust_env=False
+        )
     except httpx.HTTPError as error:
-        raise HostFailed(f"The head at {heads[-1].url} does not answer: {error}.") from error
+        raise HostFailed(f"The head at {url} does not answer: {error}.") from error
     if answer.status_code >= _BAD_STATUS:
         raise HostFailed(f"The head answered with {answer.status_code}: {_said(answer)}")
     return answer.text
@@ -123,7 +126,9 @@ def log_command(state: Path, lines: int, *, follow: bool) -> list[str]:
     """What prints the ends of this machine's log files, and with `follow` what is added to them."""
     files = sorted(map(str, Path(logs_folder(str(state))).glob("*.log")))
     if not files:
-        raise ConfigError(f"There are no log files in {logs_folder(str(state))}: nothing was started there yet.")
+        raise ConfigError(
+            f"There are no log files in {logs_folder(str(state))}: nothing was started there yet."
+        )
     return ["tail", "-q", "-n", str(lines), *(["-F"] if follow else []), *files]
 
 

@@ -96,9 +96,11 @@ def head_host(coordinator: Place, other: Place) -> str:
 
 
 def _own_way_to(other: Place) -> str:
-    """This machine's address on the way there. Nothing is sent: a datagram's socket only asks the routes."""
+    """By which address this machine goes there. Nothing is sent: a datagram's socket only asks the routes."""
     with contextlib.suppress(OSError):
-        family, kind, protocol, _, address = socket.getaddrinfo(other.host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            other.host, _ANY_PORT, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])

@@ -67,7 +67,10 @@ class Ready:
         """Have the program there do its part; what it prints."""
         state = ("--state-dir", self.about.state)
         return run_on(
-            self.place, (*self.program, *ON_HOST, words[0], *state, *words[1:]), told=told, timeout_s=timeout_s
+            self.place,
+            (*self.program, *ON_HOST, words[0], *state, *words[1:]),
+            told=told,
+            timeout_s=timeout_s,
         )
 
 
@@ -121,7 +124,9 @@ def make_ready(place: Place, *, tell: Callable[[str], None]) -> Ready:
     running = any_program(place, found)
     if running is not None:
         running.on_host("stop")
-    tell(f"{place.name}: {different(found, versions)}; sending mlx-ring {versions['mlx-ring']} with all it needs")
+    tell(
+        f"{place.name}: {different(found, versions)}; sending mlx-ring {versions['mlx-ring']} with all it needs"
+    )
     send_to(place, ("sh", "-c", _INSTALL, "sh", found.python, python_version()), write_archive)
     known = ready(place, find_program(place, identity=True), versions)
     if known is None:

@@ -47,7 +47,9 @@ def run_on(place: Place, words: Sequence[str], *, told: str = "", timeout_s: flo
     except subprocess.TimeoutExpired as error:
         raise HostFailed(f"{place.name} did not answer within {timeout_s:g} s.") from error
     except OSError as error:
-        raise HostFailed(f"{place.name}: {words_on(place, words)[0]} cannot be run ({error.strerror}).") from error
+        raise HostFailed(
+            f"{place.name}: {words_on(place, words)[0]} cannot be run ({error.strerror})."
+        ) from error
     check_exit(place, done.returncode, done.stderr)
     return done.stdout
 

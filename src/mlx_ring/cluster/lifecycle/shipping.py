@@ -70,7 +70,9 @@ def archived_files() -> Iterator[tuple[str, Path]]:
 def _files_of(found: Distribution, *, only_metadata: bool) -> Iterator[tuple[str, Path]]:
     """`only_metadata`: the package itself may lie in a checkout, and is taken from there."""
     if found.files is None:
-        raise ConfigError(f"{found.name} does not say which files are its own: it cannot be sent to other machines.")
+        raise ConfigError(
+            f"{found.name} does not say which files are its own: it cannot be sent to other machines."
+        )
     for file in found.files:
         is_metadata = file.parts[0].endswith(".dist-info")
         if ".." in file.parts or "__pycache__" in file.parts or file.is_absolute():

@@ -190,7 +190,8 @@ class _Run:
         for standing in on_all([other.place for other in self._others], _standing):
             if standing.failure or not any(found.kind == "agent" for found in standing.running):
                 raise HostFailed(
-                    standing.failure or f"{standing.place.name}: the agent has ended; `mlx-ring cluster logs` may tell why."
+                    standing.failure
+                    or f"{standing.place.name}: the agent has ended; `mlx-ring cluster logs` may tell why."
                 )
 
 
@@ -213,9 +214,7 @@ def _coordinators(places: Sequence[Place]) -> list[Place]:
 def _end(readies: Sequence[Ready], tell: Tell) -> None:
     """The head first: it ends the model everywhere."""
     for is_head in (True, False):
-        group = {
-            found.place.name: found for found in readies if found.place.device.is_coordinator == is_head
-        }
+        group = {found.place.name: found for found in readies if found.place.device.is_coordinator == is_head}
         on_all(
             [found.place for found in group.values()],
             lambda place, group=group: _stop_with(group[place.name], tell),

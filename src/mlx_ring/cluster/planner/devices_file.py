@@ -87,7 +87,9 @@ def read_devices(content: object, where: str) -> DevicesFile:
     Raises:
         ConfigError: what is wrong, by its name and value.
     """
-    return _read_hostfile(content, where) if isinstance(content, list) else _read_file(content, where)
+    if isinstance(content, list):
+        return _read_hostfile(cast("list[object]", content), where)
+    return _read_file(content, where)
 
 
 def estimated_cluster(file: DevicesFile, where: str) -> ClusterProfile:
@@ -114,7 +116,7 @@ def _estimated(device: Device, where: str) -> NodeProfile:
     )
 
 
-# ---- {"devices": ..., "model": ..., "sharding": ...}
+# ---- files of devices
 
 
 def _read_file(content: object, where: str) -> DevicesFile:
@@ -149,7 +151,7 @@ def _read_device(entry: object, where: str) -> Device:
     ssh = _text(fields, "ssh", where) or host
     name = _text(fields, "device_id", where) or ssh
     if not ssh:
-        raise ConfigError(f"{where}: the device {name or entry!r} has no `hostname`.")
+        raise ConfigError(f"{where}: the device {name or entry} has no `hostname`.")
     capabilities = _fields(fields.get("capabilities") or {}, _CAPABILITIES, where, f"capabilities of {name}")
     cores = _positive(capabilities, "gpu_cores", where)
     return Device(
@@ -218,8 +220,7 @@ def _read_sharding(entry: object, devices: int, where: str) -> tuple[str, tuple[
 # ---- MLX's hostfiles
 
 
-def _read_hostfile(content: object, where: str) -> DevicesFile:
-    entries = cast("list[object]", content)
+def _read_hostfile(entries: Sequence[object], where: str) -> DevicesFile:
     devices = [_read_host(entry, place, len(entries), where) for place, entry in enumerate(entries)]
     if not devices:
         raise ConfigError(f"{where} is a hostfile without hosts.")
