@@ -40,24 +40,6 @@ def test_status_without_a_head_says_where_it_looked(tmp_path: Path) -> None:
     assert "No head answers at http://127.0.0.1:1" in said
 
 
-def test_one_machine_alone_is_started_and_stopped_by_a_file_too(tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    (tmp_path / "cluster.yaml").write_text(
-        f"devices: [{{device_id: me, hostname: localhost, state_dir: {state}}}]\n"
-        "model: demo\nserve: {port: 0, max-model-len: 64}\n"
-    )
-    try:
-        started = run_cli("cluster", "start", "-c", "cluster.yaml", folder=tmp_path)
-        assert started.returncode == 0, started.stderr
-        assert "Serving demo at http://127.0.0.1:" in started.stdout
-        status = run_cli("cluster", "status", "-c", "cluster.yaml", folder=tmp_path)
-        assert "head (process" in status.stdout
-    finally:
-        stopped = run_cli("stop", "--state-dir", str(state), folder=tmp_path)
-    assert "The head is ended" in stopped.stdout
-    assert run_cli("cluster", "status", "-c", "cluster.yaml", folder=tmp_path).returncode == 1
-
-
 def test_stop_ends_a_server_that_was_started_by_hand(tmp_path: Path) -> None:
     state = ("--state-dir", str(tmp_path / "state"))
     with serving("demo", *state, folder=tmp_path) as server:

@@ -11,16 +11,17 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from tests.namespaces import lan, skip_without_namespaces
-from tests.processes import MLX_RING
+from tests.processes import MLX_RING, clean_environment
 from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
 
 from mlx_ring.core.running import running_here
 
-DEVICES = {
+DEVICES: dict[str, Any] = {
     "devices": [
         {
             "device_id": "first",
@@ -34,6 +35,12 @@ DEVICES = {
     "sharding": {"strategy": "custom", "custom_proportions": [0.75, 0.25]},
     "serve": {"max-model-len": 256},
 }
+
+
+def with_addresses() -> dict[str, object]:
+    """The same with the interface for tensors named, and layers as the plan has it."""
+    devices = [{**device, "address": device["hostname"]} for device in DEVICES["devices"]]
+    return {**DEVICES, "devices": devices, "sharding": {"strategy": "uniform"}}
 
 
 @pytest.fixture
@@ -117,6 +124,7 @@ def test_one_file_starts_shows_tries_and_stops_two_machines(
     assert missing.returncode == 1
     assert missing.stderr == "mlx-ring: first: No head runs here: start it with `mlx-ring cluster start`.\n"
 
+    (tmp_path / "cluster.json").write_text(json.dumps(with_addresses()))
     began = time.monotonic()
     assert "Serving demo" in done_well(cluster(first, tmp_path, "start"))
     record_property("seconds of a start", time.monotonic() - began)
@@ -149,3 +157,31 @@ def check_a_machine_that_is_cut_off(first: SshHost, second: SshHost, folder: Pat
     second.host.mend()
     done_well(cluster(first, folder, "stop"))
     assert ours(second) == []
+
+
+@pytest.mark.timeout(900)
+def test_one_machine_alone_is_started_and_stopped_by_a_file_too(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    (tmp_path / "cluster.yaml").write_text(
+        f"devices: [{{device_id: me, hostname: localhost, state_dir: {state}}}]\n"
+        "model: demo\nserve: {port: 0, max-model-len: 64}\n"
+    )
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*MLX_RING, *arguments],
+            cwd=tmp_path,
+            env={**clean_environment(), "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+
+    try:
+        assert "Serving demo at http://127.0.0.1:" in done_well(run("cluster", "start", "-c", "cluster.yaml"))
+        assert "head (process" in done_well(run("cluster", "status", "-c", "cluster.yaml"))
+    finally:
+        stopped = run("stop", "--state-dir", str(state))
+    assert "The head is ended" in done_well(stopped)
+    assert run("cluster", "status", "-c", "cluster.yaml").returncode == 1

@@ -22,10 +22,14 @@ def test_the_last_words_say_why(text: str, said: str) -> None:
     assert last_words(text) == said
 
 
-def test_a_program_that_cannot_begin_is_told_with_its_reason(tmp_path: Path) -> None:
+def test_a_program_that_cannot_begin_is_told_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     arguments = ("serve", "./nowhere", "--state-dir", str(tmp_path), "--log-dir", str(tmp_path / "logs"))
     with pytest.raises(ConfigError, match=r"`mlx-ring serve` has ended: There is no model './nowhere'"):
         run_detached(tmp_path, arguments, 120.0)
+    assert (tmp_path / ".local/share/mlx-ring/bin/mlx-ring").exists(), "others find what runs here"
 
 
 def test_an_id_is_made_only_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ if [ -n "$1" ]; then
   [ -x "$1" ] || { echo "there is no program $1" >&2; exit 1; }
   about "$1" "$2" "$3"
 else
-  for path in "$HOME/.local/share/mlx-ring/env/bin/mlx-ring" "$(command -v mlx-ring)" "$HOME/.local/bin/mlx-ring" \
-      /opt/homebrew/bin/mlx-ring /usr/local/bin/mlx-ring; do
+  for path in "$HOME/.local/share/mlx-ring/bin/mlx-ring" "$HOME/.local/share/mlx-ring/env/bin/mlx-ring" \
+      "$(command -v mlx-ring)" "$HOME/.local/bin/mlx-ring" /opt/homebrew/bin/mlx-ring /usr/local/bin/mlx-ring; do
     about "$path" "$2" "$3"
   done
 fi
