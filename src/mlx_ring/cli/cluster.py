@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -168,10 +167,10 @@ def _print_labelled(tails: Sequence[tuple[str, subprocess.Popen[str]]]) -> None:
     try:
         for thread in threads:
             thread.join()
-    finally:
+    except BaseException:
         for _, tail in tails:
-            with contextlib.suppress(ProcessLookupError):
-                tail.terminate()
+            tail.terminate()
+        raise
 
 
 def speed(answer: Mapping[str, Any]) -> str:
