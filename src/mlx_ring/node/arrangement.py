@@ -14,7 +14,7 @@ from mlx_ring.cluster.membership import Membership
 from mlx_ring.cluster.placement import balanced_split, even_split
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
-from mlx_ring.cluster.planner.place import place
+from mlx_ring.cluster.planner.place import Wish, place
 from mlx_ring.cluster.planner.plan import Plan
 from mlx_ring.cluster.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.cluster.planner.stage_tables import Demand
@@ -120,7 +120,7 @@ def _plan(settings: Settings, served: ServedModel, nodes: Sequence[NodeProfile])
     profile = profile_folder(served.folder, served.names[0])
     context = settings.max_model_len or min(_PROMISED_TOKENS, profile.context_tokens)
     demand = Demand(context, 1, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
-    in_order, wish = wished(settings, demand, nodes)
+    in_order, wish = wished(settings, Wish(demand, strategy=settings.strategy), nodes)
     return place(profile, ClusterProfile(in_order), wish)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from mlx_ring.cluster.planner.place import Wish
 from mlx_ring.cluster.planner.profiles import NodeProfile
 from mlx_ring.cluster.planner.shares import proportional_counts
-from mlx_ring.cluster.planner.stage_tables import Demand
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 
 def wished(
-    settings: Settings, demand: Demand, nodes: Sequence[NodeProfile]
+    settings: Settings, wish: Wish, nodes: Sequence[NodeProfile]
 ) -> tuple[tuple[NodeProfile, ...], Wish]:
-    """The machines, in the order in which layers go to them, and the wish.
+    """The machines, in the order in which layers go to them, and the wish with the proportions that hold for them.
 
     Proportions hold for the machines that were asked for. Where one is lost or comes besides, shares that name their
     nodes hold among those; shares without names cannot, and the plan is as `auto` makes it.
@@ -29,14 +29,14 @@ def wished(
         PlanError: the proportions are not for these machines.
     """
     if settings.strategy != "custom":
-        return tuple(nodes), Wish(demand, strategy=settings.strategy)
+        return tuple(nodes), wish
     shares = named_shares(settings.proportions)
     if shares is not None:
-        return _by_name(shares, demand, nodes)
+        return _by_name(shares, wish, nodes)
     if len(nodes) != settings.nodes:
         log.warning("proportions were given for %d machines, and %d are there", settings.nodes, len(nodes))
-        return tuple(nodes), Wish(demand)
-    return tuple(nodes), Wish(demand, strategy="custom", proportions=tuple(map(float, settings.proportions)))
+        return tuple(nodes), replace(wish, strategy="auto")
+    return tuple(nodes), replace(wish, proportions=tuple(map(float, settings.proportions)))
 
 
 def named_shares(proportions: Sequence[str]) -> dict[str, float] | None:
@@ -55,7 +55,7 @@ def named_shares(proportions: Sequence[str]) -> dict[str, float] | None:
 
 
 def _by_name(
-    shares: dict[str, float], demand: Demand, nodes: Sequence[NodeProfile]
+    shares: dict[str, float], wish: Wish, nodes: Sequence[NodeProfile]
 ) -> tuple[tuple[NodeProfile, ...], Wish]:
     by_name = {node.name: node for node in nodes}
     there = [name for name in shares if name in by_name]
@@ -64,8 +64,8 @@ def _by_name(
         if len(there) < len(shares):
             raise PlanError(told)
         log.warning("%s It gets no layers.", told)
-    wish = Wish(demand, strategy="custom", proportions=tuple(shares[name] for name in there))
-    return tuple(by_name[name] for name in there), wish
+    proportions = tuple(shares[name] for name in there)
+    return tuple(by_name[name] for name in there), replace(wish, proportions=proportions)
 
 
 def proportional_stages(layers: int, stages: int, proportions: Sequence[str]) -> tuple[LayerRange, ...]:
