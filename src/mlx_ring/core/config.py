@@ -127,6 +127,20 @@ class Settings(BaseSettings):
     served_model_name: Names = Field(
         (), description="The name that clients see, and others that they may use; the model's own otherwise."
     )
+    more_models: Names = Field((), description="Other models to serve beside the first, named alike.")
+    model_memory: Annotated[Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)] = (
+        Field(
+            None,
+            description="Memory that the weights of all loaded models may take, such as 20GB; the one not asked for longest makes way.",
+        )
+    )
+    replicas: Annotated[int | None, Field(ge=1, le=8)] = Field(
+        None,
+        description="Instances of each model; one, or with --aim throughput as many as give most.",
+    )
+    aim: Literal["latency", "throughput"] = Field(
+        "latency", description="What plans make best: a single stream's speed, or that of many together."
+    )
     stages: Annotated[int, Field(ge=1, le=1024)] = Field(
         1, description="Worker processes to split the layers over."
     )
@@ -363,7 +377,7 @@ def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 _IN_WORDS = {
-    ("kv_cache_memory", "weights_limit", "memory_limit"): (
+    ("kv_cache_memory", "weights_limit", "memory_limit", "model_memory"): (
         "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
     ),
     ("proportions",): "shares with commas between them, as 0.7,0.3",
