@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_ring.cli.startup import Telling
+from mlx_ring.core.addresses import local_url
 from mlx_ring.core.config import (
     Settings,
     allowed_values,
@@ -157,21 +159,22 @@ def serve(
         from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
 
         log_refused_handshakes()
+    with recorded(state_folder(settings), "head", local_url(*listener.getsockname()[:2])):
+        _run(settings, listener)
+
+
+def _run(settings: Settings, listener: socket.socket) -> None:
     from mlx_ring.engine.served_model import prepare_models  # noqa: PLC0415 - needs none of what follows
 
     served = prepare_models(settings)
     # The API's libraries take a second to come in: what is wrong above is told before.
     from mlx_ring.node.head import Head  # noqa: PLC0415
-    from mlx_ring.node.http import local_url  # noqa: PLC0415 - as above
-
-    url = local_url(*listener.getsockname()[:2])
 
     async def run() -> None:
         with Telling() as audience:
             await Head(settings, served, listener, audience).run()
 
-    with recorded(state_folder(settings), "head", url):
-        asyncio.run(run())
+    asyncio.run(run())
 
 
 def _named(models: Sequence[str], more: str | None) -> dict[str, object]:

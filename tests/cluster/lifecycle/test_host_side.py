@@ -26,8 +26,8 @@ def test_a_program_that_cannot_begin_is_told_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    arguments = ("serve", "./nowhere", "--state-dir", str(tmp_path), "--log-dir", str(tmp_path / "logs"))
-    with pytest.raises(ConfigError, match=r"`mlx-ring serve` has ended: There is no model './nowhere'"):
+    arguments = ("serve", "--port", "http", "--state-dir", str(tmp_path), "--log-dir", str(tmp_path / "logs"))
+    with pytest.raises(ConfigError, match=r"`mlx-ring serve` has ended: --port is http; it must be"):
         run_detached(tmp_path, arguments, 120.0)
     assert (tmp_path / ".local/share/mlx-ring/bin/mlx-ring").exists(), "others find what runs here"
 

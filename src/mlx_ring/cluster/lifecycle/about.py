@@ -80,7 +80,7 @@ def different(found: Found, versions: Mapping[str, str]) -> str:
     """In words: how the programs differ from what runs here."""
     told: list[str] = []
     for program in found.programs:
-        theirs = program.about.versions if program.about is not None else {}
+        theirs: Mapping[str, str] = program.about.versions if program.about is not None else {}
         unlike = [
             f"{name} {theirs.get(name, 'of another version')}"
             for name in PACKAGES
