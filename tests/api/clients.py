@@ -22,8 +22,13 @@ class Api:
     """The application in the process. Each call runs to its end in an event loop of its own."""
 
     def __init__(
-        self, service: TwinService | None = None, settings: ApiSettings | None = None, *more: TwinService
+        self,
+        service: TwinService | None = None,
+        settings: ApiSettings | None = None,
+        *more: TwinService,
+        client: str = "127.0.0.1",
     ) -> None:
+        self._client = client
         self.service = TwinService() if service is None else service
         self.catalog = TwinCatalog(self.service, *more)
         self._app = build_app(self.catalog, settings or ApiSettings())
@@ -36,7 +41,7 @@ class Api:
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app)
+            transport = httpx.ASGITransport(self._app, client=(self._client, 12345))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8100") as client:
                 return await client.request(method, path, **options)
 

@@ -6,6 +6,7 @@ import pytest
 from tests.api.clients import Api, error_of, refusal
 from tests.api.twins import TwinService
 
+from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.sequence import GenerateRequest
@@ -97,6 +98,17 @@ def test_status_and_cache_tell_of_every_model(api: Api) -> None:
     assert status["world_size"] == 4
     workers = api.get("/cache/stats").json()["workers"]
     assert [worker["model"] for worker in workers] == ["org/twin"] * 2 + ["org/other"] * 2
+
+
+@pytest.mark.parametrize("path", ["/models/load", "/models/unload"])
+def test_another_machine_needs_a_key_to_load_and_unload(path: str) -> None:
+    stranger = Api(client="192.168.1.9")
+    reply = stranger.post(path, {"model": "twin"})
+    assert reply.status_code == 403
+    assert "192.168.1.9" in error_of(reply)["message"]
+    assert stranger.chat().status_code == 200, "asking is another matter"
+    known = Api(None, ApiSettings(api_keys=("k",)), client="192.168.1.9")
+    assert known.post(path, {"model": "org/twin"}, authorization="Bearer k").status_code == 200
 
 
 def _request() -> GenerateRequest:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -132,15 +134,29 @@ def test_within_a_memory_budget_the_one_not_asked_longest_makes_way(tmp_path: Pa
         assert server.all_gone()
 
 
-def test_two_machines_each_hold_a_replica_and_one_lives_on_alone(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_machines_each_hold_a_replica_and_one_answers_while_the_other_is_loaded_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with cluster(tiny_model, 2, tmp_path, free_pair_of_ports(), "--replicas", "2") as server:
-        with httpx.Client(base_url=server.url, timeout=60) as client:
-            while len(ready := [each for each in instances(server.url) if each["status"] == "ready"]) < 2:
-                assert client.get("/health/live").status_code == 200
-            assert {tuple(each["nodes"]) for each in ready} == {
-                (node,) for each in ready for node in each["nodes"]
-            }
-            assert len({node for each in ready for node in each["nodes"]}) == 2
-            first = text(server.url)
-            assert {text(server.url, seed=seed) for seed in range(4)} == {first}
+        ready = wait_for_ready(server.url, 2)
+        assert [len(each["nodes"]) for each in ready] == [1, 1]
+        assert ready[0]["nodes"] != ready[1]["nodes"]
+        first = text(server.url)
+        victim = httpx.get(f"{server.url}/cluster/status").json()["devices"][1]
+        os.kill(victim["pid"], signal.SIGKILL)
+        wait_for_ready(server.url, 1)
+        assert {text(server.url, seed=seed) for seed in range(4)} == {first}
+        again = wait_for_ready(server.url, 2)
+        assert {each["instance"] for each in again} != {each["instance"] for each in ready}
+        assert {text(server.url, seed=seed) for seed in range(4)} == {first}
         assert server.stop() == 0
+
+
+def wait_for_ready(url: str, count: int) -> list[dict[str, Any]]:
+    """The instances, once exactly so many of them serve."""
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while True:
+            models = client.get("/cluster/status").json()["models"]
+            every = [instance for model in models for instance in model["instances"]]
+            if sum(each["status"] == "ready" for each in every) == count:
+                return every

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mlx_ring.cluster.adoption import Adoptable
 from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.decode_bytes import decode_bytes
@@ -20,6 +21,7 @@ from mlx_ring.cluster.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.cluster.planner.replicas import place_replicas
 from mlx_ring.cluster.planner.stage_tables import Demand
 from mlx_ring.core.config import Settings
+from mlx_ring.core.errors import PlanError
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
@@ -119,6 +121,19 @@ def plan_replicas(
         wish,
         settings.replicas,
     )
+
+
+def plan_of_cut(order: Order, control: Control, membership: Membership, found: Adoptable) -> Plan | None:
+    """What is to be expected of stages that are loaded already; None where they are not what would be promised now."""
+    by_name = {node.name: node for node in _nodes(control, membership, order.taken)}
+    nodes = tuple(by_name[node] for node, _ in found.workers)
+    wish = replace(
+        _wish(order.settings, order.served), strategy="custom", counts=tuple(map(len, found.ranges))
+    )
+    try:
+        return place(profile_folder(order.served.folder, order.served.names[0]), ClusterProfile(nodes), wish)
+    except PlanError:
+        return None
 
 
 def cluster_sites(control: Control, membership: Membership, head_port: int, *, path: str = "") -> list[Site]:

@@ -34,6 +34,7 @@ from mlx_ring.node.arrangement import (
     arrange_cluster,
     arrange_here,
     cluster_sites,
+    plan_of_cut,
     plan_replicas,
 )
 from mlx_ring.node.instance import Epoch, assign
@@ -215,7 +216,7 @@ class Cluster:
             number = max(order.number, self._highest_epoch + 1)
             left = self._left.get(order.served.names[0], [])
             if left:
-                return self._adopted(left.pop(0), sites, number)
+                return self._adopted(left.pop(0), order, membership, sites, number)
             arrangement = await arrange_cluster(order, self._control, membership, sites, self._offer)
         except BaseException:
             await _close(sites)
@@ -264,7 +265,9 @@ class Cluster:
             )
         )
 
-    def _adopted(self, found: Adoptable, sites: Sequence[Site], number: int) -> Epoch:
+    def _adopted(
+        self, found: Adoptable, order: Order, membership: Membership, sites: Sequence[Site], number: int
+    ) -> Epoch:
         by_node = {site.node: site for site in sites}
         log.info("going on with the workers of %s, which are loaded", found.instance)
         places = [
@@ -275,7 +278,11 @@ class Cluster:
             )
             for node, state in found.workers
         ]
-        arrangement = Arrangement(found.ranges, tuple(by_node[node] for node, _ in found.workers), None)
+        arrangement = Arrangement(
+            found.ranges,
+            tuple(by_node[node] for node, _ in found.workers),
+            plan_of_cut(order, self._control, membership, found),
+        )
         return Epoch(
             found.instance,
             number,

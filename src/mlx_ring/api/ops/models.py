@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -13,6 +14,8 @@ from mlx_ring.api.connection import while_connected
 from mlx_ring.api.openai.models import describe
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.errors import Refused
 
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
@@ -32,11 +35,13 @@ def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
     async def load(request: Request) -> Response:
+        _check_manager(request, context.settings)
         fields = await context.read(request, LoadRequest)
         model = await while_connected(request.receive, context.catalog.load(fields.model))
         return JSONResponse(describe(model))
 
     async def unload(request: Request) -> Response:
+        _check_manager(request, context.settings)
         fields = await context.read(request, UnloadRequest)
         model = context.model(fields.model)
         await context.catalog.unload(model, force=fields.force)
@@ -45,3 +50,24 @@ def routes(context: ApiContext) -> APIRouter:
     documented(router, "/models/load", load, LoadRequest)
     documented(router, "/models/unload", unload, UnloadRequest)
     return router
+
+
+def _check_manager(request: Request, settings: ApiSettings) -> None:
+    """Who asks from another machine must have shown a key: a model may be any folder, or fill the disk.
+
+    Raises:
+        Refused: there are no keys, and the client is not on this machine.
+    """
+    host = "" if request.client is None else request.client.host
+    if not settings.api_keys and not _is_loopback(host):
+        raise Refused(
+            f"Models are loaded and unloaded from another machine ({host}) only with an API key: "
+            "start the server with --api-key."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
