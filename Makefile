@@ -53,5 +53,5 @@ format: .venv/.ready-dev ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix
 
 clean: ## remove what was set up and built
-	rm -rf .uv .venv dist build logs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .uv .venv .debian dist build logs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests bench scripts -name __pycache__ -type d -prune -exec rm -rf {} +

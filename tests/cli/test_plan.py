@@ -68,3 +68,18 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
     assert said in complaint("plan", *arguments, folder=tmp_path)
+
+
+def test_a_file_of_devices_says_how_layers_are_cut_unless_a_flag_does(tmp_path: Path) -> None:
+    (tmp_path / "cluster.json").write_text(
+        '{"devices": [{"hostname": "a", "capabilities": {"memory_gb": 16, "gpu_cores": 10}},'
+        ' {"hostname": "b", "capabilities": {"memory_gb": 16, "gpu_cores": 10}}],'
+        ' "sharding": {"strategy": "custom", "custom_proportions": [0.75, 0.25]}}'
+    )
+    options = ("plan", "demo", "--cluster", "cluster.json", "--json")
+    cuts: list[list[int]] = []
+    for more in ((), ("--strategy", "uniform")):
+        done = run_cli(*options, *more, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        cuts.append([stage["layers"]["end"] for stage in json.loads(done.stdout)["stages"]])
+    assert cuts == [[6, 8], [4, 8]]

@@ -258,3 +258,51 @@ def test_a_file_of_keys_without_any_is_an_error(tmp_path: Path, text: str | None
         file.write_text(text)
     with pytest.raises(ConfigError, match=said):
         api_keys(load_settings({"api_key_file": str(file)}))
+
+
+def test_a_prototypes_env_file_works_with_a_line_of_log_for_each_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ".env").write_text(
+        "MODEL_REPO=demo-moe\nAPI_PORT=8200\nKV_CACHE_MAX_SIZE=none\nLOG_LEVEL=DEBUG\nMLX_RING_LOG_LEVEL=error\n"
+    )
+    settings = load_settings({})
+    assert (settings.model, settings.port, settings.log_level) == ("demo-moe", 8200, "error")
+    assert [record.message for record in caplog.records] == [
+        f"MODEL_REPO in {tmp_path / '.env'} is read as MLX_RING_MODEL=demo-moe.",
+        f"API_PORT in {tmp_path / '.env'} is read as MLX_RING_PORT=8200.",
+        f"KV_CACHE_MAX_SIZE=none in {tmp_path / '.env'} changes nothing here.",
+    ]
+
+
+def test_an_old_name_says_where_its_bad_value_stands(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("API_PORT=x\n")
+    assert message().startswith(f"API_PORT in {tmp_path / '.env'} is x; it must be a whole number")
+
+
+def test_old_names_in_the_environment_are_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_PORT", "8200")
+    monkeypatch.setenv("RANK", "1")
+    assert load_settings({}).port == 8100
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"strategy": "custom"}, "The strategy custom needs --proportions, as 0.7,0.3."),
+        ({"proportions": "0.7,0.3"}, "--proportions goes with --strategy custom, and the strategy is auto."),
+        (
+            {"strategy": "custom", "proportions": "0.7,a"},
+            "--proportions is 0.7,a; it must be shares with commas between them, as 0.7,0.3.",
+        ),
+    ],
+)
+def test_proportions_go_with_the_strategy_custom(flags: dict[str, object], said: str) -> None:
+    assert message(**flags) == said
+
+
+def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> None:
+    (tmp_path / "ring.yaml").write_text("strategy: custom\nproportions: [0.7, 0.3]\nmemory-limit: 16GiB\n")
+    settings = load_settings({}, config=tmp_path / "ring.yaml")
+    assert (settings.proportions, settings.memory_limit) == (("0.7", "0.3"), 16 << 30)
+    assert load_settings({"strategy": "memory_proportional"}).strategy == "memory"

@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_ring.core.addresses import parse_head_address
+from mlx_ring.core.addresses import bracketed, parse_head_address
 from mlx_ring.core.config import let_grpc_speak, quieten_grpc
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import make_run_folder
+from mlx_ring.core.running import recorded
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         process="agent", node=given.node, rank=None, level=given.log_level, log_dir=given.log_dir
     )
     log_refused_handshakes()
-    with make_run_folder(given.run_dir) as run_dir:
+    with recorded(given.state, "agent"), make_run_folder(given.run_dir) as run_dir:
         options = MemberOptions(
             head=parse_head_address(given.head),
             node=given.node,
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             blas_threads=given.blas_threads,
             load_timeout_s=given.load_timeout,
             memory_utilization=given.memory_utilization,
+            listen=bracketed(given.listen),
+            memory_limit_bytes=given.memory_limit,
         )
         asyncio.run(serve_as_member(options))
 
@@ -58,6 +61,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("--memory-utilization", type=float, default=0.9)
+    parser.add_argument("--memory-limit", type=int, help="bytes that plans may count on")
+    parser.add_argument("--listen", default="[::]", help="address for other machines")
     return parser.parse_args(arguments)
 
 

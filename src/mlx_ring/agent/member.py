@@ -57,6 +57,8 @@ class MemberOptions:
     """Address for other machines."""
     weights_limit_bytes: int | None = None
     """What fetched models may take on disk."""
+    memory_limit_bytes: int | None = None
+    """What plans may count on at most, whatever is measured."""
 
 
 async def serve_as_member(options: MemberOptions) -> None:
@@ -83,6 +85,8 @@ async def serve_as_member(options: MemberOptions) -> None:
     profile = await recall_or_measure(
         ProfileStore(options.state), ProfileOptions(blas=options.blas, blas_threads=options.blas_threads)
     )
+    if options.memory_limit_bytes is not None:
+        profile = profile.limited_to(options.memory_limit_bytes)
     supervisor, revoked = _supervisor(options, folder), Revoked()
     store = WeightStore(weights_folder(options.state), options.weights_limit_bytes)
     fetched = FetchedModels(options.node, store, credentials)

@@ -10,6 +10,7 @@ import typer
 from typer.main import get_command
 
 from mlx_ring.cli.bench.command import bench
+from mlx_ring.cli.cluster import app as cluster_app
 from mlx_ring.cli.doctor.command import doctor
 from mlx_ring.cli.heads import heads
 from mlx_ring.cli.join import join
@@ -20,6 +21,7 @@ from mlx_ring.cli.plan import plan
 from mlx_ring.cli.profile import profile
 from mlx_ring.cli.serve import serve
 from mlx_ring.cli.service import app as service_app
+from mlx_ring.cli.stop import stop
 from mlx_ring.cli.talk import chat
 from mlx_ring.cli.token import app as token_app
 from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, TrustError
@@ -42,6 +44,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(join)
+app.command()(stop)
 app.command()(chat)
 app.command()(plan)
 app.command()(profile)
@@ -51,6 +54,7 @@ app.command()(doctor)
 app.add_typer(models_app, name="models")
 app.add_typer(token_app, name="token")
 app.add_typer(node_app, name="node")
+app.add_typer(cluster_app, name="cluster")
 app.add_typer(service_app, name="service")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from mlx_ring.cli.heads import NONE_FOUND, show_heads
-from mlx_ring.core.addresses import HeadAddress, parse_head_address
+from mlx_ring.core.addresses import HeadAddress, bracketed, parse_head_address
 from mlx_ring.core.cluster_folders import node_folder
 from mlx_ring.core.config import Settings, let_grpc_speak, load_settings, quieten_grpc, state_folder
 from mlx_ring.core.errors import ConfigError
@@ -19,6 +19,7 @@ from mlx_ring.core.head_announcement import FoundHead
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import make_run_folder, raise_descriptor_limit, share_cores
 from mlx_ring.core.private_files import read_private, write_private
+from mlx_ring.core.running import recorded
 
 _HEAD_FILE = "head"
 _TRY_S = 2.0
@@ -48,6 +49,9 @@ def join(
             help=Settings.model_fields["memory_utilization"].description,
         ),
     ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help=Settings.model_fields["memory_limit"].description)
+    ] = None,
     weights_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help=Settings.model_fields["weights_limit"].description)
     ] = None,
@@ -68,6 +72,7 @@ def join(
         {
             "state_dir": state_dir,
             "memory_utilization": memory_utilization,
+            "memory_limit": memory_limit,
             "weights_limit": weights_limit,
             "blas": blas,
             "blas_threads": blas_threads,
@@ -133,7 +138,7 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
     )
     log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)
-    with make_run_folder(settings.run_dir) as run_dir:
+    with recorded(state, "agent"), make_run_folder(settings.run_dir) as run_dir:
         options = MemberOptions(
             head=head,
             node=node,
@@ -145,7 +150,8 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
             blas_threads=settings.blas_threads or share_cores(1),
             load_timeout_s=settings.model_load_timeout,
             memory_utilization=settings.memory_utilization,
-            listen=listen,
+            listen=bracketed(listen),
             weights_limit_bytes=settings.weights_limit,
+            memory_limit_bytes=settings.memory_limit,
         )
         asyncio.run(serve_as_member(options))

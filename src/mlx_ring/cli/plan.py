@@ -11,7 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.cluster.planner.cluster_file import cluster_of, known_machines, known_profile, read_cluster
+from mlx_ring.cluster.planner.cluster_file import (
+    cluster_of,
+    known_machines,
+    known_profile,
+    load_content,
+    read_cluster,
+)
+from mlx_ring.cluster.planner.devices_file import DevicesFile, lists_devices, read_devices
 from mlx_ring.cluster.planner.model_sizes import WeightFormat, profile_folder
 from mlx_ring.cluster.planner.place import Wish
 from mlx_ring.cluster.planner.plan import AIMS, STRATEGIES, Aim, Plan, Strategy
@@ -20,6 +27,7 @@ from mlx_ring.cluster.planner.replicas import place_replicas
 from mlx_ring.cluster.planner.stage_tables import Demand
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.model_source import describe_model
+from mlx_ring.core.old_names import strategy_of_today
 
 _BITS = (2, 3, 4, 5, 6, 8, 16, 32)
 _KV_BITS = (4, 8, 16)
@@ -38,8 +46,12 @@ def plan(
         typer.Option(metavar="NAME", help="A known machine, as m4-mac-mini-16; may be given several times."),
     ] = None,
     strategy: Annotated[
-        str, typer.Option(metavar="|".join(STRATEGIES), help="How layers are shared out.")
-    ] = "auto",
+        str | None,
+        typer.Option(
+            metavar="|".join(STRATEGIES),
+            help="How layers are shared out; as the file says, or auto, otherwise.",
+        ),
+    ] = None,
     aim: Annotated[str, typer.Option(metavar="|".join(AIMS), help="What `auto` makes best.")] = "latency",
     proportions: Annotated[
         str | None, typer.Option(metavar="A,B", help="Parts of the layers by machine, with custom.")
@@ -77,17 +89,19 @@ def plan(
         sequences=_at_least_one("--sequences", sequences),
         kv_bits=_one_of("--kv-bits", kv_bits, _KV_BITS),
     )
+    machines, listed = _cluster(cluster, machine)
+    wanted = strategy_of_today(strategy or listed.strategy or "auto")
     wish = Wish(
         demand,
-        strategy=cast("Strategy", _one_of("--strategy", strategy, STRATEGIES)),
+        strategy=cast("Strategy", _one_of("--strategy", wanted, STRATEGIES)),
         aim=cast("Aim", _one_of("--aim", aim, AIMS)),
-        proportions=_numbers("--proportions", proportions),
+        proportions=_numbers("--proportions", proportions) or listed.proportions,
         counts=tuple(map(int, _numbers("--layers", layers))),
     )
-    if strategy == "custom" and not wish.proportions and not wish.counts:
+    if wanted == "custom" and not wish.proportions and not wish.counts:
         raise PlanError("The strategy custom needs --proportions, as 0.7,0.3, or --layers, as 20,8.")
     count = None if replicas is None else _at_least_one("--replicas", replicas)
-    made = place_replicas(profile, _cluster(cluster, machine), wish, count)
+    made = place_replicas(profile, machines, wish, count)
     if as_json:
         told = [each.as_json() for each in made]
         print(json.dumps(told[0] if len(told) == 1 else {"replicas": told}, indent=1))
@@ -95,7 +109,8 @@ def plan(
     show_plans(made)
 
 
-def _cluster(file: Path | None, machines: list[str] | None) -> ClusterProfile:
+def _cluster(file: Path | None, machines: list[str] | None) -> tuple[ClusterProfile, DevicesFile]:
+    """With what the file says of the cut, where it is of a kind that does."""
     if file is not None and machines:
         raise ConfigError("--cluster and --machine were both given; the file names the machines.")
     if file is None:
@@ -105,12 +120,14 @@ def _cluster(file: Path | None, machines: list[str] | None) -> ClusterProfile:
             known_profile(name, f"{name}#{names[: place + 1].count(name)}" if name in twice else None)
             for place, name in enumerate(names)
         ]
-        return cluster_of(tuple(told))
+        return cluster_of(tuple(told)), DevicesFile(())
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--cluster is {file}, which cannot be read: {error}.") from error
-    return read_cluster(text, str(file))
+    content = load_content(text, str(file))
+    listed = read_devices(content, str(file)) if lists_devices(content) else DevicesFile(())
+    return read_cluster(text, str(file)), listed
 
 
 def _one_of(flag: str, value: Value, allowed: tuple[Value, ...]) -> Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,16 +11,19 @@ from typing import Annotated, Any
 import typer
 
 from mlx_ring.cli.startup import Telling
+from mlx_ring.core.addresses import local_url
 from mlx_ring.core.config import (
     Settings,
     allowed_values,
     flag_name,
     let_grpc_speak,
     load_settings,
+    state_folder,
 )
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import listen, node_name
+from mlx_ring.core.running import recorded
 
 _VLLM_NAMES = {
     "stages": ("--pipeline-parallel-size", "-pp"),
@@ -36,6 +40,8 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "more_models": "NAME,...",
     "model_memory": "SIZE",
     "memory_utilization": "SHARE",
+    "memory_limit": "SIZE",
+    "proportions": "A,B",
     "dtype": "TYPE",
     "served_model_name": "NAME,...",
     "api_key": "KEY,...",
@@ -95,7 +101,9 @@ def serve(
     stages: Annotated[str | None, setting("stages")] = None,
     nodes: Annotated[str | None, setting("nodes")] = None,
     strategy: Annotated[str | None, setting("strategy")] = None,
+    proportions: Annotated[str | None, setting("proportions")] = None,
     memory_utilization: Annotated[str | None, setting("memory_utilization")] = None,
+    memory_limit: Annotated[str | None, setting("memory_limit")] = None,
     weights_limit: Annotated[str | None, setting("weights_limit")] = None,
     cluster_host: Annotated[str | None, setting("cluster_host")] = None,
     cluster_port: Annotated[str | None, setting("cluster_port")] = None,
@@ -151,6 +159,11 @@ def serve(
 
     # With one machine nobody is refused; what else gRPC writes is kept from the terminal.
     log_refused_handshakes()
+    with recorded(state_folder(settings), "head", local_url(*listener.getsockname()[:2])):
+        _run(settings, listener)
+
+
+def _run(settings: Settings, listener: socket.socket) -> None:
     from mlx_ring.engine.served_model import prepare_models  # noqa: PLC0415 - needs none of what follows
 
     served = prepare_models(settings)

@@ -72,3 +72,14 @@ def _is_bare_ipv6(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def bracketed(host: str) -> str:
+    """As it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if _is_bare_ipv6(host) else host
+
+
+def local_url(host: str, port: int) -> str:
+    """Where a person on this machine reaches the server."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))  # noqa: S104
+    return f"http://{local}:{port}"

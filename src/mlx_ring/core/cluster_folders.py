@@ -23,3 +23,8 @@ def weights_folder(state: Path) -> Path:
 def manifests_folder(state: Path) -> Path:
     """Digests of the models that lie on this machine; what is lost there is computed again."""
     return state / "manifests"
+
+
+def running_folder(state: Path) -> Path:
+    """A note of each head and agent that runs here."""
+    return state / "running"

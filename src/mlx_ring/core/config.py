@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import re
 import sys
@@ -36,6 +37,9 @@ from pydantic_settings import (
 )
 
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.old_names import is_old, of_today, strategy_of_today
+
+log = logging.getLogger(__name__)
 
 ENVIRONMENT_PREFIX = "MLX_RING_"
 _FOREIGN_VARIABLES = {"mlx_ring_verbose"}
@@ -79,6 +83,25 @@ def _bytes(value: object) -> object:
     if found is None or found[2] not in _UNITS:
         raise ValueError
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _strategy(value: object) -> object:
+    return strategy_of_today(value) if isinstance(value, str) else value
+
+
+_SHARE = re.compile(r"(?:[a-z0-9][a-z0-9-]*=)?(?:\d+(?:\.\d*)?|\.\d+)")
+
+
+def _shares(value: object) -> object:
+    """`0.7,0.3` or `mini-7f3a=0.7,studio-1b2c=0.3`; a file may hold a list of numbers."""
+    if isinstance(value, str):
+        value = value.strip("[] ").split(",")
+    if not isinstance(value, (list, tuple)):
+        raise ValueError  # noqa: TRY004 - what pydantic takes for a bad value
+    parts = tuple(str(part).strip() for part in cast("list[object]", value))
+    if not all(map(_SHARE.fullmatch, parts)):
+        raise ValueError
+    return parts
 
 
 def _short_enough(path: Path | None) -> Path | None:
@@ -130,11 +153,21 @@ class Settings(BaseSettings):
     cluster_port: Annotated[int, Field(ge=1, le=65534)] = Field(
         50051, description="Port for other machines of the cluster; the one after it is for those that join."
     )
-    strategy: Literal["auto", "uniform", "memory", "compute", "balanced"] = Field(
-        "auto", description="How layers are shared out among machines; auto is what is fastest."
+    strategy: Annotated[
+        Literal["auto", "uniform", "memory", "compute", "balanced", "custom"], BeforeValidator(_strategy)
+    ] = Field("auto", description="How layers are shared out among machines; auto is what is fastest.")
+    proportions: Annotated[tuple[str, ...], BeforeValidator(_shares)] = Field(
+        (),
+        description="With the strategy custom: parts of the layers by machine, this one first, or by node as in mini-7f3a=0.7,studio-1b2c=0.3.",
     )
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.9, description="Share of this machine's memory that may be planned with."
+    )
+    memory_limit: Annotated[Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)] = (
+        Field(
+            None,
+            description="Memory of this machine that plans may count on, such as 16GiB; what is measured otherwise.",
+        )
     )
     weights_limit: Annotated[
         Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)
@@ -271,13 +304,15 @@ def load_settings(
         ConfigError: naming the setting, its value, where it was given, and what is allowed.
     """
     dotenv = (folder or Path.cwd()) / ".env"
-    environment, local = _variables(EnvSettingsSource(Settings)), _variables(_dotenv_source(dotenv))
+    source = _dotenv_source(dotenv)
+    environment, local, old = _variables(EnvSettingsSource(Settings)), _variables(source), _old_names(source)
     named = environment.pop(_CONFIG_VARIABLE, None) or local.pop(_CONFIG_VARIABLE, None)
     local.pop(_CONFIG_VARIABLE, None)
     path = config if config is not None else Path(named).expanduser() if named else None
     given: dict[str, _Given] = {}
     if path is not None:
         given |= _from_file(path)
+    given |= _from_old_names(old, dotenv, {*local, *environment})
     given |= _from_variables(local, f" in {dotenv}")
     given |= _from_variables(environment, "")
     given |= {name: _Given(value, flag_name(name)) for name, value in flags.items() if value is not None}
@@ -350,14 +385,20 @@ def speaking_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """For a child whose lines are read: its gRPC writes why it refused a connection. A level that a person has set stays."""
     told = {} if environment.get("GRPC_VERBOSITY", "NONE") != "NONE" else {"GRPC_VERBOSITY": _OUR_GRPC_LEVEL}
     return dict(environment) | told
+_IN_WORDS = {
+    ("kv_cache_memory", "weights_limit", "memory_limit", "model_memory"): (
+        "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
+    ),
+    ("proportions",): "shares with commas between them, as 0.7,0.3",
+}
+"""What some settings take, which their types do not tell."""
 
 
 def allowed_values(field: FieldInfo) -> str:
     """What a field takes, in words: "a whole number from 0 to 65535"."""
-    if field in [
-        Settings.model_fields[name] for name in ("kv_cache_memory", "weights_limit", "model_memory")
-    ]:
-        return "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
+    for names, words in _IN_WORDS.items():
+        if any(field is Settings.model_fields[name] for name in names):
+            return words
     kind, constraints = _unwrap(field.annotation, list(field.metadata))
     if get_origin(kind) is Literal:
         *most, last = (str(choice) for choice in get_args(kind))
@@ -418,6 +459,26 @@ def _from_variables(variables: Mapping[str, str], where: str) -> dict[str, _Give
     return given
 
 
+def _old_names(source: EnvSettingsSource) -> dict[str, str]:
+    """What a prototype's file says; in the environment such names are anybody's."""
+    return {name.upper(): value for name, value in source.env_vars.items() if is_old(name.upper()) and value}
+
+
+def _from_old_names(old: Mapping[str, str], path: Path, given_anew: set[str]) -> dict[str, _Given]:
+    """Settings under names that they had before; a line of log for each. Names of today win."""
+    found = of_today(old, str(path))
+    given: dict[str, _Given] = {}
+    for name, value in old.items():
+        renamed = found.get(name)
+        if renamed is None:
+            log.warning("%s=%s in %s changes nothing here.", name, value, path)
+        elif renamed.setting not in given_anew:
+            variable = f"{ENVIRONMENT_PREFIX}{renamed.setting.upper()}"
+            log.warning("%s in %s is read as %s=%s.", name, path, variable, renamed.value)
+            given[renamed.setting] = _Given(renamed.value, f"{name} in {path}")
+    return given
+
+
 def _from_file(path: Path) -> dict[str, _Given]:
     given: dict[str, _Given] = {}
     for key, value in _read_file(path).items():
@@ -467,6 +528,7 @@ def _check(given: Mapping[str, _Given]) -> Settings:
         settings = Settings(**values)
     except ValidationError as error:
         raise ConfigError(" ".join(_sentences(error, given))) from error
+    _check_proportions(settings)
     return settings.model_copy(
         update={
             "log_dir": settings.log_dir.expanduser().absolute(),
@@ -474,6 +536,15 @@ def _check(given: Mapping[str, _Given]) -> Settings:
             "state_dir": settings.state_dir and settings.state_dir.expanduser().absolute(),
         }
     )
+
+
+def _check_proportions(settings: Settings) -> None:
+    if bool(settings.proportions) != (settings.strategy == "custom"):
+        raise ConfigError(
+            "The strategy custom needs --proportions, as 0.7,0.3."
+            if settings.strategy == "custom"
+            else f"--proportions goes with --strategy custom, and the strategy is {settings.strategy}."
+        )
 
 
 def _sentences(error: ValidationError, given: Mapping[str, _Given]) -> Iterator[str]:

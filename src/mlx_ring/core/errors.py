@@ -9,6 +9,7 @@
     │   ├── ModelUnsafe            wants code from its folder to be run
     │   └── ModelUnsupported       the architecture cannot be cut, or not that way
     ├── PlanError                  the model cannot be placed as asked
+    ├── HostFailed                 a machine of a cluster file cannot be reached, or fails at what it is told
     ├── TrustError                 machines that must not, or cannot, speak with each other
     │   ├── TokenRefused           a join token is mistyped, unknown, expired, used up, revoked, or of another cluster
     │   └── PeerRefused            a peer's certificate was refused, by either side, or a node was
@@ -73,6 +74,10 @@ class ModelUnsupported(ModelError):
 
 class PlanError(RingError):
     """The model cannot be placed as asked."""
+
+
+class HostFailed(RingError):
+    """A machine of a cluster file cannot be reached, or fails at what it is told."""
 
 
 class TrustError(RingError):

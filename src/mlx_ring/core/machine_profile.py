@@ -86,6 +86,12 @@ class MachineProfile(_Frozen):
         """Whether repetitions took about as long as each other: nobody else used the machine meanwhile."""
         return max(rate.spread for rate in self.rates) <= _STEADY_SPREAD
 
+    def limited_to(self, nbytes: int) -> MachineProfile:
+        """The same machine, of whose memory its owner grants no more than this."""
+        if nbytes >= self.memory_bytes:
+            return self
+        return self.model_copy(update={"memory_bytes": nbytes, "memory_limited_by": "--memory-limit"})
+
     @classmethod
     def from_json(cls, text: str) -> MachineProfile:
         """Read what `model_dump_json` wrote.

@@ -30,6 +30,7 @@ from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel, widens_half_precision
+from mlx_ring.node.wishes import proportional_stages, wished
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.tls.names import node_name
 
@@ -125,11 +126,11 @@ def plan_replicas(
     Raises:
         PlanError: the machines cannot hold so many.
     """
-    nodes = _nodes(control, membership, taken)
+    nodes, wish = wished(settings, _wish(settings, served), _nodes(control, membership, taken))
     return place_replicas(
         profile_folder(served.folder, served.names[0]),
-        ClusterProfile(tuple(nodes), links),
-        _wish(settings, served),
+        ClusterProfile(nodes, links),
+        wish,
         settings.replicas,
     )
 
@@ -254,11 +255,14 @@ def _wish(settings: Settings, served: ServedModel) -> Wish:
 
 def _plan(settings: Settings, served: ServedModel, cluster: ClusterProfile) -> Plan:
     profile = profile_folder(served.folder, served.names[0])
-    return place(profile, cluster, _wish(settings, served))
+    in_order, wish = wished(settings, _wish(settings, served), cluster.nodes)
+    return place(profile, replace(cluster, nodes=in_order), wish)
 
 
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:
     """The stages: each reads about as much in a step; as many layers each where the files don't tell what a layer is."""
+    if settings.strategy == "custom":
+        return proportional_stages(folder.num_layers, settings.stages, settings.proportions)
     read = decode_bytes(folder, widened=widens_half_precision(settings.dtype))
     if read is None:
         return even_split(folder.num_layers, settings.stages)

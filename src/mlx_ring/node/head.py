@@ -20,7 +20,7 @@ from mlx_ring.agent.weights.serving import WeightsFront
 from mlx_ring.api.service import InstanceInfo
 from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.discovery import announcing
-from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.core.addresses import HeadAddress, local_url
 from mlx_ring.core.cluster_folders import manifests_folder
 from mlx_ring.core.config import Settings, state_folder
 from mlx_ring.core.head_announcement import HeadAnnouncement
@@ -29,7 +29,7 @@ from mlx_ring.core.model_digests import manifest_of_folder
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.catalog import Catalog
-from mlx_ring.node.http import HttpServer, end_http, http_config, local_url
+from mlx_ring.node.http import HttpServer, end_http, http_config
 from mlx_ring.node.machines import Cluster, Here, Machines
 from mlx_ring.node.replica import Watcher
 from mlx_ring.rpc.hello import package_version

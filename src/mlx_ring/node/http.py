@@ -27,12 +27,6 @@ async def end_http(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
     await asyncio.wait((serving,))
 
 
-def local_url(host: str, port: int) -> str:
-    """Where a person on this machine reaches the server."""
-    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
-    return f"http://{local}:{port}"
-
-
 def http_config(catalog: ModelCatalog, settings: Settings) -> uvicorn.Config:
     """What is served, and to whom."""
     app = build_app(

@@ -44,7 +44,7 @@ def test_every_known_machine_can_be_named_with_every_size() -> None:
     [
         ("machines: [", "neither YAML nor JSON"),
         ("machines: []", "a list `machines`"),
-        ("- a", "a list `machines`"),
+        ("- a", "a host is 'a'; it must have fields"),
         ("machines: [m9-mac-mini-16]", "m9-mac-mini-16 is not known"),
         ("machines: [m4-mac-mini-17]", "known are m4-mac-mini-16, m4-mac-mini-24"),
         ("machines: [3]", "a machine is 3"),

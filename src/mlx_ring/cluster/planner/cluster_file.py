@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import yaml
 
+from mlx_ring.cluster.planner.devices_file import estimated_cluster, lists_devices, read_devices
 from mlx_ring.cluster.planner.profiles import ETHERNET, ClusterProfile, LinkProfile, NodeProfile
 from mlx_ring.core.errors import ConfigError
 
@@ -66,22 +67,33 @@ def known_profile(text: str, name: str | None = None) -> NodeProfile:
     )
 
 
+def load_content(text: str, where: str) -> object:
+    """A file's content; JSON is YAML.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is neither YAML nor JSON: {error}.") from error
+
+
 def read_cluster(text: str, where: str) -> ClusterProfile:
-    """A cluster file, YAML or JSON.
+    """A cluster file, YAML or JSON: `machines`, `devices`, or one of MLX's hostfiles.
 
     Raises:
         ConfigError: it is not one, and why.
     """
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is neither YAML nor JSON: {error}.") from error
+    content = load_content(text, where)
+    if lists_devices(content):
+        return estimated_cluster(read_devices(content, where), where)
     if (
         not isinstance(content, dict)
         or not isinstance(content.get("machines"), list)
         or not content["machines"]
     ):
-        raise ConfigError(f"{where} must have a list `machines` with one or more entries.")
+        raise ConfigError(f"{where} must have a list `machines` or `devices` with one or more entries.")
     entries = cast("dict[str, Any]", content)
     nodes = tuple(_read_machine(entry, where) for entry in cast("list[Any]", entries["machines"]))
     return cluster_of(nodes, links=entries.get("links") or [], usual=entries.get("usual_link"), where=where)

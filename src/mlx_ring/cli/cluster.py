@@ -1,0 +1,289 @@
+"""`mlx-ring cluster`: all machines of one file, over the user's own ssh."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mlx_ring.cli.on_host import app as on_host_app
+from mlx_ring.core.config import load_settings
+from mlx_ring.core.errors import ConfigError, HostFailed
+
+if TYPE_CHECKING:
+    from mlx_ring.cluster.lifecycle.verbs import Standing
+    from mlx_ring.cluster.planner.devices_file import DevicesFile
+
+app = typer.Typer(help="Start, stop and watch the machines of one file, over ssh.", no_args_is_help=True)
+app.add_typer(on_host_app, name="on-host", hidden=True)
+
+_QUESTION = "What is the capital of France?"
+_DEFAULT_URL = "http://127.0.0.1:8100"
+_ASK_S = 30.0
+_MOST_LINES = 1_000_000
+CONFIG = typer.Option("--config", "-c", metavar="FILE", help="The machines: JSON, YAML, or an MLX hostfile.")
+MODEL = typer.Option(metavar="MODEL", help="To serve; what the file names otherwise.")
+TIMEOUT = typer.Option(metavar="SECONDS", help="How long loading may take, downloads included.")
+
+
+@app.command("start")
+def start(
+    config: Annotated[Path, CONFIG],
+    model: Annotated[str | None, MODEL] = None,
+    timeout: Annotated[float, TIMEOUT] = 1800.0,
+) -> None:
+    """Start the head and the agents, and wait until the model answers.
+
+    What runs already as the file says stays; otherwise what runs there is ended first.
+    """
+    from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - the other commands do without
+
+    file = _read(config)
+    started = verbs.start(file, _model(file, model, config), tell=_tell, timeout_s=timeout)
+    _show_status(started.status)
+    print(f"\nServing {started.status.get('model')} at {started.url} on {file.coordinator.name}")
+
+
+@app.command("stop")
+def stop(config: Annotated[Path, CONFIG]) -> None:
+    """End the head and the agents on all machines. Nothing to end is no error."""
+    from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - as above
+
+    verbs.stop(_read(config), tell=_tell)
+    print("Nothing of the cluster runs any more.")
+
+
+@app.command("restart")
+def restart(
+    config: Annotated[Path, CONFIG],
+    model: Annotated[str | None, MODEL] = None,
+    timeout: Annotated[float, TIMEOUT] = 1800.0,
+) -> None:
+    """End everything and start it again."""
+    stop(config)
+    start(config, model, timeout)
+
+
+@app.command("status")
+def status(
+    config: Annotated[Path | None, CONFIG] = None,
+    url: Annotated[
+        str | None, typer.Option(help=f"Of the head, without a file; {_DEFAULT_URL} otherwise.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Where the server asks for one; MLX_RING_API_KEY otherwise."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what `/cluster/status` says.")] = False,
+) -> None:
+    """Show machines, stages, layers and memory. Exit code 1 where the model cannot answer."""
+    if config is not None and url is not None:
+        raise ConfigError("--config and --url were both given; the file names the head.")
+    if config is None:
+        told = _ask_url(url or _DEFAULT_URL, api_key)
+        failed = False
+    else:
+        told, failed = _ask_machines(_read(config), quietly=as_json)
+    if told is not None:
+        print(json.dumps(told, indent=1)) if as_json else _show_status(told)
+    if failed or told is None or told.get("status") != "ready":
+        raise typer.Exit(1)
+
+
+@app.command("test")
+def try_out(
+    config: Annotated[Path, CONFIG],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to ask.")] = _QUESTION,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Of the answer at most.")] = 64,
+) -> None:
+    """Ask the model something, and print its answer and how fast it came."""
+    from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - as above
+
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
+    answer = verbs.ask(_read(config), "POST", "/v1/chat/completions", body)
+    print(answer["choices"][0]["message"]["content"])
+    print(speed(answer), file=sys.stderr)
+
+
+@app.command("logs")
+def logs(
+    config: Annotated[Path, CONFIG],
+    lines: Annotated[int, typer.Option(metavar="N", help="Of each file, the last ones.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on, until Ctrl-C.")] = False,
+) -> None:
+    """Print the ends of all machines' log files, each line with its machine's name."""
+    from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle.programs import ON_HOST  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle.shell import check_exit, words_on  # noqa: PLC0415 - as above
+
+    if not 1 <= lines <= _MOST_LINES:
+        raise ConfigError(f"--lines is {lines}; it must be a whole number from 1 to {_MOST_LINES}.")
+    flags = ("--lines", str(lines), *(("--follow",) if follow else ()))
+    tails: list[tuple[Any, subprocess.Popen[str]]] = []
+    for _, found in verbs.log_commands(_read(config)):
+        words = (*found.program, *ON_HOST, "logs", "--state-dir", found.about.state, *flags)
+        tail = subprocess.Popen(
+            words_on(found.place, words),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        tails.append((found.place, tail))
+    _print_labelled([(place.name, tail) for place, tail in tails])
+    failures: list[str] = []
+    for place, tail in tails:
+        try:
+            check_exit(place, tail.wait(), tail.stderr.read() if tail.stderr else "")
+        except HostFailed as error:
+            failures.append(str(error))
+    if failures:
+        raise HostFailed("\n".join(failures))
+
+
+def _print_labelled(tails: Sequence[tuple[str, subprocess.Popen[str]]]) -> None:
+    """Lines as they come; of machines in turn where they end by themselves."""
+    width = max(len(name) for name, _ in tails)
+    lock = threading.Lock()
+
+    def copy(name: str, tail: subprocess.Popen[str]) -> None:
+        for line in tail.stdout or ():
+            with lock:
+                print(f"{name:<{width}} | {line}", end="", flush=True)
+
+    threads = [threading.Thread(target=copy, args=entry, daemon=True) for entry in tails]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        for _, tail in tails:
+            tail.terminate()
+        raise
+
+
+def speed(answer: Mapping[str, Any]) -> str:
+    """Tokens and their rates, out of an answer."""
+    usage, timed = answer["usage"], answer["performance"]
+    rates = [
+        f"{timed[key]:.1f} tokens/s {what}"
+        for key, what in (
+            ("prompt_tokens_per_second", "of the prompt"),
+            ("generation_tokens_per_second", "of the answer"),
+        )
+        if timed.get(key) is not None
+    ]
+    return f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens" + "".join(
+        f", {rate}" for rate in rates
+    )
+
+
+def _read(config: Path) -> DevicesFile:
+    from mlx_ring.cluster.planner.cluster_file import load_content  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.planner.devices_file import lists_devices, read_devices  # noqa: PLC0415 - as above
+
+    try:
+        text = config.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config is {config}, which cannot be read: {error}.") from error
+    content = load_content(text, str(config))
+    if not lists_devices(content):
+        raise ConfigError(
+            f"{config} has no `devices`, and is no hostfile: docs/cluster.md shows both. "
+            "A file of `machines` is for `mlx-ring plan`."
+        )
+    file = read_devices(content, str(config))
+    for note in file.notes:
+        _tell(f"{config}: {note}")
+    return file
+
+
+def _model(file: DevicesFile, given: str | None, config: Path) -> str:
+    """As typed or as the file has it; a folder beside the file, or here, by its whole path."""
+    wanted = given or file.model
+    if not wanted:
+        raise ConfigError(f"{config} names no model: give --model.")
+    for folder in (Path.cwd(), config.resolve().parent):
+        if (folder / wanted).is_dir():
+            return str((folder / wanted).resolve())
+    return wanted
+
+
+def _ask_url(url: str, api_key: str | None) -> Any:
+    keys = load_settings({"api_key": api_key}).api_key
+    headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/cluster/status", headers=headers, timeout=_ASK_S)
+        answer.raise_for_status()
+        return answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise ConfigError(
+            f"No head answers at {url} ({error}): give --url, or -c with the machines' file."
+        ) from error
+
+
+def _ask_machines(file: DevicesFile, *, quietly: bool) -> tuple[Any, bool]:
+    """What the head says, and whether something does not run."""
+    from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - as above
+
+    standings = verbs.standings(file)
+    for standing in standings:
+        if standing.failure:
+            print(f"mlx-ring: {standing.failure}", file=sys.stderr)
+    if not quietly:
+        _show_machines(standings)
+    if not any(found.kind == "head" for standing in standings for found in standing.running):
+        return None, True
+    failed = any(standing.failure or not standing.running for standing in standings)
+    return verbs.ask(file, "GET", "/cluster/status"), failed
+
+
+def _show_machines(standings: Sequence[Standing]) -> None:
+    table = Table("machine", "node", "runs", box=None, pad_edge=False)
+    for standing in standings:
+        runs = ", ".join(f"{found.kind} (process {found.pid})" for found in standing.running)
+        table.add_row(
+            standing.place.name, standing.node, "not to be told" if standing.failure else runs or "nothing"
+        )
+    _console().print(table)
+    print()
+
+
+def _show_status(told: Mapping[str, Any]) -> None:
+    """Stages, their layers and memory, as the head says."""
+    print(
+        f"{told.get('model')}: {told.get('status')}" + (f", {told['reason']}" if told.get("reason") else "")
+    )
+    table = Table("node", "stage", "layers", "device", box=None, pad_edge=False)
+    for title in ("weights", "KV", "memory"):
+        table.add_column(title, justify="right")
+    for device in told.get("devices", []):
+        first, end = device["layers"]
+        sizes = (device.get(name, 0) for name in ("weight_bytes", "kv_bytes", "rss_bytes"))
+        table.add_row(
+            str(device["node"]),
+            str(device["stage"]),
+            f"{first}-{end - 1}",
+            f"{device.get('dtype')} on {device.get('device')}",
+            *(f"{size / 1e6:.0f} MB" for size in sizes),
+        )
+    _console().print(table)
+
+
+def _console() -> Console:
+    return Console(soft_wrap=True, highlight=False, markup=False)
+
+
+def _tell(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)

@@ -1,0 +1,115 @@
+"""`mlx-ring cluster on-host`: what `mlx-ring cluster` has each machine do. For programs; people use `mlx-ring cluster`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlx_ring.core.config import api_keys, load_settings, state_folder
+from mlx_ring.core.running import end_running, running_here
+
+app = typer.Typer(no_args_is_help=True)
+
+_STATE = typer.Option("--state-dir", metavar="DIR")
+_START_S = 600.0
+
+
+def _state(state_dir: str | None) -> Path:
+    return state_folder(load_settings({"state_dir": state_dir}))
+
+
+@app.command("about")
+def about(
+    state_dir: Annotated[str | None, _STATE] = None,
+    identity: Annotated[bool, typer.Option("--identity", help="Give this machine an id.")] = False,
+) -> None:
+    """Print versions, the node's id and what runs here, as JSON."""
+    from mlx_ring.cluster.lifecycle.host_side import about_here  # noqa: PLC0415 - gRPC, for these commands only
+
+    print(about_here(_state(state_dir), identity=identity).to_json())
+
+
+@app.command("run")
+def run(
+    arguments: Annotated[list[str], typer.Argument(metavar="-- serve|join …")],
+    state_dir: Annotated[str | None, _STATE] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS")] = _START_S,
+) -> None:
+    """Start it for good, and print its process number."""
+    from mlx_ring.cluster.lifecycle.host_side import run_detached  # noqa: PLC0415 - as above
+
+    print(run_detached(_state(state_dir), arguments, timeout))
+
+
+@app.command("enrol")
+def enrol(head: str, state_dir: Annotated[str | None, _STATE] = None) -> None:
+    """Become a member, with the token that is read from standard input."""
+    from mlx_ring.agent.enrolment import join  # noqa: PLC0415 - as above
+    from mlx_ring.core.cluster_folders import node_folder  # noqa: PLC0415 - as above
+
+    join(head, sys.stdin.read().strip(), node_folder(_state(state_dir)))
+
+
+@app.command("wait-for-port")
+def wait_for_port(
+    pid: int,
+    port: int,
+    state_dir: Annotated[str | None, _STATE] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS")] = _START_S,
+) -> None:
+    """Wait until a process listens on a port."""
+    from mlx_ring.cluster.lifecycle.host_side import wait_for_port as wait  # noqa: PLC0415 - as above
+
+    wait(_state(state_dir), pid, port, timeout)
+
+
+@app.command("wait-until-ready")
+def wait_until_ready(
+    pid: int,
+    state_dir: Annotated[str | None, _STATE] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS")] = _START_S,
+) -> None:
+    """Wait until a head answers requests, and print where; nothing is printed where it does not in time."""
+    from mlx_ring.cluster.lifecycle.host_side import wait_until_ready as wait  # noqa: PLC0415 - as above
+
+    state = _state(state_dir)
+    if wait(state, pid, timeout):
+        print(next((found.url for found in running_here(state) if found.pid == pid), ""))
+
+
+@app.command("ask")
+def ask(
+    method: str,
+    path: str,
+    state_dir: Annotated[str | None, _STATE] = None,
+    api_key_file: Annotated[str | None, typer.Option(metavar="FILE")] = None,
+) -> None:
+    """Print what the head answers; the body is read from standard input."""
+    from mlx_ring.cluster.lifecycle.host_side import ask_head  # noqa: PLC0415 - as above
+
+    settings = load_settings({"state_dir": state_dir, "api_key_file": api_key_file})
+    print(ask_head(state_folder(settings), method, path, sys.stdin.read(), api_keys(settings)))
+
+
+@app.command("logs")
+def logs(
+    state_dir: Annotated[str | None, _STATE] = None,
+    lines: Annotated[int, typer.Option(metavar="N")] = 50,
+    follow: Annotated[bool, typer.Option("--follow")] = False,
+) -> None:
+    """Print the ends of the log files."""
+    from mlx_ring.cluster.lifecycle.host_side import log_command  # noqa: PLC0415 - as above
+
+    command = log_command(_state(state_dir), lines, follow=follow)
+    os.execvp(command[0], command)  # noqa: S606 - no shell is wanted
+
+
+@app.command("stop")
+def stop(state_dir: Annotated[str | None, _STATE] = None) -> None:
+    """End the head and the agent, and print a line for each."""
+    for line in end_running(_state(state_dir)):
+        print(line)

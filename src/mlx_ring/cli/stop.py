@@ -1,0 +1,23 @@
+"""`mlx-ring stop`: end what runs on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mlx_ring.core.config import Settings, load_settings, state_folder
+from mlx_ring.core.running import end_running
+
+
+def stop(
+    state_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help=Settings.model_fields["state_dir"].description)
+    ] = None,
+) -> None:
+    """End the head and the agent of this machine, with their workers; also what a head that was killed has left.
+
+    What runs with another state folder stays. Nothing to end is no error.
+    """
+    told = end_running(state_folder(load_settings({"state_dir": state_dir})))
+    print("\n".join(told) or "Nothing of mlx-ring runs here.")

@@ -1,0 +1,90 @@
+"""What a machine tells of the mlx-ring on it. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from mlx_ring.core.running import Running
+
+PACKAGES = ("mlx-ring", "mlx", "mlx-lm")
+"""Whose versions must be alike on all machines."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """One program on one machine."""
+
+    versions: Mapping[str, str]
+    state: str
+    """Its state folder."""
+    node: str
+    """The machine's id; empty where it has none yet."""
+    running: tuple[Running, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> About | None:
+        """None where it is nothing of ours: another version's help, or nothing."""
+        try:
+            content = cast("dict[str, Any]", json.loads(text))
+            running = tuple(Running(**found) for found in content.pop("running"))
+            return cls(running=running, **content)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Where it lies, and what it says; None of what says nothing."""
+
+    path: str
+    about: About | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What there is on a machine."""
+
+    programs: tuple[Program, ...]
+    python: str
+    """An interpreter of the version that runs here; empty where there is none."""
+    platform: str
+
+    def like(self, versions: Mapping[str, str]) -> Program | None:
+        """The first whose versions are these."""
+        return next(
+            (
+                found
+                for found in self.programs
+                if found.about and dict(found.about.versions) == dict(versions)
+            ),
+            None,
+        )
+
+
+def read_found(lines: Sequence[str]) -> Found:
+    """What the probe prints: fields with tabs between them."""
+    rows = [line.split("\t", 2) for line in lines if line.count("\t") >= 2]  # noqa: PLR2004 - kind, path, rest
+    programs = [Program(path, About.from_json(rest)) for kind, path, rest in rows if kind == "program"]
+    pythons = [(path, rest) for kind, path, rest in rows if kind == "python"]
+    python, platform = next(iter(pythons), ("", ""))
+    return Found(tuple(programs), python, platform)
+
+
+def different(found: Found, versions: Mapping[str, str]) -> str:
+    """In words: how the programs differ from what runs here."""
+    told: list[str] = []
+    for program in found.programs:
+        theirs: Mapping[str, str] = program.about.versions if program.about is not None else {}
+        unlike = [
+            f"{name} {theirs.get(name, 'of another version')}"
+            for name in PACKAGES
+            if theirs.get(name) != versions[name]
+        ]
+        told.append(f"{program.path} has {', '.join(unlike)}")
+    return "; ".join(told) or "mlx-ring is not installed there"

@@ -1,0 +1,94 @@
+"""With which arguments a file's machines run `serve` and `join`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from mlx_ring.cluster.planner.devices_file import Device, DevicesFile
+from mlx_ring.core.addresses import HeadAddress, bracketed
+from mlx_ring.core.config import Settings
+from mlx_ring.core.errors import ConfigError
+
+_FROM_THE_FILE = {
+    "model": "`model`",
+    "nodes": "the number of `devices`",
+    "cluster_host": "the coordinator's `address`",
+    "cluster_port": "the coordinator's `port`",
+    "strategy": "`sharding`",
+    "proportions": "`sharding`",
+    "memory_limit": "`capabilities`",
+    "state_dir": "a device's `state_dir`",
+}
+_SECRET = "api_key"  # noqa: S105 - the setting's name
+
+
+def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, str]) -> list[str]:
+    """Of the coordinator.
+
+    Args:
+        file: as it was read.
+        model: to serve.
+        state: the coordinator's state folder.
+        ids: of the nodes, by the devices' names.
+
+    Raises:
+        ConfigError: a setting under `serve` is none, or stands elsewhere in the file.
+    """
+    device, several = file.coordinator, len(file.devices) > 1
+    words = ["serve", model]
+    if several:
+        words += ["--nodes", str(len(file.devices)), "--cluster-port", str(device.port)]
+        words += ["--strategy", file.strategy] if file.strategy else []
+        words += ["--cluster-host", bracketed(device.address)] if device.address else []
+    if several and file.proportions:
+        shares = zip(file.devices, file.proportions, strict=True)
+        words += ["--proportions", ",".join(f"{ids[device.name]}={share:g}" for device, share in shares)]
+    return [*words, *_limit(device), *_folders(state, file), *_more_settings(file)]
+
+
+def agent_arguments(device: Device, head: HeadAddress, state: str) -> list[str]:
+    """Of another machine."""
+    listen = ("--listen", bracketed(device.address)) if device.address else ()
+    return ["join", str(head), *listen, *_limit(device), *_folders(state)]
+
+
+def logs_folder(state: str) -> str:
+    """Where both write, wherever they were started."""
+    return f"{state}/logs"
+
+
+def _limit(device: Device) -> list[str]:
+    return [] if device.memory_gb is None else ["--memory-limit", f"{device.memory_gb:g}GiB"]
+
+
+def _folders(state: str, file: DevicesFile | None = None) -> list[str]:
+    given = {name.replace("-", "_") for name in (file.serve if file is not None else ())}
+    logs = [] if "log_dir" in given else ["--log-dir", logs_folder(state)]
+    return ["--state-dir", state, *logs]
+
+
+def _more_settings(file: DevicesFile) -> Iterator[str]:
+    for key, value in file.serve.items():
+        name = str(key).replace("-", "_")
+        if name in _FROM_THE_FILE:
+            raise ConfigError(f"`serve` has the key {key}, which {_FROM_THE_FILE[name]} says.")
+        if name == _SECRET:
+            raise ConfigError(
+                "`serve` has the key api-key, a secret: give api-key-file, a file on the coordinator."
+            )
+        if name not in Settings.model_fields:
+            raise ConfigError(
+                f"`serve` has the key {key}, which is no setting; `mlx-ring serve --help` lists them."
+            )
+        yield f"--{name.replace('_', '-')}"
+        yield _text(value)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, cast("list[object]", value)))
+    if isinstance(value, bool):
+        # As YAML reads an unquoted `on`.
+        return "on" if value else "off"
+    return str(value)

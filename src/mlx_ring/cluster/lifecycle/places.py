@@ -1,0 +1,108 @@
+"""Which of a file's machines is this one, and how the others reach the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import subprocess
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from mlx_ring.cluster.planner.devices_file import Device
+
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
+_SSH_S = 10.0
+_ANY_PORT = 9
+Resolve = Callable[[str], Collection[str]]
+"""A name's addresses; none where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A machine of the file, seen from here."""
+
+    device: Device
+    host: str
+    """Its name or address, as ssh's configuration has it."""
+    is_here: bool
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+
+def find_places(devices: Sequence[Device]) -> list[Place]:
+    """Each machine, this one found among them by the addresses of its interfaces."""
+    own = own_addresses()
+    return [place_of(device, ssh_host(device.ssh), own, resolve) for device in devices]
+
+
+def place_of(device: Device, host: str, own: Collection[str], resolve: Resolve) -> Place:
+    """One machine; it is this one where an address of it is, or it is called by loopback's."""
+    return Place(device, host, any(_is_here(name, own, resolve) for name in (host, device.address) if name))
+
+
+def _is_here(name: str, own: Collection[str], resolve: Resolve) -> bool:
+    if name.lower() in _LOOPBACK_NAMES:
+        return True
+    return any(address in own or _is_loopback(address) for address in resolve(name))
+
+
+def _is_loopback(address: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return False
+
+
+def own_addresses() -> frozenset[str]:
+    """Of every interface, without scopes."""
+    return frozenset(
+        found.address.partition("%")[0]
+        for all_found in psutil.net_if_addrs().values()
+        for found in all_found
+        if found.family in (socket.AF_INET, socket.AF_INET6)
+    )
+
+
+def resolve(name: str) -> frozenset[str]:
+    """A name's addresses; none where it has none here, as an alias that only a jump host knows."""
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return frozenset(str(entry[4][0]).partition("%")[0] for entry in found)
+    return frozenset()
+
+
+def ssh_host(destination: str) -> str:
+    """The host behind a destination, aliases of the user's configuration resolved; nothing is connected to."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            ["ssh", "-G", "--", destination], capture_output=True, text=True, timeout=_SSH_S, check=False
+        )
+        for line in done.stdout.splitlines():
+            key, _, value = line.partition(" ")
+            if key == "hostname" and value:
+                return value
+    return destination.rpartition("@")[2]
+
+
+def head_host(coordinator: Place, other: Place) -> str:
+    """By which address `other` reaches the coordinator's ports."""
+    if coordinator.device.address:
+        return coordinator.device.address
+    return _own_way_to(other) if coordinator.is_here else coordinator.host
+
+
+def _own_way_to(other: Place) -> str:
+    """By which address this machine goes there. Nothing is sent: a datagram's socket only asks the routes."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            other.host, _ANY_PORT, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    # Reached by a jump host perhaps: the name of this machine may lead back.
+    return socket.gethostname()

@@ -1,0 +1,244 @@
+"""What `mlx-ring cluster` does with all machines of a file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_ring.cluster.lifecycle.arguments import agent_arguments, head_arguments
+from mlx_ring.cluster.lifecycle.places import Place, find_places, head_host
+from mlx_ring.cluster.lifecycle.programs import Ready, any_program, find_program, make_ready
+from mlx_ring.cluster.lifecycle.shell import on_all, run_on
+from mlx_ring.cluster.planner.devices_file import DevicesFile
+from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.core.errors import HostFailed
+from mlx_ring.core.running import Kind, Running, arguments_digest
+
+_TOKEN_LIFE = "1h"  # noqa: S105 - how long one holds
+_SLICE_S = 10.0
+_ANSWER_S = 660.0
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A cluster that serves."""
+
+    url: str
+    """On the coordinator."""
+    was_running: bool
+    status: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How one machine is."""
+
+    place: Place
+    node: str
+    running: tuple[Running, ...]
+    failure: str = ""
+
+
+def start(file: DevicesFile, model: str, *, tell: Tell, timeout_s: float) -> Started:
+    """Have everything run as the file says. What does already stays; otherwise what runs is ended, and all is started.
+
+    Raises:
+        HostFailed: a machine cannot be reached, or something does not start; then nothing is left running.
+    """
+    # What is wrong in the file is told before any machine is touched.
+    head_arguments(file, model, "", {device.name: device.name for device in file.devices})
+    readies = on_all(find_places(file.devices), lambda place: make_ready(place, tell=tell))
+    run = _Run(file, model, readies)
+    if run.is_as_wished():
+        tell("Everything runs already, as the file says.")
+        return Started(run.wait(timeout_s), was_running=True, status=run.status())
+    _end(readies, tell)
+    try:
+        run.start(tell, timeout_s)
+        return Started(run.wait(timeout_s), was_running=False, status=run.status())
+    except BaseException:
+        _end(readies, lambda _told: None)
+        raise
+
+
+def stop(file: DevicesFile, *, tell: Tell) -> None:
+    """End head and agents everywhere, the head first; machines where nothing runs are left as they are.
+
+    Raises:
+        HostFailed: a sentence for each machine that could not be reached; the others are done.
+    """
+    failures: list[str] = []
+    places = find_places(file.devices)
+    for group in (_coordinators(places), [place for place in places if not place.device.is_coordinator]):
+        try:
+            on_all(group, lambda place: _stop(place, tell))
+        except HostFailed as error:
+            failures.append(str(error))
+    if failures:
+        raise HostFailed("\n".join(failures))
+
+
+def standings(file: DevicesFile) -> list[Standing]:
+    """How each machine is; what cannot be reached is no error here."""
+    return on_all(find_places(file.devices), _standing)
+
+
+def ask(file: DevicesFile, method: str, path: str, body: object = None) -> Any:
+    """What the head answers, asked on its own machine: HTTP need not be open to others.
+
+    Raises:
+        HostFailed: it cannot be asked, or answers with an error.
+    """
+    place = _coordinators(find_places(file.devices))[0]
+    found = any_program(place, find_program(place))
+    if found is None:
+        raise HostFailed(f"{place.name}: mlx-ring is not installed there; `mlx-ring cluster start` sends it.")
+    return _ask(found, file, method, path, body)
+
+
+def log_commands(file: DevicesFile) -> list[tuple[str, Ready]]:
+    """Machines with a program that prints their logs.
+
+    Raises:
+        HostFailed: one cannot be reached, or has none.
+    """
+
+    def find(place: Place) -> tuple[str, Ready]:
+        found = any_program(place, find_program(place))
+        if found is None:
+            raise HostFailed(f"{place.name}: mlx-ring is not installed there.")
+        return place.name, found
+
+    return on_all(find_places(file.devices), find)
+
+
+class _Run:
+    """One file's machines, all of them with the same program."""
+
+    def __init__(self, file: DevicesFile, model: str, readies: Sequence[Ready]) -> None:
+        self._file = file
+        self._head = next(found for found in readies if found.place.device.is_coordinator)
+        self._others = [found for found in readies if found is not self._head]
+        ids = {found.place.name: found.about.node for found in readies}
+        self._head_words = head_arguments(file, model, self._head.about.state, ids)
+        self._pid = next((found.pid for found in self._head.about.running if found.kind == "head"), 0)
+
+    def is_as_wished(self) -> bool:
+        """Whether all that is to run does, with the very arguments."""
+        return _runs(self._head.about.running, "head", self._head_words) and all(
+            _runs(other.about.running, "agent", self._agent_words(other)) for other in self._others
+        )
+
+    def start(self, tell: Tell, timeout_s: float) -> None:
+        tell(f"{self._head.place.name}: starting the head")
+        limit = ("--timeout", f"{timeout_s:g}")
+        self._pid = int(
+            self._head.on_host("run", *limit, "--", *self._head_words, timeout_s=timeout_s + _SLICE_S)
+        )
+        if not self._others:
+            return
+        port = str(self._file.coordinator.port + 1)
+        words = ("wait-for-port", *limit, str(self._pid), port)
+        self._head.on_host(*words, timeout_s=timeout_s + _SLICE_S)
+        token = self._token()
+        on_all(
+            [other.place for other in self._others],
+            lambda place: self._join(self._other(place), token, tell),
+        )
+
+    def wait(self, timeout_s: float) -> str:
+        """Until it answers; where."""
+        end = time.monotonic() + timeout_s
+        words = ("wait-until-ready", "--timeout", f"{_SLICE_S:g}", str(self._pid))
+        while not (url := self._head.on_host(*words).strip()):
+            self._check_agents()
+            if time.monotonic() > end:
+                raise HostFailed(
+                    f"{self._head.place.name}: the model does not answer after {timeout_s:g} s: "
+                    "`mlx-ring cluster logs` may tell why, and --timeout waits longer."
+                )
+        return url
+
+    def status(self) -> Any:
+        return _ask(self._head, self._file, "GET", "/cluster/status")
+
+    def _other(self, place: Place) -> Ready:
+        return next(other for other in self._others if other.place is place)
+
+    def _token(self) -> str:
+        state = ("--state-dir", self._head.about.state)
+        uses = ("--uses", str(len(self._others)), "--expires", _TOKEN_LIFE, "--name", "cluster start")
+        return run_on(self._head.place, (*self._head.program, "token", "create", *uses, *state)).strip()
+
+    def _join(self, other: Ready, token: str, tell: Tell) -> None:
+        tell(f"{other.place.name}: joining")
+        other.on_host("enrol", str(self._address(other)), told=token)
+        other.on_host("run", "--", *self._agent_words(other))
+
+    def _address(self, other: Ready) -> HeadAddress:
+        return HeadAddress(head_host(self._head.place, other.place), self._file.coordinator.port)
+
+    def _agent_words(self, other: Ready) -> list[str]:
+        return agent_arguments(other.place.device, self._address(other), other.about.state)
+
+    def _check_agents(self) -> None:
+        """Who has ended will not come any more."""
+        for standing in on_all([other.place for other in self._others], _standing):
+            if standing.failure or not any(found.kind == "agent" for found in standing.running):
+                raise HostFailed(
+                    standing.failure
+                    or f"{standing.place.name}: the agent has ended; `mlx-ring cluster logs` may tell why."
+                )
+
+
+def _runs(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> bool:
+    digest = arguments_digest(words)
+    return any(found.kind == kind and found.arguments == digest for found in running)
+
+
+def _ask(found: Ready, file: DevicesFile, method: str, path: str, body: object = None) -> Any:
+    keys = {name.replace("-", "_"): value for name, value in file.serve.items()}.get("api_key_file")
+    words = ("ask", *(("--api-key-file", str(keys)) if keys else ()), method, path)
+    told = "" if body is None else json.dumps(body)
+    return json.loads(found.on_host(*words, told=told, timeout_s=_ANSWER_S))
+
+
+def _coordinators(places: Sequence[Place]) -> list[Place]:
+    return [place for place in places if place.device.is_coordinator]
+
+
+def _end(readies: Sequence[Ready], tell: Tell) -> None:
+    """The head first: it ends the model everywhere."""
+    for is_head in (True, False):
+        group = {found.place.name: found for found in readies if found.place.device.is_coordinator == is_head}
+        on_all(
+            [found.place for found in group.values()],
+            lambda place, group=group: _stop_with(group[place.name], tell),
+        )
+
+
+def _stop(place: Place, tell: Tell) -> None:
+    found = any_program(place, find_program(place))
+    if found is None:
+        tell(f"{place.name}: mlx-ring is not installed there.")
+        return
+    _stop_with(found, tell)
+
+
+def _stop_with(found: Ready, tell: Tell) -> None:
+    for line in found.on_host("stop").splitlines():
+        tell(f"{found.place.name}: {line}")
+
+
+def _standing(place: Place) -> Standing:
+    try:
+        found = any_program(place, find_program(place))
+    except HostFailed as error:
+        return Standing(place, "", (), str(error))
+    if found is None:
+        return Standing(place, "", (), f"{place.name}: mlx-ring is not installed there.")
+    return Standing(place, found.about.node, found.about.running)

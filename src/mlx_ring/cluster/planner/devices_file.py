@@ -1,0 +1,290 @@
+"""Machines as one file lists them: `devices`, `model` and `sharding`, or one of MLX's hostfiles. Pure.
+
+    {"devices": [{"device_id": "studio", "hostname": "studio.local", "port": 50051, "role": "coordinator",
+                  "capabilities": {"memory_gb": 48, "gpu_cores": 30}}, ...],
+     "model": {"name": "Qwen3-1.7B-8bit", "provider": "mlx-community"},
+     "sharding": {"strategy": "custom", "custom_proportions": [0.7, 0.3]}}
+
+    [{"ssh": "127.0.0.1", "ips": ["192.168.5.2"]}, {"ssh": "mini1@192.168.5.1", "ips": ["192.168.5.1"]}]
+
+Names are those that earlier prototypes and `mlx.launch` have. What has no meaning here is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from mlx_ring.cluster.planner.plan import STRATEGIES
+from mlx_ring.cluster.planner.profiles import ClusterProfile, NodeProfile
+from mlx_ring.core.addresses import CLUSTER_PORT
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.old_names import strategy_of_today
+
+_COORDINATOR, _WORKER = ("coordinator", "head", "master"), ("worker", "node")
+_FIELDS = frozenset({"devices", "model", "sharding", "serve"})
+_DEVICE_FIELDS = frozenset(
+    {"device_id", "hostname", "port", "role", "capabilities", "ssh", "address", "program", "state_dir"}
+)
+_CAPABILITIES = frozenset({"memory_gb", "gpu_cores"})
+_SHARDING_FIELDS = frozenset({"strategy", "custom_proportions"})
+_MODEL_FIELDS = frozenset({"name", "provider"})
+_HOST_FIELDS = frozenset({"ssh", "ips", "rdma"})
+_MOST_PORT, _MOST_NODES = 65534, 8
+_CORE_BANDWIDTH, _CORE_FLOPS = 12e9, 0.42e12
+"""Of one core of an M-series GPU: what Apple's chips have of memory bandwidth and of float32, about."""
+_MAC_SHARES = ((36, 0.67), (float("inf"), 0.75))
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One machine."""
+
+    name: str
+    ssh: str
+    """As `ssh` takes it: a name, an alias of its configuration, `user@host`."""
+    is_coordinator: bool = False
+    address: str = ""
+    """Of the interface for tensors; found by the way to the machine where it is empty."""
+    port: int = CLUSTER_PORT
+    """Of the coordinator, for the others."""
+    memory_gb: float | None = None
+    """That plans may count on, of what is measured."""
+    gpu_cores: int | None = None
+    program: str = ""
+    """Where `mlx-ring` lies there; looked for where it is empty."""
+    state_dir: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesFile:
+    """Machines and what they are to serve."""
+
+    devices: tuple[Device, ...]
+    model: str = ""
+    strategy: str = ""
+    """As `serve` has it; empty where the file says none."""
+    proportions: tuple[float, ...] = ()
+    serve: Mapping[str, object] = field(default_factory=dict[str, object])
+    """More settings of `mlx-ring serve`."""
+    notes: tuple[str, ...] = ()
+    """What stands in the file and does nothing here, in sentences."""
+
+    @property
+    def coordinator(self) -> Device:
+        return next(device for device in self.devices if device.is_coordinator)
+
+
+def lists_devices(content: object) -> bool:
+    """Whether a file's content is of one of the two kinds."""
+    return isinstance(content, list) or (isinstance(content, dict) and "devices" in content)
+
+
+def read_devices(content: object, where: str) -> DevicesFile:
+    """Either kind.
+
+    Raises:
+        ConfigError: what is wrong, by its name and value.
+    """
+    if isinstance(content, list):
+        return _read_hostfile(cast("list[object]", content), where)
+    return _read_file(content, where)
+
+
+def estimated_cluster(file: DevicesFile, where: str) -> ClusterProfile:
+    """For planning without the machines: memory as stated, speed by the number of GPU cores.
+
+    Raises:
+        ConfigError: a machine's memory or cores are not told.
+    """
+    return ClusterProfile(tuple(_estimated(device, where) for device in file.devices))
+
+
+def _estimated(device: Device, where: str) -> NodeProfile:
+    if device.memory_gb is None or device.gpu_cores is None:
+        raise ConfigError(
+            f"{where}: {device.name} needs `capabilities` with memory_gb and gpu_cores to be planned for without it."
+        )
+    share = next(share for most, share in _MAC_SHARES if device.memory_gb <= most)
+    return NodeProfile(
+        name=device.name,
+        memory_bytes=int(device.memory_gb * share * 2**30),
+        bandwidth=_CORE_BANDWIDTH * device.gpu_cores,
+        flops=_CORE_FLOPS * device.gpu_cores,
+        reserve_share=0.05,
+    )
+
+
+# ---- files of devices
+
+
+def _read_file(content: object, where: str) -> DevicesFile:
+    fields = _fields(content, _FIELDS, where, "the file")
+    entries = fields.get("devices")
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{where}: `devices` must be a list with one or more entries.")
+    devices = [_read_device(entry, where) for entry in cast("list[object]", entries)]
+    strategy, proportions = _read_sharding(fields.get("sharding"), len(devices), where)
+    chosen = _one_coordinator(devices, where)
+    return DevicesFile(
+        chosen,
+        model=_read_model(fields.get("model"), where),
+        strategy=strategy,
+        proportions=proportions,
+        serve=_fields(fields.get("serve") or {}, None, where, "`serve`"),
+        notes=tuple(_notes(chosen, fields.get("sharding") or {}, strategy)),
+    )
+
+
+def _notes(devices: Sequence[Device], sharding: Mapping[str, Any], strategy: str) -> Iterator[str]:
+    for device in devices:
+        if not device.is_coordinator and device.port != CLUSTER_PORT:
+            yield f"{device.name}: port {device.port} does nothing, for nodes take a free one."
+    if sharding.get("custom_proportions") and strategy != "custom":
+        yield f"custom_proportions does nothing with the strategy {strategy or 'auto'}."
+
+
+def _read_device(entry: object, where: str) -> Device:
+    fields = _fields(entry, _DEVICE_FIELDS, where, "a device")
+    host = _text(fields, "hostname", where)
+    ssh = _text(fields, "ssh", where) or host
+    name = _text(fields, "device_id", where) or ssh
+    if not ssh:
+        raise ConfigError(f"{where}: the device {name or entry} has no `hostname`.")
+    capabilities = _fields(fields.get("capabilities") or {}, _CAPABILITIES, where, f"capabilities of {name}")
+    cores = _positive(capabilities, "gpu_cores", where)
+    return Device(
+        name=name,
+        ssh=ssh,
+        is_coordinator=_is_coordinator(fields.get("role"), name, where),
+        address=_text(fields, "address", where),
+        port=_port(fields.get("port", CLUSTER_PORT), name, where),
+        memory_gb=_positive(capabilities, "memory_gb", where),
+        gpu_cores=None if cores is None else int(cores),
+        program=_text(fields, "program", where),
+        state_dir=_text(fields, "state_dir", where),
+    )
+
+
+def _is_coordinator(role: object, name: str, where: str) -> bool:
+    if role is not None and role not in _COORDINATOR + _WORKER:
+        raise ConfigError(f"{where}: the role of {name} is {role!r}; it must be coordinator or worker.")
+    return role in _COORDINATOR
+
+
+def _one_coordinator(devices: Sequence[Device], where: str) -> tuple[Device, ...]:
+    """The first is it where none is named."""
+    names = [device.name for device in devices]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{where} names the device {twice} twice; give each a `device_id` of its own.")
+    if len(devices) > _MOST_NODES:
+        raise ConfigError(f"{where} has {len(devices)} devices; a cluster has {_MOST_NODES} at most.")
+    named = [device.name for device in devices if device.is_coordinator] or names[:1]
+    if len(named) > 1:
+        raise ConfigError(f"{where} has {len(named)} coordinators, {' and '.join(named)}; there must be one.")
+    return tuple(replace(device, is_coordinator=device.name == named[0]) for device in devices)
+
+
+def _read_model(entry: object, where: str) -> str:
+    if entry is None or isinstance(entry, str):
+        return entry or ""
+    fields = _fields(entry, _MODEL_FIELDS, where, "`model`")
+    name, provider = _text(fields, "name", where), _text(fields, "provider", where)
+    if not name:
+        raise ConfigError(f"{where}: `model` has no `name`.")
+    return f"{provider}/{name}" if provider and "/" not in name else name
+
+
+def _read_sharding(entry: object, devices: int, where: str) -> tuple[str, tuple[float, ...]]:
+    fields = _fields(entry or {}, _SHARDING_FIELDS, where, "`sharding`")
+    strategy = strategy_of_today(_text(fields, "strategy", where))
+    if strategy and strategy not in STRATEGIES:
+        raise ConfigError(f"{where}: the strategy is {strategy}; it must be one of {', '.join(STRATEGIES)}.")
+    given = fields.get("custom_proportions")
+    if given is not None and (
+        not isinstance(given, list) or not all(map(_is_positive, cast("list[object]", given)))
+    ):
+        raise ConfigError(f"{where}: custom_proportions is {given!r}; it must be a list of numbers above 0.")
+    proportions = tuple(float(share) for share in cast("list[float]", given or []))
+    if strategy != "custom":
+        return strategy, ()
+    if len(proportions) != devices:
+        raise ConfigError(
+            f"{where}: the strategy custom takes custom_proportions for each of the {devices} devices; "
+            f"{len(proportions)} are there."
+        )
+    return strategy, proportions
+
+
+# ---- MLX's hostfiles
+
+
+def _read_hostfile(entries: Sequence[object], where: str) -> DevicesFile:
+    devices = [_read_host(entry, place, len(entries), where) for place, entry in enumerate(entries)]
+    if not devices:
+        raise ConfigError(f"{where} is a hostfile without hosts.")
+    has_rdma = any(isinstance(entry, dict) and "rdma" in entry for entry in entries)
+    note = ("rdma does nothing yet: activations go over TCP, by the first address of `ips`.",) * has_rdma
+    return DevicesFile(_one_coordinator(devices, where), notes=note)
+
+
+def _read_host(entry: object, place: int, hosts: int, where: str) -> Device:
+    fields = _fields(entry, _HOST_FIELDS, where, "a host")
+    ssh, ips, rdma = _text(fields, "ssh", where), fields.get("ips", []), fields.get("rdma")
+    if not ssh:
+        raise ConfigError(f"{where}: host {place} has no `ssh`.")
+    if not isinstance(ips, list) or not all(isinstance(ip, str) and ip for ip in cast("list[object]", ips)):
+        raise ConfigError(f"{where}: ips of {ssh} is {ips!r}; it must be a list of addresses.")
+    if rdma is not None:
+        _check_rdma(rdma, place, hosts, ssh, where)
+    return Device(name=ssh, ssh=ssh, address=next(iter(cast("list[str]", ips)), ""))
+
+
+def _check_rdma(rdma: object, place: int, hosts: int, ssh: str, where: str) -> None:
+    """A device to each host, and null to itself."""
+    listed = cast("list[object]", rdma) if isinstance(rdma, list) else []
+    if len(listed) != hosts or listed[place] is not None:
+        raise ConfigError(
+            f"{where}: rdma of {ssh} is {rdma!r}; it must be a list of {hosts} with null at place {place}, its own."
+        )
+
+
+# ---- values
+
+
+def _fields(entry: object, known: frozenset[str] | None, where: str, what: str) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: {what} is {entry!r}; it must have fields.")
+    fields = cast("dict[str, Any]", entry)
+    if known is not None and (unknown := sorted(map(str, fields.keys() - known))):
+        raise ConfigError(
+            f"{where}: {what} has the field {unknown[0]}, which is none; fields are {', '.join(sorted(known))}."
+        )
+    return fields
+
+
+def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
+    value: object = fields.get(name)
+    if value is not None and (not isinstance(value, str) or not value.isprintable()):
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a text in one line.")
+    return value or ""
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < cast("float", value) < float("inf")
+
+
+def _positive(fields: Mapping[str, Any], name: str, where: str) -> float | None:
+    value: object = fields.get(name)
+    if value is not None and not _is_positive(value):
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a number above 0.")
+    return None if value is None else float(cast("float", value))
+
+
+def _port(value: object, name: str, where: str) -> int:
+    if type(value) is not int or not 1 <= value <= _MOST_PORT:
+        raise ConfigError(
+            f"{where}: the port of {name} is {value!r}; it must be a whole number from 1 to {_MOST_PORT}."
+        )
+    return value

@@ -1,0 +1,58 @@
+"""`mlx-ring cluster` and `mlx-ring stop` as a person types them, without other machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.test_main import complaint
+from tests.processes import run_cli, serving
+
+from mlx_ring.cli.cluster import speed
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        (None, ("start",), "--config is cluster.json, which cannot be read"),
+        ("machines: [m4-mac-mini-16]", ("start",), "has no `devices`, and is no hostfile"),
+        ("[{ssh: localhost}]", ("start",), "cluster.json names no model: give --model."),
+        ("[{ssh: localhost}]", ("logs", "--lines", "0"), "--lines is 0; it must be"),
+        ("[{ssh: localhost}]", ("status", "--url", "http://x"), "--config and --url were both given"),
+        (
+            "{devices: [{hostname: localhost}], model: demo, serve: {nodes: 2}}",
+            ("start",),
+            "`serve` has the key nodes",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(
+    text: str | None, arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "cluster.json").write_text(text)
+    verb, *flags = arguments
+    assert said in complaint("cluster", verb, "-c", "cluster.json", *flags, folder=tmp_path)
+
+
+def test_status_without_a_head_says_where_it_looked(tmp_path: Path) -> None:
+    said = complaint("cluster", "status", "--url", "http://127.0.0.1:1", folder=tmp_path)
+    assert "No head answers at http://127.0.0.1:1" in said
+
+
+def test_stop_ends_a_server_that_was_started_by_hand(tmp_path: Path) -> None:
+    state = ("--state-dir", str(tmp_path / "state"))
+    with serving("demo", *state, folder=tmp_path) as server:
+        stopped = run_cli("stop", *state, folder=tmp_path)
+        assert stopped.stdout == f"The head is ended (process {server.process.pid}).\n"
+        assert server.process.wait(30) == 0
+        assert server.all_gone()
+    assert run_cli("stop", *state, folder=tmp_path).stdout == "Nothing of mlx-ring runs here.\n"
+
+
+def test_speed_is_told_as_far_as_it_is_known() -> None:
+    answer = {
+        "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+        "performance": {"prompt_tokens_per_second": 70.04, "generation_tokens_per_second": None},
+    }
+    assert speed(answer) == "7 + 3 tokens, 70.0 tokens/s of the prompt"

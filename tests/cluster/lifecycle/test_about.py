@@ -1,0 +1,42 @@
+"""What a machine tells of the programs on it."""
+
+from __future__ import annotations
+
+from mlx_ring.cluster.lifecycle.about import About, different, read_found
+from mlx_ring.core.running import Running
+
+VERSIONS = {"mlx-ring": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
+OTHER = {**VERSIONS, "mlx": "0.31.0"}
+RUNNING = (Running("agent", 7, 1.5, "abc"),)
+
+
+def told(versions: dict[str, str]) -> str:
+    return About(versions, "/home/me/state", "mini-7f3a", RUNNING).to_json()
+
+
+def test_it_comes_back_as_it_was_told() -> None:
+    assert About.from_json(told(VERSIONS)) == About(VERSIONS, "/home/me/state", "mini-7f3a", RUNNING)
+
+
+def test_the_program_with_the_same_versions_is_taken() -> None:
+    found = read_found(
+        [
+            "Welcome to mini",
+            f"program\t/old/mlx-ring\t{told(OTHER)}",
+            "program\t/broken/mlx-ring\tUsage: mlx-ring",
+            f"program\t/new/mlx-ring\t{told(VERSIONS)}",
+            "python\t/usr/bin/python3.11\tlinux x86_64",
+            "python\t/usr/bin/python3\tlinux x86_64",
+        ]
+    )
+    program = found.like(VERSIONS)
+    assert program is not None
+    assert program.path == "/new/mlx-ring"
+    assert (found.python, found.platform) == ("/usr/bin/python3.11", "linux x86_64")
+    assert found.like({**VERSIONS, "mlx-ring": "0.2.0"}) is None
+
+
+def test_what_differs_is_named() -> None:
+    found = read_found([f"program\t/old/mlx-ring\t{told(OTHER)}"])
+    assert different(found, VERSIONS) == "/old/mlx-ring has mlx 0.31.0"
+    assert different(read_found([]), VERSIONS) == "mlx-ring is not installed there"

@@ -1,0 +1,54 @@
+"""What a machine does when it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_ring.cluster.lifecycle.host_side import about_here, ask_head, last_words, log_command, run_detached
+from mlx_ring.core.errors import ConfigError, HostFailed
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "without a word"),
+        ("Waiting\n2026 INFO node=a\nmlx-ring: The port is held.\n", "The port is held."),
+        ("a\nb\n\nc\nd\n", "b / c / d"),
+    ],
+)
+def test_the_last_words_say_why(text: str, said: str) -> None:
+    assert last_words(text) == said
+
+
+def test_a_program_that_cannot_begin_is_told_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arguments = ("serve", "--port", "http", "--state-dir", str(tmp_path), "--log-dir", str(tmp_path / "logs"))
+    with pytest.raises(ConfigError, match=r"`mlx-ring serve` has ended: --port is http; it must be"):
+        run_detached(tmp_path, arguments, 120.0)
+    assert (tmp_path / ".local/share/mlx-ring/bin/mlx-ring").exists(), "others find what runs here"
+
+
+def test_an_id_is_made_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    assert about_here(tmp_path, identity=False).node == ""
+    assert not (tmp_path / "node").exists()
+    node = about_here(tmp_path, identity=True).node
+    assert about_here(tmp_path, identity=False).node == node != ""
+
+
+def test_without_a_head_nobody_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(HostFailed, match="No head runs here"):
+        ask_head(tmp_path, "GET", "/health", "", ())
+
+
+def test_logs_are_those_of_the_state_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="There are no log files in"):
+        log_command(tmp_path, 20, follow=False)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "agent.log").write_text("a\n")
+    assert log_command(tmp_path, 20, follow=True) == [
+        *("tail", "-q", "-n", "20", "-F", str(tmp_path / "logs" / "agent.log")),
+    ]

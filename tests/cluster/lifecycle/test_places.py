@@ -1,0 +1,51 @@
+"""Which machine of a file is this one."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_ring.cluster.lifecycle.places import Place, head_host, own_addresses, place_of, resolve
+from mlx_ring.cluster.planner.devices_file import Device
+
+OWN = frozenset({"192.168.5.2", "fd77::2", "127.0.0.1"})
+NAMES = {"studio.local": {"192.168.5.2"}, "mini.local": {"192.168.5.1"}, "odd": {"127.0.1.1"}}
+
+
+def names(name: str) -> set[str]:
+    return NAMES.get(name, {name} if name[0].isdigit() or ":" in name else set())
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "where"),
+    [
+        ("studio.local", "", "here"),
+        ("mini.local", "", "elsewhere"),
+        ("192.168.5.2", "", "here"),
+        ("fd77::2", "", "here"),
+        ("127.0.0.1", "", "here"),
+        ("localhost", "", "here"),
+        ("LOCALHOST", "", "here"),
+        ("odd", "", "here"),
+        ("unknown-alias", "", "elsewhere"),
+        ("unknown-alias", "192.168.5.2", "here"),
+    ],
+)
+def test_a_machine_is_this_one_by_its_addresses(host: str, address: str, where: str) -> None:
+    assert place_of(Device("a", host, address=address), host, OWN, names).is_here == (where == "here")
+
+
+def test_this_machines_own_addresses_have_loopback() -> None:
+    assert "127.0.0.1" in own_addresses()
+    assert "127.0.0.1" in resolve("localhost")
+    assert resolve("no-such-name.invalid") == frozenset()
+
+
+def test_others_reach_the_coordinator_by_its_address_for_tensors_or_its_name() -> None:
+    other = Place(Device("b", "b"), "127.0.0.1", is_here=False)
+    assert head_host(Place(Device("a", "a", address="10.0.0.1"), "a", is_here=True), other) == "10.0.0.1"
+    assert head_host(Place(Device("a", "me@a"), "a", is_here=False), other) == "a"
+
+
+def test_this_machine_is_reached_by_the_address_on_the_way_there() -> None:
+    here = Place(Device("a", "localhost"), "localhost", is_here=True)
+    assert head_host(here, Place(Device("b", "b"), "127.0.0.1", is_here=False)) == "127.0.0.1"

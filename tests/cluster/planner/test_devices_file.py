@@ -1,0 +1,132 @@
+"""Files of devices, and MLX's hostfiles."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mlx_ring.cluster.planner.cluster_file import load_content, read_cluster
+from mlx_ring.cluster.planner.devices_file import DevicesFile, estimated_cluster, read_devices
+from mlx_ring.core.errors import ConfigError
+
+PROTOTYPE = """
+{"devices":[
+  {"device_id":"studio","hostname":"studio.local","port":50051,"role":"coordinator","capabilities":{"memory_gb":48,"gpu_cores":30}},
+  {"device_id":"mini","hostname":"mini.local","port":50052,"role":"worker","capabilities":{"memory_gb":16,"gpu_cores":10}}],
+ "model":{"name":"Qwen3-1.7B-8bit","provider":"mlx-community"},
+ "sharding":{"strategy":"custom","custom_proportions":[0.7,0.3]}}
+"""
+HOSTFILE = """
+[{"ssh":"127.0.0.1","ips":["192.168.5.2"],"rdma":[null,"rdma_en3"]},
+ {"ssh":"mini1@192.168.5.1","ips":["192.168.5.1"],"rdma":["rdma_en3",null]}]
+"""
+
+
+def read(text: str) -> DevicesFile:
+    return read_devices(load_content(text, "cluster.json"), "cluster.json")
+
+
+def test_a_prototypes_file_is_read_whole() -> None:
+    file = read(PROTOTYPE)
+    assert [(device.name, device.ssh, device.memory_gb) for device in file.devices] == [
+        ("studio", "studio.local", 48),
+        ("mini", "mini.local", 16),
+    ]
+    assert file.coordinator.name == "studio"
+    assert (file.model, file.strategy, file.proportions) == (
+        "mlx-community/Qwen3-1.7B-8bit",
+        "custom",
+        (0.7, 0.3),
+    )
+    assert file.notes == ("mini: port 50052 does nothing, for nodes take a free one.",)
+
+
+def test_yaml_says_the_same() -> None:
+    text = """
+    devices:
+      - {hostname: studio.local}
+      - {device_id: mini, hostname: mini.local, role: coordinator, address: 10.0.0.2, program: /opt/mlx-ring}
+    model: demo
+    sharding: {strategy: memory_proportional}
+    serve: {port: 8200}
+    """
+    file = read(text)
+    assert [device.is_coordinator for device in file.devices] == [False, True]
+    assert (file.devices[0].name, file.model, file.strategy) == ("studio.local", "demo", "memory")
+    assert file.serve == {"port": 8200}
+
+
+def test_a_hostfile_gives_ssh_and_the_interface_for_tensors() -> None:
+    file = read(HOSTFILE)
+    assert [(device.ssh, device.address, device.is_coordinator) for device in file.devices] == [
+        ("127.0.0.1", "192.168.5.2", True),
+        ("mini1@192.168.5.1", "192.168.5.1", False),
+    ]
+    assert file.notes == ("rdma does nothing yet: activations go over TCP, by the first address of `ips`.",)
+
+
+def test_a_plan_without_the_machines_goes_by_memory_and_cores() -> None:
+    cluster = estimated_cluster(read(PROTOTYPE), "cluster.json")
+    assert cluster == read_cluster(PROTOTYPE, "cluster.json")
+    studio, mini = cluster.nodes
+    assert studio.memory_bytes / 2**30 == pytest.approx(36.0)
+    assert mini.memory_bytes / 2**30 == pytest.approx(10.72)
+    assert (mini.bandwidth, mini.flops) == (120e9, 4.2e12), "an M4 has these"
+
+
+def changed(**changes: Any) -> str:
+    return json.dumps({**json.loads(PROTOTYPE), **changes})
+
+
+def with_device(**changes: Any) -> str:
+    first, second = json.loads(PROTOTYPE)["devices"]
+    return changed(devices=[first, {**second, **changes}])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[]", "a hostfile without hosts"),
+        ("[{ips: [a]}]", "host 0 has no `ssh`"),
+        ("[{ssh: a, ips: b}]", "ips of a is 'b'"),
+        ("[{ssh: a, port: 2}]", "a host has the field port, which is none; fields are ips, rdma, ssh"),
+        ("[{ssh: a, rdma: [x]}]", "a list of 1 with null at place 0, its own"),
+        ("[a]", "a host is 'a'"),
+        ("devices: []", "`devices` must be a list"),
+        ("devices: [{device_id: a}]", "the device a has no `hostname`"),
+        (changed(extra=1), "the file has the field extra"),
+        (with_device(role="chief"), "the role of mini is 'chief'"),
+        (with_device(role="coordinator"), "2 coordinators, studio and mini"),
+        (with_device(device_id="studio"), "names the device studio twice"),
+        (with_device(port=0), "the port of mini is 0"),
+        (with_device(port="x"), "the port of mini is 'x'"),
+        (with_device(hostname=["a"]), "hostname is ['a']; it must be a text"),
+        (with_device(capabilities={"memory_gb": -1}), "memory_gb is -1"),
+        (with_device(capabilities={"cores": 1}), "capabilities of mini has the field cores"),
+        (changed(model={}), "`model` has no `name`"),
+        (changed(sharding={"strategy": "best"}), "the strategy is best; it must be one of auto,"),
+        (changed(sharding={"strategy": "custom"}), "for each of the 2 devices; 0 are there"),
+        (
+            changed(sharding={"strategy": "custom", "custom_proportions": [1, "a"]}),
+            "must be a list of numbers above 0",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_told(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    assert sentence in str(caught.value)
+    assert str(caught.value).startswith("cluster.json")
+
+
+def test_planning_needs_memory_and_cores() -> None:
+    with pytest.raises(ConfigError, match="mini needs `capabilities` with memory_gb and gpu_cores"):
+        read_cluster(with_device(capabilities={}), "cluster.json")
+
+
+def test_proportions_beside_another_strategy_are_told_to_do_nothing() -> None:
+    file = read(changed(sharding={"strategy": "uniform", "custom_proportions": [0.7, 0.3]}))
+    assert file.proportions == ()
+    assert file.notes[-1] == "custom_proportions does nothing with the strategy uniform."
