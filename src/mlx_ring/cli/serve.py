@@ -50,6 +50,7 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "weights_limit": "SIZE",
     "kv_bits": "BITS",
     "request_timeout_s": "SECONDS",
+    "step_deadline_s": "SECONDS",
     "model_load_timeout": "SECONDS",
 }
 _CONFIG = typer.Option(
@@ -115,6 +116,7 @@ def serve(
     kv_cache_memory: Annotated[str | None, setting("kv_cache_memory")] = None,
     kv_bits: Annotated[str | None, setting("kv_bits")] = None,
     request_timeout_s: Annotated[str | None, setting("request_timeout_s")] = None,
+    step_deadline_s: Annotated[str | None, setting("step_deadline_s")] = None,
     max_request_mb: Annotated[str | None, setting("max_request_mb")] = None,
     allowed_hosts: Annotated[str | None, setting("allowed_hosts")] = None,
     allowed_origins: Annotated[str | None, setting("allowed_origins")] = None,

@@ -188,6 +188,10 @@ class Settings(BaseSettings):
     request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = Field(
         None, description="Seconds that a request may take in all; it then ends with an error."
     )
+    step_deadline_s: Annotated[float, Field(ge=0, le=86400)] = Field(
+        30.0,
+        description="Least seconds without progress on a step after which a worker counts as stuck; 0 waits for ever.",
+    )
     max_request_mb: Annotated[int, Field(ge=1, le=4096)] = Field(
         16, description="Largest body of a request, in MiB."
     )
