@@ -21,6 +21,7 @@ from mlx_ring.rpc.frames import Frame, decode_frame, encode_frame
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.methods import Method, service_handler
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+from mlx_ring.rpc.tls.handshakes import handshake_error
 
 PROBE_SERVICE = "mlx_ring.Probe"
 PROBE: Method[Frame, worker_pb2.FrameAccepted] = Method(
@@ -57,6 +58,8 @@ class ProbeBounds:
     most_bytes: int = 512 << 20
     answer_s: float = 10.0
     """For any single answer."""
+    largest_bytes: int = _LARGEST_BYTES
+    """Of a single frame, where the responder's server takes no larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ def _lost(error: grpc.RpcError, peer: str) -> RingError:
     code = getattr(error, "code", None)
     if callable(code) and code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return WorkerStuck(f"{peer} did not answer a probe of its link in time.")
-    return channel_error(error, peer)
+    return handshake_error(error, peer) or channel_error(error, peer)
 
 
 class _Probe:
@@ -155,7 +158,7 @@ class _Probe:
             # A frame's first bytes are on their way for as long as a small frame is.
             best = max(best, size / max(taken - round_trip_s, taken / 10))
             if taken < _LONG_S:
-                size = min(_LARGEST_BYTES, size * _GROWTH)
+                size = min(self._bounds.largest_bytes, size * _GROWTH)
         return best
 
     def _may_send(self, size: int, best: float, until: float) -> bool:
