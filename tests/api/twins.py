@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, ModelService, SamplingDefaults, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
@@ -178,6 +179,9 @@ class TwinCatalog:
         self.models = models
         self.refusal: RingError | None = None
         """Why nothing can be loaded."""
+
+    def cluster(self) -> ClusterParts:
+        return ClusterParts()
 
     async def ready(self, model: ModelService) -> None:
         if self.refusal is not None:

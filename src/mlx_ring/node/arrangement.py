@@ -13,6 +13,7 @@ from mlx_ring.cluster.decode_bytes import decode_bytes
 from mlx_ring.cluster.deployment import Site, address_of
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.cluster.placement import balanced_split, even_split
+from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
 from mlx_ring.cluster.planner.place import Wish, place
@@ -21,7 +22,8 @@ from mlx_ring.cluster.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.cluster.planner.replicas import place_replicas
 from mlx_ring.cluster.planner.stage_tables import Demand
 from mlx_ring.core.config import Settings
-from mlx_ring.core.errors import PlanError
+from mlx_ring.core.errors import ModelUnsupported, PlanError
+from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
@@ -41,7 +43,9 @@ class Arrangement:
     sites: tuple[Site, ...]
     """Of each stage."""
     plan: Plan | None
-    """Why; None on one machine."""
+    """Why; None on one machine, and where it goes on with what an earlier head has loaded."""
+    forecast: Forecast | None = None
+    """What is expected of the stages; None where no profile tells."""
 
     @property
     def nodes(self) -> tuple[Site, ...]:
@@ -67,10 +71,42 @@ class Order:
     """Bytes of memory that others' plans count on, by node."""
 
 
-def arrange_here(settings: Settings, served: ServedModel, site: Site) -> Arrangement:
-    """Everything on this machine, as many stages as were asked for."""
+def arrange_here(
+    settings: Settings, served: ServedModel, site: Site, profile: MachineProfile | None
+) -> Arrangement:
+    """Everything on this machine, as many stages as were asked for; with a profile it is told what to expect."""
     ranges = cut_layers(served.folder, settings)
-    return Arrangement(ranges, (site,) * len(ranges), None)
+    sites = (site,) * len(ranges)
+    if profile is None:
+        return Arrangement(ranges, sites, None)
+    node = measured_node(profile, site.node, reserve_share=1.0 - settings.memory_utilization)
+    return Arrangement(ranges, sites, None, _forecast(settings, served, [node], ranges, sites))
+
+
+def arrange_as_loaded(
+    order: Order, control: Control, membership: Membership, found: Adoptable, sites: tuple[Site, ...]
+) -> Arrangement:
+    """As an earlier head has loaded it."""
+    nodes = _nodes(control, membership, {})
+    expected = _forecast(order.settings, order.served, nodes, found.ranges, sites)
+    return Arrangement(found.ranges, sites, plan_of_cut(order, control, membership, found), expected)
+
+
+def _forecast(
+    settings: Settings,
+    served: ServedModel,
+    nodes: Sequence[NodeProfile],
+    ranges: Sequence[LayerRange],
+    sites: Sequence[Site],
+) -> Forecast | None:
+    """What is to be expected of these stages; None where the sizes of the model's layers are not known."""
+    by_name = {node.name: node for node in nodes}
+    try:
+        model = profile_folder(served.folder, served.names[0])
+    except ModelUnsupported:
+        return None
+    stages = [(by_name[site.node], layers) for site, layers in zip(sites, ranges, strict=True)]
+    return Forecast(model, _wish(settings, served).demand, ClusterProfile(tuple(nodes)), stages)
 
 
 async def arrange_cluster(
@@ -92,13 +128,15 @@ async def arrange_cluster(
     plan = await asyncio.to_thread(_plan, order.settings, order.served, apart or allowed or nodes)
     by_node = {site.node: site for site in sites}
     chosen = [by_node[stage.node] for stage in plan.stages]
+    ranges = tuple(stage.layers for stage in plan.stages)
+    expected = _forecast(order.settings, order.served, nodes, ranges, chosen)
     if not all(site.is_local for site in chosen):
         digest = (await offer(order.served)).digest
         chosen = [
             site if site.is_local else replace(site, source=replace(site.source, weights=digest))
             for site in chosen
         ]
-    return Arrangement(tuple(stage.layers for stage in plan.stages), tuple(chosen), plan)
+    return Arrangement(ranges, tuple(chosen), plan, expected)
 
 
 def plan_replicas(
