@@ -95,7 +95,7 @@ def test_the_cluster_shows_who_runs_which_layers(api: Api) -> None:
         ("first", [0, 4]),
         ("last", [4, 8]),
     ]
-    assert (body["world_size"], body["nodes"]) == (2, ["here"])
+    assert (body["world_size"], body["stages"], body["layers"]) == (2, 2, 8)
 
 
 def test_the_cache_keeps_what_has_ended_and_says_what_was_reused(api: Api) -> None:
@@ -167,3 +167,14 @@ def test_the_schema_of_a_body_stands_in_the_openapi_document(api: Api) -> None:
     assert schema["required"] == ["messages"]
     assert "$ref" not in str(schema)
     assert {"400", "404", "408", "429", "503"} <= set(route["responses"])
+
+
+def test_every_field_of_the_cluster_s_status_is_explained_in_the_openapi_document(api: Api) -> None:
+    document = api.get("/openapi.json").json()
+    answer = document["paths"]["/cluster/status"]["get"]["responses"]["200"]["content"]["application/json"]
+    assert answer["schema"]["$ref"].endswith("/ClusterStatus")
+    schemas = document["components"]["schemas"]
+    assert {"nodes", "instances"} <= set(schemas["ClusterStatus"]["properties"])
+    for name in ("NodeStatus", "NodeMemory", "StageStatus", "PromisedMemory", "StepStatus", "StreamStatus"):
+        assert schemas[name]["description"]
+    assert "description" in schemas["NodeStatus"]["properties"]["stages"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, SamplingDefaults, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
@@ -179,6 +180,9 @@ class TwinCatalog:
         self.links: Sequence[LinkInfo] = ()
         self.refusal: RingError | None = None
         """Why nothing can be loaded."""
+
+    def cluster(self) -> ClusterParts:
+        return ClusterParts()
 
     async def ready(self, model: ModelService) -> None:
         if self.refusal is not None:

@@ -14,11 +14,11 @@ from tests.machines import free_pair_of_ports
 from tests.profiles import made_up_profile
 
 from mlx_ring.agent import attendance
-from mlx_ring.agent.attendance import Attendant, attend_for_ever
+from mlx_ring.agent.attendance import Attendant, Revoke, attend_for_ever
 from mlx_ring.agent.enrolment import join
 from mlx_ring.agent.identity import open_identity
 from mlx_ring.cluster.control import Control, open_control
-from mlx_ring.cluster.membership import Membership
+from mlx_ring.cluster.membership import Event, Membership, Told
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import authority_folder
@@ -34,13 +34,17 @@ WAIT_S = 60.0
 
 @asynccontextmanager
 async def attending(
-    head: HeadAddress, control: Control, folder: Path, **changes: object
+    head: HeadAddress,
+    control: Control,
+    folder: Path,
+    revoke: Revoke = lambda _serials: None,
+    **changes: object,
 ) -> AsyncGenerator[asyncio.Task[None]]:
     """A machine whose state lies in `folder` joins and attends."""
     credentials = await asyncio.to_thread(join, str(head), control.make_token(life_s=60.0), folder)
     who = Attendant(open_identity(folder).node, 4000, made_up_profile(), 0.9)
     who = replace(who, **changes)  # pyright: ignore[reportArgumentType] - fields of the dataclass
-    task = asyncio.create_task(attend_for_ever(head, lambda: credentials, who, lambda _serials: None))
+    task = asyncio.create_task(attend_for_ever(head, lambda: credentials, who, revoke))
     try:
         yield task
     finally:
@@ -110,6 +114,43 @@ def test_a_removed_node_is_cut_off_and_told_why(tmp_path: Path, caplog: pytest.L
                 with pytest.raises(PeerRefused, match="removed"):
                     await task
             await until(control, 0)
+
+    asyncio.run(run())
+
+
+def test_other_nodes_hear_of_a_removed_one_without_waiting_for_their_next_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attendance, "_BEAT_S", 2.5)
+
+    async def run() -> None:
+        heard: asyncio.Queue[tuple[int, tuple[str, ...]]] = asyncio.Queue()
+        said: list[Told] = []
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+
+        def note(event: Event) -> None:
+            if isinstance(event, Told):
+                said.append(event)
+
+        def revoke(serials: tuple[str, ...]) -> None:
+            heard.put_nowait((len(said), serials))
+
+        async with (
+            open_control(tmp_path / "head", head) as control,
+            attending(head, control, tmp_path / "a") as removed,
+            attending(head, control, tmp_path / "b", revoke),
+        ):
+            await control.wait_for(2)
+            assert await heard.get() == (0, ())
+            with control.watching(note):
+                Members(authority_folder(tmp_path / "head")).remove(open_identity(tmp_path / "a").node)
+                async with asyncio.timeout(WAIT_S):
+                    before, serials = await heard.get()
+            assert (before, len(serials)) == (0, 1), "nobody had said anything meanwhile"
+            gone = (await until(control, 1)).gone
+            assert [was.reason for was in gone.values()] == ["it was removed from the cluster"]
+            with suppress(PeerRefused):
+                await removed
 
     asyncio.run(run())
 

@@ -8,12 +8,15 @@ import signal
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 from tests.machines import free_pair_of_ports
-from tests.processes import Server, joining, serving
+from tests.processes import Server, joining, run_cli, serving
+
+from mlx_ring.cluster.quarantine import LOSSES
 
 ASKED = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
@@ -79,7 +82,7 @@ def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
     with cluster(tiny_model, 3, tmp_path, free_pair_of_ports(), "--strategy", "uniform") as server:
         assert completion(server) == alone
         status = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
-        assert len(status["nodes"]) == len(set(status["nodes"])) == 3
+        assert len({node["id"] for node in status["nodes"]}) == len(status["nodes"]) == 3
         assert [device["stage"] for device in status["devices"]] == [0, 1, 2]
         stored = [folder / "state" / "weights" for folder in tmp_path.glob("node-*")]
         assert all(any(folder.rglob("model.safetensors")) for folder in stored), "the model was fetched"
@@ -126,3 +129,95 @@ def test_workers_of_other_settings_are_not_gone_on_with(tiny_model: Path, tmp_pa
     old, new = ({device["pid"] for device in status["devices"]} for status in (before, after))
     assert not old & new
     assert not any(map(psutil.pid_exists, old | new))
+
+
+def look(server: Server) -> dict[str, Any]:
+    return httpx.get(f"{server.url}/cluster/status", timeout=60).json()
+
+
+def wait_for(server: Server, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The first status of which it holds."""
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        while not holds(status := client.get("/cluster/status").json()):
+            pass
+    return status
+
+
+def stages_by_node(status: dict[str, Any]) -> dict[str, int]:
+    """Of nodes that are there."""
+    return {node["id"]: len(node["stages"]) for node in status["nodes"] if node["state"] == "attending"}
+
+
+def is_ready(status: dict[str, Any]) -> bool:
+    return status["instances"][0]["state"] == "ready"
+
+
+def test_a_node_that_joins_while_it_serves_is_shown_used_next_time_and_can_be_removed(
+    tiny_model: Path, tmp_path: Path, alone: str
+) -> None:
+    port, state = free_pair_of_ports(), tmp_path / "state"
+    with cluster(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as server, ExitStack() as later:
+        before = look(server)
+        check_status(before)
+        made = run_cli("token", "create", "--state-dir", str(state), folder=tmp_path)
+        token = made.stdout.strip()
+        later.enter_context(joining(f"127.0.0.1:{port}", "--token", token, folder=tmp_path / "node-late"))
+        joined = wait_for(server, lambda status: len(status["nodes"]) == 3)
+        assert sorted(stages_by_node(joined).values()) == [0, 1, 1]
+        assert joined["epoch"] == before["epoch"], "nothing was loaded again for it"
+        # The next plan is made because a worker is lost.
+        os.kill(next(device["pid"] for device in before["devices"] if device["stage"] == 1), signal.SIGKILL)
+        used = wait_for(server, lambda status: status["epoch"] > before["epoch"] and is_ready(status))
+        assert sorted(stages_by_node(used).values()) == [1, 1, 1]
+        assert completion(server) == alone
+        (late,) = set(stages_by_node(used)) - set(stages_by_node(before))
+        pids = {device["node"]: device["pid"] for device in used["devices"]}
+        assert run_cli("node", "remove", late, "--state-dir", str(state), folder=tmp_path).returncode == 0
+        left = wait_for(server, lambda status: status["epoch"] > used["epoch"] and is_ready(status))
+        assert sorted(stages_by_node(left).values()) == [1, 1]
+        (gone,) = [node for node in left["nodes"] if node["state"] == "gone"]
+        assert (gone["id"], gone["reason"]) == (late, "it was removed from the cluster")
+        assert not psutil.pid_exists(pids[late])
+        assert completion(server) == alone
+        assert server.stop() == 0
+
+
+def check_status(status: dict[str, Any]) -> None:
+    """Promised and used, predicted and measured, on every node."""
+    (instance,) = status["instances"]
+    assert instance["promise"]["strategy"] == "uniform"
+    for stage in instance["stages"]:
+        assert stage["loading"]["phase"] == "ready"
+        assert stage["memory"]["promised"]["total_bytes"] > stage["memory"]["used"]["weight_bytes"] > 0
+        assert stage["times"]["decode"][0]["predicted_ms"] > 0
+    for node in status["nodes"]:
+        assert node["memory"]["promised_bytes"] <= node["memory"]["usable_bytes"]
+        assert node["profile"]["rates"]
+        assert set(node["versions"]) == {"mlx-ring", "mlx", "mlx-lm"}
+    assert [node["is_head"] for node in status["nodes"]] == [True, False]
+
+
+def test_a_node_that_fails_again_and_again_is_left_out_until_it_is_readmitted(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    with cluster(tiny_model, 2, tmp_path, free_pair_of_ports(), "--strategy", "uniform") as server:
+        (victim,) = [node["id"] for node in look(server)["nodes"] if not node["is_head"]]
+        for _ in range(LOSSES):
+            status = wait_for(server, is_ready)
+            (pid,) = [device["pid"] for device in status["devices"] if device["node"] == victim]
+            os.kill(pid, signal.SIGKILL)
+            wait_for(server, lambda now, before=status: now["epoch"] > before["epoch"])
+        without = wait_for(server, is_ready)
+        (held,) = [node for node in without["nodes"] if node["id"] == victim]
+        assert (held["state"], held["stages"]) == ("quarantined", [])
+        assert "SIGKILL" in held["reason"]
+        log = (tmp_path / "logs" / "head.log").read_text()
+        assert f"mlx-ring node readmit {victim}" in log
+        readmitted = run_cli("node", "readmit", victim, "--state-dir", str(state), folder=tmp_path)
+        assert readmitted.returncode == 0, readmitted.stderr
+        assert stages_by_node(look(server))[victim] == 0
+        os.kill(without["devices"][0]["pid"], signal.SIGKILL)
+        again = wait_for(server, lambda now: now["epoch"] > without["epoch"] and is_ready(now))
+        assert stages_by_node(again)[victim] == 1
+        assert server.stop() == 0

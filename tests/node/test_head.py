@@ -9,8 +9,13 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from tests.frozen_thread import frozen_thread
 from tests.processes import Server, serving
+from tests.profiles import made_up_profile
 
+from mlx_ring.agent.profile_store import ProfileKey, ProfileStore
+from mlx_ring.agent.profiling import ProfileOptions
+from mlx_ring.core.machine import share_cores
 from mlx_ring.engine.executor import RankId
 from mlx_ring.node.instance import Watched
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
@@ -115,6 +120,26 @@ def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(
     assert "room for 768 tokens" in (tmp_path / "logs" / "head.log").read_text()
 
 
+def test_a_machine_alone_predicts_from_the_profile_that_it_has_kept(tiny_model: Path, tmp_path: Path) -> None:
+    options = ProfileOptions(blas_threads=share_cores(1))
+    ProfileStore(tmp_path / "state").save(ProfileKey.of_here(options), made_up_profile())
+    with serving(tiny_model, "--state-dir", str(tmp_path / "state"), folder=tmp_path) as server:
+        assert ask(server).status_code == 200
+        status = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
+        (node,), (instance,) = status["nodes"], status["instances"]
+        assert (node["is_head"], node["stages"]) == (True, [f"{instance['name']}/0"])
+        assert node["memory"]["promised_bytes"] == instance["stages"][0]["memory"]["promised"]["total_bytes"]
+        (decode,), (prefill,) = instance["stages"][0]["times"].values()
+        assert (decode["rows"], prefill["rows"]) == (1, 1)
+        assert decode["steps"] > 1
+        for step in (decode, prefill):
+            assert step["measured_ms"] > 0
+            assert step["predicted_ms"] > 0
+        assert instance["stream"]["tokens"] > 1
+        assert instance["stream"]["measured_tokens_per_s"] > 0
+        assert instance["stream"]["predicted_tokens_per_s"] > 0
+
+
 def test_a_head_that_is_killed_takes_agent_and_workers_along(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
         server.process.kill()
@@ -163,6 +188,28 @@ def test_a_worker_that_ends_or_hangs_is_named_and_replaced(
     why = "ended by signal 9 (SIGKILL)" if trouble == signal.SIGKILL else "it is stuck"
     assert f"(pid {worker.pid})" in log
     assert why in log
+
+
+def test_a_worker_that_says_it_lives_and_computes_nothing_is_found_and_replaced(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = ("--stages", "2", "--step-deadline-s", "2")
+    with serving(tiny_model, *flags, folder=tmp_path) as server:
+        assert ask(server).status_code == 200
+        worker = server.one("mlx_ring.worker", "--stage", "1")
+        # A process's first thread, which computes, has the process's number.
+        with frozen_thread(worker.pid):
+            answer = ask(server)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "worker_stuck"
+            assert "Stage 1, rank 0" in answer.json()["error"]["message"]
+            wait_until_ready_again(server)
+            assert ask(server).status_code == 200
+        assert not psutil.pid_exists(worker.pid)
+        assert server.stop() == 0
+    log = (tmp_path / "logs" / "head.log").read_text()
+    assert "has made no progress on step" in log
+    assert "has not answered for" not in log, "its heartbeats went on"
 
 
 def test_a_head_that_is_terminated_while_it_serves_ends_with_success(

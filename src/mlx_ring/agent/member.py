@@ -107,7 +107,7 @@ async def serve_as_member(options: MemberOptions) -> None:
 
     def revoke(serials: tuple[str, ...]) -> None:
         if serials != supervisor.revoked:
-            supervisor.revoked = serials
+            supervisor.revoke(serials)
             revoked.replace(serials)
             guard.end_refused()
 

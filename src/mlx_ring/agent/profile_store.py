@@ -92,6 +92,11 @@ class ProfileStore:
             log.warning("The profile is not kept, for %s cannot be written: %s", self._file, error.strerror)
 
 
+def recall(store: ProfileStore, options: ProfileOptions) -> MachineProfile | None:
+    """The kept profile where it still holds."""
+    return store.load(ProfileKey.of_here(options))
+
+
 async def recall_or_measure(
     store: ProfileStore, options: ProfileOptions, *, again: bool = False
 ) -> MachineProfile:

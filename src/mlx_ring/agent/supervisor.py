@@ -177,6 +177,13 @@ class Supervisor:
         self._tell()
         return len(leaving)
 
+    def revoke(self, serials: tuple[str, ...]) -> None:
+        """Have every worker refuse these certificates: at once, and whoever does not hear it now, when it is asked next."""
+        self.revoked = serials
+        task = asyncio.create_task(self.refresh(), name="revocation")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def refresh(self) -> None:
         """Ask every worker how it is. One that does not answer in time keeps its last status."""
         await asyncio.gather(*(self._ask(worker) for worker in self._workers if worker.alive))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.policy import Policy
@@ -222,6 +223,10 @@ class ModelCatalog(Protocol):
     @property
     def links(self) -> Sequence[LinkInfo]:
         """What is known of the links between the nodes of the cluster."""
+        ...
+
+    def cluster(self) -> ClusterParts:
+        """Every node, and every instance with all that is known of its stages."""
         ...
 
     async def ready(self, model: ModelService) -> None:

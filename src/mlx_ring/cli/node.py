@@ -15,13 +15,17 @@ app = typer.Typer(help="The machines of the cluster.", no_args_is_help=True)
 
 @app.command("list")
 def list_nodes(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
-    """List the nodes that have joined, and until when their certificates hold."""
-    from mlx_ring.cluster.security.members import Members  # noqa: PLC0415 - brings pydantic's models in
+    """List the nodes that have joined, until when their certificates hold, and who is left out of plans for a while."""
+    from mlx_ring.cluster.quarantine_book import QuarantineBook  # noqa: PLC0415 - brings pydantic's models in
+    from mlx_ring.cluster.security.members import Members  # noqa: PLC0415 - as above
 
-    table = Table("node", "joined", "certificate until", box=None, pad_edge=False)
-    for node, member in sorted(Members(cluster_folder(state_dir)).list().items()):
+    folder = cluster_folder(state_dir)
+    left_out = QuarantineBook(folder).held()
+    table = Table("node", "joined", "certificate until", "left out until", box=None, pad_edge=False)
+    for node, member in sorted(Members(folder).list().items()):
         ends = max((held.expires_s for held in member.certificates), default=0.0)
-        table.add_row(node, local_time(member.joined_s), local_time(ends))
+        until = local_time(left_out[node].until_s) if node in left_out else ""
+        table.add_row(node, local_time(member.joined_s), local_time(ends), until)
     Console(soft_wrap=True).print(table)
 
 
@@ -35,3 +39,15 @@ def remove_node(
 
     Members(cluster_folder(state_dir)).remove(node)
     print(f"{node} is no node of this cluster any more. It needs a new token to join again.")
+
+
+@app.command("readmit")
+def readmit_node(
+    node: Annotated[str, typer.Argument(help="Its id, from `mlx-ring node list`.")],
+    state_dir: Annotated[str | None, STATE_DIR] = None,
+) -> None:
+    """Use a node again, from the next plan on, that is left out because it has failed again and again."""
+    from mlx_ring.cluster.quarantine_book import QuarantineBook  # noqa: PLC0415 - brings pydantic's models in
+
+    QuarantineBook(cluster_folder(state_dir)).readmit(node)
+    print(f"{node} counts as any other node again.")

@@ -56,6 +56,7 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "kv_bits": "BITS",
     "link_compression": "MODE",
     "request_timeout_s": "SECONDS",
+    "step_deadline_s": "SECONDS",
     "model_load_timeout": "SECONDS",
 }
 _CONFIG = typer.Option(
@@ -124,6 +125,7 @@ def serve(
     kv_bits: Annotated[str | None, setting("kv_bits")] = None,
     link_compression: Annotated[str | None, setting("link_compression")] = None,
     request_timeout_s: Annotated[str | None, setting("request_timeout_s")] = None,
+    step_deadline_s: Annotated[str | None, setting("step_deadline_s")] = None,
     max_request_mb: Annotated[str | None, setting("max_request_mb")] = None,
     allowed_hosts: Annotated[str | None, setting("allowed_hosts")] = None,
     allowed_origins: Annotated[str | None, setting("allowed_origins")] = None,

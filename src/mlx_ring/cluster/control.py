@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from itertools import count
@@ -25,7 +26,8 @@ from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
 from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
-from mlx_ring.rpc.hello import check_hello, make_hello
+from mlx_ring.rpc.hello import check_hello, hello_versions, make_hello
+from mlx_ring.rpc.link_probe import LinkResponder
 from mlx_ring.rpc.methods import ATTEND, CLUSTER_SERVICE, service_handler
 from mlx_ring.rpc.protos import cluster_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 3.0
 """A node that says nothing for so long is gone; it speaks every second."""
+_LOOK_S = 0.25
+"""From one look for removed nodes to the next: what is looked at is whether a file has changed."""
 _MESSAGE_BYTES = 2 << 20
 """A part of weights is one MiB."""
 
@@ -53,6 +57,8 @@ class Control:
         self._serial = count(1)
         self._changed = asyncio.Condition()
         self._watchers: list[Callable[[Event], None]] = []
+        self._news: set[asyncio.Event] = set()
+        """One for each node that attends."""
 
     @property
     def credentials(self) -> Credentials:
@@ -95,6 +101,11 @@ class Control:
         for watcher in tuple(self._watchers):
             watcher(event)
 
+    def tell_revoked(self) -> None:
+        """Have every node that attends hear at once which certificates are refused."""
+        for news in self._news:
+            news.set()
+
     # ---- a node attends
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -111,27 +122,28 @@ class Control:
             log.warning("refused %s: %s", host, error)
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
             return
-        except (StopAsyncIteration, TimeoutError):
-            log.warning("refused %s: it attends and did not say as whom", host)
-            return
-        reason = "it was cut off"
+        reason, news = "it was cut off", asyncio.Event()
         log.info("%s (%s) is there, at %s", member.node, member.machine, member.host)
         await self._happens(Came(member))
+        self._news.add(news)
         try:
             yield cluster_pb2.AttendReply(hello=make_hello(), revoked=self._members.revoked_serials())
-            while True:
-                said = await _next(requests)
-                await self._happens(Told(member.node, member.came, said.memory_free_bytes))
-                yield cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
-        except StopAsyncIteration:
+            async with contextlib.aclosing(_said(requests, news)) as saying:
+                async for said in saying:
+                    if said is not None:
+                        await self._happens(Told(member.node, member.came, said.memory_free_bytes))
+                    yield cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
             reason = "it ended its attendance"
         except ProtocolError as error:
             reason = str(error)
         except TimeoutError:
             reason = f"nothing was heard of it for {SILENCE_S:g} s"
         finally:
+            self._news.discard(news)
+            if self._members.refusal(peer_of_call(context)):
+                reason = "it was removed from the cluster"
             log.warning("%s (%s) is gone: %s", member.node, member.machine, reason)
-            await asyncio.shield(self._happens(Went(member.node, member.came, reason)))
+            await asyncio.shield(self._happens(Went(member.node, member.came, reason, time.time())))
 
     def _member(self, first: cluster_pb2.AttendRequest, context: Context) -> Member:
         peer = peer_of_call(context)
@@ -157,6 +169,8 @@ class Control:
             came=next(self._serial),
             memory_free_bytes=first.memory_free_bytes,
             links_port=first.links_port,
+            since_s=time.time(),
+            versions=hello_versions(first.hello),
         )
 
 
@@ -172,6 +186,33 @@ async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_p
         return await asyncio.wait_for(anext(requests), SILENCE_S)
     except DecodeError as error:
         raise ProtocolError(f"A message came that cannot be read: {error}.") from error
+
+
+async def _said(
+    requests: AsyncIterator[cluster_pb2.AttendRequest], news: asyncio.Event
+) -> AsyncGenerator[cluster_pb2.AttendRequest | None]:
+    """What a node says until it ends its call, and None whenever there are news for it.
+
+    Raises:
+        TimeoutError: it said nothing for too long.
+    """
+    saying, hearing = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(news.wait())
+    try:
+        while True:
+            await asyncio.wait((saying, hearing), return_when=asyncio.FIRST_COMPLETED)
+            if hearing.done():
+                news.clear()
+                hearing = asyncio.ensure_future(news.wait())
+                yield None
+            if saying.done():
+                said = saying.result()
+                saying = asyncio.ensure_future(_next(requests))
+                yield said
+    except StopAsyncIteration:
+        return
+    finally:
+        saying.cancel()
+        hearing.cancel()
 
 
 @asynccontextmanager
@@ -195,11 +236,12 @@ async def open_control(
     front = EnrolmentFront(authority, tokens, members)
     guard = AioPeerGuard(members.refusal)
     server = make_aio_server(interceptors=[guard], max_message_bytes=_MESSAGE_BYTES)
-    server.add_generic_rpc_handlers((front.renewal_handler(), control.handler(), *handlers))
+    probes = LinkResponder(make_hello(node=control.node)).aio_handler()
+    server.add_generic_rpc_handlers((front.renewal_handler(), control.handler(), probes, *handlers))
     add_secure_port(server, address.cluster, authority.head_credentials().for_server())
     enrolment, _ = await start_enrolment_server(front, authority, address.enrolment)
     await server.start()
-    sweeping = asyncio.create_task(_end_removed(guard), name="removed nodes")
+    sweeping = asyncio.create_task(_end_removed(guard, control, members), name="removed nodes")
     try:
         yield control
     finally:
@@ -209,8 +251,12 @@ async def open_control(
         await asyncio.gather(enrolment.stop(None), server.stop(None))
 
 
-async def _end_removed(guard: AioPeerGuard) -> None:
-    """Calls of nodes that are removed while they run end within a second."""
+async def _end_removed(guard: AioPeerGuard, control: Control, members: Members) -> None:
+    """Calls of nodes that are removed while they run end, here and, once they have heard of it, on other nodes."""
+    revoked = members.revoked_serials()
     while True:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(_LOOK_S)
         guard.end_refused()
+        if (now := members.revoked_serials()) != revoked:
+            revoked = now
+            control.tell_revoked()

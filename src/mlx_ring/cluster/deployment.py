@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
+from mlx_ring.core.errors import RingError
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 _STOP_WAIT_S = 8.0
@@ -79,9 +81,7 @@ async def deploy(
             node: [_filled(assignment, site, workers) for assignment in own]
             for node, (site, own) in by_site.items()
         }
-        await _together(
-            site.link.load(hello, site.source, filled[node], report) for node, (site, _) in by_site.items()
-        )
+        await _together(_load(site, filled[node], hello, report) for node, (site, _) in by_site.items())
     except BaseException:
         await asyncio.gather(*(site.link.stop(instance, _STOP_WAIT_S) for site, _ in by_site.values()))
         raise
@@ -94,8 +94,26 @@ _Started = dict[Place, tuple[agent_pb2.StartedWorker, Site]]
 async def _start(
     site: Site, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
 ) -> _Started:
-    workers = await site.link.start(hello, assignments)
+    with _blaming(site):
+        workers = await site.link.start(hello, assignments)
     return {(worker.stage, worker.rank): (worker, site) for worker in workers}
+
+
+async def _load(
+    site: Site, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello, report: Report
+) -> None:
+    with _blaming(site):
+        await site.link.load(hello, site.source, assignments, report)
+
+
+@contextlib.contextmanager
+def _blaming(site: Site) -> Generator[None]:
+    """Errors are the site's doing."""
+    try:
+        yield
+    except RingError as error:
+        error.blamed_on(site.node)
+        raise
 
 
 async def _together(work: Iterable[Awaitable[Result]]) -> list[Result]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
 from mlx_ring.core.machine_profile import MachineProfile
+
+_GONE = 32
+"""So many that went are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,20 @@ class Member:
     memory_free_bytes: int = 0
     links_port: int = 0
     """Where its agent answers probes of links; 0: nowhere."""
+    since_s: float = 0.0
+    """When it came, seconds since the Unix epoch."""
+    versions: tuple[tuple[str, str], ...] = ()
+    """Of packages, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A node that attended and does no more."""
+
+    member: Member
+    """As it was."""
+    reason: str
+    since_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +71,8 @@ class Went:
     node: str
     came: int
     reason: str
+    at_s: float = 0.0
+    """Seconds since the Unix epoch."""
 
 
 Event = Came | Told | Went
@@ -64,25 +83,31 @@ class Membership:
     """Who is there, and why others are not."""
 
     members: Mapping[str, Member] = field(default_factory=dict[str, Member])
-    gone: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By node that was there: why it is no more."""
+    gone: Mapping[str, Gone] = field(default_factory=dict[str, Gone])
+    """By node that was there: the last ones, in the order in which they went."""
 
     def apply(self, event: Event) -> Membership:
         """How it stands after the event. What is said of an attendance that has been replaced changes nothing."""
         match event:
             case Came(member):
-                gone = {node: reason for node, reason in self.gone.items() if node != member.node}
+                gone = {node: was for node, was in self.gone.items() if node != member.node}
                 return Membership({**self.members, member.node: member}, gone)
             case Told(node, came, memory_free_bytes):
                 if not self._is_current(node, came):
                     return self
                 told = replace(self.members[node], memory_free_bytes=memory_free_bytes)
                 return replace(self, members={**self.members, node: told})
-            case Went(node, came, reason):
+            case Went(node, came, reason, at_s):
                 if not self._is_current(node, came):
                     return self
                 left = {other: member for other, member in self.members.items() if other != node}
-                return Membership(left, {**self.gone, node: reason})
+                gone = [*self.gone.items(), (node, Gone(self.members[node], reason, at_s))]
+                return Membership(left, dict(gone[-_GONE:]))
+
+    def without(self, nodes: Container[str]) -> Membership:
+        """The same with fewer members."""
+        kept = {node: member for node, member in self.members.items() if node not in nodes}
+        return replace(self, members=kept)
 
     def _is_current(self, node: str, came: int) -> bool:
         return node in self.members and self.members[node].came == came

@@ -225,6 +225,10 @@ class Settings(BaseSettings):
     request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = Field(
         None, description="Seconds that a request may take in all; it then ends with an error."
     )
+    step_deadline_s: Annotated[float, Field(ge=0, le=86400)] = Field(
+        30.0,
+        description="Least seconds without progress on a step after which a worker counts as stuck; 0 waits for ever.",
+    )
     max_request_mb: Annotated[int, Field(ge=1, le=4096)] = Field(
         16, description="Largest body of a request, in MiB."
     )
@@ -385,6 +389,8 @@ def speaking_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """For a child whose lines are read: its gRPC writes why it refused a connection. A level that a person has set stays."""
     told = {} if environment.get("GRPC_VERBOSITY", "NONE") != "NONE" else {"GRPC_VERBOSITY": _OUR_GRPC_LEVEL}
     return dict(environment) | told
+
+
 _IN_WORDS = {
     ("kv_cache_memory", "weights_limit", "memory_limit", "model_memory"): (
         "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"

@@ -39,9 +39,19 @@ gRPC in `rpc/failures.py` and HTTP in `api/errors.py`, and nowhere else.
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class RingError(Exception):
     """Base of every error that mlx-ring raises on purpose. `str(error)` is one clear sentence."""
+
+    node: str = ""
+    """Of a cluster's nodes, whose doing it is; empty where that is not known."""
+
+    def blamed_on(self, node: str) -> Self:
+        """The same error, on a node unless another one has it already."""
+        self.node = self.node or node
+        return self
 
 
 class ConfigError(RingError):

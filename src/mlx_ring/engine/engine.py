@@ -33,6 +33,8 @@ from mlx_ring.engine.router import Burden
 from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
 from mlx_ring.engine.stats import EngineStats, Unanswered
+from mlx_ring.engine.step_deadlines import Predict
+from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.engine.streams import Delta, RequestStream, RequestTimings
 from mlx_ring.rpc.protos import step_pb2
 
@@ -68,16 +70,19 @@ class Engine:
         policy: Policy = _POLICY,
         kv: Mapping[RankId, RankKv] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        predict: Predict | None = None,
         on_lost: Callable[[RingError], None] | None = None,
     ) -> None:
-        """`on_lost` is told, once, when the instance is lost."""
+        """`on_lost` is told, once, when the instance is lost; `predict` says what steps should take."""
         self._on_lost = on_lost
         self._executor = executor
         self._vocabulary = vocabulary
         self._instance = instance
         self._policy = policy
         self._clock = clock
-        self._scheduler = Scheduler(executor.ranks, instance=instance, epoch=epoch, policy=policy, kv=kv)
+        self._scheduler = Scheduler(
+            executor.ranks, instance=instance, epoch=epoch, policy=policy, kv=kv, predict=predict
+        )
         self._model_limits = limits
         self._limits = limits.within(self._scheduler.capacity_tokens)
         self._live: dict[int, _Live] = {}
@@ -284,6 +289,10 @@ class Engine:
         """Why nothing is answered any more; None while requests are."""
         return self._ended
 
+    def heed(self, rank: RankId, begun: int) -> None:
+        """A heartbeat says that the rank has taken in a step: it may take its time for it from now on."""
+        self._scheduler.heed(rank, begun, self._clock())
+
     def limit_kv(self, limits: Mapping[RankId, int]) -> None:
         """Give the KV of each rank so many bytes from now on.
 
@@ -305,8 +314,12 @@ class Engine:
         )
 
     def oldest_unanswered(self) -> Unanswered | None:
-        """The rank that has owed an answer longest: what the health check compares with its deadline."""
+        """The rank that everybody waits for, with how long it may take; None when nobody owes an answer."""
         return None if self._ended is not None else self._scheduler.oldest_unanswered(self._clock())
+
+    def step_times(self) -> StepTimes:
+        """What the last steps took, by stage and kind."""
+        return self._scheduler.step_times()
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -12,6 +12,8 @@ from mlx_ring.engine.groups import DecodeGroup
 from mlx_ring.engine.rows import tokens_fed
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.stats import StepTiming, Unanswered
+from mlx_ring.engine.step_deadlines import StepDeadlines, StepSize
+from mlx_ring.engine.step_times import StepWindow
 from mlx_ring.rpc.protos import step_pb2
 
 _RECENT_STEPS = 256
@@ -29,7 +31,9 @@ class Flight:
     group: DecodeGroup | None
     """Whose decode step it is; None for prefill and for operations alone."""
     sent_at: float
-    tokens: int
+    size: StepSize
+    answered_at: float = 0.0
+    """By the last rank that has answered it so far."""
     failed: bool = False
 
     @property
@@ -48,8 +52,10 @@ class _Progress:
     """How far a rank is."""
 
     step: int = 0
-    at: float = 0.0
     kv_bytes: int = 0
+    begun: int = 0
+    """The last step that it is known to have taken in, from heartbeats."""
+    begun_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -64,11 +70,13 @@ class Answered:
 class Flights:
     """Every step from its sending until all ranks have answered it."""
 
-    def __init__(self, ranks: Iterable[RankId], deadline_s: float) -> None:
+    def __init__(self, ranks: Iterable[RankId], deadlines: StepDeadlines) -> None:
         self._progress = {rank: _Progress() for rank in ranks}
-        self._deadline_s = deadline_s
+        self._deadlines = deadlines
+        self._completed_at = 0.0
         self._flights: dict[int, Flight] = {}
         self._recent: deque[StepTiming] = deque(maxlen=_RECENT_STEPS)
+        self.window = StepWindow()
         self.sent = 0
         self.prefills = 0
         """Prefill steps that some rank has not answered."""
@@ -78,8 +86,7 @@ class Flights:
     ) -> Flight:
         sequences = tuple(sequences)
         generations = tuple(sequence.generation for sequence in sequences)
-        tokens = sum(map(tokens_fed, step.rows))
-        flight = Flight(step, sequences, generations, group, now, tokens)
+        flight = Flight(step, sequences, generations, group, now, _size(step, is_decode=group is not None))
         self._flights[step.step] = flight
         self.sent = step.step
         self.prefills += flight.is_prefill
@@ -102,17 +109,23 @@ class Flights:
                 f"Stage {done.stage} rank {done.rank} answered step {done.step} after step {progress.step} "
                 f"of {self.sent} sent."
             )
-        progress.step, progress.at, progress.kv_bytes = done.step, now, done.kv_bytes
+        progress.step, progress.kv_bytes = done.step, done.kv_bytes
         flight = self._flights[done.step]
+        flight.answered_at = now
         timing = _timing(rank, flight, done.timings)
         self._recent.append(timing)
+        if not done.HasField("failure"):
+            self.window.note(timing)
+            self._deadlines.note(timing)
         return Answered(flight, rank, timing)
 
     def land(self) -> bool:
         """Forget the steps that every rank has answered by now; tells whether there were any."""
         completed, has_landed = self.completed, False
         while self._flights and (number := next(iter(self._flights))) <= completed:
-            self.prefills -= self._flights.pop(number).is_prefill
+            flight = self._flights.pop(number)
+            self.prefills -= flight.is_prefill
+            self._completed_at = max(self._completed_at, flight.answered_at)
             has_landed = True
         return has_landed
 
@@ -129,19 +142,32 @@ class Flights:
     def recent(self) -> tuple[StepTiming, ...]:
         return tuple(self._recent)
 
+    def heed(self, rank: RankId, begun: int, now: float) -> None:
+        """A rank is known, from elsewhere, to have taken in a step: it does something."""
+        progress = self._progress.get(rank)
+        if progress is not None and begun > progress.begun:
+            progress.begun, progress.begun_at = begun, now
+
     def oldest_unanswered(self, now: float) -> Unanswered | None:
-        """The rank that has owed an answer longest; None when nobody owes one."""
-        owing = [
-            Unanswered(
-                rank=rank,
-                step=progress.step + 1,
-                waited_s=now - max(self._flights[progress.step + 1].sent_at, progress.at),
-                deadline_s=self._deadline_s,
-            )
-            for rank, progress in self._progress.items()
-            if progress.step < self.sent
-        ]
-        return max(owing, key=lambda unanswered: unanswered.waited_s, default=None)
+        """The rank that everybody waits for; None when nobody owes an answer.
+
+        Ranks execute in order, and each needs what the stages before it make of the same step. So of the earliest step
+        that is owed the first stage that owes it has all it needs, and all other ranks come to wait for it.
+        """
+        number = self.completed + 1
+        if number > self.sent:
+            return None
+        flight = self._flights[number]
+        rank = min(rank for rank, progress in self._progress.items() if progress.step < number)
+        begun_at = self._progress[rank].begun_at if self._progress[rank].begun == number else 0.0
+        since = max(flight.sent_at, flight.answered_at, self._completed_at, begun_at)
+        return Unanswered(rank, number, now - since, self._deadlines.of(rank.stage, flight.size))
+
+
+def _size(step: step_pb2.Step, *, is_decode: bool) -> StepSize:
+    rows = len(step.rows)
+    context = sum(row.start for row in step.rows) // max(1, rows)
+    return StepSize(rows, sum(map(tokens_fed, step.rows)), context, is_decode)
 
 
 def _timing(rank: RankId, flight: Flight, timings: step_pb2.Timings) -> StepTiming:
@@ -149,7 +175,7 @@ def _timing(rank: RankId, flight: Flight, timings: step_pb2.Timings) -> StepTimi
         step=flight.step.step,
         rank=rank,
         rows=len(flight.sequences),
-        tokens=flight.tokens,
+        tokens=flight.size.tokens,
         is_decode=flight.group is not None,
         started_us=timings.started_us,
         finished_us=timings.finished_us,
@@ -157,4 +183,6 @@ def _timing(rank: RankId, flight: Flight, timings: step_pb2.Timings) -> StepTimi
         link_wait_us=timings.link_wait_us,
         compute_us=timings.compute_us,
         link_send_us=timings.link_send_us,
+        context_tokens=flight.size.context_tokens,
+        sequence=flight.sequences[0].id if len(flight.sequences) == 1 else 0,
     )

@@ -40,6 +40,8 @@ class _RankStream:
 
     place: RankId
     peer: str
+    node: str
+    """Where it is; empty on this machine."""
     channel: grpc.aio.Channel
     call: Call
     outgoing: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue[bytes])
@@ -83,9 +85,11 @@ class GrpcExecutor:
                     await _greet(streams[-1], hello)
         except TimeoutError:
             await _close_all(streams)
-            raise WorkerStuck(f"{streams[-1].peer} did not greet within {timeout_s:g} s.") from None
-        except RingError:
+            error = WorkerStuck(f"{streams[-1].peer} did not greet within {timeout_s:g} s.")
+            raise error.blamed_on(streams[-1].node) from None
+        except RingError as error:
             await _close_all(streams)
+            error.blamed_on(streams[-1].node)
             raise
         return cls(streams)
 
@@ -122,17 +126,17 @@ class GrpcExecutor:
             while True:
                 await stream.call.write(await stream.outgoing.get())
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            self._fail(_stream_error(error, stream.peer))
+            self._fail(_stream_error(error, stream.peer).blamed_on(stream.node))
 
     async def _read(self, stream: _RankStream) -> None:
         try:
             while (reply := await stream.call.read()) is not grpc.aio.EOF:
                 self._deliver(reply)
-            self._fail(WorkerLost(f"{stream.peer} ended its stream of answers."))
+            self._fail(WorkerLost(f"{stream.peer} ended its stream of answers.").blamed_on(stream.node))
         except RingError as error:
             self._fail(error)
         except grpc.RpcError as error:
-            self._fail(_stream_error(error, stream.peer))
+            self._fail(_stream_error(error, stream.peer).blamed_on(stream.node))
         except Exception as error:
             log.exception("an answer of %s could not be taken", stream.peer)
             self._fail(ServingError(f"An answer of {stream.peer} could not be taken: {error!r}."))
@@ -163,7 +167,9 @@ def _open(address: RankAddress, trust: ChannelTrust | None) -> _RankStream:
     name = node_name(address.node) if address.node else ""
     channel = open_aio_channel(address.address, trust, name)
     peer = f"worker {place.rank} of stage {place.stage}" + (f" on {address.node}" if address.node else "")
-    return _RankStream(place, peer, channel, STEPS_RAW.aio_stream_stream(channel)(wait_for_ready=True))
+    return _RankStream(
+        place, peer, address.node, channel, STEPS_RAW.aio_stream_stream(channel)(wait_for_ready=True)
+    )
 
 
 async def _greet(stream: _RankStream, hello: hello_pb2.Hello) -> None:

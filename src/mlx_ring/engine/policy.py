@@ -24,7 +24,7 @@ class Policy:
     draft_tokens: int = 8
     """Most tokens that prompt look-up proposes in one step; 0: no speculation."""
     step_deadline_s: float = 0.0
-    """For one step on one rank; 0: none."""
+    """The least that a rank may take for a step before it counts as stuck; 0: it never does."""
     request_timeout_s: float | None = None
     """For one request, from its arrival."""
 

@@ -33,6 +33,8 @@ from mlx_ring.engine.prefilling import Prefilling
 from mlx_ring.engine.rows import decode_row, read_result, samples_token
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.stats import CacheStats, SchedulerStats, Unanswered
+from mlx_ring.engine.step_deadlines import Predict, StepDeadlines
+from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 
@@ -59,6 +61,7 @@ class Scheduler:
         epoch: int,
         policy: Policy,
         kv: Mapping[RankId, RankKv] | None = None,
+        predict: Predict | None = None,
     ) -> None:
         self._stages = max(rank.stage for rank in ranks) + 1
         self._sampler = RankId(self._stages - 1, 0)
@@ -70,7 +73,7 @@ class Scheduler:
         self._groups = DecodeGroups(self._stages)
         self._kv = KvPlan(kv, prefix_cache=policy.prefix_cache)
         self._pacing = Pacing(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
-        self._flights = Flights(ranks, policy.step_deadline_s)
+        self._flights = Flights(ranks, StepDeadlines(policy.step_deadline_s, predict))
         self._prefilling = Prefilling(
             policy,
             self._stages,
@@ -310,7 +313,6 @@ class Scheduler:
             step=number,
             operations=self._kv.take_operations(number),
             rows=rows,
-            deadline_s=self._policy.step_deadline_s,
             hand_over_tokens=self._stages > 1 and any(map(samples_token, rows)),
         )
         self._flights.send(step, sequences, group, now)
@@ -404,9 +406,17 @@ class Scheduler:
 
     # ---- how it stands
 
+    def heed(self, rank: RankId, begun: int, now: float) -> None:
+        """A rank is known, from elsewhere, to have taken in a step."""
+        self._flights.heed(rank, begun, now)
+
     def oldest_unanswered(self, now: float) -> Unanswered | None:
-        """The rank that has owed an answer longest; None when nobody owes one."""
+        """The rank that everybody waits for; None when nobody owes an answer."""
         return self._flights.oldest_unanswered(now)
+
+    def step_times(self) -> StepTimes:
+        """What the last steps took."""
+        return self._flights.window.read()
 
     def cache_stats(self) -> CacheStats:
         return self._kv.stats()

@@ -26,16 +26,20 @@ class StepTiming:
     link_wait_us: int
     compute_us: int
     link_send_us: int
+    context_tokens: int = 0
+    """That its rows looked back at, in the mean."""
+    sequence: int = 0
+    """Whose only row it was; 0 where it had several, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """The rank that owes an answer longest."""
+    """The rank that everybody waits for: of the earliest step that is owed, in the first stage that owes it."""
 
     rank: RankId
     step: int
     waited_s: float
-    """Since the step was sent, or since the rank's last answer where that is later."""
+    """Since all that the rank needs for the step was there, or since it was last heard of."""
     deadline_s: float
     """0: none."""
 

@@ -17,6 +17,7 @@ from mlx_ring.cluster.found_links import FoundLink, hops_told, link_profiles
 from mlx_ring.cluster.link_survey import LinkEnd, LinkSurvey
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.cluster.placement import balanced_split, even_split
+from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
 from mlx_ring.cluster.planner.place import Wish, place
@@ -25,7 +26,8 @@ from mlx_ring.cluster.planner.profiles import ClusterProfile, LinkProfile, NodeP
 from mlx_ring.cluster.planner.replicas import place_replicas
 from mlx_ring.cluster.planner.stage_tables import Demand
 from mlx_ring.core.config import Settings
-from mlx_ring.core.errors import PlanError
+from mlx_ring.core.errors import ModelUnsupported, PlanError
+from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
@@ -46,7 +48,9 @@ class Arrangement:
     sites: tuple[Site, ...]
     """Of each stage."""
     plan: Plan | None
-    """Why; None on one machine."""
+    """Why; None on one machine, and where it goes on with what an earlier head has loaded."""
+    forecast: Forecast | None = None
+    """What is expected of the stages; None where no profile tells."""
 
     @property
     def nodes(self) -> tuple[Site, ...]:
@@ -72,10 +76,49 @@ class Order:
     """Bytes of memory that others' plans count on, by node."""
 
 
-def arrange_here(settings: Settings, served: ServedModel, site: Site) -> Arrangement:
-    """Everything on this machine, as many stages as were asked for."""
+def arrange_here(
+    settings: Settings, served: ServedModel, site: Site, profile: MachineProfile | None
+) -> Arrangement:
+    """Everything on this machine, as many stages as were asked for; with a profile it is told what to expect."""
     ranges = cut_layers(served.folder, settings)
-    return Arrangement(ranges, (site,) * len(ranges), None)
+    sites = (site,) * len(ranges)
+    if profile is None:
+        return Arrangement(ranges, sites, None)
+    node = measured_node(profile, site.node, reserve_share=1.0 - settings.memory_utilization)
+    return Arrangement(
+        ranges, sites, None, _forecast(settings, served, ClusterProfile((node,)), ranges, sites)
+    )
+
+
+def arrange_as_loaded(
+    order: Order,
+    control: Control,
+    membership: Membership,
+    found: Adoptable,
+    sites: tuple[Site, ...],
+    links: Mapping[frozenset[str], LinkProfile],
+) -> Arrangement:
+    """As an earlier head has loaded it."""
+    cluster = ClusterProfile(tuple(_nodes(control, membership, {})), links)
+    expected = _forecast(order.settings, order.served, cluster, found.ranges, sites)
+    return Arrangement(found.ranges, sites, plan_of_cut(order, control, membership, found, links), expected)
+
+
+def _forecast(
+    settings: Settings,
+    served: ServedModel,
+    cluster: ClusterProfile,
+    ranges: Sequence[LayerRange],
+    sites: Sequence[Site],
+) -> Forecast | None:
+    """What is to be expected of these stages; None where the sizes of the model's layers are not known."""
+    by_name = {node.name: node for node in cluster.nodes}
+    try:
+        model = profile_folder(served.folder, served.names[0])
+    except ModelUnsupported:
+        return None
+    stages = [(by_name[site.node], layers) for site, layers in zip(sites, ranges, strict=True)]
+    return Forecast(model, _wish(settings, served).demand, cluster, stages)
 
 
 async def arrange_cluster(
@@ -104,13 +147,15 @@ async def arrange_cluster(
     plan = replace(plan, remarks=(*plan.remarks, *hops_told([stage.node for stage in plan.stages], links)))
     by_node = {site.node: with_throughput(site, found) for site in sites}
     chosen = [by_node[stage.node] for stage in plan.stages]
+    ranges = tuple(stage.layers for stage in plan.stages)
+    expected = _forecast(order.settings, order.served, replace(cluster, nodes=tuple(nodes)), ranges, chosen)
     if not all(site.is_local for site in chosen):
         digest = (await offer(order.served)).digest
         chosen = [
             site if site.is_local else replace(site, source=replace(site.source, weights=digest))
             for site in chosen
         ]
-    return Arrangement(tuple(stage.layers for stage in plan.stages), tuple(chosen), plan)
+    return Arrangement(ranges, tuple(chosen), plan, expected)
 
 
 def plan_replicas(
@@ -135,7 +180,13 @@ def plan_replicas(
     )
 
 
-def plan_of_cut(order: Order, control: Control, membership: Membership, found: Adoptable) -> Plan | None:
+def plan_of_cut(
+    order: Order,
+    control: Control,
+    membership: Membership,
+    found: Adoptable,
+    links: Mapping[frozenset[str], LinkProfile],
+) -> Plan | None:
     """What is to be expected of stages that are loaded already; None where they are not what would be promised now."""
     by_name = {node.name: node for node in _nodes(control, membership, order.taken)}
     nodes = tuple(by_name[node] for node, _ in found.workers)
@@ -143,7 +194,9 @@ def plan_of_cut(order: Order, control: Control, membership: Membership, found: A
         _wish(order.settings, order.served), strategy="custom", counts=tuple(map(len, found.ranges))
     )
     try:
-        return place(profile_folder(order.served.folder, order.served.names[0]), ClusterProfile(nodes), wish)
+        return place(
+            profile_folder(order.served.folder, order.served.names[0]), ClusterProfile(nodes, links), wish
+        )
     except PlanError:
         return None
 

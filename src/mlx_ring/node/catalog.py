@@ -7,15 +7,19 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo, ModelService
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import Conflict, NotReady, PlanError
+from mlx_ring.core.machine import node_name
 from mlx_ring.engine.served_model import ServedModel, memory_for_weights, prepare_model
 from mlx_ring.node.hosted_model import HostedModel, Ready
 from mlx_ring.node.instance_service import LOADING
 from mlx_ring.node.kv_shares import KvShares
 from mlx_ring.node.machines import Declared, Machines
 from mlx_ring.node.replica import Replica, Watcher
+from mlx_ring.node.status import Standing, instance_status, node_statuses
+from mlx_ring.rpc.hello import hello_versions, make_hello
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +64,18 @@ class Catalog:
     @property
     def links(self) -> Sequence[LinkInfo]:
         return () if self._machines is None else self._machines.links
+
+    def cluster(self) -> ClusterParts:
+        """Every node, and every instance with all that is known of its stages."""
+        standing = Standing(node_name()) if self._machines is None else self._machines.standing()
+        views = [
+            view
+            for hosted in self._hosted
+            for service in hosted.instances
+            if (view := service.view(hosted.model_id)) is not None
+        ]
+        nodes = node_statuses(standing, views, dict(hello_versions(make_hello())))
+        return ClusterParts(nodes=nodes, instances=[instance_status(view) for view in views])
 
     async def ready(self, model: ModelService) -> None:
         """Load a model that is not loaded, or wait for a load that is under way."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
 from mlx_ring.cluster.placement import make_assignments
+from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import LayerRange
@@ -23,9 +24,12 @@ from mlx_ring.engine.grpc_executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.kv_limits import Place, fitting_context
 from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.served_model import ServedModel
+from mlx_ring.engine.stats import Unanswered
+from mlx_ring.engine.step_deadlines import Predict, StepSize
 from mlx_ring.node.arrangement import Arrangement
 from mlx_ring.node.instance_service import InstanceService
 from mlx_ring.node.kv_shares import KvShares
+from mlx_ring.node.stuck import LOOK_S, StuckWatch
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
@@ -73,13 +77,15 @@ class Instance:
         self._epoch = epoch
         self._report = report
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reason: RingError | None = None
         self._explained = asyncio.Event()
+        self._engine: Engine | None = None
+        self.loss: RingError | None = None
+        """Why it was lost; the best reason."""
 
     def lose(self, error: RingError, *, explains: bool = True) -> None:
         """It cannot go on; `explains` says that no better reason is to be expected."""
         if not self._explained.is_set():
-            self._reason = error
+            self.loss = error
             self._service.lose(error)
         if explains:
             self._explained.set()
@@ -90,7 +96,8 @@ class Instance:
         """A node is gone."""
         stages = [str(stage) for stage, site in enumerate(self._epoch.arrangement.sites) if site.node == node]
         if stages:
-            self.lose(NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, is gone: {reason}."))
+            error = NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, is gone: {reason}.")
+            self.lose(error.blamed_on(node))
 
     async def run(self, ready: Callable[[float], None]) -> None:
         """Load and serve, until it is lost. `ready` is told the seconds that loading took.
@@ -124,8 +131,10 @@ class Instance:
                 cleanup.push_async_callback(_end, task)
             await asyncio.wait((first_words, self._lost), return_when=asyncio.FIRST_COMPLETED)
             if first_words.done():
-                engine = self._make_engine(executor, first_words.result())
+                engine = self._engine = self._make_engine(executor, first_words.result())
                 cleanup.push_async_callback(engine.close)
+                looking = asyncio.create_task(self._find_stuck(engine), name="deadlines")
+                cleanup.push_async_callback(_end, looking)
                 self._service.serve(engine)
                 _spare_the_collector()
                 ready(time.monotonic() - started)
@@ -145,8 +154,8 @@ class Instance:
             if loading.done() and isinstance(loading.exception(), WorkerLost):
                 # A connection breaks a moment before it is known why.
                 await asyncio.wait((self._lost,), timeout=_BETTER_REASON_S)
-            if self._reason is not None:
-                raise self._reason
+            if self.loss is not None:
+                raise self.loss
             return loading.result()
         finally:
             loading.cancel()
@@ -171,16 +180,38 @@ class Instance:
                     if state.instance == self._epoch.instance:
                         self._check(state, site)
         except TimeoutError:
-            self.lose(WorkerStuck(f"The agent of {site.node} has told nothing for {SILENCE_S:g} s."))
+            error = WorkerStuck(f"The agent of {site.node} has told nothing for {SILENCE_S:g} s.")
+            self.lose(error.blamed_on(site.node))
         except RingError as error:
-            self.lose(error)
+            self.lose(error.blamed_on(site.node))
 
     def _check(self, state: agent_pb2.WorkerState, site: Site) -> None:
         told = f"The worker of stage {state.stage}, rank {state.rank} on {site.node} (pid {state.pid})"
         if not state.alive:
-            self.lose(WorkerLost(f"{told} {state.exit_reason}."))
+            self.lose(WorkerLost(f"{told} {state.exit_reason}.").blamed_on(site.node))
         elif state.status.phase == "ready" and state.silent_s >= SILENCE_S:
-            self.lose(WorkerStuck(f"{told} has not answered for {state.silent_s:.0f} s; it is stuck."))
+            error = WorkerStuck(f"{told} has not answered for {state.silent_s:.0f} s; it is stuck.")
+            self.lose(error.blamed_on(site.node))
+        elif self._engine is not None:
+            self._engine.heed(RankId(state.stage, state.rank), state.status.last_step)
+
+    async def _find_stuck(self, engine: Engine) -> None:
+        """Look now and then whether a rank owes an answer for too long, though it says that it lives."""
+        watch = StuckWatch()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if (stuck := watch.look(engine.oldest_unanswered())) is not None:
+                self.lose(self._stuck(stuck))
+                return
+
+    def _stuck(self, owed: Unanswered) -> RingError:
+        stage, rank = owed.rank
+        node = self._epoch.arrangement.sites[stage].node
+        error = WorkerStuck(
+            f"Stage {stage}, rank {rank} on {node} has made no progress on step {owed.step} for "
+            f"{owed.waited_s:.0f} s, where {owed.deadline_s:.0f} s are allowed; its worker is stuck."
+        )
+        return error.blamed_on(node)
 
     def _make_engine(
         self, executor: GrpcExecutor, workers: Mapping[Place, worker_pb2.WorkerStatus]
@@ -206,6 +237,7 @@ class Instance:
             epoch=self._epoch.number,
             policy=policy_of(self._settings),
             kv=kv,
+            predict=predict_by(self._epoch.arrangement.forecast),
             on_lost=lambda error: self.lose(error, explains=False),
         )
         self._shares.attach(instance, engine)
@@ -272,6 +304,19 @@ async def _end(task: asyncio.Task[None]) -> None:
     await asyncio.wait((task,))
 
 
+def predict_by(forecast: Forecast | None) -> Predict | None:
+    """What steps should take, for their deadlines; None where no profile tells."""
+    if forecast is None:
+        return None
+
+    def predict(stage: int, size: StepSize) -> float:
+        if size.is_decode:
+            return forecast.decode_s(stage, size.tokens, size.context_tokens)
+        return forecast.chunk_s(stage, size.tokens, size.context_tokens)
+
+    return predict
+
+
 def policy_of(settings: Settings) -> Policy:
     """What the settings say about scheduling."""
     return Policy(
@@ -282,6 +327,7 @@ def policy_of(settings: Settings) -> Policy:
         prefix_cache=settings.prefix_cache == "on",
         draft_tokens=settings.draft_tokens,
         request_timeout_s=settings.request_timeout_s,
+        step_deadline_s=settings.step_deadline_s,
     )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
+from mlx_ring.api.routes import workers_of
 from mlx_ring.api.service import InstanceInfo, LinkUse, WorkerInfo
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.step_times import StepTimes
+from mlx_ring.node.arrangement import Arrangement
+from mlx_ring.node.loading_progress import LoadingProgress
+from mlx_ring.node.status import InstanceView
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -24,7 +28,9 @@ class InstanceService:
         """`layers` are the whole model's."""
         self._layers = layers
         self._kv_bits = kv_bits
-        self._ranges: Sequence[LayerRange] = ()
+        self._arrangement: Arrangement | None = None
+        self._loading = LoadingProgress()
+        self._is_loading = False
         self._instance, self._epoch = "", FIRST_EPOCH
         self._engine: Engine | None = None
         self._lost: RingError | None = None
@@ -53,28 +59,57 @@ class InstanceService:
         )
         return InstanceInfo(self._instance, self._epoch, self._layers, tuple(workers), self._kv_bits)
 
-    def begin(self, instance: str, epoch: int, ranges: Sequence[LayerRange]) -> None:
-        """Another instance is being loaded, with these layers in its stages."""
-        self._instance, self._epoch, self._ranges = instance, epoch, ranges
-        self._workers = {}
+    def view(self, model: str) -> InstanceView | None:
+        """All that is known of it; None before anything was planned."""
+        arrangement, error = self._arrangement, self.error
+        if arrangement is None:
+            return None
+        return InstanceView(
+            name=self._instance,
+            model=model,
+            epoch=self._epoch,
+            state="ready" if error is None else "loading" if self._is_loading else "unavailable",
+            reason=None if error is None else str(error),
+            layers=self._layers,
+            ranges=arrangement.ranges,
+            nodes=[site.node for site in arrangement.sites],
+            plan=arrangement.plan,
+            forecast=arrangement.forecast,
+            workers=workers_of(self),
+            loading=self._loading,
+            times=StepTimes() if self._engine is None else self._engine.step_times(),
+        )
+
+    def begin(self, instance: str, epoch: int, arrangement: Arrangement) -> None:
+        """Another instance is being loaded, arranged like this."""
+        self._instance, self._epoch, self._arrangement = instance, epoch, arrangement
+        self._workers, self._loading, self._is_loading = {}, LoadingProgress(), True
         self._engine = None
 
     def serve(self, engine: Engine) -> None:
         """From now on requests are answered."""
-        self._engine, self._lost = engine, None
+        self._engine, self._lost, self._is_loading = engine, None, False
 
     def lose(self, error: RingError) -> None:
         """End what is being answered, and say why nothing more is until `serve`. A later reason is a better one."""
         log.error("%s", error)
-        self._lost = error
+        self._lost, self._is_loading = error, False
         if self._engine is not None:
             self._engine.fail(error)
 
+    def hear_loading(self, progress: agent_pb2.StageProgress) -> None:
+        """Take in how far a worker has loaded."""
+        self._loading.hear(progress)
+
     def hear(self, event: agent_pb2.AgentEvent) -> None:
         """Take in what an agent tells of its workers."""
-        ours = [state for state in event.workers if state.instance == self._instance]
+        if self._arrangement is None:
+            return
+        ranges = self._arrangement.ranges
         self._workers[event.hello.node] = tuple(
-            _worker_info(state, self._ranges[state.stage], event.hello.node) for state in ours
+            _worker_info(state, ranges[state.stage], event.hello.node)
+            for state in event.workers
+            if state.instance == self._instance
         )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import subprocess
+import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+from mlx_ring.agent.profile_store import ProfileStore, recall
+from mlx_ring.agent.profiling import ProfileOptions
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch
 from mlx_ring.cluster.agent_link import Source
@@ -24,25 +27,31 @@ from mlx_ring.cluster.found_links import FoundLink, link_profiles
 from mlx_ring.cluster.head_member import ensure_head_member
 from mlx_ring.cluster.link_survey import LinkSurvey
 from mlx_ring.cluster.local_agent import LocalAgent
-from mlx_ring.cluster.membership import Came, Event, Membership, Went
+from mlx_ring.cluster.membership import Came, Event, Member, Membership, Went
+from mlx_ring.cluster.quarantine_book import QuarantineBook
 from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.config import Settings, state_folder
+from mlx_ring.core.errors import PlanError, RingError
 from mlx_ring.core.machine import node_name, share_cores
+from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.core.process_limits import usable_memory
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.arrangement import (
     Arrangement,
     Order,
+    arrange_as_loaded,
     arrange_cluster,
     arrange_here,
     cluster_sites,
     link_ends,
-    plan_of_cut,
     plan_replicas,
 )
 from mlx_ring.node.instance import Epoch, assign
-from mlx_ring.rpc.hello import make_hello
+from mlx_ring.node.status import Standing
+from mlx_ring.rpc.hello import hello_versions, make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -90,6 +99,13 @@ class Machines(Protocol):
     @property
     def links(self) -> Sequence[LinkInfo]:
         """What is known of the links between them."""
+
+    def heed_failure(self, error: RingError | None) -> None:
+        """An instance was lost, or could not be loaded; a node that this happens to again and again is left out."""
+        ...
+
+    def standing(self) -> Standing:
+        """How they stand now."""
         ...
 
 
@@ -102,6 +118,8 @@ class Here:
         self._run_dir = run_dir
         self._workers = workers
         self._agent: LocalAgent | None = None
+        self._profile: MachineProfile | None = None
+        self._since_s = time.time()
         self._serial = count()
         self._starting = asyncio.Lock()
         self.links: Sequence[LinkInfo] = ()
@@ -121,8 +139,16 @@ class Here:
         site = Site(
             node_name(), agent.link, is_local=True, hosts={}, source=source, reserve_share=reserve_share
         )
-        arrangement = arrange_here(order.settings, order.served, site)
+        self._profile = await asyncio.to_thread(self._kept_profile)
+        arrangement = await asyncio.to_thread(arrange_here, order.settings, order.served, site, self._profile)
         return Epoch(new_instance(order.served), order.number, arrangement, node_name())
+
+    def _kept_profile(self) -> MachineProfile | None:
+        """Nothing is measured now: that would take seconds."""
+        settings = self._settings
+        threads = settings.blas_threads or share_cores(self._workers)
+        options = ProfileOptions(blas=settings.blas, blas_threads=threads)
+        return recall(ProfileStore(state_folder(settings)), options)
 
     async def _alive(self) -> LocalAgent:
         async with self._starting:
@@ -148,6 +174,27 @@ class Here:
         """The one agent's own reports say all."""
         del heed_loss
         yield
+
+    def heed_failure(self, error: RingError | None) -> None:
+        """There is no other machine to take."""
+
+    def standing(self) -> Standing:
+        if self._profile is None:
+            return Standing(node_name())
+        itself = Member(
+            node=node_name(),
+            machine=node_name(),
+            host="",
+            port=0,
+            head_host="",
+            profile=self._profile,
+            memory_utilization=self._settings.memory_utilization,
+            came=1,
+            memory_free_bytes=usable_memory().available_bytes,
+            since_s=self._since_s,
+            versions=hello_versions(make_hello()),
+        )
+        return Standing(node_name(), Membership().apply(Came(itself)))
 
 
 class Cluster:
@@ -175,6 +222,7 @@ class Cluster:
         self._control = control
         self._address = address
         self._offer = offer
+        self._book = QuarantineBook(authority_folder(state_folder(settings)))
         self._one_at_a_time = asyncio.Lock()
         self._is_first = True
         self._left: dict[str, list[Adoptable]] = {}
@@ -205,7 +253,13 @@ class Cluster:
         finally:
             await _close(sites)
         plans = await asyncio.to_thread(
-            plan_replicas, declared.settings, declared.served, self._control, membership, taken, links
+            plan_replicas,
+            declared.settings,
+            declared.served,
+            self._control,
+            self._steady(membership),
+            taken,
+            links,
         )
         return [frozenset(stage.node for stage in plan.stages) for plan in plans]
 
@@ -234,9 +288,7 @@ class Cluster:
             left = self._left.get(order.served.names[0], [])
             if left:
                 return self._adopted(left.pop(0), order, membership, sites, number)
-            arrangement = await arrange_cluster(
-                order, self._control, membership, sites, self._offer, self._survey
-            )
+            arrangement = await self._arrange(order, membership, sites)
         except BaseException:
             await _close(sites)
             raise
@@ -249,6 +301,39 @@ class Cluster:
             self._control.node,
             trust=self._control.credentials,
         )
+
+    async def _arrange(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Arrangement:
+        """Without the nodes that fail again and again, where that is possible."""
+        steady = self._steady(membership)
+        try:
+            return await arrange_cluster(order, self._control, steady, sites, self._offer, self._survey)
+        except PlanError as error:
+            if steady is membership:
+                raise
+            log.warning("nodes that have failed again and again are used, for without them: %s", error)
+            return await arrange_cluster(order, self._control, membership, sites, self._offer, self._survey)
+
+    def _steady(self, membership: Membership) -> Membership:
+        """Without those nodes; the same where there are none, or no others."""
+        held = self._book.held()
+        steady = membership.without(held)
+        return steady if steady.members and held.keys() & membership.members.keys() else membership
+
+    def heed_failure(self, error: RingError | None) -> None:
+        if error is None or not error.node:
+            return
+        held = self._book.note(error.node, str(error))
+        if held is not None:
+            log.error(
+                "%s is left out of plans until %s. %s To take it in again before: mlx-ring node readmit %s",
+                error.node,
+                time.strftime("%H:%M", time.localtime(held.until_s)),
+                held.reason,
+                error.node,
+            )
+
+    def standing(self) -> Standing:
+        return Standing(self._control.node, self._control.membership, self._book.held())
 
     async def _look_once(self, sites: Sequence[Site]) -> None:
         """See what earlier heads left, and end what nobody wants of it."""
@@ -297,11 +382,9 @@ class Cluster:
             )
             for node, state in found.workers
         ]
-        arrangement = Arrangement(
-            found.ranges,
-            tuple(by_node[node] for node, _ in found.workers),
-            plan_of_cut(order, self._control, membership, found),
-        )
+        own = tuple(by_node[node] for node, _ in found.workers)
+        links = link_profiles(self._survey.found)
+        arrangement = arrange_as_loaded(order, self._control, membership, found, own, links)
         return Epoch(
             found.instance,
             number,

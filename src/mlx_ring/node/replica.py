@@ -108,6 +108,7 @@ class Replica:
                 if not has_served and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
+                self._machines.heed_failure(error)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             finally:
                 self._epoch = None
@@ -115,15 +116,14 @@ class Replica:
             await asyncio.sleep(pause_s)
 
     async def _run(self, epoch: Epoch, ready: Callable[[float], None]) -> None:
-        self.service.begin(epoch.instance, epoch.number, epoch.arrangement.ranges)
+        self.service.begin(epoch.instance, epoch.number, epoch.arrangement)
         self._watcher.planned(epoch.instance, epoch.arrangement)
-        instance = Instance(
-            self._settings,
-            self._served,
-            self.service,
-            epoch,
-            lambda progress: self._watcher.loading(epoch.instance, progress),
-            self._shares,
-        )
+
+        def loading(progress: agent_pb2.StageProgress) -> None:
+            self.service.hear_loading(progress)
+            self._watcher.loading(epoch.instance, progress)
+
+        instance = Instance(self._settings, self._served, self.service, epoch, loading, self._shares)
         with self._machines.watching(instance.heed_loss):
             await instance.run(ready)
+        self._machines.heed_failure(instance.loss)

@@ -86,3 +86,8 @@ def check_hello(theirs: hello_pb2.Hello, ours: hello_pb2.Hello, peer: str) -> No
         raise StaleMessage(f"{peer} speaks for epoch {theirs.epoch}, epoch {ours.epoch} is in force.")
     if theirs.fencing_id and ours.fencing_id and theirs.fencing_id < ours.fencing_id:
         raise StaleMessage(f"{peer} is head {theirs.fencing_id}; head {ours.fencing_id} has taken over.")
+
+
+def hello_versions(hello: hello_pb2.Hello) -> tuple[tuple[str, str], ...]:
+    """What a peer has installed, by package."""
+    return (("mlx-ring", hello.mlx_ring), ("mlx", hello.mlx), ("mlx-lm", hello.mlx_lm))

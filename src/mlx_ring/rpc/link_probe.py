@@ -23,9 +23,11 @@ from mlx_ring.rpc.frames import Frame, encode_frame, receive_frame
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.methods import Method, service_handler
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.peers import CallContext, address_of_call
 
 log = logging.getLogger(__name__)
+
 
 PROBE_SERVICE = "mlx_ring.Probe"
 PROBE: Method[Frame, worker_pb2.FrameAccepted] = Method(
@@ -65,6 +67,8 @@ class ProbeBounds:
     most_bytes: int = 512 << 20
     answer_s: float = 10.0
     """For any single answer."""
+    largest_bytes: int = _LARGEST_BYTES
+    """Of a single frame, where the responder's server takes no larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ def _lost(error: grpc.RpcError, peer: str) -> RingError:
     code = getattr(error, "code", None)
     if callable(code) and code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return WorkerStuck(f"{peer} did not answer a probe of its link in time.")
-    return channel_error(error, peer)
+    return handshake_error(error, peer) or channel_error(error, peer)
 
 
 class _Probe:
@@ -165,7 +169,7 @@ class _Probe:
             # A frame's first bytes are on their way for as long as a small frame is.
             best = max(best, size / max(taken - round_trip_s, taken / 10))
             if taken < _LONG_S:
-                size = min(_LARGEST_BYTES, size * _GROWTH)
+                size = min(self._bounds.largest_bytes, size * _GROWTH)
         return best
 
     def _may_send(self, size: int, best: float, until: float) -> bool:

@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, stop)
     # gRPC's threads are short of work and must be quick; this one computes.
     take_short_turns()
-    server = make_server(threads=16, interceptors=[PeerGuard(reach.revoked.refusal, _HEAD_ONLY)])
+    guard = PeerGuard(reach.revoked.refusal, _HEAD_ONLY)
+    reach.end_refused = guard.end_refused
+    server = make_server(threads=16, interceptors=[guard])
     server.add_generic_rpc_handlers((front.handler(),))
     server.add_insecure_port(f"unix:{options.socket}")
     if options.credentials is not None:

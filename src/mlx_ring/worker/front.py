@@ -10,7 +10,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -61,6 +61,13 @@ class Reach:
     revoked: Revoked = field(default_factory=Revoked)
     port: int = 0
     """Where others reach it; 0 while nobody can."""
+    end_refused: Callable[[], object] = lambda: None
+    """Ends running calls of machines that are refused by now."""
+
+    def revoke(self, serials: Iterable[str]) -> None:
+        """From now on certificates with these serials open nothing, and what they have opened ends."""
+        if self.revoked.replace(serials):
+            self.end_refused()
 
 
 class _StepStream:
@@ -309,7 +316,7 @@ class WorkerFront:
         self, request: worker_pb2.StatusRequest, _context: grpc.ServicerContext
     ) -> worker_pb2.WorkerStatus:
         """Life and size, told without the compute thread, so that a long step does not look like death."""
-        self._reach.revoked.replace(request.revoked)
+        self._reach.revoke(request.revoked)
         runner = self._runner
         memory, left = device_memory()
         return worker_pb2.WorkerStatus(

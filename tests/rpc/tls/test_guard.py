@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -264,3 +265,50 @@ def test_the_set_may_be_replaced_while_others_ask(authority: Authority) -> None:
     thread.join()
     assert seen <= {"", revoked.refusal(peer)}
     assert revoked.refusal(peer)
+
+
+def test_a_server_of_threads_ends_running_streams_of_a_removed_node_and_others_go_on(
+    authority: Authority,
+) -> None:
+    lost, kept = node_credentials(authority, "lost-1"), node_credentials(authority, "kept-1")
+    revoked = Revoked()
+    guard = PeerGuard(revoked.refusal)
+
+    def steps(
+        requests: Iterator[worker_pb2.StepsRequest], _context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.StepsReply]:
+        for _ in requests:
+            yield worker_pb2.StepsReply()
+
+    server = make_server(4, interceptors=[guard])
+    server.add_generic_rpc_handlers((service_handler(WORKER_SERVICE, ((STEPS, steps),)),))
+    port = add_secure_port(server, "127.0.0.1:0", authority.head_credentials().for_server())
+    server.start()
+    sent: tuple[queue.SimpleQueue[worker_pb2.StepsRequest | None], ...] = (
+        queue.SimpleQueue(),
+        queue.SimpleQueue(),
+    )
+    try:
+        with (
+            open_channel(f"127.0.0.1:{port}", lost, HEAD_NAME) as losing,
+            open_channel(f"127.0.0.1:{port}", kept, HEAD_NAME) as keeping,
+        ):
+            ends, lives = (
+                STEPS.stream_stream(channel)(iter(requests.get, None), timeout=30)
+                for channel, requests in zip((losing, keeping), sent, strict=True)
+            )
+            for requests, replies in zip(sent, (ends, lives), strict=True):
+                requests.put(worker_pb2.StepsRequest())
+                next(replies)
+            assert guard.end_refused() == 0
+            revoked.replace([serial(lost)])
+            assert guard.end_refused() == 1
+            with pytest.raises(grpc.RpcError):
+                next(ends)
+            sent[1].put(worker_pb2.StepsRequest())
+            assert next(lives) == worker_pb2.StepsReply()
+            assert guard.end_refused() == 0
+    finally:
+        for requests in sent:
+            requests.put(None)
+        server.stop(None)

@@ -10,6 +10,7 @@ from statistics import mean
 from fastapi import APIRouter
 
 from mlx_ring.api.ops.links import told_links
+from mlx_ring.api.ops.status import ClusterStatus
 from mlx_ring.api.routes import ApiContext, workers_of
 from mlx_ring.api.service import InstanceInfo, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.engine.executor import RankId
@@ -20,29 +21,30 @@ from mlx_ring.engine.stats import StepTiming
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def cluster_status() -> dict[str, object]:
-        model = context.default
+    async def cluster_status() -> ClusterStatus:
+        model, parts = context.default, context.catalog.cluster()
         error, instances = model.error, model.instances
         first = _NOTHING if not instances else _instance(instances[0])
-        return {
-            "status": "ready" if error is None else "unavailable",
-            "reason": None if error is None else str(error),
-            "model": model.model_id,
-            **{name: first[name] for name in _OF_FIRST},
-            "world_size": sum(len(instance.info.workers) for _, instance in context.instances()),
-            "nodes": sorted(
-                {worker.node for _, instance in context.instances() for worker in instance.info.workers}
-            ),
-            "devices": [
-                {"model": model.model_id, "instance": instance.info.name, **device}
-                for model, instance in context.instances()
-                for device in _devices(instance)
-            ],
-            "models": [_model(model) for model in context.catalog.models],
-            "links": told_links(
-                context.catalog.links, [instance.info for _, instance in context.instances()], time.time()
-            ),
-        }
+        return ClusterStatus.model_validate(
+            {
+                "nodes": parts.nodes,
+                "instances": parts.instances,
+                "status": "ready" if error is None else "unavailable",
+                "reason": None if error is None else str(error),
+                "model": model.model_id,
+                **{name: first[name] for name in _OF_FIRST},
+                "world_size": sum(len(instance.info.workers) for _, instance in context.instances()),
+                "devices": [
+                    {"model": model.model_id, "instance": instance.info.name, **device}
+                    for model, instance in context.instances()
+                    for device in _devices(instance)
+                ],
+                "models": [_model(model) for model in context.catalog.models],
+                "links": told_links(
+                    context.catalog.links, [instance.info for _, instance in context.instances()], time.time()
+                ),
+            }
+        )
 
     router.add_api_route("/cluster/status", cluster_status, methods=["GET"])
     return router

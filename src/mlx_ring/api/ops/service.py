@@ -17,7 +17,7 @@ _ENDPOINTS = {
     "POST /models/load": "load a model, and serve it from now on",
     "POST /models/unload": "free what a model holds, until it is asked for again",
     "GET /model/info": "the model: metadata, context length, devices",
-    "GET /cluster/status": "the devices, their layers and memory",
+    "GET /cluster/status": "nodes, instances, stages: memory and times, promised and measured",
     "GET /cache/stats": "what the KV caches hold",
     "GET /health": "measured state; 503 when the model cannot answer",
     "GET /health/live": "the process runs",

@@ -25,6 +25,7 @@ from mlx_ring.cli.doctor.network import (
     check_port,
     check_round_trip,
 )
+from mlx_ring.cli.doctor.throughput import check_throughput
 from mlx_ring.core.addresses import CLUSTER_PORT, HeadAddress
 from mlx_ring.core.cluster_folders import node_folder
 from mlx_ring.core.config import Settings, state_folder
@@ -65,9 +66,13 @@ def _examine_head(head: HeadAddress, folder: Path) -> Iterator[Finding]:
     way = list(_examine_way(head, (head.port, head.enrolment_port)))
     yield from way
     if any(finding.level == "broken" for finding in way):
-        yield Finding("note", f"head {head}", "versions and clocks are not compared: it was not reached")
+        yield Finding("note", f"head {head}", "neither compared nor measured: it was not reached", _MEND)
     else:
         yield from check_head(head, folder)
+        yield check_throughput(head, folder)
+
+
+_MEND = "Mend the way to it first."
 
 
 def _examine_way(address: HeadAddress, ports: Sequence[int]) -> Iterator[Finding]:

@@ -36,13 +36,17 @@ def check_head(head: HeadAddress, folder: Path) -> list[Finding]:
             return [
                 known,
                 dates,
-                Finding("note", "clock", "not compared: the head's certificate is not valid"),
+                Finding(
+                    "note", "clock", "not compared: the head's certificate is not valid", "Mend that first."
+                ),
             ]
         greeted = ask_greeting(head.enrolment, Anchor(authority.public_bytes(Encoding.PEM)))
     except RingError as error:
         return [
             Finding("broken", what, str(error), "Check the address, and that `mlx-ring serve` runs there."),
-            Finding("note", "clock", "not compared: the head does not say what time it has"),
+            Finding(
+                "note", "clock", "not compared: the head does not say what time it has", "Mend that first."
+            ),
         ]
     return [known, dates, *check_versions(greeted.hello, make_hello()), check_clock(greeted)]
 
@@ -55,7 +59,8 @@ def _check_cluster(what: str, authority: x509.Certificate, folder: Path) -> Find
     except RingError:
         return Finding("note", what, value)
     if kept is None:
-        return Finding("note", what, f"{value}; this machine has not joined it yet")
+        fix = "To join it: mlx-ring join HEAD --token TOKEN, with a token from `mlx-ring token create` there."
+        return Finding("note", what, f"{value}; this machine has not joined it yet", fix)
     if fingerprint(x509.load_pem_x509_certificate(kept.authority)) != fingerprint(authority):
         fix = "Check the address, or join that cluster: mlx-ring join HEAD --token TOKEN."
         return Finding("broken", what, f"{value}, and this machine is of another cluster", fix)

@@ -79,7 +79,10 @@ def judge_memory(memory: UsableMemory) -> Finding:
         return Finding("warning", "memory", value, "Only small models have room for a stage here.")
     if memory.available_bytes < _LITTLE_LEFT:
         return Finding("warning", "memory", value, "End other programs before a model is loaded.")
-    return Finding("ok" if memory.limited_by == "the machine" else "note", "memory", value)
+    if memory.limited_by != "the machine":
+        fix = "Raise that limit where a model does not fit (docker run --memory, or the unit's MemoryMax)."
+        return Finding("note", "memory", value, fix)
+    return Finding("ok", "memory", value)
 
 
 def check_address_space() -> Finding:
@@ -162,9 +165,12 @@ def check_fast_links(addresses: Sequence[LanAddress], root: Path = ROOT) -> Find
         return Finding("ok", "fast links", ", ".join(found))
     if _has_thunderbolt(root):
         return Finding("note", "fast links", "Thunderbolt without an address", _CABLE)
-    return Finding("note", "fast links", "neither Thunderbolt nor RDMA")
+    return Finding("note", "fast links", "neither Thunderbolt nor RDMA", _ETHERNET_WILL_DO)
 
 
+_ETHERNET_WILL_DO = (
+    "Gigabit Ethernet does for a stage on each machine; faster cables shorten the time to the first token."
+)
 _CABLE = (
     "Two machines with a Thunderbolt cable between them are a fast network: on Linux load thunderbolt-net, "
     "on a Mac turn the Thunderbolt Bridge on in the network settings."

@@ -169,11 +169,7 @@ class _Planner:
 
     def _stage(self, piece: Piece) -> StagePlan:
         node = self._nodes[piece.node]
-        model = self._on(node)
-        weights = sum(layer.weight_bytes for layer in model.layers[piece.first : piece.end])
-        is_first, is_last = piece.first == 0, piece.end == len(model.layers)
-        weights += model.embedding_bytes * is_first
-        weights += model.head_bytes * (is_last and not (is_first and model.is_tied))
+        weights = self._costs.weight_bytes(node, piece.first, piece.end)
         seconds = float(self._tables(1)[piece.node][piece.first, piece.end])
         return StagePlan(
             node=node.name,

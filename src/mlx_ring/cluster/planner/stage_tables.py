@@ -67,6 +67,27 @@ class StageTables:
         fits &= np.arange(len(before))[:, None] < np.arange(len(before))[None, :]
         return np.where(fits, table, np.inf)
 
+    def stage_seconds(self, node: NodeProfile, first: int, end: int, rows: int, context_tokens: int) -> float:
+        """One step of one stage, whether memory does or not."""
+        before = self._seconds_before(node, rows, context_tokens)
+        return float(before[end] - before[first]) + node.costs.step_s
+
+    def weight_bytes(self, node: NodeProfile, first: int, end: int) -> int:
+        """Of one stage, embedding and head included where it has them."""
+        model = self.model_on(node)
+        is_first, is_last = first == 0, end == len(model.layers)
+        held = sum(layer.weight_bytes for layer in model.layers[first:end])
+        return (
+            held
+            + model.embedding_bytes * is_first
+            + model.head_bytes * (is_last and not (is_first and model.is_tied))
+        )
+
+    def kv_bytes(self, node: NodeProfile, first: int, end: int) -> int:
+        """Of one stage, for all that is promised."""
+        model = self.model_on(node)
+        return int(sum(_kv_bytes(layer, model, self.demand) for layer in model.layers[first:end]))
+
     def _seconds_before(self, node: NodeProfile, rows: int, context_tokens: int) -> Table:
         """By layer: of all before it, what the model ends with as if it stood in the last one."""
         model = self.model_on(node)
@@ -124,15 +145,15 @@ def _held_bytes(model: ModelProfile, demand: Demand) -> Table:
     return held + working
 
 
+def _kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
+    """A layer's, of all promised sequences."""
+    each = layer.kv_bytes_per_token * demand.context_tokens * demand.kv_factor(model.number_bytes)
+    return demand.sequences * (each + layer.kv_bytes_per_sequence)
+
+
 def _bytes_before(model: ModelProfile, demand: Demand) -> Table:
     """By layer: bytes of all before it, KV included, as if embedding and head stood in the outer layers."""
-    factor = demand.kv_factor(model.number_bytes)
-    sizes = [
-        layer.weight_bytes
-        + demand.sequences
-        * (layer.kv_bytes_per_token * demand.context_tokens * factor + layer.kv_bytes_per_sequence)
-        for layer in model.layers
-    ]
+    sizes = [layer.weight_bytes + _kv_bytes(layer, model, demand) for layer in model.layers]
     sizes[0] += model.embedding_bytes
     sizes[-1] += model.head_bytes + _FLOAT_BYTES * demand.sequences * model.vocabulary
     return np.array(list(accumulate(sizes, initial=0.0)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -59,6 +60,34 @@ class _Rules:
 class PeerGuard(_Rules, grpc.ServerInterceptor):
     """For `make_server`."""
 
+    def __init__(self, refusal: Refusal, head_only: Collection[str] = ()) -> None:
+        """Take the rules."""
+        super().__init__(refusal, head_only)
+        self._running: dict[grpc.ServicerContext, str] = {}
+        """Methods of calls from other machines that go on."""
+        self._lock = threading.Lock()
+
+    def end_refused(self) -> int:
+        """End the running calls of peers that are refused by now, such as a removed node's streams; says how many."""
+        with self._lock:
+            running = list(self._running.items())
+        refused = [context for context, method in running if self.objection(method, context)]
+        for context in refused:
+            self._forget(context)
+            context.cancel()
+        return len(refused)
+
+    def _remember(self, method: str, context: grpc.ServicerContext) -> None:
+        """For as long as the call runs."""
+        with self._lock:
+            self._running[context] = method
+        if not context.add_callback(lambda: self._forget(context)):
+            self._forget(context)
+
+    def _forget(self, context: grpc.ServicerContext) -> None:
+        with self._lock:
+            self._running.pop(context, None)
+
     def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
@@ -70,6 +99,8 @@ class PeerGuard(_Rules, grpc.ServerInterceptor):
             def ask(request: Any, context: grpc.ServicerContext) -> Any:
                 if reason := self.objection(method, context):
                     context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+                if not is_local(context):
+                    self._remember(method, context)
                 return behaviour(request, context)
 
             return ask

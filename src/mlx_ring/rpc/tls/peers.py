@@ -55,9 +55,10 @@ class Revoked:
     def __init__(self, serials: Iterable[str] = ()) -> None:
         self._serials = frozenset(serials)
 
-    def replace(self, serials: Iterable[str]) -> None:
-        """From now on these and no others; any thread may call it."""
-        self._serials = frozenset(serials)
+    def replace(self, serials: Iterable[str]) -> bool:
+        """From now on these and no others; any thread may call it. Tells whether they were others before."""
+        before, self._serials = self._serials, frozenset(serials)
+        return before != self._serials
 
     def refusal(self, peer: Peer) -> str:
         """A `Refusal`."""

@@ -1,0 +1,43 @@
+"""What an agent tells its workers without being asked."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import grpc
+
+from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
+from mlx_ring.core.child import ChildProcess
+from mlx_ring.rpc.channels import make_aio_server, open_aio_channel
+from mlx_ring.rpc.methods import STATUS, WORKER_SERVICE, service_handler
+from mlx_ring.rpc.protos import worker_pb2
+
+
+def test_workers_hear_at_once_which_certificates_are_refused(tmp_path: Path) -> None:
+    async def run() -> list[str]:
+        heard: asyncio.Queue[list[str]] = asyncio.Queue()
+
+        async def status(
+            request: worker_pb2.StatusRequest, _context: grpc.aio.ServicerContext[object, object]
+        ) -> worker_pb2.WorkerStatus:
+            heard.put_nowait(list(request.revoked))
+            return worker_pb2.WorkerStatus(phase="ready")
+
+        socket = tmp_path / "w.sock"
+        server = make_aio_server()
+        server.add_generic_rpc_handlers((service_handler(WORKER_SERVICE, ((STATUS, status),)),))
+        server.add_insecure_port(f"unix:{socket}")
+        await server.start()
+        supervisor = Supervisor(WorkerOptions("here", tmp_path, tmp_path, "info", "off", 1))
+        living = cast("ChildProcess", SimpleNamespace(exit_reason=""))
+        async with open_aio_channel(f"unix:{socket}") as channel:
+            supervisor._workers.append(Worker(worker_pb2.StageAssignment(), socket, living, channel))  # pyright: ignore[reportPrivateUsage] - no process is needed for this
+            supervisor.revoke(("7f",))
+            told = await asyncio.wait_for(heard.get(), 60)
+        await server.stop(None)
+        return told
+
+    assert asyncio.run(run()) == ["7f"]

@@ -1,0 +1,62 @@
+"""Which nodes are left out, and for how long."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from mlx_ring.cluster.quarantine import LOSSES, REST_S, WINDOW_S, Loss, quarantined, still_counting
+from mlx_ring.cluster.quarantine_book import QuarantineBook
+from mlx_ring.core.errors import ConfigError
+
+TIMES_S = [10 * number for number in range(LOSSES)]
+
+
+def losses(node: str, *times_s: float) -> tuple[Loss, ...]:
+    return tuple(Loss(node, f"lost at {at_s:g}", at_s) for at_s in times_s)
+
+
+def test_a_node_is_left_out_after_several_losses_in_a_row_and_the_last_reason_is_told() -> None:
+    own = losses("mini", *TIMES_S)
+    assert not quarantined(own[:-1], TIMES_S[-1])
+    held = quarantined(own + losses("studio", 1.0), TIMES_S[-1])
+    assert set(held) == {"mini"}
+    assert held["mini"].reason.endswith(f"lost at {TIMES_S[-1]}")
+
+
+def test_instances_that_are_lost_together_count_once() -> None:
+    assert not quarantined(losses("mini", 0.0, 0.1, 0.2, 1.0, 60.0, 60.5), 61.0)
+
+
+def test_it_is_taken_in_again_after_a_rest_and_begins_anew() -> None:
+    own = losses("mini", *TIMES_S)
+    end = TIMES_S[-1] + REST_S
+    assert "mini" in quarantined(own, end - 1)
+    assert not quarantined(own, end)
+    assert not quarantined(own + losses("mini", end + 1), end + 2), "the old ones are too long ago"
+
+
+def test_losses_far_apart_leave_nobody_out() -> None:
+    assert not quarantined(losses("mini", *(WINDOW_S * number for number in range(9))), WINDOW_S * 9)
+
+
+def test_what_can_matter_no_more_is_forgotten_and_so_is_the_future() -> None:
+    kept = losses("mini", 0.0, 5_000.0, 9_999.0)
+    assert still_counting(kept, 5_001.0) == kept[1:2]
+
+
+def test_the_book_outlives_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -> None:
+    times_s = count(1000.0, 10.0)
+    book = QuarantineBook(tmp_path, clock=lambda: next(times_s))
+    told = [book.note("mini", "its worker died") for _ in range(LOSSES)]
+    assert told[:-1] == [None] * (LOSSES - 1)
+    assert told[-1] is not None
+    again = QuarantineBook(tmp_path, clock=lambda: next(times_s))
+    assert set(again.held()) == {"mini"}
+    with pytest.raises(ConfigError, match="those that are now are mini"):
+        again.readmit("studio")
+    again.readmit("mini")
+    assert not book.held()
+    assert book.note("mini", "once more") is None
