@@ -11,7 +11,8 @@ from importlib.metadata import distributions
 from typing import Any
 
 from mlx_ring.core.architectures import require_cuttable
-from mlx_ring.core.config import Settings
+from mlx_ring.core.bare_package import import_bare
+from mlx_ring.core.config import Settings, quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.model_source import LocalModel, check_memory, find_model, has_tokenizer
@@ -116,11 +117,13 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
         raise ModelCorrupt(
             f"{folder.path} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json is missing."
         )
-    # mlx-lm's libraries take seconds to come in: what is wrong with the model is told before.
-    from mlx_lm import tokenizer_utils  # noqa: PLC0415
+    quieten_transformers()
+    import_bare("mlx_lm")
+    # Its libraries take seconds to come in: what is wrong with the model is told before.
+    from mlx_lm.tokenizer_utils import load  # noqa: PLC0415
 
     try:
-        return tokenizer_utils.load(
+        return load(
             folder.path,
             {"trust_remote_code": False, "local_files_only": True},
             eos_token_ids=sorted(folder.eos_token_ids) or None,

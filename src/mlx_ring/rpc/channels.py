@@ -21,6 +21,8 @@ WEIGHTS_MESSAGE_BYTES = 4 << 20
 """For channels that weights come over: parts of a megabyte, and the bits of a million pieces."""
 _HANDSHAKE_MS = 10_000
 """A peer that connects and says nothing holds a descriptor for so long."""
+_TRY_AGAIN_MS = 100
+"""Between attempts to reach a process of this machine, which is starting. By itself gRPC waits a second, and then longer."""
 
 Options = list[tuple[str, Any]]
 
@@ -33,6 +35,14 @@ def _options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
     ]
+
+
+def _plain(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    options = _options(max_message_bytes)
+    if address.startswith("unix:"):
+        backoffs = ("grpc.initial_reconnect_backoff_ms", "grpc.max_reconnect_backoff_ms")
+        options += [(name, _TRY_AGAIN_MS) for name in backoffs]
+    return options
 
 
 def _named(name: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
@@ -48,7 +58,7 @@ def open_channel(address: str, trust: ChannelTrust | None = None, name: str = ""
         name: whom the peer's certificate must name: `names.HEAD_NAME`, or `names.node_name(id)`.
     """
     if trust is None or address.startswith("unix:"):
-        return grpc.insecure_channel(address, options=_options())
+        return grpc.insecure_channel(address, options=_plain(address))
     return grpc.secure_channel(address, trust.for_channel(), options=_named(name))
 
 
@@ -61,7 +71,7 @@ def open_aio_channel(
 ) -> grpc.aio.Channel:
     """A channel for an event loop; the first arguments are those of `open_channel`."""
     if trust is None or address.startswith("unix:"):
-        return grpc.aio.insecure_channel(address, options=_options(max_message_bytes))
+        return grpc.aio.insecure_channel(address, options=_plain(address, max_message_bytes))
     return grpc.aio.secure_channel(address, trust.for_channel(), options=_named(name, max_message_bytes))
 
 
