@@ -14,8 +14,9 @@ from mlx_ring.core.architectures import require_cuttable
 from mlx_ring.core.bare_package import import_bare
 from mlx_ring.core.config import Settings, quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
-from mlx_ring.core.model_folder import ModelFolder
-from mlx_ring.core.model_source import LocalModel, check_memory, find_model, has_tokenizer
+from mlx_ring.core.model_folder import ModelFolder, has_tokenizer
+from mlx_ring.core.model_source import LocalModel, find_model
+from mlx_ring.core.room import check_memory
 from mlx_ring.engine.sequence import Limits
 
 log = logging.getLogger(__name__)
