@@ -18,6 +18,8 @@ from mlx_ring.core.config import inherited_environment
 
 MLX_RING = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
 READY_WAIT_S = 120.0
+POLL_S = 0.05
+"""Between questions about what tells nobody of its changes: without a pause they would take the cores from what is waited for."""
 
 
 def run_cli(

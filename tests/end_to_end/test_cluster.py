@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import httpx
 import psutil
 import pytest
 from tests.machines import free_pair_of_ports
-from tests.processes import Server, joining, serving
+from tests.processes import POLL_S, Server, joining, serving
 
 ASKED = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
@@ -89,6 +90,7 @@ def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
             # The broken stream is noticed first, the agent then tells why.
             while "SIGKILL" not in (health := client.get(f"{server.url}/health/ready")).text:
                 assert health.status_code in (200, 503)
+                time.sleep(POLL_S)
         assert health.status_code == 503
         assert victim["node"] in health.text
         assert server.stop() == 0

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_ring.cli.startup import Telling
 from mlx_ring.core.config import (
     Settings,
     allowed_values,
@@ -137,6 +136,7 @@ def serve(
 
     served = prepare_model(settings)
     # The API's libraries take a second to come in: what is wrong above is told before.
+    from mlx_ring.cli.startup import Telling  # noqa: PLC0415
     from mlx_ring.node.head import Head  # noqa: PLC0415
 
     with Telling() as audience:
