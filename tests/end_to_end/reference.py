@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
+from tests.end_to_end.equality import TIE
 
 
 class WholeModel:
@@ -27,8 +28,19 @@ class WholeModel:
 
     def logits(self, tokens: Sequence[int]) -> mx.array:
         """(vocabulary,) after all the tokens."""
+        return self.every_logits(tokens)[-1]
+
+    def every_logits(self, tokens: Sequence[int]) -> mx.array:
+        """(tokens, vocabulary): after each of them, all before it seen."""
         cache = make_prompt_cache(self._model)
-        return cast("mx.array", self._model(mx.array([list(tokens)]), cache=cache))[0, -1]
+        return cast("mx.array", self._model(mx.array([list(tokens)]), cache=cache))[0]
+
+    def strays(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Of the tokens that follow the prompt, the positions of those that are not the likeliest, ties apart."""
+        logits = self.every_logits([*prompt, *tokens])[len(prompt) - 1 : -1]
+        chosen = mx.take_along_axis(logits, mx.array(list(tokens))[:, None], axis=1)[:, 0]
+        short = cast("list[float]", (mx.max(logits, axis=1) - chosen).tolist())
+        return [position for position, gap in enumerate(short) if gap > TIE]
 
     def gap(self, before: Sequence[int], first: int, second: int) -> float:
         """How far apart two tokens' logits are."""

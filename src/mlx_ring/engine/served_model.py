@@ -121,7 +121,7 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
     quieten_transformers()
     import_bare("mlx_lm")
     # Its libraries take seconds to come in: what is wrong with the model is told before.
-    from mlx_lm.tokenizer_utils import load  # noqa: PLC0415
+    from mlx_lm.tokenizer_utils import load  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType] - bare dicts
 
     try:
         return load(
