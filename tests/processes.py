@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import IO
 
 import psutil
 
+from mlx_ring.agent.profile_store import PROFILE_FILE
 from mlx_ring.core.config import inherited_environment
 
 MLX_RING = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
@@ -41,6 +44,21 @@ def clean_environment() -> dict[str, str]:
     """The environment of the tests, less every setting of ours."""
     inherited = inherited_environment({})
     return {name: value for name, value in inherited.items() if not name.startswith("MLX_RING_")}
+
+
+@functools.cache
+def _measured() -> bytes:
+    """How fast this machine is, as `mlx-ring profile` keeps it."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_cli("profile", "--state-dir", folder, folder=Path(folder))
+        assert done.returncode == 0, done.stderr
+        return (Path(folder) / PROFILE_FILE).read_bytes()
+
+
+def give_profile(state: Path) -> None:
+    """Have a machine with this state know how fast it is: one measurement does for all that are this machine."""
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (state / PROFILE_FILE).write_bytes(_measured())
 
 
 @dataclass(slots=True)

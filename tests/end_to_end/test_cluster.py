@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 from tests.machines import free_pair_of_ports
-from tests.processes import POLL_S, Server, joining, serving
+from tests.processes import POLL_S, Server, give_profile, joining, serving
 
 ASKED = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
@@ -34,6 +34,7 @@ def cluster(model: Path, nodes: int, folder: Path, port: int, *flags: str) -> Ge
             found = re.search(r"join \S+ --token (\S+)", line)
             if found and not joined:
                 for number in range(1, nodes):
+                    give_profile(folder / f"node-{number}" / "state")
                     node = joining(f"127.0.0.1:{port}", "--token", found[1], folder=folder / f"node-{number}")
                     joined.append(stack.enter_context(node))
 
@@ -46,6 +47,7 @@ def head(
     model: Path, nodes: int, folder: Path, port: int, *flags: str, heard: Callable[[str], None] | None = None
 ) -> AbstractContextManager[Server]:
     """`mlx-ring serve` for so many machines."""
+    give_profile(folder / "state")
     arguments = ("--nodes", str(nodes), "--cluster-port", str(port), "--state-dir", str(folder / "state"))
     return serving(model, *arguments, *flags, folder=folder, heard=heard)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 from tests.namespaces import Host, lan, skip_without_namespaces
-from tests.processes import Server, joining, serving
+from tests.processes import Server, give_profile, joining, serving
 
 from mlx_ring.core.layer_tensors import tensors_of_stage
 from mlx_ring.core.model_folder import read_model_folder
@@ -73,6 +73,7 @@ def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_i
             if found and not joined:
                 # The first finds the head by itself, the second is told the address.
                 for host, address in zip(hosts[1:], ((), (hosts[0].address,)), strict=True):
+                    give_profile(tmp_path / host.namespace / "state")
                     node = joining(
                         *address,
                         *("--token", found[1]),
@@ -84,6 +85,7 @@ def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_i
         joined: list[object] = []
         head = hosts[0]
         (tmp_path / "head").mkdir()
+        give_profile(tmp_path / "head-state")
         flags = ("--nodes", "3", "--strategy", "uniform", "--state-dir", str(tmp_path / "head-state"))
         cluster = stack.enter_context(
             serving(tiny_model, *flags, folder=tmp_path / "head", heard=heard, within=head.command())
