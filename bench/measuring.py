@@ -120,6 +120,22 @@ def running(*servers: Callable[[], Server]) -> Iterator[list[Any]]:
             server.stop()
 
 
+def either_first(
+    bench: Bench, one: Callable[[], Server], other: Callable[[], Server]
+) -> Iterator[tuple[int, Any, Any]]:
+    """Each round's number and both contestants, all rounds with the one started first and then all with the other.
+
+    Which of two alike servers starts first is some per cent slower: it has other pages of memory. Each turn's first
+    round, numbered 0, warms up and does not count.
+    """
+    for swapped in (False, True):
+        starts = (other, one) if swapped else (one, other)
+        with running(*starts) as servers:
+            first, second = reversed(servers) if swapped else servers
+            for number in range(bench.rounds + 1):
+                yield number, first, second
+
+
 def note_round(number: int, values: dict[str, float]) -> None:
     told = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
     print(f"  round {number + 1}: {told}", file=sys.stderr)

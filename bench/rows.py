@@ -13,7 +13,18 @@ from typing import Any
 import httpx
 from contestants import Stock
 from copying_model import make_copying
-from measuring import Bench, Ratio, decode_speed, jobs_of, load, note_round, running, summary_of, ttft
+from measuring import (
+    Bench,
+    Ratio,
+    decode_speed,
+    either_first,
+    jobs_of,
+    load,
+    note_round,
+    running,
+    summary_of,
+    ttft,
+)
 from random_model import CACHE, Shape, make
 from servers import MlxLmServer, RingServer, pin_self
 from simulated import steady_throughput
@@ -54,27 +65,28 @@ def row_server(bench: Bench) -> list[Ratio]:
     pin_self(bench.other)
     speed: list[float] = []
     first: list[float] = []
-    with running(
+    for number, ring, theirs in either_first(
+        bench,
         lambda: RingServer(model, *_PLAIN, cores=bench.one, head_core=bench.other),
         lambda: MlxLmServer(model, core=bench.shared),
-    ) as (ring, theirs):
-        for number in range(bench.rounds + 1):
-            jobs = jobs_of(number, requests, 64, tokens, None)
-            ours, other = (summary_of(load(server, jobs, 8)) for server in (ring, theirs))
-            note_round(
-                number,
-                {
-                    "mlx-ring tok/s": ours.output_tokens_per_s,
-                    "mlx_lm.server": other.output_tokens_per_s,
-                    "TTFT p95": _p95(ours),
-                    "theirs": _p95(other),
-                },
-            )
+    ):
+        jobs = jobs_of(number, requests, 64, tokens, None)
+        ours, other = (summary_of(load(server, jobs, 8)) for server in (ring, theirs))
+        note_round(
+            number,
+            {
+                "mlx-ring tok/s": ours.output_tokens_per_s,
+                "mlx_lm.server": other.output_tokens_per_s,
+                "TTFT p95": _p95(ours),
+                "theirs": _p95(other),
+            },
+        )
+        if number:
             speed.append(ours.output_tokens_per_s / other.output_tokens_per_s)
             first.append(_p95(ours) / _p95(other))
     return [
-        Ratio("server", "8 streams, throughput over mlx_lm.server", speed[1:], at_least=1.0),
-        Ratio("server", "8 streams, p95 TTFT over mlx_lm.server", first[1:], at_most=1.0),
+        Ratio("server", "8 streams, throughput over mlx_lm.server", speed, at_least=1.0),
+        Ratio("server", "8 streams, p95 TTFT over mlx_lm.server", first, at_most=1.0),
     ]
 
 
@@ -169,25 +181,26 @@ def row_lookup(bench: Bench) -> list[Ratio]:
         ("text that repeats its prompt", copying, 1.5, {}, True),
         ("text that does not", plain, 0.95, {"temperature": 1.0}, False),
     ):
-        with running(
+        ratios: list[float] = []
+        for number, with_drafts, without in either_first(
+            bench,
             lambda model=model: RingServer(
                 model, "--draft-tokens", "8", cores=bench.one, head_core=bench.other
             ),
             lambda model=model: RingServer(
                 model, "--draft-tokens", "0", cores=bench.one, head_core=bench.other
             ),
-        ) as (with_drafts, without):
-            ratios: list[float] = []
-            for number in range(bench.rounds + 1):
-                text = random.Random(number).sample(range(FLOAT.vocabulary), 300)
-                # A text and its beginning again is what an edit looks like.
-                job = Job(number, [*text, *text[:16]] if repeats else text, tokens, 0.0)
-                fast, slow = (
-                    decode_speed(load(server, [job], 1, **options)[0]) for server in (with_drafts, without)
-                )
-                note_round(number, {"with tok/s": fast, "without": slow})
+        ):
+            text = random.Random(number).sample(range(FLOAT.vocabulary), 300)
+            # A text and its beginning again is what an edit looks like.
+            job = Job(number, [*text, *text[:16]] if repeats else text, tokens, 0.0)
+            fast, slow = (
+                decode_speed(load(server, [job], 1, **options)[0]) for server in (with_drafts, without)
+            )
+            note_round(number, {"with tok/s": fast, "without": slow})
+            if number:
                 ratios.append(fast / slow)
-        result.append(Ratio("lookup", f"drafts on over off, {what}", ratios[1:], at_least=target))
+        result.append(Ratio("lookup", f"drafts on over off, {what}", ratios, at_least=target))
     return result
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import uvicorn
-from tests.api.twins import TwinService
+from tests.api.twins import TwinCatalog, TwinService
 
 from mlx_ring.api.app import build_app
 from mlx_ring.api.settings import ApiSettings
@@ -21,9 +21,17 @@ from mlx_ring.api.settings import ApiSettings
 class Api:
     """The application in the process. Each call runs to its end in an event loop of its own."""
 
-    def __init__(self, service: TwinService | None = None, settings: ApiSettings | None = None) -> None:
+    def __init__(
+        self,
+        service: TwinService | None = None,
+        settings: ApiSettings | None = None,
+        *more: TwinService,
+        client: str = "127.0.0.1",
+    ) -> None:
+        self._client = client
         self.service = TwinService() if service is None else service
-        self._app = build_app(self.service, settings or ApiSettings())
+        self.catalog = TwinCatalog(self.service, *more)
+        self._app = build_app(self.catalog, settings or ApiSettings())
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.request("GET", path, headers=headers)
@@ -33,7 +41,7 @@ class Api:
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app)
+            transport = httpx.ASGITransport(self._app, client=(self._client, 12345))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8100") as client:
                 return await client.request(method, path, **options)
 
@@ -78,7 +86,9 @@ def serving(service: TwinService, settings: ApiSettings | None = None) -> Genera
     """A real server on a free port of the loopback; gives its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        build_app(service, settings or ApiSettings()), log_config=None, timeout_graceful_shutdown=1
+        build_app(TwinCatalog(service), settings or ApiSettings()),
+        log_config=None,
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

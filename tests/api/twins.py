@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mlx_ring.api.service import InstanceInfo, SamplingDefaults, WorkerInfo
+from mlx_ring.api.service import InstanceInfo, ModelService, SamplingDefaults, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.errors import RingError
+from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
@@ -97,10 +97,8 @@ def next_token(history: Sequence[int]) -> int:
 
 
 class TwinService:
-    """Keeps the contract `ModelService`. With `automatic=False` no step is ever answered by itself."""
+    """Keeps the contracts `ModelService` and `ServedInstance`. With `automatic=False` no step is ever answered by itself."""
 
-    model_id = "org/twin"
-    aliases = ("twin",)
     created = 1_700_000_000
     context_length = CONTEXT
     vocab_size = VOCAB_SIZE
@@ -113,7 +111,10 @@ class TwinService:
         context: int = CONTEXT,
         policy: Policy = Policy(),  # noqa: B008 - frozen
         kv: RankKv | None = None,
+        names: Sequence[str] = ("org/twin", "twin"),
     ) -> None:
+        self.model_id, *self.aliases = names
+        self.is_loaded = True
         self.context_length = context
         self.tokenizer = ByteTokenizer()
         self.default_sampling = SamplingDefaults()
@@ -131,9 +132,21 @@ class TwinService:
             kv=None if kv is None else dict.fromkeys(self.executor.ranks, kv),
         )
 
-    def instance(self) -> InstanceInfo:
+    @property
+    def instances(self) -> list[TwinService]:
+        """The model has one, itself; none while it is not loaded."""
+        return [] if self.state == "unloaded" else [self]
+
+    @property
+    def info(self) -> InstanceInfo:
         workers = tuple(self._worker(stage) for stage in range(self.stages))
         return InstanceInfo(name="twin-1", epoch=1, layers=4 * self.stages, workers=workers)
+
+    @property
+    def state(self) -> State:
+        if not self.is_loaded:
+            return "unloaded"
+        return "ready" if self.error is None else "unavailable"
 
     def _worker(self, stage: int) -> WorkerInfo:
         return WorkerInfo(
@@ -156,6 +169,35 @@ class TwinService:
     @property
     def sequences_held(self) -> int:
         return max(len(held) for held in self.executor.held().values())
+
+
+class TwinCatalog:
+    """Keeps the contract `ModelCatalog`: loading is a switch."""
+
+    def __init__(self, *models: TwinService) -> None:
+        self.models = models
+        self.refusal: RingError | None = None
+        """Why nothing can be loaded."""
+
+    async def ready(self, model: ModelService) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        for own in self.models:
+            own.is_loaded = own.is_loaded or own is model
+
+    async def load(self, name: str) -> ModelService:
+        for model in self.models:
+            if name == model.model_id:
+                await self.ready(model)
+                return model
+        raise ModelNotFound(f"There is no model {name!r}.")
+
+    async def unload(self, model: ModelService, *, force: bool) -> None:
+        for own in self.models:
+            if own is model:
+                if own.engine.stats().scheduler.running and not force:
+                    raise Conflict("It is busy.")
+                own.is_loaded = False
 
 
 def settings(**changes: object) -> ApiSettings:

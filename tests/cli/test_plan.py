@@ -36,6 +36,16 @@ def test_a_plan_as_json_has_every_layer_once(tmp_path: Path) -> None:
     ]
 
 
+def test_where_throughput_is_the_aim_each_replica_has_a_table(tmp_path: Path) -> None:
+    options = (*MINIS, "--aim", "throughput", "--sequences", "8")
+    done = run_cli("plan", "demo", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Replica 2 of 2" in done.stdout
+    assert "for all 2 replicas together" in done.stdout
+    done = run_cli("plan", "demo", *options, "--replicas", "1", "--json", folder=tmp_path)
+    assert json.loads(done.stdout)["sequences"] == 8
+
+
 def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
     done = run_cli("plan", "demo", folder=tmp_path)
     assert done.returncode == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.kv_budget import BLOCK, KvBudget
-from mlx_ring.engine.kv_limits import fitting_context, rank_limits
+from mlx_ring.engine.kv_limits import Place, fitting_context
+from mlx_ring.engine.kv_limits import rank_limits as shared_limits
 from mlx_ring.engine.policy import RankKv
 from mlx_ring.rpc.protos import worker_pb2
 
@@ -23,6 +26,13 @@ def status(memory: int, left: int, per_token: int = 1000) -> worker_pb2.WorkerSt
         memory_left_bytes=left,
         kv=worker_pb2.KvTraits(bytes_per_token=per_token, bytes_per_sequence=7, slack=3, exact_length=9),
     )
+
+
+def rank_limits(
+    workers: Mapping[Place, worker_pb2.WorkerStatus], given_bytes: int | None
+) -> dict[RankId, RankKv]:
+    """Of an instance that is alone."""
+    return shared_limits({"one": workers}, given_bytes, {})["one"]
 
 
 def test_what_a_device_has_left_less_a_reserve_is_shared_by_the_workers_on_it() -> None:
@@ -94,3 +104,13 @@ def test_kv_that_does_not_grow_must_fit_as_a_whole() -> None:
     assert KvBudget({FIRST: state}).capacity_tokens == 0
     with pytest.raises(ConfigError, match="0 tokens fit"):
         fitting_context({FIRST: state}, 4096, insisted=False)
+
+
+def test_an_instance_that_comes_takes_its_part_of_what_others_hold_and_have_left() -> None:
+    first, second = status(64 * GIB, 40 * GIB), status(64 * GIB, 20 * GIB)
+    first.kv_bytes = 6 * GIB
+    limits = shared_limits(
+        {"a": {("here", FIRST): first}, "b": {("here", FIRST): second}}, None, {"here": 0.25}
+    )
+    each = (20 * GIB + 6 * GIB - 16 * GIB) // 2
+    assert limits["a"][FIRST].limit_bytes == limits["b"][FIRST].limit_bytes == each

@@ -9,20 +9,21 @@ from fastapi import FastAPI
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
 from mlx_ring.api.openai import chat, completions, models
-from mlx_ring.api.ops import cluster, generate, health
+from mlx_ring.api.ops import cache, cluster, generate, health
+from mlx_ring.api.ops import models as loading
 from mlx_ring.api.ops import service as service_routes
 from mlx_ring.api.routes import ApiContext
-from mlx_ring.api.service import ModelService
+from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
 
 
-def build_app(service: ModelService, settings: ApiSettings) -> FastAPI:
-    """The HTTP side of one served model. Its pages load nothing from other servers, so there are no docs pages."""
+def build_app(catalog: ModelCatalog, settings: ApiSettings) -> FastAPI:
+    """The HTTP side of the models that are served. Its pages load nothing from other servers, so there are no docs pages."""
     app = FastAPI(
         title="mlx-ring", version=version("mlx-ring"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    context = ApiContext(service, settings)
-    for module in (chat, completions, models, generate, health, cluster, service_routes):
+    context = ApiContext(catalog, settings)
+    for module in (chat, completions, models, generate, loading, health, cluster, cache, service_routes):
         app.include_router(module.routes(context))
     install_error_handlers(app)
     app.add_middleware(Guard, settings=settings)

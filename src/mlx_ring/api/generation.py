@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
-from mlx_ring.api.service import ServingEngine
+from mlx_ring.api.service import Answering
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.sequence import GenerateRequest
@@ -53,7 +53,7 @@ class Answer:
 class Generation:
     """Runs the sequences of one request. Leaving `async with` stops those that have not ended."""
 
-    def __init__(self, engine: ServingEngine, requests: Sequence[GenerateRequest], prompt_field: str) -> None:
+    def __init__(self, engine: Answering, requests: Sequence[GenerateRequest], prompt_field: str) -> None:
         self._engine = engine
         self._requests = requests
         self._prompt_field = prompt_field

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -9,8 +10,9 @@ from starlette.requests import Request
 
 from mlx_ring.api.body import Body, read_body
 from mlx_ring.api.prompts import PromptEncoder
-from mlx_ring.api.service import ModelService, ServingEngine, WorkerInfo
+from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.errors import UnknownModel
 from mlx_ring.engine.executor import RankId
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -18,27 +20,64 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
-    service: ModelService
+    catalog: ModelCatalog
     settings: ApiSettings
     prompts: PromptEncoder = field(default_factory=PromptEncoder)
 
     async def read(self, request: Request, schema: type[BodyT]) -> BodyT:
         return await read_body(request, schema, self.settings.max_body_bytes)
 
-    def engine(self) -> ServingEngine:
-        """Raises the error for which the model cannot answer now."""
-        error = self.service.error
+    @property
+    def default(self) -> ModelService:
+        """The model that answers where none is named."""
+        return self.catalog.models[0]
+
+    def model(self, name: str | None) -> ModelService:
+        """The model of that name; without one, the first.
+
+        Raises:
+            UnknownModel: there is none of that name.
+        """
+        if name is None:
+            return self.default
+        for model in self.catalog.models:
+            if name == model.model_id or name in model.aliases:
+                return model
+        served = ", ".join(f"'{model.model_id}'" for model in self.catalog.models)
+        raise UnknownModel(f"The model '{name}' is not served here; this server has {served}.", param="model")
+
+    async def answering(self, model: ModelService) -> Answering:
+        """What answers for a model, which is loaded first where it has to be.
+
+        Raises:
+            RingError: why it cannot answer now.
+        """
+        if model.state == "unloaded":
+            await self.catalog.ready(model)
+        error = model.error
         if error is not None:
             raise error.with_traceback(None)
-        return self.service.engine
+        return model.engine
 
-    def workers(self) -> tuple[WorkerInfo, ...]:
-        """As they measured themselves last; what their KV holds as they said in their last answer."""
-        workers = self.service.instance().workers
-        if self.service.error is not None:
-            return workers
-        held = self.service.engine.stats().scheduler.kv_bytes
-        return tuple(
-            replace(worker, kv_bytes=held.get(RankId(worker.stage, worker.rank), worker.kv_bytes))
-            for worker in workers
-        )
+    def instances(self) -> Iterator[tuple[ModelService, ServedInstance]]:
+        """Every instance of every model."""
+        for model in self.catalog.models:
+            for instance in model.instances:
+                yield model, instance
+
+
+def workers_of(instance: ServedInstance) -> tuple[WorkerInfo, ...]:
+    """As they measured themselves last; what their KV holds as they said in their last answer."""
+    workers = instance.info.workers
+    if instance.error is not None:
+        return workers
+    held = instance.engine.stats().scheduler.kv_bytes
+    return tuple(
+        replace(worker, kv_bytes=held.get(RankId(worker.stage, worker.rank), worker.kv_bytes))
+        for worker in workers
+    )
+
+
+def workers_of_model(model: ModelService) -> list[WorkerInfo]:
+    """Of all its instances."""
+    return [worker for instance in model.instances for worker in workers_of(instance)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import LayerRange
@@ -44,12 +44,16 @@ class Tokenizer(Protocol):
     ) -> list[int] | str: ...
 
 
-class ServingEngine(Protocol):
-    """The engine, as `/v1/...` uses it."""
+class Answering(Protocol):
+    """What answers requests: an engine, or several behind a router."""
 
     def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
         """Raises `RequestError` for values that the model cannot take, `ServingError` when it cannot answer."""
         ...
+
+
+class ServingEngine(Answering, Protocol):
+    """One instance's engine."""
 
     def stats(self) -> EngineStats: ...
 
@@ -110,8 +114,28 @@ class InstanceInfo:
         return len({worker.stage for worker in self.workers})
 
 
+class ServedInstance(Protocol):
+    """One instance of a model."""
+
+    @property
+    def info(self) -> InstanceInfo: ...
+    @property
+    def error(self) -> RingError | None:
+        """Why it cannot answer now; None when it can."""
+        ...
+
+    @property
+    def engine(self) -> ServingEngine:
+        """Used only while `error` is None."""
+        ...
+
+
+State = Literal["loading", "ready", "unavailable", "unloaded"]
+"""Of a model: one that is unloaded is loaded when it is asked for."""
+
+
 class ModelService(Protocol):
-    """One served model. Everything but `error`, `engine` and `instance()` holds from the start."""
+    """One served model. Everything but `state`, `error`, `engine` and `instances` holds from the start."""
 
     @property
     def model_id(self) -> str: ...
@@ -142,13 +166,55 @@ class ModelService(Protocol):
         ...
 
     @property
-    def engine(self) -> ServingEngine:
-        """Used only while `error` is None."""
+    def state(self) -> State: ...
+    @property
+    def engine(self) -> Answering:
+        """Used only while `error` is None and the model is loaded."""
         ...
 
     @property
     def error(self) -> RingError | None:
-        """Why the model cannot answer now; None when it can."""
+        """Why the model cannot answer now; None when it can, or will when it is asked for."""
         ...
 
-    def instance(self) -> InstanceInfo: ...
+    @property
+    def instances(self) -> Sequence[ServedInstance]:
+        """Its replicas; none while it is not loaded."""
+        ...
+
+
+class ModelCatalog(Protocol):
+    """Every model that is served."""
+
+    @property
+    def models(self) -> Sequence[ModelService]:
+        """One at least. The first answers requests that name none."""
+        ...
+
+    async def ready(self, model: ModelService) -> None:
+        """Make sure that a model can answer: one that is unloaded is loaded, which takes a while.
+
+        Raises:
+            RingError: why it cannot answer.
+        """
+        ...
+
+    async def load(self, name: str) -> ModelService:
+        """Load a model by its name, and serve it from now on where it was not served before.
+
+        Raises:
+            RingError: why it cannot be loaded.
+        """
+        ...
+
+    async def unload(self, model: ModelService, *, force: bool) -> None:
+        """Free what a loaded model holds. It stays in the list, and comes back when it is asked for.
+
+        Args:
+            model: which.
+            force: also while it answers requests, which end with an error.
+
+        Raises:
+            RequestError: it answers requests, and force is not used.
+        """
+        ...

@@ -1,4 +1,4 @@
-"""`mlx-ring models`: which models can be served without fetching anything, and folders for single stages of one."""
+"""`mlx-ring models`: which can be served without fetching anything, what a server has loaded, folders for single stages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from mlx_ring.cli.loading import load, unload
 from mlx_ring.core.config import load_settings
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.model_folder import ModelFolder
@@ -50,6 +51,10 @@ def list_models() -> None:
     console.print(
         "\nServe one with `mlx-ring serve MODEL`; a folder or any hub id works too.", highlight=False
     )
+
+
+app.command()(load)
+app.command()(unload)
 
 
 @app.command()

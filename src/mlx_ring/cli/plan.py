@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar, cast
 
@@ -12,9 +13,10 @@ from rich.table import Table
 
 from mlx_ring.cluster.planner.cluster_file import cluster_of, known_machines, known_profile, read_cluster
 from mlx_ring.cluster.planner.model_sizes import WeightFormat, profile_folder
-from mlx_ring.cluster.planner.place import Wish, place
+from mlx_ring.cluster.planner.place import Wish
 from mlx_ring.cluster.planner.plan import AIMS, STRATEGIES, Aim, Plan, Strategy
 from mlx_ring.cluster.planner.profiles import ClusterProfile
+from mlx_ring.cluster.planner.replicas import place_replicas
 from mlx_ring.cluster.planner.stage_tables import Demand
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.model_source import describe_model
@@ -47,6 +49,10 @@ def plan(
         typer.Option(metavar="TOKENS", help=f"Promised context; {_CONTEXT} or what the model takes."),
     ] = None,
     sequences: Annotated[int, typer.Option(metavar="N", help="Sequences at once.")] = 1,
+    replicas: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Instances; as many as give most with the aim throughput, else one."),
+    ] = None,
     kv_bits: Annotated[int, typer.Option(metavar="4|8|16", help="Of the KV cache.")] = 16,
     quantization: Annotated[
         int | None, typer.Option(metavar="BITS", help="Of the weights; as they are stored otherwise.")
@@ -79,11 +85,13 @@ def plan(
     )
     if strategy == "custom" and not wish.proportions and not wish.counts:
         raise PlanError("The strategy custom needs --proportions, as 0.7,0.3, or --layers, as 20,8.")
-    made = place(profile, _cluster(cluster, machine), wish)
+    count = None if replicas is None else _at_least_one("--replicas", replicas)
+    made = place_replicas(profile, _cluster(cluster, machine), wish, count)
     if as_json:
-        print(json.dumps(made.as_json(), indent=1))
+        told = [each.as_json() for each in made]
+        print(json.dumps(told[0] if len(told) == 1 else {"replicas": told}, indent=1))
         return
-    show_plan(made)
+    show_plans(made)
 
 
 def _cluster(file: Path | None, machines: list[str] | None) -> ClusterProfile:
@@ -138,6 +146,17 @@ def _list_machines() -> None:
         "or write them down for --cluster.",
         highlight=False,
     )
+
+
+def show_plans(made: Sequence[Plan]) -> None:
+    """One table for each replica, and what they give together."""
+    for number, each in enumerate(made, start=1):
+        if len(made) > 1:
+            print(f"{chr(10) * (number > 1)}Replica {number} of {len(made)}:")
+        show_plan(each)
+    if len(made) > 1:
+        together = sum(each.prediction.tokens_per_s for each in made)
+        print(f"\n{together:.1f} tokens/s for all {len(made)} replicas together.")
 
 
 def show_plan(made: Plan) -> None:

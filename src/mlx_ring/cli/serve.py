@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +24,17 @@ from mlx_ring.core.machine import listen, node_name
 _VLLM_NAMES = {
     "stages": ("--pipeline-parallel-size", "-pp"),
     "memory_utilization": ("--gpu-memory-utilization",),
+    "replicas": ("--data-parallel-size", "-dp"),
     "prefill_chunk": ("--max-num-batched-tokens",),
 }
-_CHOICES = ("dtype", "strategy", "log_level", "blas", "prefix_cache", "kv_bits")
+_CHOICES = ("dtype", "strategy", "aim", "log_level", "blas", "prefix_cache", "kv_bits")
 _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "host": "ADDRESS",
     "cluster_host": "ADDRESS",
     "strategy": "NAME",
+    "aim": "NAME",
+    "more_models": "NAME,...",
+    "model_memory": "SIZE",
     "memory_utilization": "SHARE",
     "dtype": "TYPE",
     "served_model_name": "NAME,...",
@@ -73,9 +78,19 @@ def setting(name: str) -> Any:
 
 
 def serve(
-    model: Annotated[str | None, typer.Argument(help=Settings.model_fields["model"].description)] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help=f"{Settings.model_fields['model'].description} Several are served side by side.",
+        ),
+    ] = None,
     *,
     config: Annotated[Path | None, _CONFIG] = None,
+    more_models: Annotated[str | None, setting("more_models")] = None,
+    model_memory: Annotated[str | None, setting("model_memory")] = None,
+    replicas: Annotated[str | None, setting("replicas")] = None,
+    aim: Annotated[str | None, setting("aim")] = None,
     stages: Annotated[str | None, setting("stages")] = None,
     nodes: Annotated[str | None, setting("nodes")] = None,
     strategy: Annotated[str | None, setting("strategy")] = None,
@@ -113,12 +128,15 @@ def serve(
     model_load_timeout: Annotated[str | None, setting("model_load_timeout")] = None,
     file_descriptor_limit: Annotated[str | None, setting("file_descriptor_limit")] = None,
 ) -> None:
-    """Serve a model on this machine. Without arguments: the built-in demo, on port 8100.
+    """Serve one model or several. Without arguments: the built-in demo, on port 8100.
 
     Every flag may also be given as MLX_RING_<NAME> in the environment or in .env, or in the file of --config;
     a flag wins over the environment, that over .env, and that over the file.
     """
-    flags = {name: value for name, value in locals().items() if name not in ("config", "prefix_caching")}
+    flags: dict[str, object] = {
+        name: value for name, value in locals().items() if name not in ("config", "prefix_caching", "models")
+    }
+    flags |= _named(models or [], more_models)
     if prefix_caching is not None:
         flags["prefix_cache"] = _one_switch(prefix_cache, "on" if prefix_caching else "off")
     settings = load_settings(flags, config=config)
@@ -132,15 +150,31 @@ def serve(
         from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
 
         log_refused_handshakes()
-    from mlx_ring.engine.served_model import prepare_model  # noqa: PLC0415 - needs none of what follows
+    from mlx_ring.engine.served_model import prepare_models  # noqa: PLC0415 - needs none of what follows
 
-    served = prepare_model(settings)
+    served = prepare_models(settings)
     # The API's libraries take a second to come in: what is wrong above is told before.
     from mlx_ring.cli.startup import Telling  # noqa: PLC0415
     from mlx_ring.node.head import Head  # noqa: PLC0415
 
-    with Telling() as audience:
-        asyncio.run(Head(settings, served, listener, audience).run())
+    async def run() -> None:
+        with Telling() as audience:
+            await Head(settings, served, listener, audience).run()
+
+    asyncio.run(run())
+
+
+def _named(models: Sequence[str], more: str | None) -> dict[str, object]:
+    """The settings that models named without a flag make."""
+    if not models:
+        return {}
+    first, *others = models
+    if others and more is not None:
+        raise ConfigError(
+            f"--more-models is {more}, and {' '.join(others)} was given too; name them in one of both ways."
+        )
+    named: dict[str, object] = {"model": first}
+    return named | ({"more_models": ",".join(others)} if others else {})
 
 
 def _one_switch(given: str | None, switch: str) -> str:

@@ -38,7 +38,8 @@ class Telling:
             console=Console(stderr=True),
             transient=True,
         )
-        self._tasks: dict[int, TaskID] = {}
+        self._tasks: dict[tuple[str, int], TaskID] = {}
+        """By instance and stage."""
 
     def __enter__(self) -> Self:
         return self
@@ -53,22 +54,22 @@ class Telling:
         told = [f"Waiting for {machines}. On each, run the line with an address that it reaches:", *lines]
         print("\n".join(["", *told, ""]), flush=True)
 
-    def planned(self, arrangement: Arrangement) -> None:
+    def planned(self, instance: str, arrangement: Arrangement) -> None:
         """The table of the plan, and bars from now on."""
         if arrangement.plan is not None:
             show_plan(arrangement.plan)
         if self._progress.console.is_terminal:
             self._progress.start()
         for stage in range(len(arrangement.ranges)):
-            self._tasks[stage] = self._progress.add_task(f"stage {stage}", total=None)
+            self._tasks[instance, stage] = self._progress.add_task(f"{instance}, stage {stage}", total=None)
 
-    def loading(self, progress: agent_pb2.StageProgress) -> None:
+    def loading(self, instance: str, progress: agent_pb2.StageProgress) -> None:
         """Move a stage's bar."""
-        task, loaded = self._tasks[progress.stage], progress.progress
+        task, loaded = self._tasks[instance, progress.stage], progress.progress
         if loaded.bytes_total:
             self._progress.update(task, completed=loaded.bytes_loaded, total=loaded.bytes_total)
         if loaded.ready:
-            self._progress.update(task, description=f"stage {progress.stage} ready")
+            self._progress.update(task, description=f"{instance}, stage {progress.stage} ready")
 
     def serving(self, running: Running) -> None:
         """Where it is, and how to ask."""
@@ -93,6 +94,8 @@ def ready_text(running: Running) -> str:
         f"{_megabytes(worker.weight_bytes)} of weights, {_megabytes(worker.rss_bytes)} of memory"
         for worker in instance.workers
     ]
+    if not running.is_first:
+        return "\n".join([*lines, ""])
     body = json.dumps({"messages": [{"role": "user", "content": SAMPLE_QUESTION}]})
     lines += [
         "",

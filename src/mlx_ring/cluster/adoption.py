@@ -25,8 +25,9 @@ class Adoptable:
     """Node and worker of each stage, in order."""
 
 
-def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> Adoptable | None:
-    """The one to go on with; None where there is none."""
+def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> list[Adoptable]:
+    """Those to go on with."""
+    found: list[Adoptable] = []
     by_instance: Mapping[str, list[tuple[str, agent_pb2.WorkerState]]] = defaultdict(list)
     for event in events:
         for state in event.workers:
@@ -41,8 +42,8 @@ def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> Ad
         )
         expected = expect(instance, ranges)
         if [_what(one) for one in expected] == [_what(state.assignment) for state in states]:
-            return Adoptable(instance, ranges, tuple(workers))
-    return None
+            found.append(Adoptable(instance, ranges, tuple(workers)))
+    return found
 
 
 def highest_epoch(events: Iterable[agent_pb2.AgentEvent]) -> int:

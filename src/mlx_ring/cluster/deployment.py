@@ -30,6 +30,8 @@ class Site:
     """Where other nodes reach it, by their id; "" is for the head and for everyone else."""
     source: Source
     """Where its workers find the model."""
+    reserve_share: float = 0.1
+    """Of its memory, what is kept free."""
 
     def host_for(self, node: str) -> str:
         return self.hosts.get(node) or self.hosts.get("", "")

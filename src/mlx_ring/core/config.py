@@ -104,6 +104,20 @@ class Settings(BaseSettings):
     served_model_name: Names = Field(
         (), description="The name that clients see, and others that they may use; the model's own otherwise."
     )
+    more_models: Names = Field((), description="Other models to serve beside the first, named alike.")
+    model_memory: Annotated[Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)] = (
+        Field(
+            None,
+            description="Memory that the weights of all loaded models may take, such as 20GB; the one not asked for longest makes way.",
+        )
+    )
+    replicas: Annotated[int | None, Field(ge=1, le=8)] = Field(
+        None,
+        description="Instances of each model; one, or with --aim throughput as many as give most.",
+    )
+    aim: Literal["latency", "throughput"] = Field(
+        "latency", description="What plans make best: a single stream's speed, or that of many together."
+    )
     stages: Annotated[int, Field(ge=1, le=1024)] = Field(
         1, description="Worker processes to split the layers over."
     )
@@ -334,7 +348,9 @@ def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 def allowed_values(field: FieldInfo) -> str:
     """What a field takes, in words: "a whole number from 0 to 65535"."""
-    if field in (Settings.model_fields["kv_cache_memory"], Settings.model_fields["weights_limit"]):
+    if field in [
+        Settings.model_fields[name] for name in ("kv_cache_memory", "weights_limit", "model_memory")
+    ]:
         return "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
     kind, constraints = _unwrap(field.annotation, list(field.metadata))
     if get_origin(kind) is Literal:

@@ -18,6 +18,7 @@
     │   ├── Refused                foreign Host or Origin
     │   ├── Unauthenticated        no API key, or a wrong one
     │   ├── BodyTooLarge
+    │   ├── Conflict               it would undo what is going on
     │   └── Overloaded             `retry_after_s` says when to try again
     └── ServingError               the service's own trouble
         ├── WorkerLost             a worker died or its channel broke
@@ -112,6 +113,10 @@ class Refused(RequestError):
 
 class Unauthenticated(RequestError):
     """The request has no API key, or one that the server does not know."""
+
+
+class Conflict(RequestError):
+    """What is asked for would undo what is going on."""
 
 
 class BodyTooLarge(RequestError):

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 
@@ -29,6 +29,7 @@ from mlx_ring.engine.answer_text import AnswerText, Reading
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.executor import Executor, RankId
 from mlx_ring.engine.policy import Policy, RankKv
+from mlx_ring.engine.router import Burden
 from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
 from mlx_ring.engine.stats import EngineStats, Unanswered
@@ -77,6 +78,7 @@ class Engine:
         self._policy = policy
         self._clock = clock
         self._scheduler = Scheduler(executor.ranks, instance=instance, epoch=epoch, policy=policy, kv=kv)
+        self._model_limits = limits
         self._limits = limits.within(self._scheduler.capacity_tokens)
         self._live: dict[int, _Live] = {}
         self._sequence_ids = count(1)
@@ -281,6 +283,26 @@ class Engine:
     def error(self) -> RingError | None:
         """Why nothing is answered any more; None while requests are."""
         return self._ended
+
+    def limit_kv(self, limits: Mapping[RankId, int]) -> None:
+        """Give the KV of each rank so many bytes from now on.
+
+        What is kept makes way, requests under way go on, and the context shrinks where it has to.
+        """
+        self._scheduler.limit_kv(limits)
+        self._limits = self._model_limits.within(self._scheduler.capacity_tokens)
+        self._executor.limit_kv(self._scheduler.kv_limits)
+        self._send_steps(self._clock())
+
+    def burden(self, prompts: Iterable[tuple[int, ...]]) -> Burden:
+        """What is under way, and what prompts would cost here."""
+        shared = max((self._scheduler.shared_tokens(prompt) for prompt in prompts), default=0)
+        return Burden(
+            is_open=self._ended is None,
+            sequences=self._scheduler.num_open,
+            tokens_to_read=self._scheduler.tokens_to_read,
+            shared_tokens=shared,
+        )
 
     def oldest_unanswered(self) -> Unanswered | None:
         """The rank that has owed an answer longest: what the health check compares with its deadline."""

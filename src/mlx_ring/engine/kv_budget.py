@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.policy import RankKv
@@ -107,6 +107,22 @@ class KvBudget:
     def limits(self) -> Mapping[RankId, int]:
         """Bytes, by rank."""
         return {place: rank.limit_bytes for place, rank in self._ranks.items()}
+
+    def limit(self, limits: Mapping[RankId, int], longest: int) -> None:
+        """New limits, in bytes; one sequence of `longest` tokens fits whatever they are."""
+        for place, nbytes in limits.items():
+            rank = self._ranks[place]
+            self._ranks[place] = replace(
+                rank, limit_bytes=max(nbytes, self._bytes(rank, _blocks(longest), 1))
+            )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more is accounted for than some rank may hold, what is being freed apart."""
+        return any(
+            self._bytes(rank, self._total_blocks, len(self._blocks)) > rank.limit_bytes
+            for rank in self._ranks.values()
+        )
 
     @property
     def is_over_as_held(self) -> bool:

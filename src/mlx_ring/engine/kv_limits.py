@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.engine.executor import RankId
@@ -21,34 +21,52 @@ Place = tuple[str, RankId]
 
 
 def rank_limits(
-    workers: Mapping[Place, worker_pb2.WorkerStatus], given_bytes: int | None
-) -> dict[RankId, RankKv]:
-    """Each rank's budget, once every worker has loaded.
+    instances: Mapping[str, Mapping[Place, worker_pb2.WorkerStatus]],
+    given_bytes: int | None,
+    reserve_shares: Mapping[str, float],
+) -> dict[str, dict[RankId, RankKv]]:
+    """Each rank's budget, by instance: what a node has left for KV is shared out among all ranks on it.
 
     Args:
-        workers: what each says of its KV and of its device's memory, which workers of one node share.
+        instances: what each worker says of its KV and of its device's memory; the one that has spoken last comes last.
         given_bytes: `--kv-cache-memory`, for each worker; else what is left is shared out.
+        reserve_shares: by node, of its memory, where it is not `RESERVE_SHARE`.
     """
-    on_node = Counter(node for node, _ in workers)
-    held = Counter[str]()
-    for (node, _), status in workers.items():
-        held[node] += status.device_memory_bytes
-    limits: dict[RankId, RankKv] = {}
-    for (node, rank), status in workers.items():
-        reserve = max(RESERVE_BYTES, int(status.memory_bytes * RESERVE_SHARE))
-        # A worker knows what it holds of a GPU's memory, and not what the others do.
-        others = held[node] - status.device_memory_bytes if status.device == "gpu" else 0
-        left = max(0, status.memory_left_bytes - others - reserve) // on_node[node]
-        traits = status.kv
-        limits[rank] = RankKv(
-            limit_bytes=left if given_bytes is None else given_bytes,
-            bytes_per_token=traits.bytes_per_token,
-            bytes_per_sequence=traits.bytes_per_sequence,
-            recurrent=traits.recurrent,
-            slack=traits.slack,
-            exact_length=traits.exact_length,
-        )
-    return limits
+    every = [(node, status) for workers in instances.values() for (node, _), status in workers.items()]
+    on_node = Counter(node for node, _ in every)
+    rooms = {
+        node: _room([status for at, status in every if at == node], reserve_shares.get(node, RESERVE_SHARE))
+        for node in on_node
+    }
+    return {
+        instance: {
+            rank: _rank_kv(status, rooms[node] // on_node[node] if given_bytes is None else given_bytes)
+            for (node, rank), status in workers.items()
+        }
+        for instance, workers in instances.items()
+    }
+
+
+def _room(statuses: Sequence[worker_pb2.WorkerStatus], reserve_share: float) -> int:
+    """What a node's workers may hold of KV together, as the last of them found its memory."""
+    last = statuses[-1]
+    reserve = max(RESERVE_BYTES, int(last.memory_bytes * reserve_share))
+    # A worker knows what it holds of a GPU's memory, and not what the others do.
+    others = sum(status.device_memory_bytes for status in statuses[:-1]) if last.device == "gpu" else 0
+    held = sum(status.kv_bytes for status in statuses)
+    return max(0, last.memory_left_bytes - others + held - reserve)
+
+
+def _rank_kv(status: worker_pb2.WorkerStatus, limit_bytes: int) -> RankKv:
+    traits = status.kv
+    return RankKv(
+        limit_bytes=limit_bytes,
+        bytes_per_token=traits.bytes_per_token,
+        bytes_per_sequence=traits.bytes_per_sequence,
+        recurrent=traits.recurrent,
+        slack=traits.slack,
+        exact_length=traits.exact_length,
+    )
 
 
 def fitting_context(limits: Mapping[RankId, RankKv], wanted: int, *, insisted: bool) -> int:

@@ -75,6 +75,12 @@ class KvPlan:
             self.budget.release(sequence, self._next_step)
         self.held.clear()
 
+    def limit(self, limits: Mapping[RankId, int], longest: int) -> None:
+        """New limits; what is kept makes way for them. One sequence of `longest` tokens fits whatever they are."""
+        self.budget.limit(limits, longest)
+        while self.budget.is_over and self._evict(None):
+            pass
+
     # ---- a sequence comes
 
     def admit(self, sequence: Sequence, running: Mapping[int, Sequence]) -> bool:
@@ -157,17 +163,20 @@ class KvPlan:
         match = self._find(sequence, running).match
         return match.length if match is not None else 0
 
+    def shared(self, tokens: tuple[int, ...], running: Mapping[int, Sequence]) -> int:
+        """How much of a prompt need not be computed if it came now, in tokens."""
+        if not self._enabled:
+            return 0
+        match = self._cache.find(tokens, _extents(running)).match
+        return 0 if match is None else match.length
+
     def _find(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Found:
         if not self._enabled or sequence.request.prompt_logprobs is not None or sequence.id in self.held:
             return _NOTHING
         # Where caches forget, what others have computed meanwhile counts too, and not only what is noted of them.
         now = (self._cache.version, sequence.length)
         if sequence.found is None or sequence.found[:2] != now or self._cache.forgets:
-            extents = {
-                other.id: Extent(other.scheduled, other.reached)
-                for other in running.values()
-                if other.id != sequence.id
-            }
+            extents = _extents(running, besides=sequence.id)
             sequence.found = (*now, self._cache.find(tuple(sequence.tokens), extents))
         return sequence.found[2]
 
@@ -305,3 +314,12 @@ class KvPlan:
             evictions=cache.evictions,
             ranks=self.budget.use(),
         )
+
+
+def _extents(running: Mapping[int, Sequence], *, besides: int | None = None) -> dict[int, Extent]:
+    """What running sequences hold, one of them apart."""
+    return {
+        sequence.id: Extent(sequence.scheduled, sequence.reached)
+        for sequence in running.values()
+        if sequence.id != besides
+    }

@@ -110,6 +110,26 @@ class Scheduler:
         """Bytes of KV that each rank may hold; empty without limits."""
         return self._kv.budget.limits
 
+    def limit_kv(self, limits: Mapping[RankId, int]) -> None:
+        """New limits of each rank's KV, in bytes; what there is already goes on, one sequence at a time if need be."""
+        sequences = [*self._running.values(), *self._waiting.values()]
+        self._kv.limit(limits, max((sequence.max_length for sequence in sequences), default=0))
+
+    def shared_tokens(self, tokens: tuple[int, ...]) -> int:
+        """Tokens of a prompt that need not be computed if it came now."""
+        return self._kv.shared(tokens, self._running)
+
+    @property
+    def tokens_to_read(self) -> int:
+        """Of prompts that have come, what is still to be computed."""
+        sequences = [*self._running.values(), *self._waiting.values()]
+        return sum(max(0, sequence.fill_to - sequence.scheduled) for sequence in sequences)
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that run or wait."""
+        return len(self._running) + len(self._waiting)
+
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at the end of the line."""
         self._waiting[sequence.id] = sequence

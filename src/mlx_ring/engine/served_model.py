@@ -40,8 +40,12 @@ class ServedModel:
         return self.local.folder
 
 
-def prepare_model(settings: Settings) -> ServedModel:
+def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     """Find and check the model, and load its tokenizer. May fetch it, and take minutes for that.
+
+    Args:
+        settings: name it.
+        insists: whether a context longer than the model's is refused; else its own counts.
 
     Raises:
         ModelError, PlanError, ConfigError: it cannot be served as asked.
@@ -49,11 +53,30 @@ def prepare_model(settings: Settings) -> ServedModel:
     local = find_model(settings.model)
     folder = local.folder
     require_cuttable(folder, settings.stages)
-    check_memory(local.name, memory_for_weights(folder, settings.dtype))
+    if settings.nodes == 1:
+        check_memory(local.name, memory_for_weights(folder, settings.dtype))
     tokenizer = _load_tokenizer(folder)
     eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)
-    limits = Limits(_context_length(folder, settings.max_model_len), folder.vocab_size, eos)
+    limits = Limits(_context_length(folder, settings.max_model_len, insists=insists), folder.vocab_size, eos)
     return ServedModel(local, tokenizer, limits, settings.served_model_name or (local.name,))
+
+
+def prepare_models(settings: Settings) -> list[tuple[Settings, ServedModel]]:
+    """Each model that is named, with the settings that hold for it.
+
+    Raises:
+        ModelError, PlanError, ConfigError: one of them cannot be served as asked.
+    """
+    prepared = [(settings, prepare_model(settings))]
+    for name in settings.more_models:
+        own = settings.model_copy(update={"model": name, "served_model_name": ()})
+        served = prepare_model(own, insists=False)
+        if any(served.names[0] in other.names for _, other in prepared):
+            raise ConfigError(
+                f"The model {served.names[0]} was named twice; --replicas loads one several times."
+            )
+        prepared.append((own, served))
+    return prepared
 
 
 def describe_model(folder: ModelFolder) -> Mapping[str, object]:
@@ -105,8 +128,10 @@ def _count_parameters(folder: ModelFolder) -> int:
     return total
 
 
-def _context_length(folder: ModelFolder, asked: int | None) -> int:
+def _context_length(folder: ModelFolder, asked: int | None, *, insists: bool) -> int:
     if asked is not None and asked > folder.context_length:
+        if not insists:
+            return folder.context_length
         raise ConfigError(
             f"--max-model-len is {asked}; {folder.path.name} reaches {folder.context_length} tokens at most."
         )

@@ -1,7 +1,6 @@
 """One run of a head.
 
-A head listens first, so that a busy port costs no loading; then it starts its machine's agent,
-and one instance of the model after another: what is lost is loaded again on what is there then.
+A head listens first, so that a busy port costs no loading; then it starts its machine's agent, and loads its models.
 Whatever way it ends, its own agent and workers end with it.
 """
 
@@ -13,7 +12,7 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,51 +23,39 @@ from mlx_ring.cluster.discovery import announcing
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import manifests_folder
 from mlx_ring.core.config import Settings, state_folder
-from mlx_ring.core.errors import RingError
 from mlx_ring.core.head_announcement import HeadAnnouncement
-from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.core.model_digests import manifest_of_folder
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
-from mlx_ring.node.arrangement import Arrangement
+from mlx_ring.node.catalog import Catalog
 from mlx_ring.node.http import HttpServer, end_http, http_config, local_url
-from mlx_ring.node.instance import Epoch, Instance
 from mlx_ring.node.machines import Cluster, Here, Machines
-from mlx_ring.node.service import FIRST_EPOCH, HeadService
+from mlx_ring.node.replica import Watcher
 from mlx_ring.rpc.hello import package_version
-from mlx_ring.rpc.protos import agent_pb2
 
 log = logging.getLogger(__name__)
 
 _TOKEN_LIFE_S = 24 * 3600.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-"""Between an instance's loss and the next attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What there is to tell once a head serves."""
+    """What there is to tell once an instance serves."""
 
     url: str
     served: ServedModel
     instance: InstanceInfo
     load_s: float
+    is_first: bool
+    """Of all."""
 
 
-class Audience(Protocol):
+class Audience(Watcher, Protocol):
     """Who is told how a head comes up."""
 
     def joining(self, address: HeadAddress, token: str, missing: int) -> None:
         """So many machines are waited for; each can join at this port with this token."""
-        ...
-
-    def planned(self, arrangement: Arrangement) -> None:
-        """Which stage goes where."""
-        ...
-
-    def loading(self, progress: agent_pb2.StageProgress) -> None:
-        """How far a worker has loaded."""
         ...
 
     def serving(self, running: Running) -> None:
@@ -80,13 +67,25 @@ class Head:
     """One run of `mlx-ring serve`."""
 
     def __init__(
-        self, settings: Settings, served: ServedModel, listener: socket.socket, audience: Audience
+        self,
+        settings: Settings,
+        served: Sequence[tuple[Settings, ServedModel]],
+        listener: socket.socket,
+        audience: Audience,
     ) -> None:
+        """To be made in the event loop.
+
+        Args:
+            settings: what was asked for.
+            served: the models, each with the settings that hold for it.
+            listener: for HTTP.
+            audience: told how it comes up.
+        """
         self._settings = settings
-        self._served = served
         self._listener = listener
         self._audience = audience
-        self._service = HeadService(served, kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits))
+        self._has_told = False
+        self._catalog = Catalog(settings, served, audience, self._tell)
         self._weights = WeightsFront(node_name(), None)
         self._stop = asyncio.Event()
 
@@ -94,25 +93,35 @@ class Head:
         """Load, serve, and return after Ctrl-C, SIGTERM or a hang-up.
 
         Raises:
-            RingError: the model could not be loaded at first.
+            RingError: the first model could not be loaded.
         """
         raise_descriptor_limit(self._settings.file_descriptor_limit)
         with end_signals(self._stop):
             async with contextlib.AsyncExitStack() as cleanup:
-                server = HttpServer(http_config(self._service, self._settings))
+                server = HttpServer(http_config(self._catalog, self._settings))
                 serving = asyncio.create_task(server.serve([self._listener]), name="http")
                 cleanup.push_async_callback(end_http, server, serving)
                 machines = await self._machines(cleanup)
+                cleanup.push_async_callback(self._catalog.end)
                 work = asyncio.create_task(self._keep_serving(machines))
                 await _first_of(asyncio.create_task(self._stop.wait()), serving, work)
                 log.info("stopping")
 
+    async def _keep_serving(self, machines: Machines) -> None:
+        await self._catalog.begin(machines)
+        await self._catalog.crashed
+
+    def _tell(self, served: ServedModel, instance: InstanceInfo, load_s: float) -> None:
+        host, port = self._listener.getsockname()[:2]
+        is_first, self._has_told = not self._has_told, True
+        self._audience.serving(Running(local_url(host, port), served, instance, load_s, is_first))
+
     async def _machines(self, cleanup: contextlib.AsyncExitStack) -> Machines:
         """The head's own, or those of a cluster, whose ports open now."""
-        settings = self._settings
+        settings, declared = self._settings, self._catalog.declared
         if settings.nodes == 1:
             run_dir = cleanup.enter_context(make_run_folder(settings.run_dir))
-            here = Here(settings, self._served, run_dir)
+            here = Here(settings, run_dir, settings.stages * (settings.replicas or 1) * len(declared))
             cleanup.push_async_callback(here.stop)
             return here
         address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)
@@ -124,14 +133,14 @@ class Head:
                 node_name(), control.node, package_version("mlx-ring"), control.fingerprint.hex()[:16]
             )
             await cleanup.enter_async_context(announcing(told, address.port))
-        cluster = Cluster(settings, self._served, control, address, self._offered_manifest)
+        cluster = Cluster(settings, declared, control, address, self._offered_manifest)
         cleanup.push_async_callback(cluster.stop)
         self._audience.joining(address, control.make_token(life_s=_TOKEN_LIFE_S), settings.nodes - 1)
         return cluster
 
-    async def _offered_manifest(self) -> WeightsManifest:
-        """The model's, made by reading it once; from now on nodes can fetch it here."""
-        folder = self._served.folder
+    async def _offered_manifest(self, served: ServedModel) -> WeightsManifest:
+        """A model's, made by reading it once; from now on nodes can fetch it here."""
+        folder = served.folder
         log.info("reading %s, so that other machines can check what they fetch", folder.path)
         manifest = await asyncio.to_thread(
             manifest_of_folder,
@@ -141,39 +150,6 @@ class Head:
         )
         self._weights.offer(folder.path, manifest)
         return manifest
-
-    async def _keep_serving(self, machines: Machines) -> None:
-        """One instance after the other: what is lost is loaded again on what is there then."""
-        nodes, number, pause_s = self._settings.nodes, FIRST_EPOCH, _FIRST_PAUSE_S
-        has_served = False
-        while True:
-            try:
-                epoch = await machines.next_epoch(number, nodes)
-                set_log_epoch(epoch.number)
-                number = epoch.number + 1
-                await self._run(epoch, machines)
-                # It has served: from now on with whoever is there.
-                has_served, nodes, pause_s = True, 1, _FIRST_PAUSE_S
-            except RingError as error:
-                if not has_served:
-                    raise
-                self._service.lose(error)
-                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-            log.warning("loading the model again in %g s", pause_s)
-            await asyncio.sleep(pause_s)
-
-    async def _run(self, epoch: Epoch, machines: Machines) -> None:
-        self._service.begin(epoch.instance, epoch.number, epoch.arrangement.ranges)
-        self._audience.planned(epoch.arrangement)
-        instance = Instance(self._settings, self._served, self._service, epoch, self._audience.loading)
-
-        def ready(load_s: float) -> None:
-            host, port = self._listener.getsockname()[:2]
-            told = Running(local_url(host, port), self._served, self._service.instance(), load_s)
-            self._audience.serving(told)
-
-        with machines.watching(instance.heed_loss):
-            await instance.run(ready)
 
 
 async def _first_of(*tasks: asyncio.Task[Any]) -> None:

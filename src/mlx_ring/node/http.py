@@ -9,7 +9,7 @@ from collections.abc import Generator
 import uvicorn
 
 from mlx_ring.api.app import build_app
-from mlx_ring.api.service import ModelService
+from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.config import Settings, api_keys
 
@@ -33,10 +33,10 @@ def local_url(host: str, port: int) -> str:
     return f"http://{local}:{port}"
 
 
-def http_config(service: ModelService, settings: Settings) -> uvicorn.Config:
+def http_config(catalog: ModelCatalog, settings: Settings) -> uvicorn.Config:
     """What is served, and to whom."""
     app = build_app(
-        service,
+        catalog,
         ApiSettings(
             host=settings.host,
             allowed_hosts=settings.allowed_hosts,

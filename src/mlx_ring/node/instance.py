@@ -20,11 +20,12 @@ from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.grpc_executor import GrpcExecutor, RankAddress
-from mlx_ring.engine.kv_limits import Place, fitting_context, rank_limits
+from mlx_ring.engine.kv_limits import Place, fitting_context
 from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.arrangement import Arrangement
-from mlx_ring.node.service import HeadService
+from mlx_ring.node.instance_service import InstanceService
+from mlx_ring.node.kv_shares import KvShares
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
@@ -57,9 +58,16 @@ class Instance:
     """Runs one epoch."""
 
     def __init__(
-        self, settings: Settings, served: ServedModel, service: HeadService, epoch: Epoch, report: Report
+        self,
+        settings: Settings,
+        served: ServedModel,
+        service: InstanceService,
+        epoch: Epoch,
+        report: Report,
+        shares: KvShares,
     ) -> None:
         self._settings = settings
+        self._shares = shares
         self._served = served
         self._service = service
         self._epoch = epoch
@@ -94,6 +102,7 @@ class Instance:
         )
         hello = _head_hello(assignments[0], epoch.node)
         async with contextlib.AsyncExitStack() as cleanup:
+            cleanup.callback(self._shares.leave, epoch.instance)
             cleanup.push_async_callback(self._stop_workers)
             places = epoch.loaded or await deploy(epoch.arrangement.sites, assignments, hello, self._report)
             executor = await GrpcExecutor.connect(
@@ -133,6 +142,7 @@ class Instance:
         try:
             async for event in _in_time(site.link.watch(hello)):
                 self._service.hear(event)
+                self._shares.hear(event)
                 workers = watched.hear(event)
                 if workers is not None and not first_words.done():
                     first_words.set_result(workers)
@@ -155,7 +165,9 @@ class Instance:
         self, executor: GrpcExecutor, workers: Mapping[Place, worker_pb2.WorkerStatus]
     ) -> Engine:
         """The engine for what the workers say of their memory."""
-        kv = rank_limits(workers, self._settings.kv_cache_memory)
+        instance = self._epoch.instance
+        reserve_shares = {site.node: site.reserve_share for site in self._epoch.arrangement.nodes}
+        kv = self._shares.join(instance, workers, reserve_shares)
         limits = self._served.limits
         insisted = self._settings.max_model_len is not None
         context = fitting_context(kv, limits.context_length, insisted=insisted)
@@ -165,16 +177,18 @@ class Instance:
                 context,
                 limits.context_length,
             )
-        return Engine(
+        engine = Engine(
             executor,
             Vocabulary.of(self._served.tokenizer),
             limits.within(context),
-            instance=self._epoch.instance,
+            instance=instance,
             epoch=self._epoch.number,
             policy=policy_of(self._settings),
             kv=kv,
             on_lost=lambda error: self.lose(error, explains=False),
         )
+        self._shares.attach(instance, engine)
+        return engine
 
     async def _stop_workers(self) -> None:
         """On every node that can be reached: whoever is gone has none any more, or ends them when it comes back."""

@@ -7,8 +7,10 @@ import contextlib
 import logging
 import secrets
 import subprocess
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -19,14 +21,22 @@ from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of
 from mlx_ring.cluster.head_member import ensure_head_member
 from mlx_ring.cluster.local_agent import LocalAgent
-from mlx_ring.cluster.membership import Event, Went
+from mlx_ring.cluster.membership import Event, Membership, Went
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.config import Settings, state_folder
 from mlx_ring.core.machine import node_name, share_cores
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
-from mlx_ring.node.arrangement import Arrangement, arrange_cluster, arrange_here, cluster_sites
+from mlx_ring.node.arrangement import (
+    Arrangement,
+    Order,
+    arrange_cluster,
+    arrange_here,
+    cluster_sites,
+    plan_of_cut,
+    plan_replicas,
+)
 from mlx_ring.node.instance import Epoch, assign
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
@@ -40,11 +50,33 @@ HeedLoss = Callable[[str, str], None]
 """A node is gone, and why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A model to be served, with the settings that hold for it."""
+
+    served: ServedModel
+    settings: Settings
+
+
 class Machines(Protocol):
     """What a head asks of them."""
 
-    async def next_epoch(self, number: int, nodes: int) -> Epoch:
-        """Where the model goes now, once so many nodes are there; `number` at least."""
+    async def territories(
+        self, declared: Declared, taken: Mapping[str, int]
+    ) -> Sequence[frozenset[str] | None]:
+        """Which nodes each replica of a model is to have; None: any.
+
+        Raises:
+            PlanError: there is no room for it.
+        """
+        ...
+
+    async def next_epoch(self, order: Order) -> Epoch:
+        """Where an instance goes now.
+
+        Raises:
+            PlanError: there is no room for it.
+        """
         ...
 
     def watching(self, heed_loss: HeedLoss) -> AbstractContextManager[None]:
@@ -55,33 +87,45 @@ class Machines(Protocol):
 class Here:
     """One machine alone. Its agent is a child, which ends with the head; another is started whenever it has ended."""
 
-    def __init__(self, settings: Settings, served: ServedModel, run_dir: Path) -> None:
+    def __init__(self, settings: Settings, run_dir: Path, workers: int) -> None:
+        """`workers` are expected to share the cores."""
         self._settings = settings
-        self._served = served
         self._run_dir = run_dir
+        self._workers = workers
         self._agent: LocalAgent | None = None
         self._serial = count()
+        self._starting = asyncio.Lock()
 
-    async def next_epoch(self, number: int, nodes: int) -> Epoch:
-        del nodes
+    async def territories(
+        self, declared: Declared, taken: Mapping[str, int]
+    ) -> Sequence[frozenset[str] | None]:
+        """All of them are here, and may be."""
+        del taken
+        return [None] * (declared.settings.replicas or 1)
+
+    async def next_epoch(self, order: Order) -> Epoch:
         agent = await self._alive()
-        source = Source(str(self._served.folder.path))
-        site = Site(node_name(), agent.link, is_local=True, hosts={}, source=source)
-        arrangement = arrange_here(self._settings, self._served, site)
-        return Epoch(new_instance(self._served), number, arrangement, node_name())
+        source = Source(str(order.served.folder.path))
+        reserve_share = 1.0 - self._settings.memory_utilization
+        site = Site(
+            node_name(), agent.link, is_local=True, hosts={}, source=source, reserve_share=reserve_share
+        )
+        arrangement = arrange_here(order.settings, order.served, site)
+        return Epoch(new_instance(order.served), order.number, arrangement, node_name())
 
     async def _alive(self) -> LocalAgent:
-        if self._agent is None or self._agent.exit_reason:
-            await self.stop()
-            run_dir = self._run_dir / f"a{next(self._serial)}"
-            run_dir.mkdir()
-            self._agent = await LocalAgent.start(
-                self._settings,
-                node=node_name(),
-                run_dir=run_dir,
-                blas_threads=self._settings.blas_threads or share_cores(self._settings.stages),
-            )
-        return self._agent
+        async with self._starting:
+            if self._agent is None or self._agent.exit_reason:
+                await self.stop()
+                run_dir = self._run_dir / f"a{next(self._serial)}"
+                run_dir.mkdir()
+                self._agent = await LocalAgent.start(
+                    self._settings,
+                    node=node_name(),
+                    run_dir=run_dir,
+                    blas_threads=self._settings.blas_threads or share_cores(self._workers),
+                )
+            return self._agent
 
     async def stop(self) -> None:
         """End the agent, with every worker."""
@@ -101,75 +145,129 @@ class Cluster:
     def __init__(
         self,
         settings: Settings,
-        served: ServedModel,
+        declared: Sequence[Declared],
         control: Control,
         address: HeadAddress,
-        offer: Callable[[], Awaitable[WeightsManifest]],
+        offer: Callable[[ServedModel], Awaitable[WeightsManifest]],
     ) -> None:
-        """`offer` makes the model's weights available to other machines."""
+        """Nobody is asked before the first order.
+
+        Args:
+            settings: the head's.
+            declared: the models that it begins with.
+            control: its ports.
+            address: of them.
+            offer: makes a model's weights available to other machines.
+        """
         self._settings = settings
-        self._served = served
+        self._declared = declared
         self._control = control
         self._address = address
         self._offer = offer
+        self._one_at_a_time = asyncio.Lock()
         self._is_first = True
+        self._left: dict[str, list[Adoptable]] = {}
+        """What an earlier head left loaded, by model."""
+        self._highest_epoch = 0
         self._own_agent: subprocess.Popen[bytes] | None = None
 
-    async def next_epoch(self, number: int, nodes: int) -> Epoch:
+    async def territories(
+        self, declared: Declared, taken: Mapping[str, int]
+    ) -> Sequence[frozenset[str] | None]:
+        membership = await self._attending(declared.settings.nodes)
+        sites = cluster_sites(self._control, membership, self._address.port)
+        try:
+            await self._look_once(sites)
+        finally:
+            await _close(sites)
+        left = self._left.get(declared.served.names[0], [])
+        if left:
+            return [frozenset(node for node, _ in found.workers) for found in left]
+        if declared.settings.replicas == 1 or (
+            declared.settings.replicas is None and declared.settings.aim == "latency"
+        ):
+            return [None]
+        plans = await asyncio.to_thread(
+            plan_replicas, declared.settings, declared.served, self._control, membership, taken
+        )
+        return [frozenset(stage.node for stage in plan.stages) for plan in plans]
+
+    async def _attending(self, nodes: int) -> Membership:
+        """So many, this one included, whose agent is started where it does not run."""
         control = self._control
         own_host = "127.0.0.1" if self._address.host in ("::", "0.0.0.0") else self._address.host  # noqa: S104 - as bound
-        started = ensure_head_member(
-            self._settings,
-            state_folder(self._settings),
-            control.node,
-            HeadAddress(own_host, self._address.port),
-        )
-        self._own_agent = started or self._own_agent
-        membership = await control.wait_for(nodes, including=control.node)
-        sites = cluster_sites(self._served, control, membership, self._address.port)
-        try:
-            events = await self._look(sites)
-            number = max(number, highest_epoch(events) + 1)
-            found = find_adoptable(events, self._expect) if self._is_first else None
-            await self._stop_others(sites, events, found)
-            self._is_first = False
-            if found is not None:
-                return self._adopted(found, sites, number)
-            arrangement = await arrange_cluster(
-                self._settings, self._served, control, membership, sites, self._offer
+        async with self._one_at_a_time:
+            started = ensure_head_member(
+                self._settings,
+                state_folder(self._settings),
+                control.node,
+                HeadAddress(own_host, self._address.port),
             )
+            self._own_agent = started or self._own_agent
+        return await control.wait_for(nodes, including=control.node)
+
+    async def next_epoch(self, order: Order) -> Epoch:
+        membership = await self._attending(order.nodes)
+        sites = cluster_sites(
+            self._control, membership, self._address.port, path=str(order.served.folder.path)
+        )
+        try:
+            await self._look_once(sites)
+            number = max(order.number, self._highest_epoch + 1)
+            left = self._left.get(order.served.names[0], [])
+            if left:
+                return self._adopted(left.pop(0), order, membership, sites, number)
+            arrangement = await arrange_cluster(order, self._control, membership, sites, self._offer)
         except BaseException:
             await _close(sites)
             raise
         used = {site.node for site in arrangement.nodes}
         await _close([site for site in sites if site.node not in used])
-        return Epoch(new_instance(self._served), number, arrangement, control.node, trust=control.credentials)
+        return Epoch(
+            new_instance(order.served),
+            number,
+            arrangement,
+            self._control.node,
+            trust=self._control.credentials,
+        )
 
-    async def _look(self, sites: Sequence[Site]) -> list[agent_pb2.AgentEvent]:
-        """How all of them stand."""
-        hello = make_hello(node=self._control.node)
-        found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in sites))
-        return [event for event in found if event is not None]
+    async def _look_once(self, sites: Sequence[Site]) -> None:
+        """See what earlier heads left, and end what nobody wants of it."""
+        async with self._one_at_a_time:
+            if not self._is_first:
+                return
+            hello = make_hello(node=self._control.node)
+            found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in sites))
+            events = [event for event in found if event is not None]
+            self._highest_epoch = highest_epoch(events)
+            for declared in self._declared:
+                most = declared.settings.replicas or len(sites)
+                adoptable = find_adoptable(events, partial(_expect, declared))
+                self._left[declared.served.names[0]] = adoptable[:most]
+            await self._stop_others(sites, events)
+            self._is_first = False
 
-    def _expect(self, instance: str, ranges: Sequence[LayerRange]) -> Sequence[worker_pb2.StageAssignment]:
-        return assign(self._settings, self._served, instance, 0, ranges)
-
-    async def _stop_others(
-        self, sites: Sequence[Site], events: Sequence[agent_pb2.AgentEvent], found: Adoptable | None
-    ) -> None:
+    async def _stop_others(self, sites: Sequence[Site], events: Sequence[agent_pb2.AgentEvent]) -> None:
         """What earlier heads left and nobody wants."""
         by_node = {site.node: site for site in sites}
-        left = {
+        wanted = {found.instance for of_model in self._left.values() for found in of_model}
+        unwanted = {
             (event.hello.node, state.instance)
             for event in events
             for state in event.workers
-            if found is None or state.instance != found.instance
+            if state.instance not in wanted
         }
         await asyncio.gather(
-            *(by_node[node].link.stop(instance, _STOP_WAIT_S) for node, instance in left if node in by_node)
+            *(
+                by_node[node].link.stop(instance, _STOP_WAIT_S)
+                for node, instance in unwanted
+                if node in by_node
+            )
         )
 
-    def _adopted(self, found: Adoptable, sites: Sequence[Site], number: int) -> Epoch:
+    def _adopted(
+        self, found: Adoptable, order: Order, membership: Membership, sites: Sequence[Site], number: int
+    ) -> Epoch:
         by_node = {site.node: site for site in sites}
         log.info("going on with the workers of %s, which are loaded", found.instance)
         places = [
@@ -180,7 +278,11 @@ class Cluster:
             )
             for node, state in found.workers
         ]
-        arrangement = Arrangement(found.ranges, tuple(by_node[node] for node, _ in found.workers), None)
+        arrangement = Arrangement(
+            found.ranges,
+            tuple(by_node[node] for node, _ in found.workers),
+            plan_of_cut(order, self._control, membership, found),
+        )
         return Epoch(
             found.instance,
             number,
@@ -194,7 +296,7 @@ class Cluster:
         """End this machine's agent; those of others stay, without workers."""
         membership = self._control.membership
         if self._control.node in membership.members:
-            sites = cluster_sites(self._served, self._control, membership, self._address.port)
+            sites = cluster_sites(self._control, membership, self._address.port)
             await asyncio.gather(*(site.link.end(_STOP_WAIT_S) for site in sites if site.is_local))
             await _close(sites)
         elif self._own_agent is not None:
@@ -212,6 +314,12 @@ class Cluster:
 
         with self._control.watching(heed):
             yield
+
+
+def _expect(
+    declared: Declared, instance: str, ranges: Sequence[LayerRange]
+) -> Sequence[worker_pb2.StageAssignment]:
+    return assign(declared.settings, declared.served, instance, 0, ranges)
 
 
 def new_instance(served: ServedModel) -> str:

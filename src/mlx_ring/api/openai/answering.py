@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from mlx_ring.api.connection import while_connected
 from mlx_ring.api.errors import error_body, log_failure
 from mlx_ring.api.generation import Answer, Generation, performance, usage
-from mlx_ring.api.service import ServingEngine
+from mlx_ring.api.service import Answering
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.sequence import GenerateRequest
 from mlx_ring.engine.streams import Delta
@@ -57,7 +57,7 @@ class Task:
     prompt_logprobs: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def generation(self, engine: ServingEngine) -> Generation:
+    def generation(self, engine: Answering) -> Generation:
         """Answers in order: those to the first prompt, those to the second, and so on."""
         pairs = [(prompt, params) for prompt in self.prompts for params in self.sampling]
         requests = [
@@ -79,14 +79,14 @@ class Task:
         return {"usage": usage(answers, len(self.sampling)), "performance": performance(answers)}
 
 
-async def answer_whole(request: Request, engine: ServingEngine, task: Task, writer: Writer) -> Response:
+async def answer_whole(request: Request, engine: Answering, task: Task, writer: Writer) -> Response:
     """Every choice in one body, when all have ended; stops at once when the client leaves."""
     answers = await while_connected(request.receive, run_task(engine, task))
     choices = [writer.whole(index, answer) for index, answer in enumerate(answers)]
     return JSONResponse(task.body(task.object, choices) | task.costs(answers))
 
 
-async def run_task(engine: ServingEngine, task: Task) -> list[Answer]:
+async def run_task(engine: Answering, task: Task) -> list[Answer]:
     """All the answers; being cancelled stops them."""
     async with task.generation(engine) as generation:
         return await generation.run()
@@ -98,7 +98,7 @@ class AnswerStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, engine: ServingEngine, task: Task, writer: Writer, *, usage_chunk: bool, keep_alive_s: float
+        self, engine: Answering, task: Task, writer: Writer, *, usage_chunk: bool, keep_alive_s: float
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]

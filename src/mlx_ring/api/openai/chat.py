@@ -17,7 +17,6 @@ from mlx_ring.api.openai.messages import Message, template_messages
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
     Count,
-    check_model,
     check_stream_options,
     finish_reason,
     sampling_params,
@@ -63,12 +62,11 @@ def routes(context: ApiContext) -> APIRouter:
 
     async def chat_completions(request: Request) -> Response:
         fields = await context.read(request, ChatRequest)
-        service, settings = context.service, context.settings
-        check_model(fields.model, service)
+        service, settings = context.model(fields.model), context.settings
         check_stream_options(fields)
         max_tokens = _max_tokens(fields, settings.default_max_tokens)
         sampling = sampling_params(fields, service, max_tokens=max_tokens, top_logprobs=_top_logprobs(fields))
-        engine = context.engine()
+        engine = await context.answering(service)
         prompt = await context.prompts.encode_chat(
             service.tokenizer, template_messages(fields.messages), fields.chat_template_kwargs or {}
         )

@@ -16,7 +16,6 @@ from mlx_ring.api.openai.answering import AnswerStream, Json, Task, answer_whole
 from mlx_ring.api.openai.chat import finite_logprob
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
-    check_model,
     check_stream_options,
     finish_reason,
     sampling_params,
@@ -25,6 +24,7 @@ from mlx_ring.api.openai.sampling import (
 from mlx_ring.api.openai.token_text import TokenText, TokenTexts
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.service import Tokenizer
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import TokenLogprob
 from mlx_ring.engine.streams import Delta
@@ -78,13 +78,12 @@ def routes(context: ApiContext) -> APIRouter:
 
     async def completions(request: Request) -> Response:
         fields = await context.read(request, CompletionRequest)
-        service = context.service
-        check_model(fields.model, service)
+        service = context.model(fields.model)
         check_stream_options(fields)
         _check_counts(fields)
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
         sampling = sampling_params(fields, service, max_tokens=max_tokens, top_logprobs=fields.logprobs)
-        engine = context.engine()
+        engine = await context.answering(service)
         prompts = [
             (await context.prompts.encode(service.tokenizer, prompt))
             if isinstance(prompt, str)
@@ -101,7 +100,7 @@ def routes(context: ApiContext) -> APIRouter:
             prompt_field="prompt",
             prompt_logprobs=fields.logprobs if fields.echo else None,
         )
-        writer = CompletionWriter(context, fields, prompts)
+        writer = CompletionWriter(service.tokenizer, fields, prompts)
         if fields.stream:
             return AnswerStream(
                 engine,
@@ -121,13 +120,14 @@ class CompletionWriter:
     """Choices with text; with `echo` the prompt's text goes first, and its log-probabilities too."""
 
     def __init__(
-        self, context: ApiContext, fields: CompletionRequest, prompts: Sequence[tuple[int, ...]]
+        self, tokenizer: Tokenizer, fields: CompletionRequest, prompts: Sequence[tuple[int, ...]]
     ) -> None:
-        self._texts = TokenTexts(context.service.tokenizer)
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
         self._logprobs = fields.logprobs is not None
         self._prompts = [tokens for tokens in prompts for _ in range(fields.n or 1)]
         self._echoes = [
-            self._echo(prompt, context) if fields.echo else ""
+            self._echo(prompt) if fields.echo else ""
             for prompt in _each(fields.prompt)
             for _ in range(fields.n or 1)
         ]
@@ -153,10 +153,10 @@ class CompletionWriter:
         text = self._echoes[index] + answer.text
         return _choice(index, text, scored) | {"finish_reason": finish_reason(answer.finish_reason)}
 
-    def _echo(self, prompt: str | Sequence[int], context: ApiContext) -> str:
+    def _echo(self, prompt: str | Sequence[int]) -> str:
         if isinstance(prompt, str):
             return prompt
-        return context.service.tokenizer.decode(
+        return self._tokenizer.decode(
             list(prompt), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from mlx_ring.api.body import Body
 from mlx_ring.api.service import ModelService
-from mlx_ring.core.errors import RequestError, UnknownModel
+from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import SamplingParams
 
 _LEAST_TOP_P = 1e-6
@@ -74,14 +74,6 @@ class AnswerFields(SamplingFields):
     @property
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
-def check_model(name: str | None, service: ModelService) -> None:
-    """Without a name, the model that is served answers."""
-    if name is not None and name != service.model_id and name not in service.aliases:
-        raise UnknownModel(
-            f"The model '{name}' is not served here; this server has '{service.model_id}'.", param="model"
-        )
 
 
 def check_stream_options(fields: AnswerFields) -> None:

@@ -1,4 +1,4 @@
-"""`/cluster/status` and `/cache/stats`: who runs which layers, and what their KV holds."""
+"""`/cluster/status`: who runs which layers."""
 
 from __future__ import annotations
 
@@ -8,51 +8,83 @@ from statistics import mean
 
 from fastapi import APIRouter
 
-from mlx_ring.api.routes import ApiContext
-from mlx_ring.api.service import InstanceInfo, WorkerInfo
+from mlx_ring.api.routes import ApiContext, workers_of
+from mlx_ring.api.service import InstanceInfo, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.policy import Policy
-from mlx_ring.engine.stats import CacheStats, EngineStats, SchedulerStats, StepTiming
+from mlx_ring.engine.stats import StepTiming
 
 
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
-    service = context.service
 
     async def cluster_status() -> dict[str, object]:
-        instance, error, workers = service.instance(), service.error, context.workers()
+        model = context.default
+        error, instances = model.error, model.instances
+        first = _NOTHING if not instances else _instance(instances[0])
         return {
             "status": "ready" if error is None else "unavailable",
             "reason": None if error is None else str(error),
-            "model": service.model_id,
-            "instance": instance.name,
-            "epoch": instance.epoch,
-            "nodes": sorted({worker.node for worker in workers}),
-            "stages": instance.stages,
-            "layers": instance.layers,
-            "world_size": len(workers),
-            "devices": [_device(worker, instance) for worker in workers],
-            "scheduling": None if error is not None else _scheduling(service.engine.policy, instance),
-            "step_times": [] if error is not None else _step_times(service.engine.stats().scheduler.recent),
-        }
-
-    async def cache_stats() -> dict[str, object]:
-        workers = context.workers()
-        stats = None if service.error is not None else service.engine.stats()
-        return {
-            "kv_bytes": sum(worker.kv_bytes for worker in workers),
-            "sequences": 0 if stats is None else stats.scheduler.sequences_held,
-            "running": 0 if stats is None else stats.scheduler.running,
-            "waiting": 0 if stats is None else stats.scheduler.waiting,
-            "num_preemptions": 0 if stats is None else stats.scheduler.num_preemptions,
-            "prefix_cache": {"enabled": False} if stats is None else _prefix_cache(stats.cache),
-            "speculation": None if stats is None else _speculation(stats.scheduler),
-            "workers": [_worker_cache(worker, stats, service.context_length) for worker in workers],
+            "model": model.model_id,
+            **{name: first[name] for name in _OF_FIRST},
+            "world_size": sum(len(instance.info.workers) for _, instance in context.instances()),
+            "nodes": sorted(
+                {worker.node for _, instance in context.instances() for worker in instance.info.workers}
+            ),
+            "devices": [
+                {"model": model.model_id, "instance": instance.info.name, **device}
+                for model, instance in context.instances()
+                for device in _devices(instance)
+            ],
+            "models": [_model(model) for model in context.catalog.models],
         }
 
     router.add_api_route("/cluster/status", cluster_status, methods=["GET"])
-    router.add_api_route("/cache/stats", cache_stats, methods=["GET"])
     return router
+
+
+_OF_FIRST = ("instance", "epoch", "stages", "layers", "scheduling", "step_times")
+"""What is told of the first model's first instance beside the whole."""
+_NOTHING: dict[str, object] = {
+    "instance": None,
+    "epoch": 0,
+    "stages": 0,
+    "layers": 0,
+    "scheduling": None,
+    "step_times": [],
+}
+
+
+def _model(model: ModelService) -> dict[str, object]:
+    error = model.error
+    return {
+        "model": model.model_id,
+        "state": model.state,
+        "reason": None if error is None else str(error),
+        "instances": [_instance(instance) for instance in model.instances],
+    }
+
+
+def _instance(instance: ServedInstance) -> dict[str, object]:
+    info, error = instance.info, instance.error
+    stats = None if error is not None else instance.engine.stats().scheduler
+    return {
+        "instance": info.name,
+        "epoch": info.epoch,
+        "status": "ready" if error is None else "unavailable",
+        "reason": None if error is None else str(error),
+        "stages": info.stages,
+        "layers": info.layers,
+        "nodes": sorted({worker.node for worker in info.workers}),
+        "running": 0 if stats is None else stats.running,
+        "waiting": 0 if stats is None else stats.waiting,
+        "scheduling": None if error is not None else _scheduling(instance.engine.policy, info),
+        "step_times": [] if stats is None else _step_times(stats.recent),
+    }
+
+
+def _devices(instance: ServedInstance) -> list[dict[str, object]]:
+    return [_device(worker, instance.info) for worker in workers_of(instance)]
 
 
 def _scheduling(policy: Policy, instance: InstanceInfo) -> dict[str, object]:
@@ -98,45 +130,6 @@ def _step_times(recent: Sequence[StepTiming]) -> list[dict[str, object]]:
             for part in _STEP_PARTS:
                 of_stage[f"{kind}_{part}"] = mean(getattr(step, part) for step in steps) if steps else None
         told.append(of_stage)
-    return told
-
-
-def _prefix_cache(cache: CacheStats) -> dict[str, object]:
-    return {
-        "enabled": cache.enabled,
-        "queries": cache.queries,
-        "hits": cache.hits,
-        "query_tokens": cache.query_tokens,
-        "hit_tokens": cache.hit_tokens,
-        "entries": cache.entries,
-        "entry_tokens": cache.entry_tokens,
-        "evictions": cache.evictions,
-    }
-
-
-def _speculation(scheduler: SchedulerStats) -> dict[str, object]:
-    proposed, accepted = scheduler.draft_tokens, scheduler.accepted_tokens
-    return {
-        "draft_tokens": proposed,
-        "accepted_tokens": accepted,
-        "acceptance": accepted / proposed if proposed else None,
-    }
-
-
-def _worker_cache(worker: WorkerInfo, stats: EngineStats | None, context: int) -> dict[str, object]:
-    """What the worker says it holds, and what the head has given out of its memory."""
-    told: dict[str, object] = {"stage": worker.stage, "rank": worker.rank, "kv_bytes": worker.kv_bytes}
-    use = None if stats is None else stats.cache.ranks.get(RankId(worker.stage, worker.rank))
-    if use is not None:
-        told |= {
-            "limit_bytes": use.limit_bytes,
-            "used_bytes": use.used_bytes,
-            "held_bytes": use.held_bytes,
-            "bytes_per_token": use.bytes_per_token,
-            "bytes_per_sequence": use.bytes_per_sequence,
-            "context_tokens": context,
-            "sequences_allowed": use.sequences_allowed(context),
-        }
     return told
 
 

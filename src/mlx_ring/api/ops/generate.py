@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.connection import while_connected
 from mlx_ring.api.openai.answering import Task, run_task
-from mlx_ring.api.openai.sampling import SamplingFields, check_model, finish_reason, sampling_params
+from mlx_ring.api.openai.sampling import SamplingFields, finish_reason, sampling_params
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.routes import ApiContext
 
@@ -28,10 +28,9 @@ def routes(context: ApiContext) -> APIRouter:
 
     async def generate(request: Request) -> Response:
         fields = await context.read(request, GenerateFields)
-        service = context.service
-        check_model(fields.model, service)
+        service = context.model(fields.model)
         sampling = sampling_params(fields, service, max_tokens=fields.max_tokens, top_logprobs=None)
-        engine = context.engine()
+        engine = await context.answering(service)
         task = Task(
             id=f"gen-{secrets.token_hex(12)}",
             model=service.model_id,

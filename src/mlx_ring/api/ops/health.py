@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from importlib.metadata import version
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.errors import error_response
-from mlx_ring.api.routes import ApiContext
-from mlx_ring.api.service import WorkerInfo
-from mlx_ring.core.errors import NotReady
+from mlx_ring.api.routes import ApiContext, workers_of_model
+from mlx_ring.api.service import ModelService, WorkerInfo
+from mlx_ring.core.errors import NotReady, RingError
 
 _UNAVAILABLE = 503
 _GIGABYTE = 1e9
@@ -19,21 +20,19 @@ _GIGABYTE = 1e9
 
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
-    service = context.service
 
     async def health() -> Response:
-        error = service.error
-        body = _health(context, None if error is None else str(error))
-        return JSONResponse(body, 200 if error is None else _UNAVAILABLE)
+        error = _trouble(context)
+        return JSONResponse(_health(context, error), 200 if error is None else _UNAVAILABLE)
 
     async def live() -> dict[str, object]:
         """The process answers; more is not said."""
-        return {"status": "alive", "uptime_s": _uptime_s(service.created)}
+        return {"status": "alive", "uptime_s": _uptime_s(context.default.created)}
 
     async def ready() -> Response:
-        error = service.error
+        error = _trouble(context)
         if error is None:
-            return JSONResponse({"status": "ready", "model": service.model_id})
+            return JSONResponse({"status": "ready", "model": context.default.model_id})
         response = error_response(error)
         response.status_code = _UNAVAILABLE
         return response
@@ -44,32 +43,44 @@ def routes(context: ApiContext) -> APIRouter:
     return router
 
 
-def _health(context: ApiContext, reason: str | None) -> dict[str, object]:
-    service = context.service
-    instance = service.instance()
-    workers = context.workers()
-    loading = isinstance(service.error, NotReady)
-    body: dict[str, object] = {
-        "status": "healthy" if reason is None else "loading" if loading else "unhealthy",
-        "reason": reason,
+def _trouble(context: ApiContext) -> RingError | None:
+    """Why no model can answer: that of the first; None where some model can."""
+    errors = [model.error for model in context.catalog.models]
+    return None if None in errors else errors[0]
+
+
+def _health(context: ApiContext, error: RingError | None) -> dict[str, object]:
+    service = context.default
+    first = next((instance.info for instance in service.instances), None)
+    workers = workers_of_model(service)
+    loading = isinstance(error, NotReady)
+    return {
+        "status": "healthy" if error is None else "loading" if loading else "unhealthy",
+        "reason": None if error is None else str(error),
         "rank": 0,
         "world_size": len(workers),
         "model": service.model_id,
         "gpu_memory_gb": _gigabytes(sum(worker.device_memory_bytes for worker in workers)),
         "pipeline": {
-            "stages": instance.stages,
-            "layers": instance.layers,
-            "epoch": instance.epoch,
+            "stages": 0 if first is None else first.stages,
+            "layers": 0 if first is None else first.layers,
+            "epoch": 0 if first is None else first.epoch,
             "workers": [_worker(worker) for worker in workers],
         },
         "distributed": len(workers) > 1,
-        "instance": instance.name,
+        "instance": None if first is None else first.name,
+        "models": [_model(model) for model in context.catalog.models],
         "context_length": service.context_length,
         "kv_bytes": sum(worker.kv_bytes for worker in workers),
         "uptime_s": _uptime_s(service.created),
         "version": version("mlx-ring"),
+        "requests": _requests(service) if service.error is None else None,
     }
-    return body | {"requests": _requests(context) if reason is None else None}
+
+
+def _model(model: ModelService) -> dict[str, object]:
+    error = model.error
+    return {"id": model.model_id, "state": model.state, "reason": None if error is None else str(error)}
 
 
 def _worker(worker: WorkerInfo) -> dict[str, object]:
@@ -85,12 +96,15 @@ def _worker(worker: WorkerInfo) -> dict[str, object]:
     }
 
 
-def _requests(context: ApiContext) -> dict[str, object]:
-    stats = context.service.engine.stats()
+def _requests(model: ModelService) -> dict[str, object]:
+    stats = [instance.engine.stats() for instance in model.instances if instance.error is None]
+    finished = Counter[str]()
+    for each in stats:
+        finished.update(each.finished)
     return {
-        "running": stats.scheduler.running,
-        "waiting": stats.scheduler.waiting,
-        "finished": dict(stats.finished),
+        "running": sum(each.scheduler.running for each in stats),
+        "waiting": sum(each.scheduler.waiting for each in stats),
+        "finished": dict(finished),
     }
 
 

@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from fastapi import APIRouter
 
-from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.routes import ApiContext, workers_of_model
 
 _ENDPOINTS = {
     "POST /v1/chat/completions": "a chat answer, whole or streamed",
@@ -14,6 +14,8 @@ _ENDPOINTS = {
     "GET /v1/models": "the models that are served",
     "GET /v1/models/{model}": "one of them",
     "POST /generate": "a prompt in, its continuation out",
+    "POST /models/load": "load a model, and serve it from now on",
+    "POST /models/unload": "free what a model holds, until it is asked for again",
     "GET /model/info": "the model: metadata, context length, devices",
     "GET /cluster/status": "the devices, their layers and memory",
     "GET /cache/stats": "what the KV caches hold",
@@ -26,19 +28,21 @@ _ENDPOINTS = {
 
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
-    service = context.service
 
     async def root() -> dict[str, object]:
+        service = context.default
         return {
             "service": "mlx-ring",
             "version": version("mlx-ring"),
             "model": service.model_id,
+            "models": [model.model_id for model in context.catalog.models],
             "status": "ready" if service.error is None else "unavailable",
             "endpoints": _ENDPOINTS,
         }
 
-    async def model_info() -> dict[str, object]:
-        workers = context.workers()
+    async def model_info(model: str | None = None) -> dict[str, object]:
+        service = context.model(model)
+        workers = workers_of_model(service)
         return {
             "model": service.model_id,
             "aliases": list(service.aliases),

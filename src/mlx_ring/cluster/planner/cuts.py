@@ -149,6 +149,16 @@ def steadiest_way(tables: Sequence[Table], hops: Table, stages: int) -> Way | No
     return Way(adding.trace(*key), slowest)
 
 
+def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int, float]:
+    """By set of up to `most` machines, as bits: the slowest stage where all of them serve, cut and ordered best."""
+    search = _Search(tables, hops, adds=False, begins=range(len(tables)))
+    found: dict[int, float] = {}
+    for stages in range(1, most + 1):
+        for (members, _), cost in search.ways(stages).items():
+            found[members] = min(cost, found.get(members, np.inf))
+    return found
+
+
 def in_order(tables: Sequence[Table]) -> Way | None:
     """The cut over all machines, in the order given, whose slowest stage is quickest."""
     costs = tables[0][0]

@@ -13,12 +13,13 @@ from mlx_ring.cluster.planner.plan import Aim, LeftOut, Plan, Prediction, StageP
 from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.cluster.planner.shares import given_counts, proportional_counts
 from mlx_ring.cluster.planner.stage_tables import Demand, StageTables, Table
+from mlx_ring.cluster.planner.timetable import Timetable
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 
 _CHUNK_TOKENS = 512
 _SHORTEST_CONTEXT = 256
-_MOST_NODES = 8
+MOST_NODES = 8
 _KV_BITS = (8, 4)
 _ALIKE = 1e-3
 """Times that differ by less are told as one."""
@@ -62,29 +63,12 @@ def place(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> Plan:
 class _Planner:
     def __init__(self, model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> None:
         self._model = model
-        self._cluster = cluster
         self._wish = wish
         self._nodes = cluster.nodes
-        self._costs = StageTables(model, wish.demand)
-
-    def _tables(self, rows: int) -> list[Table]:
-        # Half of the context is what a stream has behind it in the mean.
-        return [
-            self._costs.seconds(node, rows, self._wish.demand.context_tokens // 2) for node in self._nodes
-        ]
-
-    def _hops(self, rows: int) -> Table:
-        each = [rows * self._model.hidden_size * self._on(node).number_bytes for node in self._nodes]
-        names = [node.name for node in self._nodes]
-        return np.array(
-            [
-                [self._cluster.link(one, other).seconds(nbytes) for other in names]
-                for one, nbytes in zip(names, each, strict=True)
-            ]
-        )
-
-    def _on(self, node: NodeProfile) -> ModelProfile:
-        return self._costs.model_on(node)
+        self._timetable = Timetable(model, cluster, wish.demand)
+        self._costs = self._timetable.costs
+        self._tables, self._hops = self._timetable.tables, self._timetable.hops
+        self._on = self._costs.model_on
 
     def way(self) -> Way | None:
         """Machines and layers as wished; None where memory does not do."""
@@ -98,9 +82,9 @@ class _Planner:
                 return self._fixed_way(self._counts())
 
     def _best_way(self) -> Way | None:
-        if len(self._nodes) > _MOST_NODES:
+        if len(self._nodes) > MOST_NODES:
             raise PlanError(
-                f"{len(self._nodes)} machines were given; plans by `auto` are exact for {_MOST_NODES} at most. "
+                f"{len(self._nodes)} machines were given; plans by `auto` are exact for {MOST_NODES} at most. "
                 "Use the strategy balanced, or leave some out."
             )
         quickest = quickest_way(self._tables(1), self._hops(1))

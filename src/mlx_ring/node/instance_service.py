@@ -1,30 +1,28 @@
-"""The served model as the API sees it."""
+"""One instance of a model as the API sees it."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from mlx_ring.api.service import InstanceInfo, SamplingDefaults, ServingEngine, WorkerInfo
+from mlx_ring.api.service import InstanceInfo, WorkerInfo
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.served_model import ServedModel, describe_model
 from mlx_ring.rpc.protos import agent_pb2
 
 log = logging.getLogger(__name__)
 
 FIRST_EPOCH = 1
-_LOADING = "The model is being loaded; ask again in a moment."
+LOADING = "The model is being loaded; ask again in a moment."
 
 
-class HeadService:
-    """The served model as the API sees it: an engine, or the reason why there is none."""
+class InstanceService:
+    """An engine and the workers behind it, or the reason why there is none."""
 
-    def __init__(self, served: ServedModel, *, kv_bits: int = 0) -> None:
-        self._served = served
+    def __init__(self, layers: int, kv_bits: int) -> None:
+        """`layers` are the whole model's."""
+        self._layers = layers
         self._kv_bits = kv_bits
         self._ranges: Sequence[LayerRange] = ()
         self._instance, self._epoch = "", FIRST_EPOCH
@@ -32,54 +30,28 @@ class HeadService:
         self._lost: RingError | None = None
         self._workers: dict[str, tuple[WorkerInfo, ...]] = {}
         """By node."""
-        self._metadata = describe_model(served.folder)
-        self.created = int(time.time())
-        self.default_sampling = _sampling_defaults(served.folder.generation_config)
 
     @property
-    def model_id(self) -> str:
-        return self._served.names[0]
-
-    @property
-    def aliases(self) -> Sequence[str]:
-        return self._served.names[1:]
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._served.tokenizer
-
-    @property
-    def context_length(self) -> int:
-        limits = self._served.limits
-        return limits.context_length if self._engine is None else self._engine.context_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self._served.limits.vocab_size
-
-    @property
-    def metadata(self) -> Mapping[str, object]:
-        return self._metadata
-
-    @property
-    def engine(self) -> ServingEngine:
+    def engine(self) -> Engine:
         if self._engine is None:
-            raise NotReady(_LOADING)
+            raise NotReady(LOADING)
         return self._engine
 
     @property
     def error(self) -> RingError | None:
+        """Why it cannot answer now; None when it can."""
         if self._lost is not None:
             return self._lost
-        return NotReady(_LOADING) if self._engine is None else self._engine.error
+        return NotReady(LOADING) if self._engine is None else self._engine.error
 
-    def instance(self) -> InstanceInfo:
-        layers = self._served.folder.num_layers
+    @property
+    def info(self) -> InstanceInfo:
+        """Its plan, and its workers as they were last heard of."""
         workers = sorted(
             (worker for of_node in self._workers.values() for worker in of_node),
             key=lambda worker: (worker.stage, worker.rank),
         )
-        return InstanceInfo(self._instance, self._epoch, layers, tuple(workers), self._kv_bits)
+        return InstanceInfo(self._instance, self._epoch, self._layers, tuple(workers), self._kv_bits)
 
     def begin(self, instance: str, epoch: int, ranges: Sequence[LayerRange]) -> None:
         """Another instance is being loaded, with these layers in its stages."""
@@ -124,23 +96,4 @@ def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) ->
         rss_bytes=status.rss_bytes,
         kv_bytes=status.kv_bytes,
         blas=status.blas,
-    )
-
-
-def _sampling_defaults(config: Mapping[str, Any]) -> SamplingDefaults:
-    """What the model's makers advise, where their file gives numbers."""
-    fallback = SamplingDefaults()
-
-    def number(name: str, otherwise: float) -> float:
-        value: object = config.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return otherwise
-        return float(value) if value >= 0 else otherwise
-
-    return SamplingDefaults(
-        temperature=0.0 if config.get("do_sample") is False else number("temperature", fallback.temperature),
-        top_p=number("top_p", fallback.top_p),
-        top_k=int(number("top_k", fallback.top_k)),
-        min_p=number("min_p", fallback.min_p),
-        repetition_penalty=number("repetition_penalty", fallback.repetition_penalty),
     )

@@ -1,0 +1,55 @@
+"""`mlx-ring models load` and `unload`: what a running server holds in memory."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+import typer
+
+from mlx_ring.core.config import load_settings
+from mlx_ring.core.errors import NotReady, RequestError
+
+_URL = typer.Option(help="Where the server is.")
+_KEY = typer.Option(metavar="KEY", help="Where the server asks for one; MLX_RING_API_KEY otherwise.")
+_ANSWER_WAIT_S = 24 * 3600.0
+"""A model may have to be fetched first; Ctrl-C ends the wait and not the load."""
+
+
+def load(
+    model: Annotated[
+        str, typer.Argument(help="As serve takes it: a built-in name, a folder there, a hub id.")
+    ],
+    url: Annotated[str, _URL] = "http://127.0.0.1:8100",
+    api_key: Annotated[str | None, _KEY] = None,
+) -> None:
+    """Load a model on a running server, which serves it from now on."""
+    loaded = _post(url, "/models/load", {"model": model}, api_key)
+    print(f"{loaded['id']} is loaded.")
+
+
+def unload(
+    model: Annotated[str, typer.Argument(help="Its name, as the server lists it.")],
+    url: Annotated[str, _URL] = "http://127.0.0.1:8100",
+    api_key: Annotated[str | None, _KEY] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also while it answers requests, which end with an error.")
+    ] = False,
+) -> None:
+    """Free what a model holds on a running server. It is loaded again when it is asked for."""
+    unloaded = _post(url, "/models/unload", {"model": model, "force": force}, api_key)
+    print(f"{unloaded['id']} is unloaded.")
+
+
+def _post(url: str, path: str, body: dict[str, object], api_key: str | None) -> dict[str, object]:
+    import httpx  # noqa: PLC0415 - other commands do without it
+
+    known = load_settings({"api_key": api_key}).api_key
+    headers = {"Authorization": f"Bearer {known[0]}"} if known else {}
+    try:
+        answer = httpx.post(f"{url.rstrip('/')}{path}", json=body, headers=headers, timeout=_ANSWER_WAIT_S)
+        told = cast("dict[str, object]", answer.json())
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise NotReady(f"Nothing answers at {url} as a server of ours does: {error}.") from error
+    if answer.is_error:
+        raise RequestError(str(cast("dict[str, object]", told["error"])["message"]))
+    return told

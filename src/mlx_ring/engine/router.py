@@ -1,0 +1,84 @@
+"""Which of a model's instances answers a request: by what it has cached of the prompt, and by what it has to do.
+
+Each instance is asked what it would have to compute before the request's first token, in tokens: what is waiting to
+be read there, what the request itself would add after the cached beginning, and for each running sequence as much as
+it slows a prompt down. The least wins. So a chat goes back to where its KV is, until that instance has more to do
+than reading the chat elsewhere would cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlx_ring.core.errors import NotReady, Overloaded
+from mlx_ring.engine.sequence import GenerateRequest
+from mlx_ring.engine.streams import RequestStream
+
+SEQUENCE_TOKENS = 64
+"""What a running sequence costs a newcomer, in tokens to read: decode steps go between its chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Burden:
+    """How one instance stands towards some prompts."""
+
+    is_open: bool
+    """Whether it answers at all."""
+    sequences: int
+    """That run or wait there."""
+    tokens_to_read: int
+    """Of their prompts."""
+    shared_tokens: int
+    """Of the new prompts, that are cached there."""
+
+    def cost(self, prompt_tokens: int) -> int:
+        """Of a prompt's first token, in tokens to compute."""
+        own = prompt_tokens - self.shared_tokens
+        return self.tokens_to_read + own + SEQUENCE_TOKENS * self.sequences
+
+
+class Routed(Protocol):
+    """An engine, as the router uses it."""
+
+    def burden(self, prompts: Iterable[tuple[int, ...]]) -> Burden: ...
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]: ...
+
+
+class Router:
+    """Answers with one of several engines."""
+
+    def __init__(self, engines: Callable[[], Sequence[Routed]]) -> None:
+        """`engines` gives those that serve now."""
+        self._engines = engines
+        self._turn = 0
+
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
+        """Start to answer requests that belong together, on one instance.
+
+        Raises:
+            RequestError: the model cannot take one of them, or the server never takes so many.
+            Overloaded: too many requests wait everywhere.
+            NotReady: no instance can answer.
+        """
+        refusal: Overloaded | None = None
+        for engine in self._by_cost(requests):
+            try:
+                return engine.submit_all(*requests)
+            except Overloaded as error:
+                refusal = refusal or error
+        raise refusal or NotReady("No instance of the model can answer now.")
+
+    def _by_cost(self, requests: Sequence[GenerateRequest]) -> list[Routed]:
+        """Those that answer, the cheapest first; of alike ones, in turns."""
+        engines = self._engines()
+        if len(engines) < 2:  # noqa: PLR2004 - no choice
+            return list(engines)
+        self._turn += 1
+        turned = [engines[(place + self._turn) % len(engines)] for place in range(len(engines))]
+        prompts = list(dict.fromkeys(request.prompt_tokens for request in requests))
+        tokens = max((len(prompt) for prompt in prompts), default=0)
+        burdens = [engine.burden(prompts) for engine in turned]
+        ways = sorted(zip(burdens, turned, strict=True), key=lambda way: way[0].cost(tokens))
+        return [engine for burden, engine in ways if burden.is_open]

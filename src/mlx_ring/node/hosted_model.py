@@ -1,0 +1,188 @@
+"""A model that this head serves, loaded or not: its replicas, and the API's view of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlx_ring.api.service import InstanceInfo, SamplingDefaults, State
+from mlx_ring.core.config import Settings
+from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.engine.router import Router
+from mlx_ring.engine.served_model import ServedModel, describe_model
+from mlx_ring.node.instance_service import LOADING, InstanceService
+from mlx_ring.node.replica import Replica
+from mlx_ring.node.sampling_defaults import sampling_defaults
+
+Ready = Callable[[ServedModel, InstanceInfo, float], None]
+"""Which model serves, its instance, and the seconds that loading took."""
+
+
+class HostedModel:
+    """Keeps the contract `ModelService`."""
+
+    def __init__(
+        self, settings: Settings, served: ServedModel, on_crash: Callable[[Exception], None]
+    ) -> None:
+        """`on_crash` is told of errors that are the program's own."""
+        self._on_crash = on_crash
+        self.settings = settings
+        """The head's, as they hold for this model."""
+        self.served = served
+        self.replicas: list[Replica] = []
+        self.is_awaited = False
+        """Whether it is about to be loaded, so that nobody need ask for it."""
+        self.last_asked = time.monotonic()
+        """When a request came, by the monotonic clock."""
+        self.created = int(time.time())
+        self.default_sampling: SamplingDefaults = sampling_defaults(served.folder.generation_config)
+        self._metadata = describe_model(served.folder)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._router = Router(lambda: [each.engine for each in self._serving()])
+        self._failure: RingError | None = None
+
+    # ---- as the API sees it
+
+    @property
+    def model_id(self) -> str:
+        return self.served.names[0]
+
+    @property
+    def aliases(self) -> Sequence[str]:
+        return self.served.names[1:]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.served.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """What every instance takes that serves now."""
+        lengths = [each.engine.context_length for each in self._serving()]
+        return min(lengths, default=self.served.limits.context_length)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.served.limits.vocab_size
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        return self._metadata
+
+    @property
+    def state(self) -> State:
+        if not self.replicas:
+            return "loading" if self.is_awaited else "unloaded"
+        error = self.error
+        if error is None:
+            return "ready"
+        return "loading" if isinstance(error, NotReady) else "unavailable"
+
+    @property
+    def engine(self) -> Router:
+        self.last_asked = time.monotonic()
+        return self._router
+
+    @property
+    def error(self) -> RingError | None:
+        """Why it cannot answer now. One that is not loaded can: it will be when it is asked."""
+        if not self.replicas:
+            return NotReady(LOADING) if self.is_awaited else self._failure
+        errors = [replica.service.error for replica in self.replicas]
+        return None if None in errors else errors[0]
+
+    @property
+    def instances(self) -> Sequence[InstanceService]:
+        return [replica.service for replica in self.replicas]
+
+    def _serving(self) -> list[InstanceService]:
+        return [service for service in self.instances if service.error is None]
+
+    @property
+    def open_requests(self) -> int:
+        """Sequences that run or wait, in all its instances."""
+        stats = [service.engine.stats().scheduler for service in self._serving()]
+        return sum(each.running + each.waiting for each in stats)
+
+    @property
+    def promised(self) -> Mapping[str, int]:
+        """Bytes of memory that its plans count on, by node."""
+        total: dict[str, int] = {}
+        for replica in self.replicas:
+            for node, nbytes in replica.promised.items():
+                total[node] = total.get(node, 0) + nbytes
+        return total
+
+    # ---- coming and going
+
+    async def run(
+        self, replicas: Sequence[Replica], ready: Ready, promised: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """Load, and return once every replica has served; they are kept serving until `stop`.
+
+        Args:
+            replicas: new ones.
+            ready: told of each instance that serves.
+            promised: what other models' plans count on, by node.
+
+        Raises:
+            RingError: one of them could not be loaded; then none is left.
+        """
+        self.replicas, self._failure = list(replicas), None
+        firsts: list[asyncio.Future[None]] = []
+        for replica in self.replicas:
+            first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            firsts.append(first)
+            work = self._keep(replica, first, ready, promised)
+            self._tasks.append(asyncio.create_task(work, name=f"replica of {self.model_id}"))
+        try:
+            await asyncio.gather(*firsts)
+        except BaseException as error:
+            for first in firsts:
+                first.cancel()
+            await self.stop()
+            if isinstance(error, RingError):
+                self._failure = error
+            raise
+
+    async def _keep(
+        self,
+        replica: Replica,
+        first: asyncio.Future[None],
+        ready: Ready,
+        promised: Callable[[], Mapping[str, int]],
+    ) -> None:
+        def told(load_s: float) -> None:
+            ready(self.served, replica.service.info, load_s)
+            if not first.done():
+                first.set_result(None)
+
+        def others() -> tuple[frozenset[str], Mapping[str, int]]:
+            siblings = [other for other in self.replicas if other is not replica]
+            avoid = frozenset[str]().union(*(other.nodes for other in siblings))
+            taken = dict(promised())
+            for other in siblings:
+                for node, nbytes in other.promised.items():
+                    taken[node] = taken.get(node, 0) + nbytes
+            return avoid, taken
+
+        try:
+            await replica.run(told, others)
+        except Exception as error:
+            if not isinstance(error, RingError):
+                self._on_crash(error)
+            if first.done():
+                raise
+            first.set_exception(error)
+
+    async def stop(self) -> None:
+        """End every instance, with what it answers, and free what they hold."""
+        tasks, self._tasks = self._tasks, []
+        for service in self._serving():
+            service.engine.fail(NotReady(f"{self.model_id} is being unloaded."))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.replicas = []

@@ -1,0 +1,115 @@
+"""Several models: who answers, and loading and unloading them."""
+
+from __future__ import annotations
+
+import pytest
+from tests.api.clients import Api, error_of, refusal
+from tests.api.twins import TwinService
+
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.sequence import GenerateRequest
+
+OTHER = ("org/other", "other")
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api(None, None, TwinService(names=OTHER))
+
+
+@pytest.mark.parametrize(("name", "answers"), [("org/twin", 0), ("twin", 0), ("org/other", 1), ("other", 1)])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/generate", {"prompt": "x"}),
+    ],
+)
+def test_the_model_that_a_request_names_answers(
+    api: Api, name: str, answers: int, path: str, body: dict[str, object]
+) -> None:
+    reply = api.post(path, body | {"model": name})
+    assert reply.json()["model"] == ("org/twin", "org/other")[answers]
+    generated = [model.engine.stats().generated_tokens for model in api.catalog.models]
+    assert (generated[answers] > 0, generated[1 - answers]) == (True, 0)
+
+
+def test_without_a_name_the_first_answers(api: Api) -> None:
+    assert api.chat().json()["model"] == "org/twin"
+
+
+def test_a_name_that_nobody_has_is_refused_with_those_that_are_served(api: Api) -> None:
+    param, message = refusal(api.chat(model="third"), 404)
+    assert param == "model"
+    assert "'org/twin', 'org/other'" in message
+
+
+def test_both_are_listed_with_their_state(api: Api) -> None:
+    api.catalog.models[1].is_loaded = False
+    listed = {model["id"]: model["state"] for model in api.get("/v1/models").json()["data"]}
+    assert listed == {"org/twin": "ready", "org/other": "unloaded"}
+    assert api.get("/v1/models/other").json()["id"] == "org/other"
+
+
+def test_a_model_that_is_not_loaded_is_loaded_when_it_is_asked(api: Api) -> None:
+    other = api.catalog.models[1]
+    other.is_loaded = False
+    assert api.chat(model="other").status_code == 200
+    assert other.is_loaded
+
+
+def test_a_model_that_has_no_room_says_so_and_the_others_go_on(api: Api) -> None:
+    api.catalog.models[1].is_loaded = False
+    api.catalog.refusal = PlanError("It needs 3 GB more.")
+    reply = api.chat(model="other")
+    assert (reply.status_code, error_of(reply)["code"]) == (503, "no_room")
+    assert api.chat().status_code == 200
+    assert api.get("/health/ready").status_code == 200
+
+
+def test_load_and_unload_are_two_calls(api: Api) -> None:
+    reply = api.post("/models/unload", {"model": "other"})
+    assert (reply.status_code, reply.json()["state"]) == (200, "unloaded")
+    assert api.get("/cluster/status").json()["models"][1]["instances"] == []
+    reply = api.post("/models/load", {"model": "org/other"})
+    assert (reply.status_code, reply.json()["state"]) == (200, "ready")
+
+
+def test_to_load_what_is_not_there_is_a_404_with_the_reason(api: Api) -> None:
+    reply = api.post("/models/load", {"model": "nobody/knows"})
+    assert (reply.status_code, error_of(reply)["code"]) == (404, "model_not_found")
+    assert "nobody/knows" in error_of(reply)["message"]
+
+
+def test_a_model_that_answers_is_not_unloaded_unless_it_must() -> None:
+    busy = Api(TwinService(automatic=False))
+    busy.service.engine.submit_all(_request())
+    assert busy.post("/models/unload", {"model": "twin"}).status_code == 409
+    assert busy.post("/models/unload", {"model": "twin", "force": True}).status_code == 200
+
+
+def test_status_and_cache_tell_of_every_model(api: Api) -> None:
+    status = api.get("/cluster/status").json()
+    assert [model["model"] for model in status["models"]] == ["org/twin", "org/other"]
+    assert {device["model"] for device in status["devices"]} == {"org/twin", "org/other"}
+    assert status["world_size"] == 4
+    workers = api.get("/cache/stats").json()["workers"]
+    assert [worker["model"] for worker in workers] == ["org/twin"] * 2 + ["org/other"] * 2
+
+
+@pytest.mark.parametrize("path", ["/models/load", "/models/unload"])
+def test_another_machine_needs_a_key_to_load_and_unload(path: str) -> None:
+    stranger = Api(client="192.168.1.9")
+    reply = stranger.post(path, {"model": "twin"})
+    assert reply.status_code == 403
+    assert "192.168.1.9" in error_of(reply)["message"]
+    assert stranger.chat().status_code == 200, "asking is another matter"
+    known = Api(None, ApiSettings(api_keys=("k",)), client="192.168.1.9")
+    assert known.post(path, {"model": "org/twin"}, authorization="Bearer k").status_code == 200
+
+
+def _request() -> GenerateRequest:
+    return GenerateRequest("busy", (1, 2, 3), SamplingParams(seed=1))

@@ -1,0 +1,162 @@
+"""Several models and several replicas at once, on one machine and on two."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.end_to_end.test_cluster import cluster
+from tests.machines import free_pair_of_ports
+from tests.processes import Server, run_cli, serving
+
+from mlx_ring.core.model_source import find_model
+from mlx_ring.engine.served_model import memory_for_weights
+
+ASKED = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+def answer(url: str, model: str | None = None, **changes: object) -> httpx.Response:
+    body = ASKED | changes | ({} if model is None else {"model": model})
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+
+
+def text(url: str, model: str | None = None, **changes: object) -> str:
+    reply = answer(url, model, **changes)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["text"]
+
+
+def states(url: str) -> dict[str, str]:
+    return {model["id"]: model["state"] for model in httpx.get(f"{url}/v1/models").json()["data"]}
+
+
+def instances(url: str) -> list[dict[str, Any]]:
+    models = httpx.get(f"{url}/cluster/status").json()["models"]
+    return [instance for model in models for instance in model["instances"]]
+
+
+@pytest.fixture(scope="module")
+def second_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights under another name."""
+    folder = tmp_path_factory.mktemp("second") / "second"
+    shutil.copytree(tiny_model, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_model: Path, second_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[Server]:
+    """Two models, each twice."""
+    flags = (str(second_model), "--replicas", "2")
+    with serving(tiny_model, *flags, folder=tmp_path_factory.mktemp("several")) as found:
+        wait_for_state(found.url, "second", "ready")
+        yield found
+
+
+def wait_for_state(url: str, model: str, state: str) -> None:
+    with httpx.Client(base_url=url) as client:
+        while True:
+            listed = {each["id"]: each["state"] for each in client.get("/v1/models").json()["data"]}
+            if listed[model] == state:
+                return
+
+
+def test_two_models_with_two_replicas_each_answer_alike(server: Server, tiny_model: Path) -> None:
+    assert len(instances(server.url)) == 4
+    answers = {text(server.url, name, seed=seed) for name in (tiny_model.name, "second") for seed in range(3)}
+    assert len(answers) == 1
+
+
+def test_requests_at_once_are_shared_by_the_replicas(server: Server, tiny_model: Path) -> None:
+    prompts = [f"Number {number} is another beginning. " * 4 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(text, server.url, tiny_model.name, prompt=prompt) for prompt in prompts]
+        together = [each.result() for each in asked]
+    alone = [text(server.url, tiny_model.name, prompt=prompt) for prompt in prompts]
+    assert together == alone
+    first, second = httpx.get(f"{server.url}/cluster/status").json()["models"][0]["instances"]
+    assert first["step_times"][0]["decode_steps"] > 0
+    assert second["step_times"][0]["decode_steps"] > 0
+
+
+def test_a_prompt_that_comes_again_goes_where_it_is_cached(server: Server) -> None:
+    prompt = "A long beginning that several questions share, and that need not be read again. " * 3
+    for again in range(4):
+        usage = answer(server.url, "second", prompt=prompt).json()["usage"]
+        assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == (again > 0)
+
+
+def test_one_that_is_unloaded_frees_its_workers_and_comes_back_when_asked(
+    server: Server, tmp_path: Path
+) -> None:
+    before = text(server.url, "second")
+    done = run_cli("models", "unload", "second", "--url", server.url, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert states(server.url)["second"] == "unloaded"
+    assert len(instances(server.url)) == 2
+    assert text(server.url, "second") == before
+    assert states(server.url)["second"] == "ready"
+
+
+def test_a_model_that_was_not_named_at_first_is_loaded_and_served(server: Server, tmp_path: Path) -> None:
+    done = run_cli("models", "load", "demo", "--url", server.url, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert text(server.url, "demo")
+    wrong = run_cli("models", "load", "no-such-model", "--url", server.url, folder=tmp_path)
+    assert wrong.returncode == 1
+    assert "There is no model 'no-such-model'" in wrong.stderr
+    done = run_cli("models", "unload", "demo", "--url", server.url, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_within_a_memory_budget_the_one_not_asked_longest_makes_way(tmp_path: Path) -> None:
+    demo = find_model("demo").folder
+    copy = tmp_path / "copy"
+    shutil.copytree(demo.path, copy)
+    budget = memory_for_weights(demo, "auto") * 3 // 2
+    with serving("demo", str(copy), "--model-memory", str(budget), folder=tmp_path) as server:
+        wait_for_state(server.url, "copy", "unloaded")
+        asked = {"prompt": "Hello", "max_tokens": 8}
+        first = text(server.url, "demo", **asked)
+        assert text(server.url, "copy", **asked) == first
+        assert states(server.url) == {"demo": "unloaded", "copy": "ready"}
+        assert text(server.url, "demo", **asked) == first
+        assert states(server.url) == {"demo": "ready", "copy": "unloaded"}
+        assert server.stop() == 0
+        assert server.all_gone()
+
+
+def test_two_machines_each_hold_a_replica_and_one_answers_while_the_other_is_loaded_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with cluster(tiny_model, 2, tmp_path, free_pair_of_ports(), "--replicas", "2") as server:
+        ready = wait_for_ready(server.url, 2)
+        assert [len(each["nodes"]) for each in ready] == [1, 1]
+        assert ready[0]["nodes"] != ready[1]["nodes"]
+        first = text(server.url)
+        victim = httpx.get(f"{server.url}/cluster/status").json()["devices"][1]
+        os.kill(victim["pid"], signal.SIGKILL)
+        wait_for_ready(server.url, 1)
+        assert {text(server.url, seed=seed) for seed in range(4)} == {first}
+        again = wait_for_ready(server.url, 2)
+        assert {each["instance"] for each in again} != {each["instance"] for each in ready}
+        assert {text(server.url, seed=seed) for seed in range(4)} == {first}
+        assert server.stop() == 0
+
+
+def wait_for_ready(url: str, count: int) -> list[dict[str, Any]]:
+    """The instances, once exactly so many of them serve."""
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while True:
+            models = client.get("/cluster/status").json()["models"]
+            every = [instance for model in models for instance in model["instances"]]
+            if sum(each["status"] == "ready" for each in every) == count:
+                return every

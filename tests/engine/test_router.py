@@ -1,0 +1,94 @@
+"""Which instance answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from mlx_ring.core.errors import NotReady, Overloaded
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.router import SEQUENCE_TOKENS, Burden, Router
+from mlx_ring.engine.sequence import GenerateRequest
+from mlx_ring.engine.streams import RequestStream
+
+IDLE = Burden(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
+
+
+@dataclass
+class Instance:
+    """Notes what it was asked."""
+
+    burden_now: Burden = IDLE
+    is_full: bool = False
+    asked: list[str] = field(default_factory=list[str])
+
+    def burden(self, prompts: Iterable[tuple[int, ...]]) -> Burden:
+        assert list(prompts)
+        return self.burden_now
+
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
+        if self.is_full:
+            raise Overloaded("Too many wait.", retry_after_s=1.0)
+        self.asked += [request.request_id for request in requests]
+        return []
+
+
+def request(name: str, tokens: int = 1000) -> GenerateRequest:
+    return GenerateRequest(name, tuple(range(tokens)), SamplingParams(seed=1))
+
+
+def with_(sequences: int = 0, to_read: int = 0, shared: int = 0, *, is_open: bool = True) -> Burden:
+    return Burden(is_open=is_open, sequences=sequences, tokens_to_read=to_read, shared_tokens=shared)
+
+
+def asked_first(*burdens: Burden) -> int:
+    instances = [Instance(burden) for burden in burdens]
+    Router(lambda: instances).submit_all(request("a"))
+    return next(place for place, instance in enumerate(instances) if instance.asked)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_prompt_goes_where_its_beginning_is_cached(place: int) -> None:
+    burdens = [with_(shared=900 if here == place else 0) for here in range(3)]
+    assert asked_first(*burdens) == place
+
+
+def test_a_prompt_goes_elsewhere_when_reading_it_there_costs_less_than_waiting() -> None:
+    assert asked_first(with_(to_read=2000, shared=900), with_()) == 1
+    assert asked_first(with_(to_read=800, shared=900), with_()) == 0
+
+
+def test_of_two_with_nothing_cached_the_one_with_less_to_do_answers() -> None:
+    assert asked_first(with_(sequences=3), with_(sequences=2)) == 1
+    assert asked_first(with_(sequences=3), with_(to_read=4 * SEQUENCE_TOKENS)) == 0
+
+
+def test_alike_instances_answer_in_turns() -> None:
+    instances = [Instance(), Instance(), Instance()]
+    router = Router(lambda: instances)
+    for number in range(6):
+        router.submit_all(request(str(number)))
+    assert [len(instance.asked) for instance in instances] == [2, 2, 2]
+
+
+def test_requests_that_belong_together_stay_together() -> None:
+    instances = [Instance(), Instance()]
+    Router(lambda: instances).submit_all(request("a"), request("b"), request("c"))
+    assert sorted(len(instance.asked) for instance in instances) == [0, 3]
+
+
+def test_one_that_is_full_or_closed_is_passed_over() -> None:
+    full, closed, free = Instance(is_full=True), Instance(with_(shared=999, is_open=False)), Instance()
+    for number in range(3):
+        Router(lambda: [full, closed, free]).submit_all(request(str(number)))
+    assert len(free.asked) == 3
+    assert not closed.asked
+
+
+def test_when_all_are_full_or_none_is_there_it_says_so() -> None:
+    with pytest.raises(Overloaded):
+        Router(lambda: [Instance(is_full=True), Instance(is_full=True)]).submit_all(request("a"))
+    with pytest.raises(NotReady):
+        Router(list).submit_all(request("a"))
