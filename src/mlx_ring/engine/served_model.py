@@ -55,9 +55,10 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     require_cuttable(folder, settings.stages)
     if settings.nodes == 1:
         check_memory(local.name, memory_for_weights(folder, settings.dtype))
+    context = _context_length(folder, settings.max_model_len, insists=insists)
     tokenizer = _load_tokenizer(folder)
     eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)
-    limits = Limits(_context_length(folder, settings.max_model_len, insists=insists), folder.vocab_size, eos)
+    limits = Limits(context, folder.vocab_size, eos)
     return ServedModel(local, tokenizer, limits, settings.served_model_name or (local.name,))
 
 
