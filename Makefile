@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 ARGS ?=
-# Tests run in several processes, each with files of its own; who is done takes over from the others.
+# Tests run in several processes; one that is done takes over from the others.
 # More than four would fill a laptop's memory with servers.
 SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist worksteal
 
