@@ -79,7 +79,7 @@ class Catalog:
                 'or unload it with "force": true, which ends them.'
             )
         async with self._one_at_a_time:
-            await hosted.stop()
+            await hosted.stop(f"{hosted.model_id} was unloaded.")
         log.info("unloaded %s", hosted.model_id)
 
     def _own(self, model: ModelService) -> HostedModel:
@@ -125,7 +125,7 @@ class Catalog:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(hosted.stop() for hosted in self._hosted))
+        await asyncio.gather(*(hosted.stop("The server is shutting down.") for hosted in self._hosted))
 
     @property
     def declared(self) -> Sequence[Declared]:
@@ -207,7 +207,7 @@ class Catalog:
         log.info(
             "unloading %s, which has not been asked for longest, for %s", oldest.model_id, hosted.model_id
         )
-        await oldest.stop()
+        await oldest.stop(f"{oldest.model_id} made way for another model.")
         return True
 
     def _crash(self, error: Exception) -> None:

@@ -142,7 +142,7 @@ class HostedModel:
         except BaseException as error:
             for first in firsts:
                 first.cancel()
-            await self.stop()
+            await self.stop("The model could not be loaded.")
             if isinstance(error, RingError):
                 self._failure = error
             raise
@@ -177,11 +177,11 @@ class HostedModel:
                 raise
             first.set_exception(error)
 
-    async def stop(self) -> None:
+    async def stop(self, reason: str) -> None:
         """End every instance, with what it answers, and free what they hold."""
         tasks, self._tasks = self._tasks, []
         for service in self._serving():
-            service.engine.fail(NotReady(f"{self.model_id} is being unloaded."))
+            service.engine.fail(NotReady(reason))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
