@@ -3,6 +3,9 @@
 
 BIN := .venv/bin
 ARGS ?=
+# Tests run in several processes; one that is done takes over from the others.
+# More than four would fill a laptop's memory with servers.
+SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check conformance bench protos docs format clean
@@ -24,8 +27,8 @@ setup: .venv/.ready-dev ## set up .venv with all that the tests and checks need
 demo: .venv/.ready-run ## set up from nothing, serve the demo model over two stages (ARGS="--port 8200")
 	@$(BIN)/mlx-ring serve demo --stages 2 $(ARGS)
 
-test: .venv/.ready-dev ## set up and run the tests (ARGS="-k scheduler")
-	$(BIN)/pytest -m "not conformance" $(ARGS)
+test: .venv/.ready-dev ## set up and run the tests (ARGS="-k scheduler", ARGS="-n 0" for one process)
+	$(BIN)/pytest -m "not conformance" $(SIDE_BY_SIDE) $(ARGS)
 	@echo "Not run here: the conformance run over every architecture (make conformance)."
 
 check: .venv/.ready-dev ## lint, format, types, import contracts, generated code

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,13 @@ from typing import IO
 
 import psutil
 
+from mlx_ring.agent.profile_store import PROFILE_FILE
 from mlx_ring.core.config import inherited_environment
 
 MLX_RING = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
 READY_WAIT_S = 120.0
+POLL_S = 0.05
+"""Between questions about what tells nobody of its changes: without a pause they would take the cores from what is waited for."""
 
 
 def run_cli(
@@ -39,6 +44,21 @@ def clean_environment() -> dict[str, str]:
     """The environment of the tests, less every setting of ours: `GRPC_VERBOSITY` too, which the tests set for themselves."""
     inherited = inherited_environment({})
     return {name: value for name, value in inherited.items() if not name.startswith(("MLX_RING_", "GRPC_"))}
+
+
+@functools.cache
+def _measured() -> bytes:
+    """How fast this machine is, as `mlx-ring profile` keeps it."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_cli("profile", "--state-dir", folder, folder=Path(folder))
+        assert done.returncode == 0, done.stderr
+        return (Path(folder) / PROFILE_FILE).read_bytes()
+
+
+def give_profile(state: Path) -> None:
+    """Have a machine with this state know how fast it is: one measurement does for all that are this machine."""
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (state / PROFILE_FILE).write_bytes(_measured())
 
 
 @dataclass(slots=True)

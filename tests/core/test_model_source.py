@@ -18,7 +18,8 @@ from huggingface_hub import constants
 from mlx_ring.core.config import inherited_environment
 from mlx_ring.core.errors import ModelNotFound, PlanError
 from mlx_ring.core.fitting_models import largest_fitting
-from mlx_ring.core.model_source import builtin_names, check_memory, find_model, list_local_models
+from mlx_ring.core.model_source import builtin_names, find_model, list_local_models
+from mlx_ring.core.room import check_memory
 
 COMMIT = "a" * 40
 PRIVATE = "someone/private"

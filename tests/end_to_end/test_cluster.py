@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import httpx
 import psutil
 import pytest
 from tests.machines import free_pair_of_ports
-from tests.processes import Server, joining, run_cli, serving
+from tests.processes import POLL_S, Server, give_profile, joining, run_cli, serving
 
 from mlx_ring.cluster.quarantine import LOSSES
 
@@ -36,6 +37,7 @@ def cluster(model: Path, nodes: int, folder: Path, port: int, *flags: str) -> Ge
             found = re.search(r"join \S+ --token (\S+)", line)
             if found and not joined:
                 for number in range(1, nodes):
+                    give_profile(folder / f"node-{number}" / "state")
                     node = joining(f"127.0.0.1:{port}", "--token", found[1], folder=folder / f"node-{number}")
                     joined.append(stack.enter_context(node))
 
@@ -48,6 +50,7 @@ def head(
     model: Path, nodes: int, folder: Path, port: int, *flags: str, heard: Callable[[str], None] | None = None
 ) -> AbstractContextManager[Server]:
     """`mlx-ring serve` for so many machines."""
+    give_profile(folder / "state")
     arguments = ("--nodes", str(nodes), "--cluster-port", str(port), "--state-dir", str(folder / "state"))
     return serving(model, *arguments, *flags, folder=folder, heard=heard)
 
@@ -92,6 +95,7 @@ def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
             # The broken stream is noticed first, the agent then tells why.
             while "SIGKILL" not in (health := client.get(f"{server.url}/health/ready")).text:
                 assert health.status_code in (200, 503)
+                time.sleep(POLL_S)
         assert health.status_code == 503
         assert victim["node"] in health.text
         assert server.stop() == 0

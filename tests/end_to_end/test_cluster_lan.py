@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 from tests.namespaces import Host, lan, skip_without_namespaces
-from tests.processes import Server, joining, serving
+from tests.processes import Server, give_profile, joining, serving
 
 from mlx_ring.core.layer_tensors import tensors_of_stage
 from mlx_ring.core.model_folder import read_model_folder
@@ -25,6 +25,12 @@ import json, sys, httpx
 answer = httpx.request(sys.argv[1], sys.argv[2], json=json.loads(sys.argv[3]), timeout=60)
 print(json.dumps([answer.status_code, answer.json()]))
 """
+WAIT = """
+import sys, time, httpx
+with httpx.Client(timeout=60) as client:
+    while (client.get(sys.argv[1]).status_code == 200) != (sys.argv[2] == "ready"):
+        time.sleep(0.05)
+"""
 
 
 def ask(host: Host, method: str, url: str, body: object = None) -> tuple[int, Any]:
@@ -33,6 +39,12 @@ def ask(host: Host, method: str, url: str, body: object = None) -> tuple[int, An
     assert done.returncode == 0, done.stderr
     status, answer = json.loads(done.stdout)
     return status, answer
+
+
+def wait_until(state: str, host: Host, server: Server) -> None:
+    """Until it is "ready", or is "lost": asked by one process, for each takes a while to start."""
+    done = host.run(sys.executable, "-c", WAIT, f"{server.url}/health/ready", state)
+    assert done.returncode == 0, done.stderr
 
 
 def completion(host: Host, server: Server) -> Any:
@@ -61,6 +73,7 @@ def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_i
             if found and not joined:
                 # The first finds the head by itself, the second is told the address.
                 for host, address in zip(hosts[1:], ((), (hosts[0].address,)), strict=True):
+                    give_profile(tmp_path / host.namespace / "state")
                     node = joining(
                         *address,
                         *("--token", found[1]),
@@ -72,6 +85,7 @@ def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_i
         joined: list[object] = []
         head = hosts[0]
         (tmp_path / "head").mkdir()
+        give_profile(tmp_path / "head-state")
         flags = ("--nodes", "3", "--strategy", "uniform", "--state-dir", str(tmp_path / "head-state"))
         cluster = stack.enter_context(
             serving(tiny_model, *flags, folder=tmp_path / "head", heard=heard, within=head.command())
@@ -81,11 +95,9 @@ def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_i
         check_shares(tiny_model, tmp_path, status["devices"])
         cut_at = time.monotonic()
         hosts[2].cut()
-        while ask(head, "GET", f"{cluster.url}/health/ready")[0] == 200:
-            pass
+        wait_until("lost", head, cluster)
         record_property("seconds until noticed", time.monotonic() - cut_at)
-        while ask(head, "GET", f"{cluster.url}/health/ready")[0] != 200:
-            pass
+        wait_until("ready", head, cluster)
         assert completion(head, cluster) == alone
         after = ask(head, "GET", f"{cluster.url}/cluster/status")[1]
         assert [node["state"] for node in after["nodes"]].count("attending") == 2

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import pytest
-from tests.end_to_end.equality import Agreement, ScoreGap, compare
+from tests.end_to_end.equality import TIE, Agreement, ScoreGap, compare
 from tests.end_to_end.instance import generate, running_engine
 from tests.end_to_end.reference import WholeModel
 from tests.worker.random_models import QWEN3, QWEN3_MOE, write_random_model
@@ -23,6 +23,9 @@ from mlx_ring.engine.engine import Engine
 from mlx_ring.worker.sampler.noise import gumbel, keys
 
 PROMPTS, TOKENS = 50, 128
+GENERATED = 10
+"""Prompts whose answers mlx-lm generates. The other answers one worker gives, and mlx-lm says of each token that it is the likeliest:
+one pass over an answer instead of one for each of its tokens."""
 GREEDY = SamplingParams()
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=1234)
 RANDOM_MODELS = {"random-qwen3": QWEN3, "random-qwen3-moe": QWEN3_MOE}
@@ -37,6 +40,8 @@ class Expected:
     prompts: list[tuple[int, ...]]
     greedy: list[list[int]]
     """mlx-lm's."""
+    ties: int
+    """Tokens among these that another one ties with."""
     seeded: list[list[int]]
     """Our own with one worker."""
 
@@ -69,15 +74,27 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     ]
     whole = WholeModel(folder)
 
-    async def one_worker() -> list[list[int]]:
+    async def one_worker() -> tuple[list[list[int]], list[list[int]]]:
         async with running_engine(folder, 1, tmp_path_factory.mktemp("logs"), max_num_seqs=PROMPTS) as (
             engine,
             _,
         ):
-            return await _all(engine, prompts, SEEDED)
+            return await _all(engine, prompts, GREEDY), await _all(engine, prompts, SEEDED)
 
-    greedy = [whole.greedy(prompt, TOKENS) for prompt in prompts]
-    return Expected(folder, whole, prompts, greedy, asyncio.run(one_worker()))
+    greedy, seeded = asyncio.run(one_worker())
+    ties = sum(_ties(whole, prompt, tokens) for prompt, tokens in zip(prompts, greedy, strict=True))
+    greedy[:GENERATED] = [whole.greedy(prompt, TOKENS) for prompt in prompts[:GENERATED]]
+    return Expected(folder, whole, prompts, greedy, ties, seeded)
+
+
+def _ties(whole: WholeModel, prompt: tuple[int, ...], tokens: list[int]) -> int:
+    """How many of the tokens are not the likeliest, and nearly so; farther behind none may be."""
+    logits = whole.every_logits((*prompt, *tokens))[len(prompt) - 1 : -1]
+    chosen = mx.take_along_axis(logits, mx.array(tokens)[:, None], axis=1)
+    behind = mx.max(logits, axis=1, keepdims=True) - chosen
+    assert len(tokens) == TOKENS
+    assert cast("float", mx.max(behind).item()) <= TIE
+    return cast("int", mx.sum(behind > 0).item())
 
 
 @pytest.mark.timeout(1200)
@@ -92,6 +109,7 @@ def test_tokens_equal_the_whole_models_however_it_is_split(
                 "seeded, against one worker": await _agree(engine, expected, SEEDED),
             }
 
+    record_property("ties of one worker's, against mlx-lm", expected.ties)
     for kind, agreement in asyncio.run(run()).items():
         print(f"{kind}: {agreement}")  # noqa: T201 - how often tokens tie is part of the result
         record_property(kind, str(agreement))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import httpx
 import psutil
 import pytest
 from tests.frozen_thread import frozen_thread
-from tests.processes import Server, serving
+from tests.processes import POLL_S, Server, serving
 from tests.profiles import made_up_profile
 
 from mlx_ring.agent.profile_store import ProfileKey, ProfileStore
@@ -30,7 +31,7 @@ def wait_until_lost(server: Server) -> httpx.Response:
     """Health after the next change: asked again until it has heard, since a death takes a moment to arrive."""
     with httpx.Client() as client:
         while (answer := client.get(f"{server.url}/health/ready")).status_code == 200:
-            pass
+            time.sleep(POLL_S)
     return answer
 
 
@@ -149,7 +150,7 @@ def test_a_head_that_is_killed_takes_agent_and_workers_along(tiny_model: Path, t
 def wait_until_ready_again(server: Server) -> None:
     with httpx.Client() as client:
         while client.get(f"{server.url}/health/ready").status_code != 200:
-            pass
+            time.sleep(POLL_S)
 
 
 def test_an_agent_that_is_killed_takes_its_workers_along_and_all_comes_back(

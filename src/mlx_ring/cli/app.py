@@ -3,59 +3,81 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from typer.main import get_command
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
 
-from mlx_ring.cli.bench.command import bench
-from mlx_ring.cli.cluster import app as cluster_app
-from mlx_ring.cli.doctor.command import doctor
-from mlx_ring.cli.heads import heads
-from mlx_ring.cli.join import join
 from mlx_ring.cli.main import INTERRUPTED
-from mlx_ring.cli.models import app as models_app
-from mlx_ring.cli.node import app as node_app
-from mlx_ring.cli.plan import plan
-from mlx_ring.cli.profile import profile
-from mlx_ring.cli.serve import serve
-from mlx_ring.cli.service import app as service_app
-from mlx_ring.cli.stop import stop
-from mlx_ring.cli.talk import chat
-from mlx_ring.cli.token import app as token_app
 from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, TrustError
 
 WRONG_INPUT = 2
 """Exit code for what the person can mend; 1 is the program's own trouble."""
+_COMMANDS = {
+    "serve": "mlx_ring.cli.serve:serve",
+    "join": "mlx_ring.cli.join:join",
+    "stop": "mlx_ring.cli.stop:stop",
+    "chat": "mlx_ring.cli.talk:chat",
+    "plan": "mlx_ring.cli.plan:plan",
+    "profile": "mlx_ring.cli.profile:profile",
+    "bench": "mlx_ring.cli.bench.command:bench",
+    "heads": "mlx_ring.cli.heads:heads",
+    "doctor": "mlx_ring.cli.doctor.command:doctor",
+    "models": "mlx_ring.cli.models:app",
+    "token": "mlx_ring.cli.token:app",
+    "node": "mlx_ring.cli.node:app",
+    "cluster": "mlx_ring.cli.cluster:app",
+    "service": "mlx_ring.cli.service:app",
+}
+"""Where each is: a function, or a `Typer` with commands of its own. In the order in which help lists them."""
+_STYLE: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": "rich",
+}
+
+
+class _Commands(TyperGroup):
+    """Imports what is typed, and no other command with its libraries."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        del ctx
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        # For a name that is none, all of them are there to be suggested.
+        for name in (cmd_name,) if cmd_name in _COMMANDS else _COMMANDS:
+            if name not in self.commands:
+                self.commands[name] = _load_command(name)
+        return super().get_command(ctx, cmd_name)
+
+
+def _load_command(name: str) -> Any:
+    module, _, attribute = _COMMANDS[name].partition(":")
+    found = getattr(import_module(module), attribute)
+    holder = typer.Typer(**_STYLE)
+    if isinstance(found, typer.Typer):
+        holder.add_typer(found, name=name)
+    else:
+        holder.command(name)(found)
+    return get_group(holder).commands[name]
+
 
 app = typer.Typer(
     name="mlx-ring",
+    cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
     help=(
         "Serve a large language model from this machine, its layers split over several processes, "
         "behind an OpenAI-compatible API.\n\n"
         "Begin with [bold]mlx-ring serve[/bold]: it serves a small built-in model on port 8100. "
         "Then, in another terminal, [bold]mlx-ring chat[/bold]."
     ),
+    **_STYLE,
 )
-app.command()(serve)
-app.command()(join)
-app.command()(stop)
-app.command()(chat)
-app.command()(plan)
-app.command()(profile)
-app.command()(bench)
-app.command()(heads)
-app.command()(doctor)
-app.add_typer(models_app, name="models")
-app.add_typer(token_app, name="token")
-app.add_typer(node_app, name="node")
-app.add_typer(cluster_app, name="cluster")
-app.add_typer(service_app, name="service")
 
 
 def _show_version(wanted: bool) -> None:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_ring.cli.startup import Telling
 from mlx_ring.core.addresses import local_url
 from mlx_ring.core.config import (
     Settings,
@@ -170,6 +169,7 @@ def _run(settings: Settings, listener: socket.socket) -> None:
 
     served = prepare_models(settings)
     # The API's libraries take a second to come in: what is wrong above is told before.
+    from mlx_ring.cli.startup import Telling  # noqa: PLC0415
     from mlx_ring.node.head import Head  # noqa: PLC0415
 
     async def run() -> None:

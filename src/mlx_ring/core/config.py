@@ -377,6 +377,11 @@ def let_grpc_speak() -> None:
         os.environ["GRPC_VERBOSITY"] = _OUR_GRPC_LEVEL
 
 
+def quieten_transformers() -> None:
+    """Keep transformers from advising PyTorch, as mlx-lm does when it comes in whole. To be called before it is imported."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process with changes: what a child is started with."""
     inherited = dict(os.environ)

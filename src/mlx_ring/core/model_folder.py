@@ -35,6 +35,7 @@ _BITS = {
 """Of the types in safetensors files; there may be others."""
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 """What a model's folder consists of beside its weights: configuration, tokenizer, templates."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 _CONFIGS_WITH_CODE = ("config.json", "tokenizer_config.json")
 
 
@@ -188,6 +189,11 @@ def read_model_config(file: Path) -> ModelFolder:
     if not isinstance(config.get("model_type"), str):
         raise ModelCorrupt(f"{file} names no model_type.")
     return ModelFolder(file.parent, config, {}, ())
+
+
+def has_tokenizer(folder: ModelFolder) -> bool:
+    """Whether there is one at all: transformers makes an empty one up where there is none."""
+    return any((folder.path / file).is_file() for file in _TOKENIZERS)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

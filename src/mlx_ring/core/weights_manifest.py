@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-import numpy as np
-
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError
 from mlx_ring.core.model_folder import TensorEntry
 
@@ -161,6 +159,8 @@ def is_digest(text: str) -> bool:
 
 def pack_indexes(indexes: Iterable[int], count: int) -> bytes:
     """Which of `count` pieces, a bit for each."""
+    import numpy as np  # noqa: PLC0415 - an agent that fetches nothing starts without it
+
     bits = np.zeros(count, np.bool_)
     bits[list(indexes)] = True
     return np.packbits(bits, bitorder="little").tobytes()
@@ -172,6 +172,8 @@ def unpack_indexes(data: bytes, count: int) -> frozenset[int]:
         raise ProtocolError(
             f"{len(data)} bytes say which of {count} pieces there are; it takes {-(-count // 8)}."
         )
+    import numpy as np  # noqa: PLC0415 - as above
+
     bits = np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little")
     return frozenset(map(int, np.flatnonzero(bits)))
 

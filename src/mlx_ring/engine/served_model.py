@@ -11,10 +11,12 @@ from importlib.metadata import distributions
 from typing import Any
 
 from mlx_ring.core.architectures import require_cuttable
-from mlx_ring.core.config import Settings
+from mlx_ring.core.bare_package import import_bare
+from mlx_ring.core.config import Settings, quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
-from mlx_ring.core.model_folder import ModelFolder
-from mlx_ring.core.model_source import LocalModel, check_memory, find_model, has_tokenizer
+from mlx_ring.core.model_folder import ModelFolder, has_tokenizer
+from mlx_ring.core.model_source import LocalModel, find_model
+from mlx_ring.core.room import check_memory
 from mlx_ring.engine.sequence import Limits
 
 log = logging.getLogger(__name__)
@@ -53,9 +55,10 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     require_cuttable(folder, settings.stages)
     if settings.nodes == 1:
         check_memory(local.name, memory_for_weights(folder, settings.dtype))
+    context = _context_length(folder, settings.max_model_len, insists=insists)
     tokenizer = _load_tokenizer(folder)
     eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)
-    limits = Limits(_context_length(folder, settings.max_model_len, insists=insists), folder.vocab_size, eos)
+    limits = Limits(context, folder.vocab_size, eos)
     return ServedModel(local, tokenizer, limits, settings.served_model_name or (local.name,))
 
 
@@ -141,11 +144,13 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
         raise ModelCorrupt(
             f"{folder.path} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json is missing."
         )
-    # mlx-lm's libraries take seconds to come in: what is wrong with the model is told before.
-    from mlx_lm import tokenizer_utils  # noqa: PLC0415
+    quieten_transformers()
+    import_bare("mlx_lm")
+    # Its libraries take seconds to come in: what is wrong with the model is told before.
+    from mlx_lm.tokenizer_utils import load  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType] - bare dicts
 
     try:
-        return tokenizer_utils.load(
+        return load(
             folder.path,
             {"trust_remote_code": False, "local_files_only": True},
             eos_token_ids=sorted(folder.eos_token_ids) or None,

@@ -29,6 +29,8 @@ _HANDSHAKE_MS = 10_000
 """A peer that connects and says nothing holds a descriptor for so long."""
 _READERS = ("grpc._cython.cygrpc", "grpc._common")
 """Loggers of what turns bytes into messages."""
+_TRY_AGAIN_MS = 100
+"""Between attempts to reach a process of this machine, which is starting. By itself gRPC waits a second, and then longer."""
 
 Options = list[tuple[str, Any]]
 
@@ -41,6 +43,14 @@ def _options(max_message_bytes: int) -> Options:
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
     ]
+
+
+def _plain(address: str, max_message_bytes: int) -> Options:
+    options = _options(max_message_bytes)
+    if address.startswith("unix:"):
+        backoffs = ("grpc.initial_reconnect_backoff_ms", "grpc.max_reconnect_backoff_ms")
+        options += [(name, _TRY_AGAIN_MS) for name in backoffs]
+    return options
 
 
 def _named(name: str, max_message_bytes: int) -> Options:
@@ -63,7 +73,7 @@ def open_channel(
         max_message_bytes: of one message, either way.
     """
     if trust is None or address.startswith("unix:"):
-        return grpc.insecure_channel(address, options=_options(max_message_bytes))
+        return grpc.insecure_channel(address, options=_plain(address, max_message_bytes))
     return grpc.secure_channel(address, trust.for_channel(), options=_named(name, max_message_bytes))
 
 
@@ -76,7 +86,7 @@ def open_aio_channel(
 ) -> grpc.aio.Channel:
     """A channel for an event loop; the first arguments are those of `open_channel`."""
     if trust is None or address.startswith("unix:"):
-        return grpc.aio.insecure_channel(address, options=_options(max_message_bytes))
+        return grpc.aio.insecure_channel(address, options=_plain(address, max_message_bytes))
     return grpc.aio.secure_channel(address, trust.for_channel(), options=_named(name, max_message_bytes))
 
 

@@ -17,6 +17,7 @@ from mlx_ring.rpc.methods import LOAD, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
 from mlx_ring.rpc.tls.guard import PeerGuard
 from mlx_ring.worker.blas import choose_blas
+from mlx_ring.worker.lean_start import import_mlx_lm
 from mlx_ring.worker.turns import take_long_turns, take_short_turns
 
 _END_WITHIN_S = 1.0
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     take_long_turns()
     blas = choose_blas(options.blas, options.blas_threads)
+    import_mlx_lm()
 
     from mlx_ring.worker.front import Reach, WorkerFront, WorkerIdentity  # noqa: PLC0415 - MLX must load after the BLAS
 

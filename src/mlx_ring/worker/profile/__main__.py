@@ -11,6 +11,7 @@ from pathlib import Path
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.lifeline import watch_lifeline
 from mlx_ring.worker.blas import choose_blas
+from mlx_ring.worker.lean_start import import_mlx_lm
 from mlx_ring.worker.turns import take_long_turns
 
 
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
     take_long_turns()
     blas = choose_blas(options.blas, options.blas_threads)
+    import_mlx_lm()
 
     from mlx_ring.worker.profile.measure import Bounds, measure  # noqa: PLC0415 - MLX must load after the BLAS
 

@@ -1,0 +1,61 @@
+"""Commands come in one by one, and help knows all of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from tests.processes import clean_environment
+
+COMMANDS = [
+    "serve",
+    "join",
+    "chat",
+    "plan",
+    "profile",
+    "bench",
+    "heads",
+    "doctor",
+    "models",
+    "token",
+    "node",
+    "service",
+]
+RUN = """
+import sys
+from mlx_ring.cli.app import run
+sys.argv = ["mlx-ring", *sys.argv[1:]]
+code = run()
+print("brought in:", *(name for name in sys.modules if name.startswith("mlx_ring.cli.")), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *arguments],
+        env=clean_environment() | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_command_brings_no_other_in() -> None:
+    done = run("service", "show")
+    assert done.returncode == 0, done.stderr
+    brought = done.stderr.partition("brought in: ")[2].split()
+    assert {name.split(".")[2] for name in brought} == {"main", "app", "service"}
+
+
+def test_help_lists_every_command() -> None:
+    done = run("--help")
+    assert [name for name in COMMANDS if f" {name} " not in done.stdout] == []
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("sevre", "serve"), ("modles", "models")])
+def test_a_misspelt_command_is_guessed(typed: str, meant: str) -> None:
+    done = run(typed)
+    assert done.returncode == 2
+    assert f"No such command '{typed}'. Did you mean '{meant}'" in done.stderr
