@@ -99,6 +99,7 @@ class Machines(Protocol):
     @property
     def links(self) -> Sequence[LinkInfo]:
         """What is known of the links between them."""
+        ...
 
     def heed_failure(self, error: RingError | None) -> None:
         """An instance was lost, or could not be loaded; a node that this happens to again and again is left out."""
