@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import numpy as np
+import pytest
 
+from mlx_ring.agent.weights.fetching import fetch
 from mlx_ring.agent.weights.peers import Patience, Peer
 from mlx_ring.agent.weights.serving import WeightsFront
 from mlx_ring.agent.weights.store import StoredModel, WeightStore
+from mlx_ring.agent.weights.transfer import Fetched
 from mlx_ring.core.model_digests import manifest_of_folder
 from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.weights_manifest import Piece, WeightsManifest, make_manifest
@@ -137,3 +141,17 @@ def every(manifest: WeightsManifest) -> range:
 
 def bytes_of(model: StoredModel) -> dict[str, bytes]:
     return {name: (model.folder / name).read_bytes() for name in model.manifest.files}
+
+
+async def get(model: StoredModel, *nodes: Node) -> Fetched:
+    """Fetch all of it."""
+    peers = [giver.peer for giver in nodes]
+    return await fetch(model, every(model.manifest), peers, "mini", say_nothing, QUICK)
+
+
+def is_like(model: StoredModel, folder: Path) -> bool:
+    return bytes_of(model) == {name: (folder / name).read_bytes() for name in model.manifest.files}
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)

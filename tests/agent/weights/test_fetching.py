@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,16 +13,14 @@ from typing import cast
 
 import pytest
 from tests.agent.weights.nodes import (
-    QUICK,
-    Node,
-    Tamper,
     Told,
-    bytes_of,
     every,
-    flipping,
+    get,
+    is_like,
     manifest_in,
     node,
     say_nothing,
+    warnings_of,
     write_pieces,
 )
 from tests.worker.random_models import QWEN3, write_random_model
@@ -32,35 +29,17 @@ from mlx_ring.agent.weights.fetching import fetch, fetch_manifest
 from mlx_ring.agent.weights.peers import Patience
 from mlx_ring.agent.weights.shares import RUN_BYTES
 from mlx_ring.agent.weights.stages import fetch_stages
-from mlx_ring.agent.weights.store import PART_BYTES, StoredModel, WeightStore
-from mlx_ring.agent.weights.transfer import Fetched
+from mlx_ring.agent.weights.store import PART_BYTES, WeightStore
 from mlx_ring.core.errors import NotReady, WeightsMissing
 from mlx_ring.core.layer_tensors import tensors_of_stage
 from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.model_source import BUILTIN_FOLDER
 from mlx_ring.core.types import LayerRange
-from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.rpc.channels import make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
-from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.methods import FETCH
 from mlx_ring.rpc.protos import weights_pb2
 
 MB = 1 << 20
-
-
-async def get(model: StoredModel, *nodes: Node) -> Fetched:
-    """Fetch all of it."""
-    peers = [giver.peer for giver in nodes]
-    return await fetch(model, every(model.manifest), peers, "mini", say_nothing, QUICK)
-
-
-def is_like(model: StoredModel, folder: Path) -> bool:
-    return bytes_of(model) == {name: (folder / name).read_bytes() for name in model.manifest.files}
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> str:
-    return "\n".join(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
 
 
 @pytest.mark.parametrize("files", [1, 3])
@@ -422,187 +401,6 @@ def test_pieces_that_a_power_cut_may_have_taken_are_looked_at_again(tmp_path: Pa
                 journal.write("piece 1\n")
             assert (await get(model, big)).nbytes == 3 * MB
         assert is_like(model, tmp_path / "model")
-
-    asyncio.run(act())
-
-
-def test_a_flipped_bit_is_refused_and_the_bytes_come_from_another(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    manifest = write_pieces(tmp_path / "model", [MB] * 80)
-
-    async def act() -> None:
-        async with (
-            node("bad", manifest, tmp_path / "model", tamper=flipping) as bad,
-            node("good", manifest, tmp_path / "model") as good,
-        ):
-            model = WeightStore(tmp_path / "store").create(manifest)
-            await get(model, bad, good)
-        assert is_like(model, tmp_path / "model")
-
-    asyncio.run(act())
-    assert "bad gives no more weights to this node: tensor tensor." in warnings_of(caplog)
-    assert "another SHA-256" in warnings_of(caplog)
-    assert "good gives no more" not in warnings_of(caplog)
-
-
-def test_of_several_who_gave_a_tensor_the_one_who_was_wrong_is_found(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    manifest = write_pieces(tmp_path / "model", [200 * MB])
-
-    async def act() -> None:
-        async with (
-            node("bad", manifest, tmp_path / "model", tamper=flipping) as bad,
-            node("good", manifest, tmp_path / "model") as good,
-        ):
-            model = WeightStore(tmp_path / "store").create(manifest)
-            await get(model, bad, good)
-        assert is_like(model, tmp_path / "model")
-
-    asyncio.run(act())
-    assert "bad gives no more weights" in warnings_of(caplog)
-    assert "good gives no more weights" not in warnings_of(caplog)
-
-
-def test_a_flipped_bit_without_another_node_is_an_error_and_nothing_is_kept(tmp_path: Path) -> None:
-    manifest = write_pieces(tmp_path / "model", [MB])
-
-    async def act() -> None:
-        async with node("bad", manifest, tmp_path / "model", tamper=flipping) as bad:
-            store = WeightStore(tmp_path / "store")
-            model = store.create(manifest)
-            with pytest.raises(
-                WeightsMissing, match=r"bad: tensor tensor\.0 came from it with another SHA-256"
-            ):
-                await get(model, bad)
-            assert model.have == frozenset()
-            async with node("mini", store=store) as mini:
-                answer = await ask(mini, manifest, "model.safetensors", (0, MB))
-        assert answer.failure.kind == "WeightsMissing"
-
-    asyncio.run(act())
-
-
-async def too_much(part: weights_pb2.FetchPart) -> AsyncIterator[weights_pb2.FetchPart]:
-    yield weights_pb2.FetchPart(offset=part.offset, data=part.data + b"x")
-
-
-async def elsewhere(part: weights_pb2.FetchPart) -> AsyncIterator[weights_pb2.FetchPart]:
-    yield weights_pb2.FetchPart(offset=part.offset + 5, data=part.data[:5])
-
-
-async def nothing(part: weights_pb2.FetchPart) -> AsyncIterator[weights_pb2.FetchPart]:
-    yield weights_pb2.FetchPart(offset=part.offset)
-
-
-async def twice(part: weights_pb2.FetchPart) -> AsyncIterator[weights_pb2.FetchPart]:
-    yield part
-    yield part
-
-
-async def silence(_part: weights_pb2.FetchPart) -> AsyncIterator[weights_pb2.FetchPart]:
-    for never in ():
-        yield never
-
-
-async def too_large(part: weights_pb2.FetchPart) -> AsyncIterator[weights_pb2.FetchPart]:
-    yield weights_pb2.FetchPart(offset=part.offset, data=bytes(64 * MB))
-
-
-@pytest.mark.parametrize("tamper", [too_much, elsewhere, nothing, twice, silence, too_large, flipping])
-def test_a_hostile_node_is_refused_and_a_good_one_gives_the_rest(
-    tmp_path: Path, tamper: Tamper, caplog: pytest.LogCaptureFixture
-) -> None:
-    manifest = write_pieces(tmp_path / "model", [MB, 10 * MB, 100, 0, 7])
-
-    async def act() -> None:
-        async with (
-            node("bad", manifest, tmp_path / "model", tamper=tamper) as bad,
-            node("good", manifest, tmp_path / "model") as good,
-        ):
-            model = WeightStore(tmp_path / "store").create(manifest)
-            with pytest.raises(WeightsMissing, match="bad: "):
-                await get(model, bad)
-            await get(model, good)
-        assert is_like(model, tmp_path / "model")
-        assert {path.name for path in model.folder.iterdir()} == {"model.safetensors"}
-
-    asyncio.run(act())
-    assert "bad gives no more weights to this node" in warnings_of(caplog)
-
-
-async def ask(
-    giver: Node, manifest: WeightsManifest, file: str, *ranges: tuple[int, int]
-) -> weights_pb2.FetchPart:
-    """What is answered first."""
-    call = FETCH.aio_unary_stream(giver.peer.channel)(
-        weights_pb2.FetchRequest(
-            hello=make_hello(),
-            model=manifest.digest,
-            file=file,
-            ranges=[weights_pb2.ByteRange(offset=start, length=length) for start, length in ranges],
-        )
-    )
-    part = await call.read()
-    assert isinstance(part, weights_pb2.FetchPart)
-    call.cancel()
-    return part
-
-
-@pytest.mark.parametrize(
-    ("file", "ranges", "sentence"),
-    [
-        ("../secret", [(0, 1)], "The model has no file '../secret'."),
-        ("/etc/passwd", [(0, 1)], "The model has no file '/etc/passwd'."),
-        ("model.safetensors", [(0, 2 * MB + 1)], "it has 2097152"),
-        ("model.safetensors", [((1 << 64) - 1, 1)], "it has 2097152"),
-        ("model.safetensors", [(0, 0)], "were asked for"),
-        ("model.safetensors", [], "0 ranges were asked for at once"),
-        ("model.safetensors", [(0, 1)] * 5000, "5000 ranges were asked for at once"),
-    ],
-)
-def test_what_is_not_the_models_is_refused_with_one_sentence(
-    tmp_path: Path, file: str, ranges: list[tuple[int, int]], sentence: str
-) -> None:
-    manifest = write_pieces(tmp_path / "model", [MB, MB])
-    (tmp_path / "secret").write_text("secret")
-
-    async def act() -> None:
-        async with node("big", manifest, tmp_path / "model") as big:
-            answer = await ask(big, manifest, file, *ranges)
-            assert sentence in answer.failure.message
-            assert answer.data == b""
-            big.front.withdraw(manifest.digest)
-            answer = await ask(big, manifest, "model.safetensors", (0, 1))
-            assert "big has no model" in answer.failure.message
-
-    asyncio.run(act())
-
-
-def test_a_file_that_became_shorter_is_told_not_hung_on(tmp_path: Path) -> None:
-    manifest = write_pieces(tmp_path / "model", [MB, MB])
-
-    async def act() -> None:
-        async with node("big", manifest, tmp_path / "model") as big:
-            with (tmp_path / "model" / "model.safetensors").open("r+b") as stream:
-                stream.truncate(MB)
-            with pytest.raises(WeightsMissing, match="it was changed"):
-                await get(WeightStore(tmp_path / "store").create(manifest), big)
-
-    asyncio.run(act())
-
-
-def test_a_manifest_that_is_not_what_was_asked_for_is_refused(tmp_path: Path) -> None:
-    manifest = write_pieces(tmp_path / "model", [MB])
-    other = write_pieces(tmp_path / "other", [MB], seed=1)
-
-    async def act() -> None:
-        async with node("bad") as bad, node("empty") as empty:
-            bad.front.offer(tmp_path / "other", other)
-            bad.front.instead = other.digest
-            with pytest.raises(WeightsMissing, match=r"was to be .* empty has no model"):
-                await fetch_manifest(manifest.digest, [bad.peer, empty.peer], "mini")
 
     asyncio.run(act())
 
