@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from mlx_ring.core.config import quieten_grpc
@@ -12,6 +13,10 @@ from mlx_ring.worker.blas import install_fast_blas
 quieten_grpc()
 install_fast_blas()
 """The tests' own products, mlx-lm's among them, need not wait for the reference BLAS."""
+
+# How long an example takes is the machine's business, and of who else is on it.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
