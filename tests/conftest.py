@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from mlx_ring.core.config import quieten_grpc
 from mlx_ring.worker.blas import install_fast_blas
@@ -12,6 +13,9 @@ from mlx_ring.worker.blas import install_fast_blas
 quieten_grpc()
 install_fast_blas()
 """The tests' own products, mlx-lm's among them, need not wait for the reference BLAS."""
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+"""An example that is slow because the machine is busy is no failure."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
