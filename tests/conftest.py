@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hypothesis
 import pytest
 from hypothesis import settings
 
@@ -17,10 +16,6 @@ install_fast_blas()
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 """An example that is slow because the machine is busy is no failure."""
-
-# How long an example takes is the machine's business, and of who else is on it.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
