@@ -16,7 +16,7 @@ from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, 
 
 WRONG_INPUT = 2
 """Exit code for what the person can mend; 1 is the program's own trouble."""
-_COMMANDS = {
+COMMANDS = {
     "serve": "mlx_ring.cli.serve:serve",
     "join": "mlx_ring.cli.join:join",
     "stop": "mlx_ring.cli.stop:stop",
@@ -45,18 +45,18 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         del ctx
-        return list(_COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         # For a name that is none, all of them are there to be suggested.
-        for name in (cmd_name,) if cmd_name in _COMMANDS else _COMMANDS:
+        for name in (cmd_name,) if cmd_name in COMMANDS else COMMANDS:
             if name not in self.commands:
                 self.commands[name] = _load_command(name)
         return super().get_command(ctx, cmd_name)
 
 
 def _load_command(name: str) -> Any:
-    module, _, attribute = _COMMANDS[name].partition(":")
+    module, _, attribute = COMMANDS[name].partition(":")
     found = getattr(import_module(module), attribute)
     holder = typer.Typer(**_STYLE)
     if isinstance(found, typer.Typer):

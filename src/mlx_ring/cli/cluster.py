@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_ring.cli.on_host import app as on_host_app
+from mlx_ring.cli.status_tables import show_status
 from mlx_ring.core.config import load_settings
 from mlx_ring.core.errors import ConfigError, HostFailed
 
@@ -49,7 +50,7 @@ def start(
 
     file = _read(config)
     started = verbs.start(file, _model(file, model, config), tell=_tell, timeout_s=timeout)
-    _show_status(started.status)
+    show_status(started.status, _console())
     print(f"\nServing {started.status.get('model')} at {started.url} on {file.coordinator.name}")
 
 
@@ -94,7 +95,7 @@ def status(
     else:
         told, failed = _ask_machines(_read(config), quietly=as_json)
     if told is not None:
-        print(json.dumps(told, indent=1)) if as_json else _show_status(told)
+        print(json.dumps(told, indent=1)) if as_json else show_status(told, _console())
     if failed or told is None or told.get("status") != "ready":
         raise typer.Exit(1)
 
@@ -258,27 +259,6 @@ def _show_machines(standings: Sequence[Standing]) -> None:
         )
     _console().print(table)
     print()
-
-
-def _show_status(told: Mapping[str, Any]) -> None:
-    """Stages, their layers and memory, as the head says."""
-    print(
-        f"{told.get('model')}: {told.get('status')}" + (f", {told['reason']}" if told.get("reason") else "")
-    )
-    table = Table("node", "stage", "layers", "device", box=None, pad_edge=False)
-    for title in ("weights", "KV", "memory"):
-        table.add_column(title, justify="right")
-    for device in told.get("devices", []):
-        first, end = device["layers"]
-        sizes = (device.get(name, 0) for name in ("weight_bytes", "kv_bytes", "rss_bytes"))
-        table.add_row(
-            str(device["node"]),
-            str(device["stage"]),
-            f"{first}-{end - 1}",
-            f"{device.get('dtype')} on {device.get('device')}",
-            *(f"{size / 1e6:.0f} MB" for size in sizes),
-        )
-    _console().print(table)
 
 
 def _console() -> Console:

@@ -1,0 +1,116 @@
+"""What `/cluster/status` says, as tables for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Told = Mapping[str, Any]
+
+
+def show_status(told: Told, console: Console) -> None:
+    """Models, the machines, every instance's stages, and the links."""
+    for model in told["models"]:
+        reason = f": {model['reason']}" if model["reason"] else ""
+        console.print(f"{model['model']} is {model['state']}{reason}")
+    console.print()
+    console.print(_nodes(told["nodes"]))
+    for instance in told["instances"]:
+        console.print(f"\n{_headline(instance)}")
+        console.print(_stages(instance["stages"]))
+    if told["links"]:
+        console.print()
+        console.print(_links(told["links"]))
+
+
+def _nodes(nodes: Sequence[Told]) -> Table:
+    table = Table("machine", "is", box=None, pad_edge=False)
+    for title in ("GB usable", "promised", "used", "free"):
+        table.add_column(title, justify="right")
+    table.add_column("address")
+    for node in nodes:
+        memory = node["memory"] or {}
+        sizes = (memory.get(f"{name}_bytes") for name in ("usable", "promised", "used", "free"))
+        state = "the head's" if node["is_head"] and node["state"] == "attending" else node["state"]
+        reason = f", {node['reason']}" if node["reason"] else ""
+        table.add_row(node["id"], f"{state}{reason}", *map(_gigabytes, sizes), node["address"] or "")
+    return table
+
+
+def _headline(instance: Told) -> str:
+    """Which it is, how it stands, and its speed for one stream: predicted and measured."""
+    told = f"{instance['name']} (epoch {instance['epoch']}) is {instance['state']}"
+    stream = instance["stream"]
+    if stream is None:
+        return told
+    speeds = [
+        f"{stream[f'{kind}_tokens_per_s']:.1f} tokens/s {kind}"
+        for kind in ("predicted", "measured")
+        if stream[f"{kind}_tokens_per_s"] is not None
+    ]
+    return f"{told}; one stream: {', '.join(speeds)}" if speeds else told
+
+
+def _stages(stages: Sequence[Told]) -> Table:
+    table = Table("stage", "machine", "layers", "is", box=None, pad_edge=False)
+    for title in ("MB promised", "used", "ms a token predicted", "measured"):
+        table.add_column(title, justify="right")
+    for stage in stages:
+        first, end = stage["layers"]
+        promised, used = stage["memory"]["promised"], stage["memory"]["used"]
+        single = next((step for step in stage["times"]["decode"] if step["rows"] == 1), None)
+        table.add_row(
+            str(stage["stage"]),
+            stage["node"],
+            f"{first}-{end - 1}",
+            _progress(stage),
+            _megabytes(promised and promised["total_bytes"]),
+            _megabytes(used and used["resident_bytes"]),
+            _milliseconds(single and single["predicted_ms"]),
+            _milliseconds(single and single["measured_ms"]),
+        )
+    return table
+
+
+def _progress(stage: Told) -> str:
+    if stage["alive"] is False:
+        return "dead"
+    loading = stage["loading"]
+    for done, total in (("bytes_fetched", "bytes_to_fetch"), ("bytes_loaded", "bytes_to_load")):
+        if loading["phase"] != "ready" and 0 < loading[total] != loading[done]:
+            return f"{loading['phase']} {loading[done] / loading[total]:.0%}"
+    return str(loading["phase"])
+
+
+def _links(links: Sequence[Told]) -> Table:
+    table = Table("from", "to", box=None, pad_edge=False)
+    for title in ("ms there and back", "Gbit/s"):
+        table.add_column(title, justify="right")
+    table.add_column("compression")
+    for link in links:
+        if link["problem"]:
+            table.add_row(link["from"], link["to"], "-", "-", link["problem"])
+            continue
+        table.add_row(
+            link["from"],
+            link["to"],
+            f"{link['round_trip_us'] / 1e3:.2f}",
+            f"{8 * link['bytes_per_s'] / 1e9:.2f}",
+            f"{'on' if link['compresses'] else 'off'}: {link['why']}",
+        )
+    return table
+
+
+def _gigabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e9:.1f}"
+
+
+def _megabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e6:,.0f}"
+
+
+def _milliseconds(count: float | None) -> str:
+    return "-" if count is None else f"{count:.1f}"
