@@ -105,6 +105,8 @@ class LanCluster:
     """As the last `serve` has said."""
     token_ms: float = 0.0
     """From token to token of one stream, as it has said too."""
+    received_before: Sequence[int] = ()
+    """Bytes that each machine had received when the plan was shown: by then links have been measured, and nothing loaded."""
     token: str = ""
     names: Mapping[str, int] = field(default_factory=dict[str, int])
     """Token ids by what the API calls them."""
@@ -126,6 +128,7 @@ class LanCluster:
                     self.join(waiting.pop())
             if line.startswith("machine "):
                 self.planned = []
+                self.received_before = [machine.received_bytes for machine in self.machines]
             if row := _ROW.match(line):
                 self.planned.append(_stage(row))
             if speed := _SPEED.search(line):

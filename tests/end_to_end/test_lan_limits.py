@@ -70,7 +70,7 @@ class Running:
     before: Sequence[str]
     """How the network and the kernel were set before it ran."""
     received: Sequence[int]
-    """Bytes that each machine had received when it was ready."""
+    """Bytes that each machine received while the model was loaded."""
 
     @property
     def nodes(self) -> Sequence[Machine]:
@@ -106,7 +106,10 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[
         cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [*LIMITS, None])
         before = settings(cluster)
         server = cluster.serve(3, *FLAGS, joining=cluster.machines[1:3])
-        received = [machine.received_bytes for machine in cluster.machines]
+        received = [
+            machine.received_bytes - before
+            for machine, before in zip(cluster.machines, cluster.received_before, strict=True)
+        ]
         yield Running(cluster, server, before, received)
 
 
@@ -188,7 +191,7 @@ def test_nodes_have_received_what_their_layers_take_and_little_more(running: Run
             # And TLS, frames, the tokenizer, and what it is told.
             assert share < received < 1.05 * share + 4e6
         else:
-            assert received < 20e6
+            assert received < 4e6
 
 
 def test_tokens_are_those_of_mlx_lm(
@@ -214,13 +217,18 @@ def test_machines_hold_what_the_plan_promises(
     # As many tokens as were promised.
     filling = {"prompt": [3 + number % 250 for number in range(CONTEXT - 8)], "max_tokens": 8}
     assert len(running.tokens(filling)) == 8
+    off: dict[str, bool] = {}
     for stage in running.cluster.planned:
         machine = running.cluster.machine_of(stage.node)
         held = sum(process.memory_info().rss for process in machine.processes)
-        record_property(
-            f"{len(stage.layers)} layers", f"{held / 1e6:.0f} of {stage.memory_bytes / 1e6:.0f} MB"
-        )
-        assert abs(held - stage.memory_bytes) < max(0.1 * stage.memory_bytes, 150e6)
+        told = f"{len(stage.layers)} layers: {_sizes(machine)} of {stage.memory_bytes / 1e6:.0f} MB"
+        off[told] = abs(held - stage.memory_bytes) < max(0.1 * stage.memory_bytes, 150e6)
+    record_property("held of promised", list(off))
+    assert all(off.values()), off
+
+
+def _sizes(machine: Machine) -> str:
+    return " + ".join(f"{process.memory_info().rss / 1e6:.0f}" for process in machine.processes)
 
 
 # ---- what strangers send
@@ -327,7 +335,7 @@ def test_strangers_and_rubbish_are_refused_and_logged_and_streams_go_on(
     record_property: Callable[[str, object], None],
 ) -> None:
     ports = open_ports(running)
-    assert len(ports) == 2 + 3 + 3, "the head's two, and an agent's and a worker's on each machine"
+    assert len(ports) == 2 + 3 * 3, "the head's two, and on each machine an agent's two and a worker's"
     family = {
         process.pid: process.memory_info().rss for m in running.cluster.machines for process in m.processes
     }

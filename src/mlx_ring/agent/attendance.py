@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc
+import psutil
 
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.errors import PeerRefused, RingError, VersionMismatch
@@ -121,7 +122,15 @@ async def _messages(head: HeadAddress, who: Attendant) -> AsyncIterator[cluster_
         memory_utilization=who.memory_utilization,
         links_port=who.links_port,
         memory_free_bytes=usable_memory().available_bytes,
+        agent_bytes=_own_bytes(),
     )
     while True:
         await asyncio.sleep(_BEAT_S)
-        yield cluster_pb2.AttendRequest(memory_free_bytes=usable_memory().available_bytes)
+        yield cluster_pb2.AttendRequest(
+            memory_free_bytes=usable_memory().available_bytes, agent_bytes=_own_bytes()
+        )
+
+
+def _own_bytes() -> int:
+    """Resident memory of this process."""
+    return psutil.Process().memory_info().rss

@@ -11,6 +11,7 @@ import grpc
 from mlx_ring.agent.link_store import KeptLink, LinkStore, WayKey
 from mlx_ring.agent.loading import told_failure
 from mlx_ring.core.errors import RingError
+from mlx_ring.core.heap import give_back_freed_memory
 from mlx_ring.rpc.channels import PROBE_MESSAGE_BYTES, make_server, open_channel
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.link_probe import LinkMeasure, LinkResponder, ProbeBounds, probe_link
@@ -76,8 +77,11 @@ class LinkFront:
         return KeptLink(measure.round_trip_s, measure.bandwidth, 0.0)
 
     def _probe(self, node: str, address: str) -> LinkMeasure:
-        with open_channel(address, self._trust(), node_name(node)) as channel:
-            return probe_link(channel, make_hello(node=self._node), f"{node} at {address}", self._bounds)
+        try:
+            with open_channel(address, self._trust(), node_name(node)) as channel:
+                return probe_link(channel, make_hello(node=self._node), f"{node} at {address}", self._bounds)
+        finally:
+            give_back_freed_memory()
 
 
 def make_responder(node: str, refusal: Refusal) -> grpc.Server:

@@ -131,7 +131,9 @@ class Control:
             async with contextlib.aclosing(_said(requests, news)) as saying:
                 async for said in saying:
                     if said is not None:
-                        await self._happens(Told(member.node, member.came, said.memory_free_bytes))
+                        await self._happens(
+                            Told(member.node, member.came, said.memory_free_bytes, said.agent_bytes)
+                        )
                     yield cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
             reason = "it ended its attendance"
         except ProtocolError as error:
@@ -168,6 +170,7 @@ class Control:
             memory_utilization=first.memory_utilization,
             came=next(self._serial),
             memory_free_bytes=first.memory_free_bytes,
+            agent_bytes=first.agent_bytes,
             links_port=first.links_port,
             since_s=time.time(),
             versions=hello_versions(first.hello),

@@ -30,6 +30,8 @@ class Member:
     came: int
     """Which of all attendances it is: a node that comes again is a new one."""
     memory_free_bytes: int = 0
+    agent_bytes: int = 0
+    """Of memory, that its agent holds."""
     links_port: int = 0
     """Where its agent answers probes of links; 0: nowhere."""
     since_s: float = 0.0
@@ -62,6 +64,7 @@ class Told:
     node: str
     came: int
     memory_free_bytes: int
+    agent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,12 @@ class Membership:
             case Came(member):
                 gone = {node: was for node, was in self.gone.items() if node != member.node}
                 return Membership({**self.members, member.node: member}, gone)
-            case Told(node, came, memory_free_bytes):
+            case Told(node, came, memory_free_bytes, agent_bytes):
                 if not self._is_current(node, came):
                     return self
-                told = replace(self.members[node], memory_free_bytes=memory_free_bytes)
+                told = replace(
+                    self.members[node], memory_free_bytes=memory_free_bytes, agent_bytes=agent_bytes
+                )
                 return replace(self, members={**self.members, node: told})
             case Went(node, came, reason, at_s):
                 if not self._is_current(node, came):

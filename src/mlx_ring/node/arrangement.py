@@ -136,11 +136,11 @@ async def arrange_cluster(
     Raises:
         PlanError: the machines cannot hold the model as promised.
     """
+    found = await survey.take(link_ends(membership, sites))
     nodes = _nodes(control, membership, order.taken)
     allowed = [node for node in nodes if order.only is None or node.name in order.only]
     # Where others have every node, they share them.
     apart = [node for node in allowed or nodes if node.name not in order.avoid]
-    found = await survey.take(link_ends(membership, sites))
     links = link_profiles(found)
     cluster = ClusterProfile(tuple(apart or allowed or nodes), links)
     plan = await asyncio.to_thread(_plan, order.settings, order.served, cluster)
@@ -278,9 +278,11 @@ def _nodes(control: Control, membership: Membership, taken: Mapping[str, int]) -
         membership.members.values(), key=lambda member: (member.node != control.node, member.node)
     )
     head_bytes = psutil.Process().memory_info().rss
+    # As they say they are by now, which may be later than the membership that is planned for.
+    latest = [control.membership.members.get(member.node, member) for member in members]
     return [
         _node_profile(member, taken.get(member.node, 0), head_bytes if member.node == control.node else 0)
-        for member in members
+        for member in latest
     ]
 
 
@@ -290,7 +292,7 @@ def _node_profile(member: Member, taken: int, head_bytes: int) -> NodeProfile:
         member.node,
         reserve_share=1.0 - member.memory_utilization,
         # What others' plans count on has the agent and the head in it.
-        beside_bytes=0 if taken else member.profile.agent_bytes + head_bytes,
+        beside_bytes=0 if taken else max(member.agent_bytes, member.profile.agent_bytes) + head_bytes,
     )
     left = profile.memory_bytes - int(taken / member.memory_utilization)
     return replace(profile, memory_bytes=max(0, left))
