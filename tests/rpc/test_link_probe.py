@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import subprocess
 import sys
@@ -13,10 +14,10 @@ import pytest
 
 from mlx_ring.core.errors import ProtocolError, VersionMismatch, WorkerLost, WorkerStuck
 from mlx_ring.rpc import link_probe
-from mlx_ring.rpc.channels import make_server, open_channel
+from mlx_ring.rpc.channels import make_aio_server, make_server, open_aio_channel, open_channel
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.link_probe import PROBE, PURPOSE, ProbeBounds, probe_link
+from mlx_ring.rpc.link_probe import PROBE, PURPOSE, LinkResponder, ProbeBounds, probe_link
 from mlx_ring.rpc.methods import Method, service_handler
 from mlx_ring.rpc.protos import worker_pb2
 
@@ -111,6 +112,24 @@ def test_a_probe_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = link_probe.ProbeJudge(make_hello())
     told = [judge.answer(frame) for frame in (HELLO, *[probe_frame(1)] * 4)]
     assert [answer.HasField("failure") for answer in told] == [False, False, False, False, True]
+
+
+def test_a_prober_that_says_nothing_more_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_probe, "_RESPONDER_S", 0.1)
+
+    async def silent_probe() -> list[str]:
+        server = make_aio_server()
+        server.add_generic_rpc_handlers((LinkResponder(make_hello()).aio_handler(),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with open_aio_channel(f"127.0.0.1:{port}") as channel:
+            call = PROBE.aio_stream_stream(channel)(timeout=30)
+            await call.write(HELLO)
+            told = [answer.failure.message async for answer in call]
+        await server.stop(None)
+        return told
+
+    assert asyncio.run(silent_probe()) == ["", "A probe of a link may take 0.1 s."]
 
 
 def test_a_responder_that_is_not_there_is_told_by_name(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ on both sides, in time, frames and bytes; a frame that is none of a probe's ends
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import queue
@@ -286,12 +287,24 @@ class LinkResponder:
         self, frames: AsyncIterator[Frame], context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.FrameAccepted]:
         judge = ProbeJudge(self._hello)
-        async for frame in frames:
+        async for frame in _until(judge.until, frames):
             answer = judge.answer(frame)
             yield answer
             if answer.HasField("failure"):
                 _log_end(answer, context)
                 return
+
+
+async def _until(until: float, frames: AsyncIterator[Frame]) -> AsyncIterator[Frame]:
+    """The frames that come by then: a prober that says nothing would hold its call for ever."""
+    while True:
+        try:
+            yield await asyncio.wait_for(anext(frames), until - time.monotonic())
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            yield Frame(worker_pb2.FrameHeader(), problem=f"A probe of a link may take {_RESPONDER_S:g} s.")
+            return
 
 
 def _log_end(answer: worker_pb2.FrameAccepted, context: CallContext) -> None:
