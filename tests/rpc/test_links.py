@@ -13,11 +13,13 @@ import pytest
 import zstandard
 
 from mlx_ring.core.errors import ProtocolError, StaleMessage, StepFailed, WorkerLost, WorkerStuck
+from mlx_ring.rpc import links
 from mlx_ring.rpc.channels import make_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.links import (
+    HIDDEN,
     SAMPLED,
     GrpcLink,
     Inbox,
@@ -103,6 +105,36 @@ def test_an_older_epochs_message_is_dropped(link: LinkSender, inbox: Inbox) -> N
     assert inbox.recv(key(5, epoch=2)).shape == (2, 3)
     with pytest.raises(StaleMessage, match="epoch 2 is in force"):
         inbox.recv(key(5, epoch=1))
+
+
+@pytest.mark.parametrize("purpose", [HIDDEN, SAMPLED])
+def test_a_message_of_an_epoch_that_is_not_in_force_yet_is_refused(
+    inbox: Inbox, purpose: worker_pb2.Activation.Purpose
+) -> None:
+    with pytest.raises(ProtocolError, match="demo epoch 2 step 5; epoch 1 is in force"):
+        inbox.put(LinkKey("demo", 2, 5, purpose), TENSOR)
+    inbox.advance(2)
+    inbox.put(LinkKey("demo", 2, 5, purpose), TENSOR)
+    assert inbox.holds(LinkKey("demo", 2, 5, purpose))
+
+
+@pytest.mark.parametrize("purpose", [HIDDEN, SAMPLED])
+@pytest.mark.parametrize(("most", "most_bytes"), [(3, 1 << 20), (1024, 3 * 24)])
+def test_a_sender_that_nobody_waits_for_is_refused_at_a_bound(
+    inbox: Inbox,
+    monkeypatch: pytest.MonkeyPatch,
+    purpose: worker_pb2.Activation.Purpose,
+    most: int,
+    most_bytes: int,
+) -> None:
+    monkeypatch.setattr(links, "_MOST_WAITING", most)
+    monkeypatch.setattr(links, "_MOST_WAITING_BYTES", most_bytes)
+    for step in (1, 2, 3):
+        inbox.put(LinkKey("demo", 1, step, purpose), TENSOR)
+    with pytest.raises(ProtocolError, match="4 messages of 96 bytes wait on a link"):
+        inbox.put(LinkKey("demo", 1, 4, purpose), TENSOR)
+    inbox.recv(LinkKey("demo", 1, 1, purpose))
+    inbox.put(LinkKey("demo", 1, 4, purpose), TENSOR)
 
 
 def test_a_large_tensor_arrives_whole(link: LinkSender, inbox: Inbox) -> None:

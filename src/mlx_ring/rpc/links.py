@@ -28,6 +28,8 @@ from mlx_ring.rpc.tls.credentials import ChannelTrust
 
 HIDDEN = worker_pb2.Activation.Purpose.HIDDEN
 SAMPLED = worker_pb2.Activation.Purpose.SAMPLED
+_MOST_WAITING, _MOST_WAITING_BYTES = 1024, 2 << 30
+"""What may wait in an inbox: far more than steps are under way at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,10 @@ class WireTensor:
     """Of rows that it names, and that are therefore neither in the array nor in `tokens`."""
 
 
+def _size(message: WireTensor | RingError) -> int:
+    return memoryview(message.data).nbytes if isinstance(message, WireTensor) else 0
+
+
 class LinkSender(Protocol):
     """The sending end."""
 
@@ -81,11 +87,27 @@ class Inbox:
         self._broken: RingError | None = None
 
     def put(self, key: LinkKey, message: WireTensor | RingError) -> None:
-        """File a message; one of another instance or an older epoch is dropped."""
+        """File a message; one of another instance or an older epoch is dropped.
+
+        Raises:
+            ProtocolError: its epoch is not in force yet, or more wait than a pipeline has under way.
+        """
         with self._arrived:
             if key.instance == self._instance and key.epoch >= self._epoch:
+                self._check(key, message)
                 self._messages[key] = message
                 self._arrived.notify_all()
+
+    def _check(self, key: LinkKey, message: WireTensor | RingError) -> None:
+        # A head greets every worker before its first step, so nobody sends in an epoch that others have not heard of.
+        if key.epoch > self._epoch:
+            raise ProtocolError(f"A message came for {key}; epoch {self._epoch} is in force.")
+        nbytes = sum(map(_size, (message, *self._messages.values())))
+        if len(self._messages) >= _MOST_WAITING or nbytes > _MOST_WAITING_BYTES:
+            raise ProtocolError(
+                f"With the one for {key}, {len(self._messages) + 1} messages of {nbytes} bytes wait on a link; "
+                f"{_MOST_WAITING} and {_MOST_WAITING_BYTES} are allowed."
+            )
 
     def recv(self, key: LinkKey, deadline: float | None = None) -> WireTensor:
         """Wait for a message.
