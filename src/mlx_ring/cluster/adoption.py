@@ -11,7 +11,15 @@ from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 Expect = Callable[[str, Sequence[LayerRange]], Sequence[worker_pb2.StageAssignment]]
 """What a head would assign now for an instance with these layers in its stages."""
-_FREE = ("epoch", "next_address", "first_address", "next_node", "first_node", "next_bytes_per_s")
+_FREE = (
+    "epoch",
+    "next_address",
+    "first_address",
+    "next_node",
+    "first_node",
+    "previous_node",
+    "next_bytes_per_s",
+)
 """Fields of an assignment that say where and when, and not what."""
 
 

@@ -130,7 +130,7 @@ async def _together(work: Iterable[Awaitable[Result]]) -> list[Result]:
 def _filled(
     assignment: worker_pb2.StageAssignment, site: Site, workers: _Started
 ) -> worker_pb2.StageAssignment:
-    """With the addresses of the next stage and the first, where they are on other nodes."""
+    """With the neighbours that are on other nodes: the next stage and the first by their addresses, and the one before."""
     filled = worker_pb2.StageAssignment()
     filled.CopyFrom(assignment)
     following = workers.get((assignment.stage + 1, 0))
@@ -140,6 +140,9 @@ def _filled(
     first = workers[0, 0]
     if first[1] is not site:
         filled.first_address, filled.first_node = _reached_from(site, *first)
+    before = workers[(assignment.stage - 1) % assignment.stages, 0][1]
+    if before is not site:
+        filled.previous_node = before.node
     return filled
 
 

@@ -303,11 +303,10 @@ class WorkerFront:
         check_hello(hello, ours, peer)
         if (hello.instance, hello.plan_digest) != (ours.instance, ours.plan_digest):
             raise ProtocolError(f"{peer} named no instance; this worker is of {ours.instance}.")
-        stages = self._request.assignment.stages if self._request else 1
-        if hello.stage != (ours.stage - 1) % stages:
-            raise ProtocolError(f"{peer} does not come before stage {ours.stage} of {stages}.")
-        if not is_local(context) and peer_of_call(context).node != hello.node:
-            raise PeerRefused(f"{peer_of_call(context)} greeted as {hello.node}.")
+        assignment = self._request.assignment if self._request else worker_pb2.StageAssignment(stages=1)
+        if hello.stage != (ours.stage - 1) % assignment.stages:
+            raise ProtocolError(f"{peer} does not come before stage {ours.stage} of {assignment.stages}.")
+        _check_caller(context, hello.node, assignment.previous_node)
         return self._inbox
 
     # Status
@@ -338,6 +337,21 @@ class WorkerFront:
             memory_left_bytes=left,
             port=self._reach.port,
             sends=self._sends(),
+        )
+
+
+def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str) -> None:
+    """The certificate is that of the node which has the stage before; empty: this machine, on which nobody shows one.
+
+    Raises:
+        PeerRefused: it is another's.
+    """
+    caller = "" if is_local(context) else peer_of_call(context).node
+    if caller and caller != greeted_as:
+        raise PeerRefused(f"{caller} greeted as {greeted_as}.")
+    if caller != expected:
+        raise PeerRefused(
+            f"{caller or 'This machine'} linked as the stage before, which is on {expected or 'this machine'}."
         )
 
 

@@ -20,7 +20,7 @@ class LoadRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ...) -> None: ...
 
 class StageAssignment(_message.Message):
-    __slots__ = ("instance", "epoch", "stage", "stages", "rank", "tp_size", "first_layer", "end_layer", "dtype", "next_address", "first_address", "plan_digest", "model_digest", "kv_bits", "max_model_len", "next_node", "first_node", "link_compression", "next_bytes_per_s")
+    __slots__ = ("instance", "epoch", "stage", "stages", "rank", "tp_size", "first_layer", "end_layer", "dtype", "next_address", "first_address", "plan_digest", "model_digest", "kv_bits", "max_model_len", "next_node", "first_node", "link_compression", "next_bytes_per_s", "previous_node")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class StageAssignment(_message.Message):
     FIRST_NODE_FIELD_NUMBER: _ClassVar[int]
     LINK_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     NEXT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_NODE_FIELD_NUMBER: _ClassVar[int]
     instance: str
     epoch: int
     stage: int
@@ -59,7 +60,8 @@ class StageAssignment(_message.Message):
     first_node: str
     link_compression: str
     next_bytes_per_s: float
-    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., dtype: _Optional[str] = ..., next_address: _Optional[str] = ..., first_address: _Optional[str] = ..., plan_digest: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_bits: _Optional[int] = ..., max_model_len: _Optional[int] = ..., next_node: _Optional[str] = ..., first_node: _Optional[str] = ..., link_compression: _Optional[str] = ..., next_bytes_per_s: _Optional[float] = ...) -> None: ...
+    previous_node: str
+    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., dtype: _Optional[str] = ..., next_address: _Optional[str] = ..., first_address: _Optional[str] = ..., plan_digest: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_bits: _Optional[int] = ..., max_model_len: _Optional[int] = ..., next_node: _Optional[str] = ..., first_node: _Optional[str] = ..., link_compression: _Optional[str] = ..., next_bytes_per_s: _Optional[float] = ..., previous_node: _Optional[str] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("bytes_loaded", "bytes_total", "ready", "failure", "phase")
