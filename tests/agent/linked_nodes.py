@@ -17,7 +17,7 @@ from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.link_probe import ProbeBounds
 from mlx_ring.rpc.methods import AGENT_SERVICE
-from mlx_ring.rpc.tls.guard import AioPeerGuard
+from mlx_ring.rpc.tls.guard import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.peers import Revoked
 
 SHORT = ProbeBounds(round_trips_s=0.02, throughput_s=0.05, most_bytes=16 << 20, answer_s=2.0)
@@ -32,6 +32,10 @@ class LinkedNode:
     """Where the head asks it to measure."""
     links_port: int
     """Where it answers probes."""
+    revoked: Revoked
+    """Who may probe it no more."""
+    guard: PeerGuard
+    """Of its answers to probes."""
 
 
 @asynccontextmanager
@@ -51,12 +55,14 @@ async def linked_node(
     )
     server.add_generic_rpc_handlers((LinkFront(name, lambda: credentials, store, bounds).handler(),))
     port = add_secure_port(server, "127.0.0.1:0", credentials.for_server())
-    responder = make_responder(name, Revoked().refusal)
+    revoked = Revoked()
+    guard = PeerGuard(revoked.refusal)
+    responder = make_responder(name, guard)
     links_port = add_secure_port(responder, "[::]:0", credentials.for_server())
     await server.start()
     responder.start()
     try:
-        yield LinkedNode(name, f"127.0.0.1:{port}", links_port)
+        yield LinkedNode(name, f"127.0.0.1:{port}", links_port, revoked, guard)
     finally:
         await server.stop(None)
         await asyncio.to_thread(_end, responder)

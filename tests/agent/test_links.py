@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography import x509
 from tests.agent.linked_nodes import LinkedNode, linked_node
 from tests.machines import node_credentials
 from tests.slow_way import slow_way
@@ -114,6 +115,24 @@ def test_only_the_head_may_ask(authority: Authority, tmp_path: Path) -> None:
         async with linked_node(authority, "mini-1", tmp_path) as one:
             with pytest.raises(PeerRefused, match="only the head may"):
                 await ask(one, node_credentials(authority, "mini-2"), "mini-1", "127.0.0.1:9")
+
+    asyncio.run(run())
+
+
+def test_a_probe_of_a_node_that_is_removed_meanwhile_ends(authority: Authority, tmp_path: Path) -> None:
+    async def run() -> None:
+        prober = node_credentials(authority, "mini-2")
+        async with (
+            linked_node(authority, "mini-1", tmp_path) as one,
+            open_aio_channel(f"127.0.0.1:{one.links_port}", prober, node_name("mini-1")) as channel,
+        ):
+            call = PROBE.aio_stream_stream(channel)(timeout=20)
+            await call.write(Frame(worker_pb2.FrameHeader(hello=make_hello(node="mini-2"))))
+            assert await call.read() is not grpc.aio.EOF
+            serial = x509.load_pem_x509_certificate(prober.certificate).serial_number
+            one.revoked.replace([f"{serial:x}"])
+            assert one.guard.end_refused() == 1
+            assert await call.code() == grpc.StatusCode.CANCELLED
 
     asyncio.run(run())
 

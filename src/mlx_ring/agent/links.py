@@ -20,7 +20,6 @@ from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 from mlx_ring.rpc.tls.guard import PeerGuard
 from mlx_ring.rpc.tls.names import node_name
-from mlx_ring.rpc.tls.peers import Refusal
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +83,8 @@ class LinkFront:
             give_back_freed_memory()
 
 
-def make_responder(node: str, refusal: Refusal) -> grpc.Server:
+def make_responder(node: str, guard: PeerGuard) -> grpc.Server:
     """A server of threads, as workers have, that does nothing but answer probes; its port is still to be added."""
-    server = make_server(
-        _RESPONDER_THREADS, interceptors=[PeerGuard(refusal)], max_message_bytes=PROBE_MESSAGE_BYTES
-    )
+    server = make_server(_RESPONDER_THREADS, interceptors=[guard], max_message_bytes=PROBE_MESSAGE_BYTES)
     server.add_generic_rpc_handlers((LinkResponder(make_hello(node=node)).handler(),))
     return server

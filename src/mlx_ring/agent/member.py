@@ -27,7 +27,7 @@ from mlx_ring.core.private_files import try_lock
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, add_secure_port, make_aio_server
 from mlx_ring.rpc.methods import AGENT_SERVICE
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials, serve_from_folder
-from mlx_ring.rpc.tls.guard import AioPeerGuard
+from mlx_ring.rpc.tls.guard import AioPeerGuard, PeerGuard
 from mlx_ring.rpc.tls.peers import Revoked
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,8 @@ async def serve_as_member(options: MemberOptions) -> None:
         (front.handler(), links.handler(), WeightsFront(options.node, store).handler())
     )
     port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(folder))
-    responder = make_responder(options.node, revoked.refusal)
+    probes_guard = PeerGuard(revoked.refusal)
+    responder = make_responder(options.node, probes_guard)
     links_port = add_secure_port(responder, f"{options.listen}:0", serve_from_folder(folder))
     await server.start()
     responder.start()
@@ -110,6 +111,7 @@ async def serve_as_member(options: MemberOptions) -> None:
             supervisor.revoke(serials)
             revoked.replace(serials)
             guard.end_refused()
+            probes_guard.end_refused()
 
     who = Attendant(options.node, port, profile, options.memory_utilization, links_port)
     attending = asyncio.create_task(

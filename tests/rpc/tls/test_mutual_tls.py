@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
-import threading
 from datetime import timedelta
 from pathlib import Path
 
 import grpc
 import pytest
+from cryptography import x509
 from tests.machines import ANSWER, NOW, listening, node_credentials
 
 from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
@@ -29,7 +28,7 @@ from mlx_ring.rpc.tls.credentials import (
 )
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
-from mlx_ring.rpc.tls.peers import Peer, peer_of_call, peer_of_socket
+from mlx_ring.rpc.tls.peers import Peer, peer_of_call, peer_of_certificate
 
 MINI = node_name("mini-1")
 LONG_AGO = NOW - CERTIFICATE_LIFE - timedelta(days=1)
@@ -206,69 +205,6 @@ def test_grpc_cannot_ask_for_a_certificate_without_insisting_on_it(
     assert seen == [False]
 
 
-def meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[Peer | Exception, ...]:
-    """Whom server and client see at the other end of a plain socket, or what each gets instead."""
-    seen: list[Peer | Exception] = []
-
-    def accept(listener: socket.socket) -> None:
-        plain, _ = listener.accept()
-        plain.settimeout(10)
-        try:
-            with server.wrap_socket(plain, server_side=True) as connection:
-                seen.append(peer_of_socket(connection))
-                connection.sendall(b"x")
-        except (OSError, PeerRefused) as error:
-            seen.append(error)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=accept, args=(listener,))
-        thread.start()
-        try:
-            with (
-                socket.create_connection(listener.getsockname(), timeout=10) as plain,
-                client.wrap_socket(plain, server_hostname=name) as connection,
-            ):
-                # Under TLS 1.3 a client hears of its own refusal only when it reads.
-                connection.recv(1)
-                seen.append(peer_of_socket(connection))
-        except (OSError, PeerRefused) as error:
-            seen.append(error)
-        thread.join()
-    return tuple(sorted(seen, key=lambda found: isinstance(found, Exception)))
-
-
-def test_plain_sockets_show_both_ends_to_each_other(authority: Authority, mini: Credentials) -> None:
-    other = node_credentials(authority, "studio-2")
-    found = meet(mini.socket_server(), other.socket_client(), MINI)
-    assert {peer.node for peer in found if isinstance(peer, Peer)} == {"mini-1", "studio-2"}
-
-
-@pytest.mark.parametrize("who", ["no certificate", "another cluster", "expired"])
-def test_plain_sockets_refuse_whom_grpc_refuses(
-    who: str, authority: Authority, foreign: Authority, mini: Credentials
-) -> None:
-    match who:
-        case "no certificate":
-            client = ssl.create_default_context(cadata=mini.authority.decode())
-        case "another cluster":
-            stranger = node_credentials(foreign, "mini-3")
-            client = Credentials(mini.authority, stranger.certificate, stranger.key).socket_client()
-        case _:
-            client = node_credentials(authority, "mini-3", LONG_AGO).socket_client()
-    found = meet(mini.socket_server(), client, MINI)
-    assert all(isinstance(one, Exception) for one in found)
-    explained = [str(handshake_error(one, "The peer")) for one in found if isinstance(one, Exception)]
-    assert all("There is no trusted connection to The peer" in sentence for sentence in explained)
-
-
-def test_plain_sockets_refuse_another_name_and_old_versions_of_tls(mini: Credentials) -> None:
-    found = meet(mini.socket_server(), mini.socket_client(), node_name("mini-2"))
-    assert any(isinstance(one, ssl.SSLCertVerificationError) for one in found)
-    for context in (mini.socket_server(), mini.socket_client()):
-        assert context.minimum_version == ssl.TLSVersion.TLSv1_2
-        assert context.verify_mode == ssl.CERT_REQUIRED
-
-
 def test_credentials_come_back_from_their_folder_and_the_key_is_private(
     mini: Credentials, tmp_path: Path
 ) -> None:
@@ -310,7 +246,9 @@ def test_a_server_shows_a_renewed_certificate_and_still_asks_for_the_client_s(
             socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
             mini.socket_client().wrap_socket(plain, server_hostname=MINI) as connection,
         ):
-            return peer_of_socket(connection)
+            certificate = connection.getpeercert(binary_form=True)
+            assert certificate is not None
+            return peer_of_certificate(x509.load_der_x509_certificate(certificate))
 
     try:
         first = shown()

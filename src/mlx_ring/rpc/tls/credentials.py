@@ -1,4 +1,4 @@
-"""What a machine proves itself with, and the TLS settings made of it: for gRPC and for plain sockets.
+"""What a machine proves itself with, and the TLS settings made of it.
 
 Both sides show a certificate of the cluster's CA, and TLS is 1.2 at least (gRPC's own lower bound).
 """
@@ -62,20 +62,9 @@ class Credentials:
         """A server that proves itself and asks nothing back: for enrolment alone."""
         return grpc.ssl_server_credentials([(self.key, self.certificate)])
 
-    def socket_server(self) -> ssl.SSLContext:
-        """For plain sockets that accept. `peers.peer_of_socket` then says who came."""
-        context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        context.verify_mode = ssl.CERT_REQUIRED
-        # A resumed session would not show its certificate again.
-        context.num_tickets = 0
-        return context
-
     def socket_client(self) -> ssl.SSLContext:
-        """For plain sockets that connect: `wrap_socket(..., server_hostname=names.node_name(node))`."""
-        return self._context(ssl.PROTOCOL_TLS_CLIENT)
-
-    def _context(self, protocol: int) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
+        """As gRPC would use them; raises what is wrong with them, which gRPC tells nobody."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_verify_locations(cadata=self.authority.decode())
         with _as_files(self) as folder:

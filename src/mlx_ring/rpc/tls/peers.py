@@ -1,8 +1,7 @@
-"""Which machine is at the other end of a call or a socket, and whether it has been removed."""
+"""Which machine is at the other end of a call, and whether it has been removed."""
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -81,18 +80,6 @@ def peer_of_call(context: CallContext) -> Peer:
     for pem in context.auth_context().get("x509_pem_cert", ()):
         return _peer_of_pem(pem)
     raise PeerRefused(f"{address_of_call(context)} showed no certificate: join the cluster with a token.")
-
-
-def peer_of_socket(connection: ssl.SSLSocket | ssl.SSLObject) -> Peer:
-    """Whose certificate the other end of a TLS socket has shown.
-
-    Raises:
-        PeerRefused: none, or one that names no machine of a cluster.
-    """
-    shown = connection.getpeercert(binary_form=True)
-    if shown is None:
-        raise PeerRefused("The peer showed no certificate: join the cluster with a token.")
-    return peer_of_certificate(x509.load_der_x509_certificate(shown))
 
 
 def peer_of_certificate(certificate: x509.Certificate) -> Peer:
