@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import count
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from mlx_ring.cluster.quarantine import LOSSES, REST_S, WINDOW_S, Loss, quarantined, still_counting
 from mlx_ring.cluster.quarantine_book import QuarantineBook
+from mlx_ring.cluster.security import state_file
 from mlx_ring.core.errors import ConfigError
 
 TIMES_S = [10 * number for number in range(LOSSES)]
@@ -60,3 +62,46 @@ def test_the_book_outlives_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -
     again.readmit("mini")
     assert not book.held()
     assert book.note("mini", "once more") is None
+
+
+def test_losses_that_a_clock_put_in_the_future_hold_nobody(tmp_path: Path) -> None:
+    times_s = count(1e6, 10.0)
+    ahead = QuarantineBook(tmp_path, clock=lambda: next(times_s))
+    assert [ahead.note("mini", "its worker died") for _ in range(LOSSES)][-1] is not None
+    put_back = QuarantineBook(tmp_path, clock=lambda: 1000.0)
+    assert not put_back.held()
+    with pytest.raises(ConfigError, match="those that are now are none"):
+        put_back.readmit("mini")
+    assert put_back.note("mini", "once more") is None
+
+
+@pytest.mark.parametrize("trouble", ["rubbish", "no file", "no folder"])
+def test_a_book_that_cannot_be_used_is_logged_once_and_leaves_nobody_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trouble: str
+) -> None:
+    folder = tmp_path / "state"
+    if trouble == "no folder":
+        folder.write_text("in its place")
+    elif trouble == "no file":
+        (folder / "losses.json").mkdir(parents=True)
+    else:
+        folder.mkdir()
+        (folder / "losses.json").write_text("rubbish")
+    book = QuarantineBook(folder)
+    for _ in range(2):
+        assert not book.held()
+    assert [book.note("mini", "its worker died") for _ in range(LOSSES)] == [None] * LOSSES
+    assert 1 <= len(caplog.messages) <= 2
+    assert all(said.startswith("losses are not counted, and no node is left out") for said in caplog.messages)
+    assert "join again" not in caplog.text
+
+
+def test_a_book_that_can_be_read_and_not_written_is_logged_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_path: Path, _content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(state_file, "write_private", full)
+    assert QuarantineBook(tmp_path).note("mini", "its worker died") is None
+    assert caplog.messages[-1].endswith("losses.json: No space left on device")

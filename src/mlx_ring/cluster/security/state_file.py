@@ -15,13 +15,17 @@ from mlx_ring.core.private_files import locked, read_private, write_private
 
 Content = TypeVar("Content", bound=BaseModel)
 
+_ADVICE = "restore it from a backup, or remove it and have every machine join again"
+
 
 class StateFile(Generic[Content]):
     """What is read is as fresh as the file; a change is made under a lock, and is whole or not at all."""
 
-    def __init__(self, path: Path, kind: type[Content]) -> None:
+    def __init__(self, path: Path, kind: type[Content], advice: str = _ADVICE) -> None:
+        """`advice` is what to do with a file that cannot be understood."""
         self._path = path
         self._kind = kind
+        self._advice = advice
         self._seen: tuple[tuple[int, int, int] | None, Content] | None = None
 
     def read(self) -> Content:
@@ -51,8 +55,7 @@ class StateFile(Generic[Content]):
             return self._kind.model_validate_json(text)
         except ValidationError as error:
             raise ConfigError(
-                f"{self._path} cannot be understood ({error.error_count()} errors): restore it from a backup, "
-                "or remove it and have every machine join again."
+                f"{self._path} cannot be understood ({error.error_count()} errors): {self._advice}."
             ) from error
 
 
