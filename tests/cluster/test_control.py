@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 from tests.machines import free_pair_of_ports
 from tests.profiles import made_up_profile
@@ -18,7 +19,7 @@ from mlx_ring.agent.attendance import Attendant, Revoke, attend_for_ever
 from mlx_ring.agent.enrolment import join
 from mlx_ring.agent.identity import open_identity
 from mlx_ring.cluster.control import Control, open_control
-from mlx_ring.cluster.membership import Event, Membership, Told
+from mlx_ring.cluster.membership import Came, Event, Membership, Told
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import authority_folder
@@ -62,6 +63,13 @@ async def until(control: Control, nodes: int) -> Membership:
                 changed.clear()
                 await changed.wait()
     return control.membership
+
+
+def said() -> cluster_pb2.AttendRequest:
+    """A node's first words."""
+    return cluster_pb2.AttendRequest(
+        hello=make_hello(), port=4000, profile=made_up_profile().model_dump_json(), memory_utilization=0.9
+    )
 
 
 def test_nodes_are_there_while_they_attend_with_what_they_say_of_themselves(tmp_path: Path) -> None:
@@ -125,15 +133,15 @@ def test_other_nodes_hear_of_a_removed_one_without_waiting_for_their_next_word(
 
     async def run() -> None:
         heard: asyncio.Queue[tuple[int, tuple[str, ...]]] = asyncio.Queue()
-        said: list[Told] = []
+        words: list[Told] = []
         head = HeadAddress("127.0.0.1", free_pair_of_ports())
 
         def note(event: Event) -> None:
             if isinstance(event, Told):
-                said.append(event)
+                words.append(event)
 
         def revoke(serials: tuple[str, ...]) -> None:
-            heard.put_nowait((len(said), serials))
+            heard.put_nowait((len(words), serials))
 
         async with (
             open_control(tmp_path / "head", head) as control,
@@ -155,6 +163,28 @@ def test_other_nodes_hear_of_a_removed_one_without_waiting_for_their_next_word(
     asyncio.run(run())
 
 
+def test_the_end_of_an_attendance_that_was_replaced_is_told_to_nobody(tmp_path: Path) -> None:
+    async def run() -> list[Event]:
+        head, heard = HeadAddress("127.0.0.1", free_pair_of_ports()), list[Event]()
+        async with open_control(tmp_path / "head", head) as control:
+            token = control.make_token(life_s=60.0)
+            credentials = await asyncio.to_thread(join, str(head), token, tmp_path / "a")
+            async with open_aio_channel(head.cluster, credentials, HEAD_NAME) as channel:
+                first, second = (ATTEND.aio_stream_stream(channel)() for _ in range(2))
+                with control.watching(heard.append):
+                    for call in (first, second):
+                        await call.write(said())
+                        await call.read()
+                    # The call ends after all that follows from it has happened.
+                    await first.done_writing()
+                    assert await first.read() is grpc.aio.EOF
+                    assert len(control.membership.members) == 1
+                second.cancel()
+        return heard
+
+    assert [type(event) for event in asyncio.run(run())] == [Came, Came]
+
+
 @pytest.mark.parametrize(("field", "value"), [("port", 0), ("memory_utilization", 1.5), ("profile", "{}")])
 def test_a_node_that_tells_nonsense_is_refused_and_is_not_there(
     tmp_path: Path, field: str, value: float | str
@@ -165,15 +195,10 @@ def test_a_node_that_tells_nonsense_is_refused_and_is_not_there(
             credentials = await asyncio.to_thread(
                 join, str(head), control.make_token(life_s=60.0), tmp_path / "a"
             )
-            said = cluster_pb2.AttendRequest(
-                hello=make_hello(),
-                port=4000,
-                profile=made_up_profile().model_dump_json(),
-                memory_utilization=0.9,
-            )
-            setattr(said, field, value)
+            nonsense = said()
+            setattr(nonsense, field, value)
             async with open_aio_channel(head.cluster, credentials, HEAD_NAME) as channel:
-                call = ATTEND.aio_stream_stream(channel)(iter([said]))
+                call = ATTEND.aio_stream_stream(channel)(iter([nonsense]))
                 reply = await call.read()
                 assert isinstance(reply, cluster_pb2.AttendReply)
                 assert reply.failure.kind == "ProtocolError"

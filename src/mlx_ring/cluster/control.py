@@ -76,7 +76,7 @@ class Control:
 
     @contextlib.contextmanager
     def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:
-        """Meanwhile `watcher` is called at each event, after it has happened."""
+        """Meanwhile `watcher` is called at each event that changes who is there or how, after it has happened."""
         self._watchers.append(watcher)
         try:
             yield
@@ -96,7 +96,11 @@ class Control:
 
     async def _happens(self, event: Event) -> None:
         async with self._changed:
-            self.membership = self.membership.apply(event)
+            after = self.membership.apply(event)
+            if after is self.membership:
+                # It was about an attendance that has been replaced: the node is there, in its next one.
+                return
+            self.membership = after
             self._changed.notify_all()
         for watcher in tuple(self._watchers):
             watcher(event)
