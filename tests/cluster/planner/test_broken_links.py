@@ -12,6 +12,7 @@ from tests.cluster.planner.clusters import NODES, cluster_of, model_of, node_of
 from mlx_ring.cluster.planner.place import Wish, place
 from mlx_ring.cluster.planner.plan import AIMS, Aim, Plan
 from mlx_ring.cluster.planner.profiles import UNREACHABLE, ClusterProfile, LinkProfile, NodeProfile
+from mlx_ring.cluster.planner.replicas import place_replicas
 from mlx_ring.cluster.planner.stage_tables import Demand
 from mlx_ring.core.errors import PlanError
 
@@ -55,6 +56,14 @@ def test_a_slow_link_is_gone_around() -> None:
     slow = replace(cluster, links={frozenset("ab"): LinkProfile(30e-3, 1e6)})
     assert len(place(model_of(28), slow, AUTO).stages) == 2
     assert frozenset("ab") not in neighbours(place(model_of(28), slow, AUTO))
+
+
+def test_replicas_are_put_on_machines_that_reach_each_other() -> None:
+    wish = Wish(Demand(context_tokens=1024, sequences=4), aim="throughput")
+    cluster = broken(cluster_of(*(node_of(name, 2) for name in "abcd"), link=QUICK), ("a", "b"))
+    plans = place_replicas(model_of(28), cluster, wish, 2)
+    assert [len(plan.stages) for plan in plans] == [2, 2]
+    assert not any(frozenset("ab") in neighbours(plan) for plan in plans)
 
 
 @given(nodes=NODES, data=st.data(), aim=st.sampled_from(AIMS))

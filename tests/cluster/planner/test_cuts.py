@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_ring.cluster.planner.cuts import Piece, Way, in_order, quickest_way, steadiest_way
+from mlx_ring.cluster.planner.cuts import Piece, Way, in_order, quickest_way, steadiest_costs, steadiest_way
 from mlx_ring.cluster.planner.stage_tables import Table
 
 
@@ -29,6 +29,7 @@ def problems(draw: st.DrawFn) -> tuple[list[Table], Table]:
         if draw(st.booleans())
         else numbers.integers(1, 9, (nodes, nodes)).astype(float)
     )
+    hops[numbers.random(hops.shape) < draw(st.sampled_from([0.0, 0.2, 0.6]))] = np.inf
     return tables, hops
 
 
@@ -90,11 +91,27 @@ def test_the_steadiest_way_has_the_quickest_slowest_stage(
     costs = {
         pieces: max(times(tables, pieces))
         for pieces in every_way(tables, orders(len(tables), range(stages, stages + 1)))
+        if np.isfinite(around(hops, pieces))
     }
     way = steadiest_way(tables, hops, stages)
     assert same(way, min(costs.values(), default=np.inf))
     if way is not None:
         assert costs[way.pieces] == pytest.approx(way.cost)
+
+
+@given(problems())
+@settings(max_examples=100, deadline=None)
+def test_the_bounds_of_sets_are_those_of_the_ways_around_through_all_of_each(
+    problem: tuple[list[Table], Table],
+) -> None:
+    tables, hops = problem
+    expected: dict[int, float] = {}
+    for pieces in every_way(tables, orders(len(tables), range(1, len(tables) + 1))):
+        cost = max(times(tables, pieces)) + around(np.where(np.isfinite(hops), 0.0, np.inf), pieces)
+        members = sum(1 << piece.node for piece in pieces)
+        if np.isfinite(cost):
+            expected[members] = min(cost, expected.get(members, np.inf))
+    assert steadiest_costs(tables, hops, len(tables)) == pytest.approx(expected)
 
 
 @given(problems())

@@ -7,7 +7,7 @@ first layer `a`. Eight machines and 128 layers take some tenths of a second.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -38,7 +38,7 @@ class Way:
 
 
 class _Search:
-    """Ways that begin on the machines of `begins`. Costs add up, or the greatest counts."""
+    """Ways that begin on the machines of `begins`. Costs and hops add up, or the greatest cost counts, and hops add to it."""
 
     def __init__(self, tables: Sequence[Table], hops: Table, *, adds: bool, begins: Sequence[int]) -> None:
         self._tables = tables
@@ -75,9 +75,7 @@ class _Search:
         sources = [node for node in range(len(self._tables)) if (before, node) in self._best]
         if not sources:
             return
-        arriving = np.stack(
-            [self._best[before, node] + (self._hops[node, last] if self._adds else 0.0) for node in sources]
-        )
+        arriving = np.stack([self._best[before, node] + self._hops[node, last] for node in sources])
         choice = arriving.argmin(axis=0)
         reached = np.take_along_axis(arriving, choice[None], axis=0)[0]
         table = self._tables[last]
@@ -96,6 +94,38 @@ class _Search:
         return tuple(reversed(pieces))
 
 
+@dataclass(frozen=True, slots=True)
+class _Circle:
+    """A way through a set of machines and back to the first."""
+
+    search: _Search
+    members: int
+    last: int
+    cost: float
+
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.search.trace(self.members, self.last)
+
+
+def _circles(
+    tables: Sequence[Table], hops: Table, most: int, *, adds: bool, backs: Table | None = None
+) -> Iterator[_Circle]:
+    """The best ones of up to `most` machines, by their set, the last and, where hops back differ, the first of them.
+
+    `backs` are what counts of the hops back, where that is not all.
+    """
+    nodes = range(len(tables))
+    backs = hops if backs is None else backs
+    starts = [nodes] if _all_alike(backs) else [(node,) for node in nodes]
+    for begins in starts:
+        search = _Search(tables, hops, adds=adds, begins=begins)
+        for stages in range(1, most + 1):
+            for (members, last), cost in search.ways(stages).items():
+                total = cost + _back(backs, last, begins, stages)
+                if np.isfinite(total):
+                    yield _Circle(search, members, last, total)
+
+
 def quickest_way(tables: Sequence[Table], hops: Table) -> Way | None:
     """The way on which one token gets around soonest, the hop from the last machine back to the first included.
 
@@ -106,17 +136,12 @@ def quickest_way(tables: Sequence[Table], hops: Table) -> Way | None:
     nodes = range(len(tables))
     best: tuple[float, tuple[Piece, ...]] = (np.inf, ())
     with_node = [np.inf] * len(tables)
-    starts = [nodes] if _all_alike(hops) else [(node,) for node in nodes]
-    for begins in starts:
-        search = _Search(tables, hops, adds=True, begins=begins)
-        for stages in range(1, len(tables) + 1):
-            for (members, last), cost in search.ways(stages).items():
-                total = cost + _back(hops, last, begins, stages)
-                for node in nodes:
-                    if members >> node & 1:
-                        with_node[node] = min(with_node[node], total)
-                if total < best[0]:
-                    best = (total, search.trace(members, last))
+    for circle in _circles(tables, hops, len(tables), adds=True):
+        for node in nodes:
+            if circle.members >> node & 1:
+                with_node[node] = min(with_node[node], circle.cost)
+        if circle.cost < best[0]:
+            best = (circle.cost, circle.pieces())
     if not best[1]:
         return None
     alone = tuple(float(table[0, -1]) for table in tables)
@@ -133,32 +158,33 @@ def _back(hops: Table, last: int, begins: Sequence[int], stages: int) -> float:
 
 def steadiest_way(tables: Sequence[Table], hops: Table, stages: int) -> Way | None:
     """The way over so many machines whose slowest stage is quickest, and of those the quickest; its cost is that stage's."""
-    search = _Search(tables, hops, adds=False, begins=range(len(tables)))
-    found: dict[tuple[int, int], float] = {}
-    for count in range(1, stages + 1):
-        found = search.ways(count)
-    if not found:
+    walls = _walls(hops)
+    bounds = [
+        one.cost for one in _circles(tables, walls, stages, adds=False) if one.members.bit_count() == stages
+    ]
+    if not bounds:
         return None
-    slowest = min(found.values())
+    slowest = min(bounds)
     allowed = [np.where(table <= slowest * (1 + 1e-9), table, np.inf) for table in tables]
-    adding = _Search(allowed, hops, adds=True, begins=range(len(tables)))
-    ways: dict[tuple[int, int], float] = {}
-    for count in range(1, stages + 1):
-        ways = adding.ways(count)
-    if not ways:
-        return None
-    key = min(ways, key=lambda key: ways[key])
-    return Way(adding.trace(*key), slowest)
+    quickest: _Circle | None = None
+    # All hops back would take a search for each first machine, for the little by which they differ.
+    for one in _circles(allowed, hops, stages, adds=True, backs=walls):
+        if one.members.bit_count() == stages and (quickest is None or one.cost < quickest.cost):
+            quickest = one
+    return None if quickest is None else Way(quickest.pieces(), slowest)
 
 
 def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int, float]:
     """By set of up to `most` machines, as bits: the slowest stage where all of them serve, cut and ordered best."""
-    search = _Search(tables, hops, adds=False, begins=range(len(tables)))
     found: dict[int, float] = {}
-    for stages in range(1, most + 1):
-        for (members, _), cost in search.ways(stages).items():
-            found[members] = min(cost, found.get(members, np.inf))
+    for circle in _circles(tables, _walls(hops), most, adds=False):
+        found[circle.members] = min(circle.cost, found.get(circle.members, np.inf))
     return found
+
+
+def _walls(hops: Table) -> Table:
+    """Nothing from machine to machine, and for ever where one does not reach the other."""
+    return np.where(np.isfinite(hops), 0.0, np.inf)
 
 
 def in_order(tables: Sequence[Table]) -> Way | None:
