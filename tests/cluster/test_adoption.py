@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -14,18 +15,33 @@ from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 CUT = (LayerRange(0, 3), LayerRange(3, 5))
 
 
-def expect(instance: str, ranges: Sequence[LayerRange]) -> Sequence[worker_pb2.StageAssignment]:
+def expect(
+    instance: str, ranges: Sequence[LayerRange], wishes: str = "auto"
+) -> Sequence[worker_pb2.StageAssignment]:
     return make_assignments(
-        ranges, instance=instance, epoch=0, dtype="auto", model_digest="model", max_model_len=64
+        ranges,
+        instance=instance,
+        epoch=0,
+        dtype="auto",
+        model_digest="model",
+        max_model_len=64,
+        wishes=wishes,
     )
 
 
 def loaded(epoch: int = 4) -> list[agent_pb2.AgentEvent]:
     """A stage on each of two nodes, as an earlier head has loaded them."""
     assignments = make_assignments(
-        CUT, instance="one", epoch=epoch, dtype="auto", model_digest="model", max_model_len=64
+        CUT,
+        instance="one",
+        epoch=epoch,
+        dtype="auto",
+        model_digest="model",
+        max_model_len=64,
+        wishes="auto",
     )
     assignments[0].next_address, assignments[0].next_node = "10.0.0.2:4000", "b"
+    assignments[0].previous_node, assignments[1].previous_node = "b", "a"
     return [
         agent_pb2.AgentEvent(
             hello=hello_pb2.Hello(node=node),
@@ -66,6 +82,10 @@ def test_anything_else_is_not(trouble: str) -> None:
     else:
         worker.assignment.first_layer = 2
     assert find_adoptable(events, expect) == []
+
+
+def test_an_instance_that_was_cut_by_other_wishes_is_not_gone_on_with() -> None:
+    assert find_adoptable(loaded(), partial(expect, wishes="uniform")) == []
 
 
 def test_the_highest_epoch_is_the_one_that_any_worker_has_heard_of() -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.cluster.placement import balanced_split, even_split, make_assignments, plan_digest
+from mlx_ring.cluster.placement import balanced_split, cut_wishes, even_split, make_assignments, plan_digest
+from mlx_ring.core.config import load_settings
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 
@@ -98,7 +99,7 @@ def test_more_stages_than_layers_cannot_be_balanced_either() -> None:
         balanced_split([1, 1, 1], 1, 4)
 
 
-def test_a_plan_s_digest_changes_with_cut_type_model_and_kv_bits() -> None:
+def test_a_plan_s_digest_changes_with_cut_type_model_kv_bits_and_wishes() -> None:
     plans = [
         ([LayerRange(0, 4), LayerRange(4, 8)], "float32", "m", 0),
         ([LayerRange(0, 3), LayerRange(3, 8)], "float32", "m", 0),
@@ -106,7 +107,30 @@ def test_a_plan_s_digest_changes_with_cut_type_model_and_kv_bits() -> None:
         ([LayerRange(0, 4), LayerRange(4, 8)], "float32", "n", 0),
         ([LayerRange(0, 4), LayerRange(4, 8)], "float32", "m", 8),
     ]
-    assert len({plan_digest(*plan) for plan in plans}) == len(plans)
+    wished = {plan_digest(*plans[0], wishes=wishes) for wishes in ("uniform", "custom")}
+    assert len({plan_digest(*plan) for plan in plans} | wished) == len(plans) + 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"strategy": "uniform"},
+        {"strategy": "custom", "proportions": "0.7,0.3"},
+        {"aim": "throughput"},
+        {"replicas": 2},
+        {"nodes": 3},
+        {"max_model_len": 64},
+    ],
+)
+def test_whoever_asks_for_another_cut_has_other_wishes(flags: dict[str, object]) -> None:
+    assert cut_wishes(load_settings(flags)) != cut_wishes(load_settings({}))
+
+
+def test_what_decides_no_cut_changes_no_wishes() -> None:
+    flags = {"max_num_seqs": 4, "port": 0, "prefix_cache": "off", "log_level": "debug"}
+    assert cut_wishes(load_settings(flags)) == cut_wishes(load_settings({}))
+    each, few = {"aim": "throughput"}, {"aim": "throughput", "max_num_seqs": 4}
+    assert cut_wishes(load_settings(each)) != cut_wishes(load_settings(few))
 
 
 def test_each_assignment_names_its_place_and_they_share_one_digest() -> None:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import worker_pb2
@@ -95,6 +96,21 @@ def _groups_within(weights: Sequence[int], limit: int) -> int:
     return groups
 
 
+def cut_wishes(settings: Settings) -> str:
+    """What was asked of a cut: a head that is asked for something else does not go on with one that was made before."""
+    wishes = (
+        settings.strategy,
+        settings.proportions,
+        settings.aim,
+        settings.replicas,
+        settings.nodes,
+        settings.max_model_len,
+        # To a single stream it is no matter how many there may be.
+        settings.max_num_seqs if settings.aim == "throughput" else None,
+    )
+    return repr(wishes)
+
+
 def make_assignments(
     ranges: Sequence[LayerRange],
     *,
@@ -105,9 +121,10 @@ def make_assignments(
     max_model_len: int,
     kv_bits: int = 0,
     link_compression: str = "auto",
+    wishes: str = "",
 ) -> tuple[worker_pb2.StageAssignment, ...]:
-    """A plan's stages as messages, one rank each. Addresses are for the agent to fill in."""
-    digest = plan_digest(ranges, dtype, model_digest, kv_bits)
+    """A plan's stages as messages, one rank each. Addresses are for the agent to fill in; `wishes` is from `cut_wishes`."""
+    digest = plan_digest(ranges, dtype, model_digest, kv_bits, wishes)
     return tuple(
         worker_pb2.StageAssignment(
             instance=instance,
@@ -129,7 +146,9 @@ def make_assignments(
     )
 
 
-def plan_digest(ranges: Sequence[LayerRange], dtype: str, model_digest: str, kv_bits: int = 0) -> str:
-    """Equal for equal plans: which layers where, in what type, of which model, with how precise a KV cache."""
-    text = f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, ranges))}"
+def plan_digest(
+    ranges: Sequence[LayerRange], dtype: str, model_digest: str, kv_bits: int = 0, wishes: str = ""
+) -> str:
+    """Equal for equal plans: which layers where, in what type, of which model, with how precise a KV cache, by what wishes."""
+    text = f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, ranges))} {wishes}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

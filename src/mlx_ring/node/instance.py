@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
-from mlx_ring.cluster.placement import make_assignments
+from mlx_ring.cluster.placement import cut_wishes, make_assignments
 from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
@@ -266,6 +266,7 @@ def assign(
         max_model_len=served.limits.context_length,
         kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
         link_compression=settings.link_compression,
+        wishes=cut_wishes(settings),
     )
 
 
