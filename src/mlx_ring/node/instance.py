@@ -85,7 +85,7 @@ class Instance:
 
     def lose(self, error: RingError, *, explains: bool = True) -> None:
         """It cannot go on; `explains` says that no better reason is to be expected."""
-        if not self._explained.is_set():
+        if not self._explained.is_set() and error is not self.loss:
             self.loss = error
             self._service.lose(error)
         if explains:

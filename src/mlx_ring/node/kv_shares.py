@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,9 @@ from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.kv_limits import Allowance, Place, rank_limits
 from mlx_ring.engine.policy import RankKv
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+_LOOKED_AGAIN_S = 2.5
+"""Workers tell how their memory stands every second."""
 
 
 @dataclass(slots=True)
@@ -30,6 +34,8 @@ class KvShares:
         self._claims: dict[str, Mapping[str, int]] = {}
         """By instance that is being loaded: bytes of weights, by node."""
         self._shares: dict[str, _Share] = {}
+        self._freed_at: float | None = None
+        """When an instance left whose memory has not been given out again."""
 
     def expect(self, instance: str, weights: Mapping[str, int]) -> None:
         """Weights of so many bytes are about to be loaded, by node: what is kept of ended requests makes way for them."""
@@ -72,6 +78,9 @@ class KvShares:
             place = (event.hello.node, RankId(state.stage, state.rank))
             if share is not None and place in share.workers and state.status.phase == "ready":
                 share.workers[place] = state.status
+        if self._freed_at is not None and time.monotonic() - self._freed_at > _LOOKED_AGAIN_S:
+            self._freed_at = None
+            self._apply(self._limits())
 
     def leave(self, instance: str) -> None:
         """An instance is gone: what it held is the others'."""
@@ -81,15 +90,8 @@ class KvShares:
             if claimed:
                 self._apply(self._limits())
             return
-        for (node, _), status in gone.workers.items():
-            self._give_back(node, status)
-        self._apply(self._limits())
-
-    def _give_back(self, node: str, gone: worker_pb2.WorkerStatus) -> None:
-        for share in self._shares.values():
-            for (other, _), status in share.workers.items():
-                if other == node and gone.device != "gpu":
-                    status.memory_left_bytes += gone.device_memory_bytes
+        # What it held is free once its workers have ended, and is known when the others have looked again.
+        self._freed_at = time.monotonic()
 
     def _limits(self) -> dict[str, dict[RankId, RankKv]]:
         told = {instance: share.workers for instance, share in self._shares.items()}

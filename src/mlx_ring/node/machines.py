@@ -257,7 +257,9 @@ class Cluster:
             await self._look_once(sites)
             left = self._adoptable(declared.served, membership)
             if left:
-                return [frozenset(node for node, _ in found.workers) for found in left]
+                loaded = [frozenset(node for node, _ in found.workers) for found in left]
+                missing = (declared.settings.replicas or len(left)) - len(left)
+                return [*loaded, *[None] * missing]
             if declared.settings.replicas == 1 or (
                 declared.settings.replicas is None and declared.settings.aim == "latency"
             ):
@@ -391,7 +393,9 @@ class Cluster:
             events = [event for event in found if event is not None]
             self._highest_epoch = highest_epoch(events)
             for declared in self._declared:
-                most = declared.settings.replicas or len(sites)
+                most = declared.settings.replicas or (
+                    len(sites) if declared.settings.aim == "throughput" else 1
+                )
                 adoptable = find_adoptable(events, partial(_expect, declared))
                 self._left[declared.served.names[0]] = adoptable[:most]
             wanted = {found.instance for of_model in self._left.values() for found in of_model}
