@@ -49,7 +49,8 @@ def start(
     from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - the other commands do without
 
     file = _read(config)
-    started = verbs.start(file, _model(file, model, config), tell=_tell, timeout_s=timeout)
+    wanted, beside = _model(file, model, config), (Path.cwd(), config.resolve().parent)
+    started = verbs.start(file, wanted, tell=_tell, timeout_s=timeout, folders=beside)
     show_status(started.status, _console())
     print(f"\nServing {started.status.get('model')} at {started.url} on {file.coordinator.name}")
 
@@ -211,13 +212,10 @@ def _read(config: Path) -> DevicesFile:
 
 
 def _model(file: DevicesFile, given: str | None, config: Path) -> str:
-    """As typed or as the file has it; a folder beside the file, or here, by its whole path."""
+    """As typed or as the file has it."""
     wanted = given or file.model
     if not wanted:
         raise ConfigError(f"{config} names no model: give --model.")
-    for folder in (Path.cwd(), config.resolve().parent):
-        if (folder / wanted).is_dir():
-            return str((folder / wanted).resolve())
     return wanted
 
 

@@ -33,6 +33,19 @@ def about(
     print(about_here(_state(state_dir), identity=identity).to_json())
 
 
+@app.command("model")
+def model(
+    name: str,
+    folders: Annotated[list[Path] | None, typer.Argument(metavar="[FOLDER]...")] = None,
+    state_dir: Annotated[str | None, _STATE] = None,
+) -> None:
+    """Print the whole path of a folder that holds a model: in one of these, or at home. What is no folder stays."""
+    from mlx_ring.cluster.lifecycle.host_side import whole_path  # noqa: PLC0415 - as above
+
+    del state_dir
+    print(whole_path(name, [*(folders or []), Path.home()]))
+
+
 @app.command("run")
 def run(
     arguments: Annotated[list[str], typer.Argument(metavar="-- serve|join …")],

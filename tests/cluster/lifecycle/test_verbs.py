@@ -58,7 +58,7 @@ class Machines:
         failures = self._failing.get((place.name, verb), [])
         if failures and (failure := failures.pop(0)) is not None:
             raise failure
-        return {"run": "7\n", "wait-until-ready": "http://a\n", "ask": "{}"}.get(verb, "")
+        return {"run": "7\n", "wait-until-ready": "http://a\n", "ask": "{}", "model": "demo\n"}.get(verb, "")
 
 
 def start() -> verbs.Started:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mlx_ring.cluster.lifecycle.arguments import agent_arguments, head_arguments
@@ -45,8 +46,17 @@ class Standing:
     failure: str = ""
 
 
-def start(file: DevicesFile, model: str, *, tell: Tell, timeout_s: float) -> Started:
+def start(
+    file: DevicesFile, model: str, *, tell: Tell, timeout_s: float, folders: Sequence[Path] = ()
+) -> Started:
     """Have everything run as the file says. What does already stays; otherwise what runs is ended, and all is started.
+
+    Args:
+        file: the machines.
+        model: to serve. A folder is one of the coordinator's; one without a whole path is at home there.
+        tell: what is being done.
+        timeout_s: how long loading may take.
+        folders: where a model's folder may lie too, where the coordinator is this machine.
 
     Raises:
         HostFailed: a machine cannot be reached, or something does not start; then nothing is left running.
@@ -54,7 +64,7 @@ def start(file: DevicesFile, model: str, *, tell: Tell, timeout_s: float) -> Sta
     # What is wrong in the file is told before any machine is touched.
     head_arguments(file, model, "", {device.name: device.name for device in file.devices})
     readies = on_all(find_places(file.devices), lambda place: make_ready(place, tell=tell))
-    run = _Run(file, model, readies)
+    run = _Run(file, _on_coordinator(readies, model, folders), readies)
     if run.is_as_wished():
         tell("Everything runs already, as the file says.")
         return Started(run.wait(timeout_s), was_running=True, status=run.status())
@@ -130,7 +140,9 @@ class _Run:
     def is_as_wished(self) -> bool:
         """Whether all that is to run does, with the very arguments."""
         return _runs(self._head.about.running, "head", self._head_words) and all(
-            _runs(other.about.running, "agent", self._agent_words(other)) for other in self._others
+            other.about.cluster == self._head.about.cluster
+            and _runs(other.about.running, "agent", self._agent_words(other))
+            for other in self._others
         )
 
     def start(self, tell: Tell, timeout_s: float) -> None:
@@ -206,6 +218,12 @@ class _Run:
 def _runs(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> bool:
     digest = arguments_digest(words)
     return any(found.kind == kind and found.arguments == digest for found in running)
+
+
+def _on_coordinator(readies: Sequence[Ready], model: str, folders: Sequence[Path]) -> str:
+    head = next(found for found in readies if found.place.device.is_coordinator)
+    words = ("--", model, *(map(str, folders) if head.place.is_here else ()))
+    return head.on_host("model", *words).removesuffix("\n")
 
 
 def _ask(found: Ready, file: DevicesFile, method: str, path: str, body: object = None) -> Any:
