@@ -90,6 +90,9 @@ def test_one_file_starts_shows_tries_and_stops_two_machines(
     started = cluster(first, tmp_path, "start")
     assert "Serving demo at http://127.0.0.1:8100 on first" in done_well(started)
     assert "second: mlx-ring is not installed there; sending mlx-ring" in started.stderr
+    told_to_file = (first.state / "logs" / "serve.out").read_text()
+    assert "Serving demo" in told_to_file
+    assert "--token" not in told_to_file, "what stays in a file has no token"
     record_property("seconds of a first start, with sending", time.monotonic() - began)
 
     told = json.loads(done_well(cluster(first, tmp_path, "status", "--json")))

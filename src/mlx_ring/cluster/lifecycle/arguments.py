@@ -39,6 +39,8 @@ def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, 
     words = ["serve", model]
     if several:
         words += ["--nodes", str(len(file.devices)), "--cluster-port", str(device.port)]
+        # Its output stays in a file, where no token is to lie.
+        words += ["--no-join-lines"]
         words += ["--strategy", file.strategy] if file.strategy else []
         words += ["--cluster-host", bracketed(device.address)] if device.address else []
     if several and file.proportions:
