@@ -223,7 +223,9 @@ def _ask_url(url: str, api_key: str | None) -> Any:
     keys = load_settings({"api_key": api_key}).api_key
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/cluster/status", headers=headers, timeout=_ASK_S)
+        answer = httpx.get(
+            f"{url.rstrip('/')}/cluster/status", headers=headers, timeout=_ASK_S, trust_env=False
+        )
         answer.raise_for_status()
         return answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

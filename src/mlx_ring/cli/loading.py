@@ -46,7 +46,9 @@ def _post(url: str, path: str, body: dict[str, object], api_key: str | None) -> 
     known = load_settings({"api_key": api_key}).api_key
     headers = {"Authorization": f"Bearer {known[0]}"} if known else {}
     try:
-        answer = httpx.post(f"{url.rstrip('/')}{path}", json=body, headers=headers, timeout=_ANSWER_WAIT_S)
+        answer = httpx.post(
+            f"{url.rstrip('/')}{path}", json=body, headers=headers, timeout=_ANSWER_WAIT_S, trust_env=False
+        )
         told = cast("dict[str, object]", answer.json())
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise NotReady(f"Nothing answers at {url} as a server of ours does: {error}.") from error
