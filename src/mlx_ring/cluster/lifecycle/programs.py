@@ -44,7 +44,7 @@ env="$HOME/.local/share/mlx-ring/env"
 rm -rf "$env.new"
 mkdir -p "$HOME/.local/share/mlx-ring"
 "$1" -m venv --without-pip "$env.new"
-tar -xf - -C "$env.new/lib/python$2/site-packages"
+tar -xf - --no-same-owner --no-same-permissions -C "$env.new/lib/python$2/site-packages"
 cat > "$env.new/bin/mlx-ring" <<END
 #!/bin/sh
 exec "$env/bin/python" -c "from mlx_ring.cli.main import main; main()" "\$@"
