@@ -116,6 +116,8 @@ def make_ready(place: Place, *, tell: Callable[[str], None]) -> Ready:
     Raises:
         HostFailed: it cannot be reached, or not be made alike; why, and what to do.
     """
+    if place.is_here and place.device.program:
+        tell(f"{place.name}: `program` does nothing, for this is the machine from which you start.")
     versions, found = own_versions(), find_program(place, identity=True)
     known = ready(place, found, versions)
     if known is not None:
