@@ -35,10 +35,11 @@ def test_one_machine_alone_has_no_cluster() -> None:
     file = DevicesFile(
         (Device("a", "a", is_coordinator=True),),
         strategy="uniform",
-        serve={"log-dir": "/l", "prefix-cache": True},
+        serve={"api-key-file": "/keys", "prefix-cache": True},
     )
     assert head_arguments(file, "demo", "/s", {}) == [
-        *("serve", "demo", "--state-dir", "/s", "--log-dir", "/l", "--prefix-cache", "on"),
+        *("serve", "demo", "--state-dir", "/s", "--log-dir", "/s/logs", "--api-key-file", "/keys"),
+        *("--prefix-cache", "on"),
     ]
 
 
@@ -49,6 +50,8 @@ def test_one_machine_alone_has_no_cluster() -> None:
         ("cluster-port", "the coordinator's `port` says"),
         ("api-key", "give api-key-file"),
         ("speed", "which is no setting"),
+        ("log-dir", "with its folder `logs`, says"),
+        ("api-key-file", "whole path on the coordinator"),
     ],
 )
 def test_settings_that_do_not_stand_under_serve_are_refused(key: str, said: str) -> None:

@@ -129,7 +129,7 @@ def wait_until_ready(state: Path, pid: int, timeout_s: float) -> bool:
 
 
 def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]) -> str:
-    """What the head of this machine answers.
+    """What the head of this machine answers; of several the one that was started last.
 
     Raises:
         HostFailed: none runs here, or it answers with an error.
@@ -139,7 +139,7 @@ def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]
         raise HostFailed("No head runs here: start it with `mlx-ring cluster start`.")
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
     headers |= {"content-type": "application/json"} if body else {}
-    url = f"{heads[-1].url}{path}"
+    url = f"{max(heads, key=lambda found: found.started_s).url}{path}"
     try:
         answer = httpx.request(
             method, url, content=body or None, headers=headers, timeout=_ANSWER_S, trust_env=False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ class _Run:
         self._others = [found for found in readies if found is not self._head]
         ids = {found.place.name: found.about.node for found in readies}
         self._head_words = head_arguments(file, model, self._head.about.state, ids)
-        self._pid = next((found.pid for found in self._head.about.running if found.kind == "head"), 0)
+        self._pid = next(_like(self._head.about.running, "head", self._head_words), 0)
 
     def is_as_wished(self) -> bool:
         """Whether all that is to run does, with the very arguments."""
@@ -216,8 +216,13 @@ class _Run:
 
 
 def _runs(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> bool:
+    return any(_like(running, kind, words))
+
+
+def _like(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> Iterator[int]:
+    """Processes that were started with these words."""
     digest = arguments_digest(words)
-    return any(found.kind == kind and found.arguments == digest for found in running)
+    return (found.pid for found in running if found.kind == kind and found.arguments == digest)
 
 
 def _on_coordinator(readies: Sequence[Ready], model: str, folders: Sequence[Path]) -> str:
