@@ -6,12 +6,13 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from tests.namespaces import Host, lan, skip_without_namespaces
 from tests.processes import Server, give_profile, joining, serving
 
@@ -94,6 +95,9 @@ def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_i
         status = ask(head, "GET", f"{cluster.url}/cluster/status")[1]
         check_shares(tiny_model, tmp_path, status["devices"])
         cut_at = time.monotonic()
+        left = next(
+            device for device in status["devices"] if device["node"] not in kept_by(tmp_path, hosts[:2])
+        )
         hosts[2].cut()
         wait_until("lost", head, cluster)
         record_property("seconds until noticed", time.monotonic() - cut_at)
@@ -102,6 +106,17 @@ def test_three_hosts_serve_a_model_that_one_has_and_go_on_without_the_one_that_i
         after = ask(head, "GET", f"{cluster.url}/cluster/status")[1]
         assert [node["state"] for node in after["nodes"]].count("attending") == 2
         assert after["epoch"] > status["epoch"]
+        assert psutil.pid_exists(left["pid"]), "nobody could tell it to end"
+        hosts[2].mend()
+        # It comes back, and what it still holds of the instance that was lost is ended.
+        psutil.Process(left["pid"]).wait(60)
+        assert completion(head, cluster) == alone
+
+
+def kept_by(folder: Path, hosts: Sequence[Host]) -> set[str]:
+    """Ids of the nodes on these hosts, the head's first."""
+    states = [folder / "head-state", *(folder / host.namespace / "state" for host in hosts[1:])]
+    return {(state / "node" / "node-id").read_text().strip() for state in states}
 
 
 def check_shares(model: Path, folder: Path, devices: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.kv_budget import BLOCK, KvBudget
-from mlx_ring.engine.kv_limits import Place, fitting_context
+from mlx_ring.engine.kv_limits import Allowance, Place, fitting_context
 from mlx_ring.engine.kv_limits import rank_limits as shared_limits
 from mlx_ring.engine.policy import RankKv
 from mlx_ring.rpc.protos import worker_pb2
@@ -110,7 +110,7 @@ def test_an_instance_that_comes_takes_its_part_of_what_others_hold_and_have_left
     first, second = status(64 * GIB, 40 * GIB), status(64 * GIB, 20 * GIB)
     first.kv_bytes = 6 * GIB
     limits = shared_limits(
-        {"a": {("here", FIRST): first}, "b": {("here", FIRST): second}}, None, {"here": 0.25}
+        {"a": {("here", FIRST): first}, "b": {("here", FIRST): second}}, None, {"here": Allowance(0.25)}
     )
     each = (20 * GIB + 6 * GIB - 16 * GIB) // 2
     assert limits["a"][FIRST].limit_bytes == limits["b"][FIRST].limit_bytes == each

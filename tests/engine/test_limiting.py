@@ -104,3 +104,17 @@ def test_an_engine_tells_what_a_prompt_would_cost() -> None:
         assert served.engine.burden([tokens[:20], (9,) * 30]).shared_tokens == 19
 
     asyncio.run(run())
+
+
+def test_what_a_long_request_held_up_is_given_back_when_it_ends() -> None:
+    async def run() -> None:
+        served = Served()
+        task = asyncio.create_task(served.answer(4 * BLOCK, 8))
+        await asyncio.sleep(0)
+        served.engine.limit_kv({PLACE: blocks(2)})
+        assert served.engine.stats().cache.ranks[PLACE].limit_bytes == blocks(5)
+        await task
+        assert served.engine.stats().cache.ranks[PLACE].limit_bytes == blocks(2)
+        assert served.twin.kv_limits == {PLACE: blocks(2)}
+
+    asyncio.run(run())

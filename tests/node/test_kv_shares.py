@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import pytest
+
 from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.kv_limits import Place
+from mlx_ring.engine.kv_limits import Allowance, Place
 from mlx_ring.node.kv_shares import KvShares
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 GIB = 1 << 30
 FIRST = RankId(0, 0)
 HERE: Place = ("here", FIRST)
-NO_RESERVE = {"here": 0.0, "there": 0.0}
+NO_RESERVE = {"here": Allowance(0.0), "there": Allowance(0.0)}
 """One GiB is kept free whatever the share is."""
 
 
@@ -60,3 +64,51 @@ def test_what_was_said_is_kept_whoever_comes() -> None:
     shares = KvShares(5 * GIB)
     assert shares.join("a", {HERE: worker(21)}, NO_RESERVE)[FIRST].limit_bytes == 5 * GIB
     assert shares.join("b", {HERE: worker(1)}, NO_RESERVE)[FIRST].limit_bytes == 5 * GIB
+
+
+def test_weights_that_are_about_to_come_make_others_give_up_theirs_at_once() -> None:
+    shares = KvShares(None)
+    shares.join("a", {HERE: worker(21)}, NO_RESERVE)
+    shares.expect("b", {"here": 6 * GIB})
+    assert shares.join("c", {HERE: worker(21)}, NO_RESERVE)[FIRST].limit_bytes == 7 * GIB
+    shares.leave("b")
+    shares.leave("c")
+    assert not shares.is_alone("b")
+    assert shares.is_alone("a")
+
+
+def test_no_more_is_held_than_the_owner_grants() -> None:
+    shares = KvShares(None)
+    granted = {"here": Allowance(0.5, limit_bytes=16 * GIB)}
+    assert shares.join("a", {HERE: worker(60, weights=3)}, granted)[FIRST].limit_bytes == 5 * GIB
+
+
+class Engine:
+    """Notes its limits."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.limits: list[int] = []
+
+    def limit_kv(self, limits: dict[RankId, int]) -> None:
+        self.limits.append(limits[FIRST])
+
+
+def test_memory_of_one_that_left_is_given_out_when_the_others_have_looked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares, engine, now = KvShares(None), Engine(), [100.0]
+    monkeypatch.setattr("mlx_ring.node.kv_shares.time.monotonic", lambda: now[0])
+    shares.join("a", {HERE: worker(21)}, NO_RESERVE)
+    shares.attach("a", cast("Any", engine))
+    shares.join("b", {HERE: worker(11)}, NO_RESERVE)
+    shares.leave("b")
+    state = agent_pb2.WorkerState(instance="a", stage=0, rank=0, status=worker(21))
+    event = agent_pb2.AgentEvent(hello=hello_pb2.Hello(node="here"), workers=[state])
+    shares.hear(event)
+    assert engine.limits == [5 * GIB], "what it says now may have been measured before"
+    now[0] += 3.0
+    shares.hear(event)
+    shares.hear(event)
+    assert engine.limits == [5 * GIB, 20 * GIB]

@@ -52,7 +52,7 @@ class ApiContext:
         Raises:
             RingError: why it cannot answer now.
         """
-        if model.state == "unloaded":
+        if model.state in ("unloaded", "loading"):
             await self.catalog.ready(model)
         error = model.error
         if error is not None:

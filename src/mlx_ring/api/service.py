@@ -232,6 +232,8 @@ class ModelCatalog(Protocol):
     async def ready(self, model: ModelService) -> None:
         """Make sure that a model can answer: one that is unloaded is loaded, which takes a while.
 
+        One that is being loaded again, after it was lost or at the start, is not waited for.
+
         Raises:
             RingError: why it cannot answer.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -49,9 +49,9 @@ def _post(url: str, path: str, body: dict[str, object], api_key: str | None) -> 
         answer = httpx.post(
             f"{url.rstrip('/')}{path}", json=body, headers=headers, timeout=_ANSWER_WAIT_S, trust_env=False
         )
-        told = cast("dict[str, object]", answer.json())
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        told = cast("dict[str, Any]", answer.json())
+        if answer.is_error:
+            raise RequestError(str(told["error"]["message"]))
+        return {"id": told["id"]}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise NotReady(f"Nothing answers at {url} as a server of ours does: {error}.") from error
-    if answer.is_error:
-        raise RequestError(str(cast("dict[str, object]", told["error"])["message"]))
-    return told

@@ -75,7 +75,10 @@ class Telling:
 
     def serving(self, running: Running) -> None:
         """Where it is, and how to ask."""
-        self._stop_bars()
+        for place in [place for place in self._tasks if place[0] == running.instance.name]:
+            self._progress.remove_task(self._tasks.pop(place))
+        if not self._tasks:
+            self._stop_bars()
         print(ready_text(running), flush=True)
 
     def _stop_bars(self) -> None:

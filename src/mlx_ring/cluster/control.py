@@ -216,6 +216,8 @@ async def _said(
     finally:
         saying.cancel()
         hearing.cancel()
+        # Whatever it ended with, asyncio would complain that nobody asked.
+        await asyncio.gather(saying, hearing, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -34,6 +34,8 @@ class Site:
     """Where its workers find the model."""
     reserve_share: float = 0.1
     """Of its memory, what is kept free."""
+    memory_limit_bytes: int | None = None
+    """That its owner grants, where that is less than it has."""
     bytes_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """That it sends to other nodes, by their id, as measured."""
 

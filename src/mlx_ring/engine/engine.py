@@ -84,6 +84,8 @@ class Engine:
             executor.ranks, instance=instance, epoch=epoch, policy=policy, kv=kv, predict=predict
         )
         self._model_limits = limits
+        self._wanted_kv: Mapping[RankId, int] = {}
+        """Limits that were given while the engine served; a long sequence that is under way may hold them up."""
         self._limits = limits.within(self._scheduler.capacity_tokens)
         self._live: dict[int, _Live] = {}
         self._sequence_ids = count(1)
@@ -244,6 +246,8 @@ class Engine:
             self._scheduler.finish(live.sequence)
         else:
             self._scheduler.abort(live.sequence)
+        if self._wanted_kv and self._wanted_kv != self._scheduler.kv_limits:
+            self._apply_kv_limits()
 
     def _end_with_error(self, live: _Live, error: RingError) -> None:
         live.stream.fail(error)
@@ -298,10 +302,14 @@ class Engine:
 
         What is kept makes way, requests under way go on, and the context shrinks where it has to.
         """
-        self._scheduler.limit_kv(limits)
+        self._wanted_kv = dict(limits)
+        self._apply_kv_limits()
+        self._send_steps(self._clock())
+
+    def _apply_kv_limits(self) -> None:
+        self._scheduler.limit_kv(self._wanted_kv)
         self._limits = self._model_limits.within(self._scheduler.capacity_tokens)
         self._executor.limit_kv(self._scheduler.kv_limits)
-        self._send_steps(self._clock())
 
     def burden(self, prompts: Iterable[tuple[int, ...]]) -> Burden:
         """What is under way, and what prompts would cost here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.engine.executor import RankId
@@ -16,6 +17,18 @@ RESERVE_SHARE = 0.1
 RESERVE_BYTES = 1 << 30
 """... and at least so much."""
 
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What of a node's memory may be used."""
+
+    reserve_share: float = RESERVE_SHARE
+    limit_bytes: int | None = None
+    """That its owner grants in all, where that is less than there is."""
+    claimed_bytes: int = 0
+    """For weights that are about to be loaded."""
+
+
 Place = tuple[str, RankId]
 """A node and a rank on it."""
 
@@ -23,19 +36,19 @@ Place = tuple[str, RankId]
 def rank_limits(
     instances: Mapping[str, Mapping[Place, worker_pb2.WorkerStatus]],
     given_bytes: int | None,
-    reserve_shares: Mapping[str, float],
+    allowances: Mapping[str, Allowance],
 ) -> dict[str, dict[RankId, RankKv]]:
     """Each rank's budget, by instance: what a node has left for KV is shared out among all ranks on it.
 
     Args:
         instances: what each worker says of its KV and of its device's memory; the one that has spoken last comes last.
         given_bytes: `--kv-cache-memory`, for each worker; else what is left is shared out.
-        reserve_shares: by node, of its memory, where it is not `RESERVE_SHARE`.
+        allowances: by node, what of its memory may be used, where it is not all but the usual reserve.
     """
     every = [(node, status) for workers in instances.values() for (node, _), status in workers.items()]
     on_node = Counter(node for node, _ in every)
     rooms = {
-        node: _room([status for at, status in every if at == node], reserve_shares.get(node, RESERVE_SHARE))
+        node: _room([status for at, status in every if at == node], allowances.get(node, Allowance()))
         for node in on_node
     }
     return {
@@ -47,14 +60,18 @@ def rank_limits(
     }
 
 
-def _room(statuses: Sequence[worker_pb2.WorkerStatus], reserve_share: float) -> int:
+def _room(statuses: Sequence[worker_pb2.WorkerStatus], allowance: Allowance) -> int:
     """What a node's workers may hold of KV together, as the last of them found its memory."""
     last = statuses[-1]
-    reserve = max(RESERVE_BYTES, int(last.memory_bytes * reserve_share))
+    reserve = max(RESERVE_BYTES, int(last.memory_bytes * allowance.reserve_share))
     # A worker knows what it holds of a GPU's memory, and not what the others do.
     others = sum(status.device_memory_bytes for status in statuses[:-1]) if last.device == "gpu" else 0
     held = sum(status.kv_bytes for status in statuses)
-    return max(0, last.memory_left_bytes - others + held - reserve)
+    left = last.memory_left_bytes - others + held - reserve
+    if allowance.limit_bytes is not None:
+        weights = sum(status.device_memory_bytes - status.kv_bytes for status in statuses)
+        left = min(left, int(allowance.limit_bytes * (1 - allowance.reserve_share)) - weights)
+    return max(0, left - allowance.claimed_bytes)
 
 
 def _rank_kv(status: worker_pb2.WorkerStatus, limit_bytes: int) -> RankKv:

@@ -70,10 +70,18 @@ class Order:
     """That must be there first."""
     only: frozenset[str] | None
     """Nodes that it may have; None: any."""
-    avoid: frozenset[str]
-    """Nodes that it may not have, where there are others."""
+    replicas: int = 1
+    """That share what is promised, this one included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What other instances have."""
+
+    siblings: frozenset[str]
+    """Nodes of the same model's, which are used only where there are no others."""
     taken: Mapping[str, int]
-    """Bytes of memory that others' plans count on, by node."""
+    """Bytes of memory that plans count on, by node."""
 
 
 def arrange_here(
@@ -86,12 +94,16 @@ def arrange_here(
         return Arrangement(ranges, sites, None)
     node = measured_node(profile, site.node, reserve_share=1.0 - settings.memory_utilization)
     return Arrangement(
-        ranges, sites, None, _forecast(settings, served, ClusterProfile((node,)), ranges, sites)
+        ranges,
+        sites,
+        None,
+        _forecast(_wish(settings, served), served, ClusterProfile((node,)), ranges, sites),
     )
 
 
 def arrange_as_loaded(
     order: Order,
+    others: Others,
     control: Control,
     membership: Membership,
     found: Adoptable,
@@ -100,12 +112,13 @@ def arrange_as_loaded(
 ) -> Arrangement:
     """As an earlier head has loaded it."""
     cluster = ClusterProfile(tuple(_nodes(control, membership, {})), links)
-    expected = _forecast(order.settings, order.served, cluster, found.ranges, sites)
-    return Arrangement(found.ranges, sites, plan_of_cut(order, control, membership, found, links), expected)
+    expected = _forecast(_wish_of(order), order.served, cluster, found.ranges, sites)
+    plan = plan_of_cut(order, others, control, membership, found, links)
+    return Arrangement(found.ranges, sites, plan, expected)
 
 
 def _forecast(
-    settings: Settings,
+    wish: Wish,
     served: ServedModel,
     cluster: ClusterProfile,
     ranges: Sequence[LayerRange],
@@ -118,18 +131,18 @@ def _forecast(
     except ModelUnsupported:
         return None
     stages = [(by_name[site.node], layers) for site, layers in zip(sites, ranges, strict=True)]
-    return Forecast(model, _wish(settings, served).demand, cluster, stages)
+    return Forecast(model, wish.demand, cluster, stages)
 
 
 async def arrange_cluster(
     order: Order,
+    others: Others,
     control: Control,
     membership: Membership,
     sites: Sequence[Site],
-    offer: Callable[[ServedModel], Awaitable[WeightsManifest]],
     survey: LinkSurvey,
 ) -> Arrangement:
-    """Plan for the members that are there. `offer` makes the model's weights available to others, where they need them.
+    """Plan for the members that are there.
 
     The links between them are measured first, as far as they are not known.
 
@@ -137,25 +150,31 @@ async def arrange_cluster(
         PlanError: the machines cannot hold the model as promised.
     """
     found = await survey.take(link_ends(membership, sites))
-    nodes = _nodes(control, membership, order.taken)
+    nodes = _nodes(control, membership, others.taken)
     allowed = [node for node in nodes if order.only is None or node.name in order.only]
-    # Where others have every node, they share them.
-    apart = [node for node in allowed or nodes if node.name not in order.avoid]
+    # Where siblings have every node, they share them.
+    apart = [node for node in allowed or nodes if node.name not in others.siblings]
     links = link_profiles(found)
     cluster = ClusterProfile(tuple(apart or allowed or nodes), links)
-    plan = await asyncio.to_thread(_plan, order.settings, order.served, cluster)
+    plan = await asyncio.to_thread(_plan, order, cluster)
     plan = replace(plan, remarks=(*plan.remarks, *hops_told([stage.node for stage in plan.stages], links)))
     by_node = {site.node: with_throughput(site, found) for site in sites}
     chosen = [by_node[stage.node] for stage in plan.stages]
     ranges = tuple(stage.layers for stage in plan.stages)
-    expected = _forecast(order.settings, order.served, replace(cluster, nodes=tuple(nodes)), ranges, chosen)
-    if not all(site.is_local for site in chosen):
-        digest = (await offer(order.served)).digest
-        chosen = [
-            site if site.is_local else replace(site, source=replace(site.source, weights=digest))
-            for site in chosen
-        ]
+    expected = _forecast(_wish_of(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, chosen)
     return Arrangement(ranges, tuple(chosen), plan, expected)
+
+
+async def offered(arrangement: Arrangement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Arrangement:
+    """With weights that other machines can fetch, where they have stages: `offer` makes them available."""
+    if all(site.is_local for site in arrangement.sites):
+        return arrangement
+    digest = (await offer()).digest
+    sites = tuple(
+        site if site.is_local else replace(site, source=replace(site.source, weights=digest))
+        for site in arrangement.sites
+    )
+    return replace(arrangement, sites=sites)
 
 
 def plan_replicas(
@@ -182,17 +201,16 @@ def plan_replicas(
 
 def plan_of_cut(
     order: Order,
+    others: Others,
     control: Control,
     membership: Membership,
     found: Adoptable,
     links: Mapping[frozenset[str], LinkProfile],
 ) -> Plan | None:
     """What is to be expected of stages that are loaded already; None where they are not what would be promised now."""
-    by_name = {node.name: node for node in _nodes(control, membership, order.taken)}
+    by_name = {node.name: node for node in _nodes(control, membership, others.taken)}
     nodes = tuple(by_name[node] for node, _ in found.workers)
-    wish = replace(
-        _wish(order.settings, order.served), strategy="custom", counts=tuple(map(len, found.ranges))
-    )
+    wish = replace(_wish_of(order), strategy="custom", counts=tuple(map(len, found.ranges)))
     try:
         return place(
             profile_folder(order.served.folder, order.served.names[0]), ClusterProfile(nodes, links), wish
@@ -227,7 +245,8 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
             hosts = {"": member.host}
             source = Source(peers=_weights_peers(member, others, head_port))
         reserve_share = 1.0 - member.memory_utilization
-        sites.append(Site(member.node, link, is_local, hosts, source, reserve_share))
+        limit = member.profile.memory_bytes
+        sites.append(Site(member.node, link, is_local, hosts, source, reserve_share, limit))
     return sites
 
 
@@ -308,9 +327,16 @@ def _wish(settings: Settings, served: ServedModel) -> Wish:
     return Wish(demand, strategy=settings.strategy, aim=settings.aim)
 
 
-def _plan(settings: Settings, served: ServedModel, cluster: ClusterProfile) -> Plan:
-    profile = profile_folder(served.folder, served.names[0])
-    in_order, wish = wished(settings, _wish(settings, served), cluster.nodes)
+def _wish_of(order: Order) -> Wish:
+    """One replica's part of what is promised."""
+    wish = _wish(order.settings, order.served)
+    share = -(-wish.demand.sequences // order.replicas)
+    return replace(wish, demand=replace(wish.demand, sequences=share))
+
+
+def _plan(order: Order, cluster: ClusterProfile) -> Plan:
+    profile = profile_folder(order.served.folder, order.served.names[0])
+    in_order, wish = wished(order.settings, _wish_of(order), cluster.nodes)
     return place(profile, replace(cluster, nodes=in_order), wish)
 
 

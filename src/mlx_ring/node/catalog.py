@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Sequence
 
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo, ModelService
 from mlx_ring.core.config import Settings
-from mlx_ring.core.errors import Conflict, NotReady, PlanError
+from mlx_ring.core.errors import Conflict, NotReady, PlanError, RingError
 from mlx_ring.core.machine import node_name
 from mlx_ring.engine.served_model import ServedModel, memory_for_weights, prepare_model
-from mlx_ring.node.hosted_model import HostedModel, Ready
+from mlx_ring.node.hosted_model import JUST_NOW_S, HostedModel, Ready
 from mlx_ring.node.instance_service import LOADING
 from mlx_ring.node.kv_shares import KvShares
 from mlx_ring.node.machines import Declared, Machines
@@ -46,6 +46,7 @@ class Catalog:
         self._watcher, self._ready = watcher, ready
         self._shares = KvShares(settings.kv_cache_memory)
         self._machines: Machines | None = None
+        self._has_served = self._has_ended = False
         self._one_at_a_time = asyncio.Lock()
         self._loads: dict[str, asyncio.Task[None]] = {}
         """Under way, by model."""
@@ -79,7 +80,15 @@ class Catalog:
 
     async def ready(self, model: ModelService) -> None:
         """Load a model that is not loaded, or wait for a load that is under way."""
-        await self._loaded(self._own(model))
+        hosted = self._own(model)
+        if hosted.is_awaited or (hosted.replicas and hosted.model_id not in self._loads):
+            return
+        hosted.waiting += 1
+        try:
+            await self._loaded(hosted)
+        finally:
+            hosted.waiting -= 1
+            hosted.last_asked = time.monotonic()
 
     async def load(self, name: str) -> ModelService:
         """Load a model by any of its names, one that was not served before included."""
@@ -92,13 +101,13 @@ class Catalog:
     async def unload(self, model: ModelService, *, force: bool) -> None:
         """Free what a model holds."""
         hosted = self._own(model)
-        busy = hosted.open_requests
-        if busy and not force:
-            raise Conflict(
-                f"{hosted.model_id} is answering {busy} request{'s' * (busy > 1)}: wait for them, "
-                'or unload it with "force": true, which ends them.'
-            )
         async with self._one_at_a_time:
+            busy = hosted.open_requests
+            if busy and not force:
+                raise Conflict(
+                    f"{hosted.model_id} is answering {busy} request{'s' * (busy > 1)}: wait for them, "
+                    'or unload it with "force": true, which ends them.'
+                )
             await hosted.stop(f"{hosted.model_id} was unloaded.")
         log.info("unloaded %s", hosted.model_id)
 
@@ -135,12 +144,13 @@ class Catalog:
         for hosted in others:
             try:
                 await self._loaded(hosted, may_evict=False)
-            except PlanError as error:
+            except RingError as error:
                 log.warning("%s is loaded when it is asked for: %s", hosted.model_id, error)
             hosted.is_awaited = False
 
     async def end(self) -> None:
-        """End every load and every instance."""
+        """End every load and every instance; nothing is loaded any more."""
+        self._has_ended = True
         tasks = list(self._loads.values())
         for task in tasks:
             task.cancel()
@@ -154,6 +164,8 @@ class Catalog:
 
     async def _loaded(self, hosted: HostedModel, *, may_evict: bool = True) -> None:
         """Who waits may go: the load goes on for others, and for the next request."""
+        if self._has_ended:
+            raise NotReady("The server is shutting down.")
         if hosted.replicas and hosted.model_id not in self._loads:
             return
         task = self._loads.get(hosted.model_id)
@@ -175,7 +187,6 @@ class Catalog:
         async with self._one_at_a_time:
             while True:
                 try:
-                    self._check_room(hosted)
                     await self._run(hosted)
                 except PlanError as error:
                     if not may_evict or not await self._evict_for(hosted):
@@ -189,25 +200,34 @@ class Catalog:
         if machines is None:
             raise NotReady(LOADING)
 
-        def promised() -> Mapping[str, int]:
-            return _sum(other.promised for other in self._hosted if other is not hosted)
-
-        territories = await machines.territories(Declared(hosted.served, hosted.settings), promised())
+        # Once something has served: with whoever is there.
+        nodes = 1 if self._has_served else self._settings.nodes
+        territories = await machines.territories(Declared(hosted.served, hosted.settings), nodes)
+        self._check_room(hosted, len(territories))
         replicas = [
             Replica(
-                hosted.settings, hosted.served, machines, self._shares, self._watcher, territory=territory
+                hosted.settings,
+                hosted.served,
+                machines,
+                self._shares,
+                self._watcher,
+                nodes=nodes,
+                territory=territory,
+                replicas=len(territories),
             )
             for territory in territories
         ]
-        await hosted.run(replicas, self._ready, promised)
+        await hosted.run(replicas, self._ready)
+        self._has_served = True
+        hosted.last_asked = time.monotonic()
 
-    def _check_room(self, hosted: HostedModel) -> None:
+    def _check_room(self, hosted: HostedModel, copies: int) -> None:
         """Whether the weights of all loaded models stay within what they may take together."""
         limit = self._settings.model_memory
         if limit is None:
             return
-        held = sum(_weights(other) for other in self._hosted if other.replicas)
-        wanted = _weights(hosted)
+        held = sum(len(other.replicas) * _weights(other) for other in self._hosted)
+        wanted = copies * _weights(hosted)
         if held + wanted > limit:
             raise PlanError(
                 f"{hosted.model_id} has {wanted / 1e9:.2f} GB of weights, {held / 1e9:.2f} GB are loaded already, "
@@ -216,11 +236,15 @@ class Catalog:
 
     async def _evict_for(self, hosted: HostedModel) -> bool:
         """Whether a model made way: the one that has not been asked for longest, of those that answer nobody."""
-        idle = [
+        quiet = [
             other
             for other in self._hosted
             if other is not hosted and other.replicas and not other.open_requests
         ]
+        if quiet and not any(other.is_idle for other in quiet):
+            # A request that has waited for one of them may be about to begin.
+            await asyncio.sleep(JUST_NOW_S)
+        idle = [other for other in quiet if other.is_idle and not other.open_requests]
         oldest = min(idle, key=lambda other: other.last_asked, default=None)
         if oldest is None:
             return False
@@ -236,13 +260,5 @@ class Catalog:
 
 
 def _weights(hosted: HostedModel) -> int:
-    """Bytes, of all its replicas."""
-    copies = len(hosted.replicas) or hosted.settings.replicas or 1
-    return copies * memory_for_weights(hosted.served.folder, hosted.settings.dtype)
-
-
-def _sum(parts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
-    total = Counter[str]()
-    for part in parts:
-        total.update(part)
-    return total
+    """Bytes, of one of its replicas."""
+    return memory_for_weights(hosted.served.folder, hosted.settings.dtype)

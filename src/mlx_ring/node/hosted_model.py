@@ -20,6 +20,9 @@ Ready = Callable[[ServedModel, InstanceInfo, float], None]
 """Which model serves, its instance, and the seconds that loading took."""
 
 
+JUST_NOW_S = 0.5
+
+
 class HostedModel:
     """Keeps the contract `ModelService`."""
 
@@ -34,6 +37,8 @@ class HostedModel:
         self.replicas: list[Replica] = []
         self.is_awaited = False
         """Whether it is about to be loaded, so that nobody need ask for it."""
+        self.waiting = 0
+        """Requests that wait for it to be loaded."""
         self.last_asked = time.monotonic()
         """When a request came, by the monotonic clock."""
         self.created = int(time.time())
@@ -102,30 +107,23 @@ class HostedModel:
 
     @property
     def open_requests(self) -> int:
-        """Sequences that run or wait, in all its instances."""
+        """Sequences that run or wait, in all its instances, and requests that wait for it."""
         stats = [service.engine.stats().scheduler for service in self._serving()]
-        return sum(each.running + each.waiting for each in stats)
+        return self.waiting + sum(each.running + each.waiting for each in stats)
 
     @property
-    def promised(self) -> Mapping[str, int]:
-        """Bytes of memory that its plans count on, by node."""
-        total: dict[str, int] = {}
-        for replica in self.replicas:
-            for node, nbytes in replica.promised.items():
-                total[node] = total.get(node, 0) + nbytes
-        return total
+    def is_idle(self) -> bool:
+        """Whether nobody has asked for it just now: a request that waited for it may not have begun."""
+        return time.monotonic() - self.last_asked >= JUST_NOW_S
 
     # ---- coming and going
 
-    async def run(
-        self, replicas: Sequence[Replica], ready: Ready, promised: Callable[[], Mapping[str, int]]
-    ) -> None:
+    async def run(self, replicas: Sequence[Replica], ready: Ready) -> None:
         """Load, and return once every replica has served; they are kept serving until `stop`.
 
         Args:
             replicas: new ones.
             ready: told of each instance that serves.
-            promised: what other models' plans count on, by node.
 
         Raises:
             RingError: one of them could not be loaded; then none is left.
@@ -135,7 +133,7 @@ class HostedModel:
         for replica in self.replicas:
             first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             firsts.append(first)
-            work = self._keep(replica, first, ready, promised)
+            work = self._keep(replica, first, ready)
             self._tasks.append(asyncio.create_task(work, name=f"replica of {self.model_id}"))
         try:
             await asyncio.gather(*firsts)
@@ -147,29 +145,14 @@ class HostedModel:
                 self._failure = error
             raise
 
-    async def _keep(
-        self,
-        replica: Replica,
-        first: asyncio.Future[None],
-        ready: Ready,
-        promised: Callable[[], Mapping[str, int]],
-    ) -> None:
+    async def _keep(self, replica: Replica, first: asyncio.Future[None], ready: Ready) -> None:
         def told(load_s: float) -> None:
             ready(self.served, replica.service.info, load_s)
             if not first.done():
                 first.set_result(None)
 
-        def others() -> tuple[frozenset[str], Mapping[str, int]]:
-            siblings = [other for other in self.replicas if other is not replica]
-            avoid = frozenset[str]().union(*(other.nodes for other in siblings))
-            taken = dict(promised())
-            for other in siblings:
-                for node, nbytes in other.promised.items():
-                    taken[node] = taken.get(node, 0) + nbytes
-            return avoid, taken
-
         try:
-            await replica.run(told, others)
+            await replica.run(told)
         except Exception as error:
             if not isinstance(error, RingError):
                 self._on_crash(error)

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,15 +16,15 @@ from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
 from mlx_ring.cluster.placement import make_assignments
 from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.core.config import Settings
-from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import ConfigError, NodeLost, PlanError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.grpc_executor import GrpcExecutor, RankAddress
-from mlx_ring.engine.kv_limits import Place, fitting_context
+from mlx_ring.engine.kv_limits import Allowance, Place, fitting_context
 from mlx_ring.engine.policy import Policy
-from mlx_ring.engine.served_model import ServedModel
+from mlx_ring.engine.served_model import ServedModel, memory_for_weights
 from mlx_ring.engine.stats import Unanswered
 from mlx_ring.engine.step_deadlines import Predict, StepSize
 from mlx_ring.node.arrangement import Arrangement
@@ -84,7 +85,7 @@ class Instance:
 
     def lose(self, error: RingError, *, explains: bool = True) -> None:
         """It cannot go on; `explains` says that no better reason is to be expected."""
-        if not self._explained.is_set():
+        if not self._explained.is_set() and error is not self.loss:
             self.loss = error
             self._service.lose(error)
         if explains:
@@ -113,6 +114,8 @@ class Instance:
         async with contextlib.AsyncExitStack() as cleanup:
             cleanup.callback(self._shares.leave, epoch.instance)
             cleanup.push_async_callback(self._stop_workers)
+            if not epoch.loaded:
+                self._shares.expect(epoch.instance, self._weights())
             places = epoch.loaded or await self._deploy(assignments, hello)
             executor = await GrpcExecutor.connect(
                 [RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places],
@@ -141,6 +144,15 @@ class Instance:
             await self._lost
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._explained.wait(), _BETTER_REASON_S)
+
+    def _weights(self) -> Mapping[str, int]:
+        """Bytes that are about to be loaded, by node: as planned, else alike for all stages."""
+        arrangement, weights = self._epoch.arrangement, Counter[str]()
+        whole = memory_for_weights(self._served.folder, self._settings.dtype)
+        for stage, site in enumerate(arrangement.sites):
+            planned = None if arrangement.plan is None else arrangement.plan.stages[stage].weight_bytes
+            weights[site.node] += whole // len(arrangement.sites) if planned is None else planned
+        return weights
 
     async def _deploy(
         self, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
@@ -218,11 +230,19 @@ class Instance:
     ) -> Engine:
         """The engine for what the workers say of their memory."""
         instance = self._epoch.instance
-        reserve_shares = {site.node: site.reserve_share for site in self._epoch.arrangement.nodes}
-        kv = self._shares.join(instance, workers, reserve_shares)
+        allowances = {
+            site.node: Allowance(site.reserve_share, site.memory_limit_bytes)
+            for site in self._epoch.arrangement.nodes
+        }
+        kv = self._shares.join(instance, workers, allowances)
         limits = self._served.limits
         insisted = self._settings.max_model_len is not None
-        context = fitting_context(kv, limits.context_length, insisted=insisted)
+        try:
+            context = fitting_context(kv, limits.context_length, insisted=insisted)
+        except ConfigError as error:
+            if self._shares.is_alone(instance):
+                raise
+            raise PlanError(f"{error} Other models are loaded beside it.") from error
         if context < limits.context_length:
             log.warning(
                 "The KV cache has room for %d tokens of one request, so the context is that long, not %d.",

@@ -92,7 +92,8 @@ class InstanceService:
 
     def lose(self, error: RingError) -> None:
         """End what is being answered, and say why nothing more is until `serve`. A later reason is a better one."""
-        log.error("%s", error)
+        # A model that is unloaded, or a server that ends, is nothing to worry about.
+        log.log(logging.INFO if isinstance(error, NotReady) else logging.ERROR, "%s", error)
         self._lost, self._is_loading = error, False
         if self._engine is not None:
             self._engine.fail(error)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.kv_limits import Place, rank_limits
+from mlx_ring.engine.kv_limits import Allowance, Place, rank_limits
 from mlx_ring.engine.policy import RankKv
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+_LOOKED_AGAIN_S = 2.5
+"""Workers tell how their memory stands every second."""
 
 
 @dataclass(slots=True)
@@ -24,25 +29,40 @@ class KvShares:
     def __init__(self, given_bytes: int | None) -> None:
         """`given_bytes` is each worker's where it was said; else every node's is shared out."""
         self._given_bytes = given_bytes
-        self._reserve_shares: dict[str, float] = {}
+        self._allowances: dict[str, Allowance] = {}
+        """By node."""
+        self._claims: dict[str, Mapping[str, int]] = {}
+        """By instance that is being loaded: bytes of weights, by node."""
         self._shares: dict[str, _Share] = {}
+        self._freed_at: float | None = None
+        """When an instance left whose memory has not been given out again."""
+
+    def expect(self, instance: str, weights: Mapping[str, int]) -> None:
+        """Weights of so many bytes are about to be loaded, by node: what is kept of ended requests makes way for them."""
+        self._claims[instance] = weights
+        self._apply(self._limits())
+
+    def is_alone(self, instance: str) -> bool:
+        """Whether nothing else is loaded."""
+        return not self._shares.keys() - {instance}
 
     def join(
         self,
         instance: str,
         workers: Mapping[Place, worker_pb2.WorkerStatus],
-        reserve_shares: Mapping[str, float],
+        allowances: Mapping[str, Allowance],
     ) -> Mapping[RankId, RankKv]:
         """What a newcomer may hold; the others give it up.
 
         Args:
             instance: the newcomer.
             workers: as they say they are.
-            reserve_shares: by node, what is kept free of its memory.
+            allowances: by node.
         """
         self._shares.pop(instance, None)
         self._shares[instance] = _Share(dict(workers))
-        self._reserve_shares |= reserve_shares
+        self._allowances |= allowances
+        self._claims.pop(instance, None)
         limits = self._limits()
         self._apply(limits)
         return limits[instance]
@@ -58,25 +78,31 @@ class KvShares:
             place = (event.hello.node, RankId(state.stage, state.rank))
             if share is not None and place in share.workers and state.status.phase == "ready":
                 share.workers[place] = state.status
+        if self._freed_at is not None and time.monotonic() - self._freed_at > _LOOKED_AGAIN_S:
+            self._freed_at = None
+            self._apply(self._limits())
 
     def leave(self, instance: str) -> None:
         """An instance is gone: what it held is the others'."""
+        claimed = self._claims.pop(instance, None)
         gone = self._shares.pop(instance, None)
         if gone is None:
+            if claimed:
+                self._apply(self._limits())
             return
-        for (node, _), status in gone.workers.items():
-            self._give_back(node, status)
-        self._apply(self._limits())
-
-    def _give_back(self, node: str, gone: worker_pb2.WorkerStatus) -> None:
-        for share in self._shares.values():
-            for (other, _), status in share.workers.items():
-                if other == node and gone.device != "gpu":
-                    status.memory_left_bytes += gone.device_memory_bytes
+        # What it held is free once its workers have ended, and is known when the others have looked again.
+        self._freed_at = time.monotonic()
 
     def _limits(self) -> dict[str, dict[RankId, RankKv]]:
         told = {instance: share.workers for instance, share in self._shares.items()}
-        return rank_limits(told, self._given_bytes, self._reserve_shares)
+        claimed = Counter[str]()
+        for claim in self._claims.values():
+            claimed.update(claim)
+        allowances = {
+            node: replace(self._allowances.get(node, Allowance()), claimed_bytes=claimed[node])
+            for node in self._allowances.keys() | claimed.keys()
+        }
+        return rank_limits(told, self._given_bytes, allowances)
 
     def _apply(self, limits: Mapping[str, Mapping[RankId, RankKv]]) -> None:
         if self._given_bytes is not None:

@@ -8,13 +8,15 @@ import logging
 import secrets
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from mlx_ring.agent.profile_store import ProfileStore, recall
 from mlx_ring.agent.profiling import ProfileOptions
@@ -42,11 +44,13 @@ from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.arrangement import (
     Arrangement,
     Order,
+    Others,
     arrange_as_loaded,
     arrange_cluster,
     arrange_here,
     cluster_sites,
     link_ends,
+    offered,
     plan_replicas,
 )
 from mlx_ring.node.instance import Epoch, assign
@@ -58,6 +62,8 @@ log = logging.getLogger(__name__)
 
 _STOP_WAIT_S = 8.0
 _LOOK_WAIT_S = 3.0
+
+Planned = TypeVar("Planned")
 
 HeedLoss = Callable[[str, str], None]
 """A node is gone, and why."""
@@ -74,10 +80,8 @@ class Declared:
 class Machines(Protocol):
     """What a head asks of them."""
 
-    async def territories(
-        self, declared: Declared, taken: Mapping[str, int]
-    ) -> Sequence[frozenset[str] | None]:
-        """Which nodes each replica of a model is to have; None: any.
+    async def territories(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
+        """Which nodes each replica of a model is to have, once so many are there; None: any.
 
         Raises:
             PlanError: there is no room for it.
@@ -92,8 +96,8 @@ class Machines(Protocol):
         """
         ...
 
-    def watching(self, heed_loss: HeedLoss) -> AbstractContextManager[None]:
-        """Meanwhile `heed_loss` is told of nodes that go."""
+    def watching(self, instance: str, heed_loss: HeedLoss) -> AbstractContextManager[None]:
+        """While an instance lives: `heed_loss` is told of nodes that go."""
         ...
 
     @property
@@ -126,11 +130,9 @@ class Here:
         self.links: Sequence[LinkInfo] = ()
         """There is one machine."""
 
-    async def territories(
-        self, declared: Declared, taken: Mapping[str, int]
-    ) -> Sequence[frozenset[str] | None]:
+    async def territories(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         """All of them are here, and may be."""
-        del taken
+        del nodes
         return [None] * (declared.settings.replicas or 1)
 
     async def next_epoch(self, order: Order) -> Epoch:
@@ -138,7 +140,13 @@ class Here:
         source = Source(str(order.served.folder.path))
         reserve_share = 1.0 - self._settings.memory_utilization
         site = Site(
-            node_name(), agent.link, is_local=True, hosts={}, source=source, reserve_share=reserve_share
+            node_name(),
+            agent.link,
+            is_local=True,
+            hosts={},
+            source=source,
+            reserve_share=reserve_share,
+            memory_limit_bytes=self._settings.memory_limit,
         )
         self._profile = await asyncio.to_thread(self._kept_profile)
         arrangement = await asyncio.to_thread(arrange_here, order.settings, order.served, site, self._profile)
@@ -171,9 +179,9 @@ class Here:
             await self._agent.stop()
 
     @contextlib.contextmanager
-    def watching(self, heed_loss: HeedLoss) -> Generator[None]:
+    def watching(self, instance: str, heed_loss: HeedLoss) -> Generator[None]:
         """The one agent's own reports say all."""
-        del heed_loss
+        del instance, heed_loss
         yield
 
     def heed_failure(self, error: RingError | None) -> None:
@@ -225,6 +233,12 @@ class Cluster:
         self._offer = offer
         self._book = QuarantineBook(authority_folder(state_folder(settings)))
         self._one_at_a_time = asyncio.Lock()
+        self._planning = asyncio.Lock()
+        """Who plans counts on memory that nobody else may plan with meanwhile."""
+        self._live: dict[str, _Live] = {}
+        """By instance: what is loaded, or being loaded."""
+        self._tending: asyncio.Task[None] | None = None
+        self._has_looked = asyncio.Event()
         self._is_first = True
         self._left: dict[str, list[Adoptable]] = {}
         """What an earlier head left loaded, by model."""
@@ -236,16 +250,16 @@ class Cluster:
     def links(self) -> Sequence[LinkInfo]:
         return tuple(map(_link_info, self._survey.found))
 
-    async def territories(
-        self, declared: Declared, taken: Mapping[str, int]
-    ) -> Sequence[frozenset[str] | None]:
-        membership = await self._attending(declared.settings.nodes)
+    async def territories(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
+        membership = await self._attending(nodes)
         sites = cluster_sites(self._control, membership, self._address.port)
         try:
             await self._look_once(sites)
-            left = self._left.get(declared.served.names[0], [])
+            left = self._adoptable(declared.served, membership)
             if left:
-                return [frozenset(node for node, _ in found.workers) for found in left]
+                loaded = [frozenset(node for node, _ in found.workers) for found in left]
+                missing = (declared.settings.replicas or len(left)) - len(left)
+                return [*loaded, *[None] * missing]
             if declared.settings.replicas == 1 or (
                 declared.settings.replicas is None and declared.settings.aim == "latency"
             ):
@@ -253,21 +267,44 @@ class Cluster:
             links = link_profiles(await self._survey.take(link_ends(membership, sites)))
         finally:
             await _close(sites)
-        plans = await asyncio.to_thread(
-            plan_replicas,
-            declared.settings,
-            declared.served,
-            self._control,
-            self._steady(membership),
-            taken,
-            links,
+        plans = await self._steadily(
+            membership,
+            lambda members: asyncio.to_thread(
+                plan_replicas,
+                declared.settings,
+                declared.served,
+                self._control,
+                members,
+                self._others("").taken,
+                links,
+            ),
         )
         return [frozenset(stage.node for stage in plan.stages) for plan in plans]
+
+    def _adoptable(self, served: ServedModel, membership: Membership) -> list[Adoptable]:
+        """What is left of a model, as far as every node of it is there."""
+        left = [
+            found
+            for found in self._left.get(served.names[0], [])
+            if all(node in membership.members for node, _ in found.workers)
+        ]
+        self._left[served.names[0]] = left
+        return left
+
+    def _others(self, model: str) -> Others:
+        """What is loaded, or being loaded; siblings are those of the same model."""
+        taken = Counter[str]()
+        for live in self._live.values():
+            taken.update(live.promised)
+        siblings = [live.nodes for live in self._live.values() if live.model == model]
+        return Others(frozenset[str]().union(*siblings), taken)
 
     async def _attending(self, nodes: int) -> Membership:
         """So many, this one included, whose agent is started where it does not run."""
         control = self._control
         own_host = "127.0.0.1" if self._address.host in ("::", "0.0.0.0") else self._address.host  # noqa: S104 - as bound
+        if self._tending is None:
+            self._tending = asyncio.create_task(self._tend_whoever_comes(), name="nodes that come")
         async with self._one_at_a_time:
             started = ensure_head_member(
                 self._settings,
@@ -283,36 +320,46 @@ class Cluster:
         sites = cluster_sites(
             self._control, membership, self._address.port, path=str(order.served.folder.path)
         )
+        instance = ""
         try:
             await self._look_once(sites)
             number = max(order.number, self._highest_epoch + 1)
-            left = self._left.get(order.served.names[0], [])
-            if left:
-                return self._adopted(left.pop(0), order, membership, sites, number)
-            arrangement = await self._arrange(order, membership, sites)
+            async with self._planning:
+                left = self._adoptable(order.served, membership)
+                if left:
+                    return self._adopted(left.pop(0), order, membership, sites, number)
+                arrangement = await self._arrange(order, membership, sites)
+                instance = new_instance(order.served)
+                self._live[instance] = _live(order, arrangement)
+            # Reading a large model takes minutes.
+            arrangement = await offered(arrangement, partial(self._offer, order.served))
         except BaseException:
+            self._live.pop(instance, None)
             await _close(sites)
             raise
         used = {site.node for site in arrangement.nodes}
         await _close([site for site in sites if site.node not in used])
-        return Epoch(
-            new_instance(order.served),
-            number,
-            arrangement,
-            self._control.node,
-            trust=self._control.credentials,
-        )
+        return Epoch(instance, number, arrangement, self._control.node, trust=self._control.credentials)
 
     async def _arrange(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Arrangement:
+        others = self._others(order.served.names[0])
+        return await self._steadily(
+            membership,
+            lambda members: arrange_cluster(order, others, self._control, members, sites, self._survey),
+        )
+
+    async def _steadily(
+        self, membership: Membership, plan: Callable[[Membership], Awaitable[Planned]]
+    ) -> Planned:
         """Without the nodes that fail again and again, where that is possible."""
         steady = self._steady(membership)
         try:
-            return await arrange_cluster(order, self._control, steady, sites, self._offer, self._survey)
+            return await plan(steady)
         except PlanError as error:
             if steady is membership:
                 raise
             log.warning("nodes that have failed again and again are used, for without them: %s", error)
-            return await arrange_cluster(order, self._control, membership, sites, self._offer, self._survey)
+            return await plan(membership)
 
     def _steady(self, membership: Membership) -> Membership:
         """Without those nodes; the same where there are none, or no others."""
@@ -346,16 +393,21 @@ class Cluster:
             events = [event for event in found if event is not None]
             self._highest_epoch = highest_epoch(events)
             for declared in self._declared:
-                most = declared.settings.replicas or len(sites)
+                most = declared.settings.replicas or (
+                    len(sites) if declared.settings.aim == "throughput" else 1
+                )
                 adoptable = find_adoptable(events, partial(_expect, declared))
                 self._left[declared.served.names[0]] = adoptable[:most]
-            await self._stop_others(sites, events)
+            wanted = {found.instance for of_model in self._left.values() for found in of_model}
+            await self._end_unwanted(sites, events, wanted)
             self._is_first = False
+            self._has_looked.set()
 
-    async def _stop_others(self, sites: Sequence[Site], events: Sequence[agent_pb2.AgentEvent]) -> None:
-        """What earlier heads left and nobody wants."""
+    async def _end_unwanted(
+        self, sites: Sequence[Site], events: Iterable[agent_pb2.AgentEvent], wanted: AbstractSet[str]
+    ) -> None:
+        """What earlier heads left, or what a node held when it was cut off."""
         by_node = {site.node: site for site in sites}
-        wanted = {found.instance for of_model in self._left.values() for found in of_model}
         unwanted = {
             (event.hello.node, state.instance)
             for event in events
@@ -385,7 +437,9 @@ class Cluster:
         ]
         own = tuple(by_node[node] for node, _ in found.workers)
         links = link_profiles(self._survey.found)
-        arrangement = arrange_as_loaded(order, self._control, membership, found, own, links)
+        others = self._others(order.served.names[0])
+        arrangement = arrange_as_loaded(order, others, self._control, membership, found, own, links)
+        self._live[found.instance] = _live(order, arrangement)
         return Epoch(
             found.instance,
             number,
@@ -397,6 +451,9 @@ class Cluster:
 
     async def stop(self) -> None:
         """End this machine's agent; those of others stay, without workers."""
+        if self._tending is not None:
+            self._tending.cancel()
+            await asyncio.wait((self._tending,))
         membership = self._control.membership
         if self._control.node in membership.members:
             sites = cluster_sites(self._control, membership, self._address.port)
@@ -410,33 +467,66 @@ class Cluster:
                 await asyncio.to_thread(self._own_agent.wait, _STOP_WAIT_S)
 
     @contextlib.contextmanager
-    def watching(self, heed_loss: HeedLoss) -> Generator[None]:
+    def watching(self, instance: str, heed_loss: HeedLoss) -> Generator[None]:
         def heed(event: Event) -> None:
             if isinstance(event, Went):
                 heed_loss(event.node, event.reason)
-            elif isinstance(event, Came):
-                came.set()
 
-        came = asyncio.Event()
-        came.set()
-        measuring = asyncio.create_task(self._measure_whoever_comes(came), name="links")
         try:
             with self._control.watching(heed):
                 yield
         finally:
-            measuring.cancel()
+            self._live.pop(instance, None)
 
-    async def _measure_whoever_comes(self, came: asyncio.Event) -> None:
-        """What joins while a model is served is used at the next plan; its links are known by then."""
-        while True:
-            await came.wait()
-            came.clear()
-            membership = self._control.membership
-            sites = cluster_sites(self._control, membership, self._address.port)
-            try:
-                await self._survey.take(link_ends(membership, sites))
-            finally:
-                await _close(sites)
+    async def _tend_whoever_comes(self) -> None:
+        """What a node still holds of instances that are gone is ended, and its links are known by the next plan."""
+        came: asyncio.Queue[str] = asyncio.Queue()
+
+        def heed(event: Event) -> None:
+            if isinstance(event, Came):
+                came.put_nowait(event.member.node)
+
+        with self._control.watching(heed):
+            while True:
+                nodes = {await came.get()}
+                while not came.empty():
+                    nodes.add(came.get_nowait())
+                await self._has_looked.wait()
+                await self._tend(nodes)
+
+    async def _tend(self, nodes: AbstractSet[str]) -> None:
+        membership = self._control.membership
+        sites = cluster_sites(self._control, membership, self._address.port)
+        hello = make_hello(node=self._control.node)
+        try:
+            new = [site for site in sites if site.node in nodes]
+            found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in new))
+            wanted = self._live.keys() | {
+                left.instance for of_model in self._left.values() for left in of_model
+            }
+            await self._end_unwanted(new, [event for event in found if event is not None], wanted)
+            await self._survey.take(link_ends(membership, sites))
+        except RingError as error:
+            log.warning("%s came, and was not made ready: %s", ", ".join(sorted(nodes)), error)
+        finally:
+            await _close(sites)
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """An instance that is loaded, or being loaded."""
+
+    model: str
+    nodes: frozenset[str]
+    promised: Mapping[str, int]
+    """Bytes of memory that its plan counts on, by node."""
+
+
+def _live(order: Order, arrangement: Arrangement) -> _Live:
+    promised = Counter[str]()
+    for stage in () if arrangement.plan is None else arrangement.plan.stages:
+        promised[stage.node] += stage.memory_bytes
+    return _Live(order.served.names[0], frozenset(site.node for site in arrangement.nodes), promised)
 
 
 def _link_info(found: FoundLink) -> LinkInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from mlx_ring.core.config import Settings
@@ -47,40 +47,36 @@ class Replica:
         shares: KvShares,
         watcher: Watcher,
         *,
+        nodes: int,
         territory: frozenset[str] | None,
+        replicas: int,
     ) -> None:
-        """`territory` are the nodes that the first instance may have; None: any."""
+        """What is to be loaded.
+
+        Args:
+            settings: that hold for the model.
+            served: the model.
+            machines: on which of them.
+            shares: of memory for KV.
+            watcher: told how instances come up.
+            nodes: that must be there for the first instance.
+            territory: the nodes that the first instance may have; None: any.
+            replicas: of the model, this one included.
+        """
         self._settings = settings
         self._served = served
         self._machines = machines
         self._shares = shares
         self._watcher = watcher
-        self._territory = territory
-        self._epoch: Epoch | None = None
+        self._nodes, self._territory, self._replicas = nodes, territory, replicas
         kv_bits = 0 if settings.kv_bits == "off" else int(settings.kv_bits)
         self.service = InstanceService(served.folder.num_layers, kv_bits)
 
-    @property
-    def nodes(self) -> frozenset[str]:
-        """That it has now."""
-        if self._epoch is None:
-            return self._territory or frozenset()
-        return frozenset(site.node for site in self._epoch.arrangement.nodes)
-
-    @property
-    def promised(self) -> Mapping[str, int]:
-        """Bytes of memory that its plan counts on, by node; none where there is no plan."""
-        plan = None if self._epoch is None else self._epoch.arrangement.plan
-        return {} if plan is None else {stage.node: stage.memory_bytes for stage in plan.stages}
-
-    async def run(
-        self, ready: Callable[[float], None], others: Callable[[], tuple[frozenset[str], Mapping[str, int]]]
-    ) -> None:
+    async def run(self, ready: Callable[[float], None]) -> None:
         """One instance after the other.
 
         Args:
             ready: told the seconds that loading took, each time that one serves.
-            others: the nodes that this model's other replicas have, and the bytes that every other instance was promised.
 
         Raises:
             RingError: not even the first could be loaded.
@@ -88,18 +84,16 @@ class Replica:
         number, pause_s, has_served = FIRST_EPOCH, _FIRST_PAUSE_S, False
         while True:
             try:
-                avoid, taken = others()
                 order = Order(
                     self._served,
                     self._settings,
                     number,
                     # It has served: from now on with whoever is there.
-                    nodes=1 if has_served else self._settings.nodes,
+                    nodes=1 if has_served else self._nodes,
                     only=None if has_served else self._territory,
-                    avoid=avoid if has_served or self._territory is None else frozenset(),
-                    taken=taken,
+                    replicas=self._replicas,
                 )
-                self._epoch = epoch = await self._machines.next_epoch(order)
+                epoch = await self._machines.next_epoch(order)
                 set_log_epoch(epoch.number)
                 number = epoch.number + 1
                 await self._run(epoch, ready)
@@ -110,8 +104,6 @@ class Replica:
                 self.service.lose(error)
                 self._machines.heed_failure(error)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-            finally:
-                self._epoch = None
             log.warning("loading %s again in %g s", self._served.names[0], pause_s)
             await asyncio.sleep(pause_s)
 
@@ -124,6 +116,6 @@ class Replica:
             self._watcher.loading(epoch.instance, progress)
 
         instance = Instance(self._settings, self._served, self.service, epoch, loading, self._shares)
-        with self._machines.watching(instance.heed_loss):
+        with self._machines.watching(epoch.instance, instance.heed_loss):
             await instance.run(ready)
         self._machines.heed_failure(instance.loss)
