@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.core.config import Settings, allowed_values, api_keys, flag_name, load_settings, state_folder
+from mlx_ring.core.config import (
+    Settings,
+    allowed_values,
+    api_keys,
+    flag_name,
+    load_settings,
+    names_in_dotenv,
+    state_folder,
+)
 from mlx_ring.core.errors import ConfigError
 
 
@@ -249,6 +257,19 @@ def test_keys_come_from_the_environment_and_a_file_and_are_not_shown(
     settings = load_settings({"api_key_file": str(file)})
     assert api_keys(settings) == ("alpha-key", "beta-key", "gamma-key", "delta-key")
     assert "alpha-key" not in repr(settings)
+
+
+def test_which_settings_a_folder_has_is_known_without_heeding_them(tmp_path: Path) -> None:
+    assert names_in_dotenv(tmp_path) == ()
+    (tmp_path / ".env").write_text("MLX_RING_PORT=1\nMODEL_REPO=demo\nEDITOR=vi\n")
+    assert names_in_dotenv(tmp_path) == ("MLX_RING_PORT", "MODEL_REPO")
+
+
+def test_a_file_of_keys_is_the_same_in_every_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_settings({"api_key_file": "keys"}).api_key_file == tmp_path / "keys"
 
 
 @pytest.mark.parametrize(("text", "said"), [("\n \n", "has no key"), (None, "cannot be read")])

@@ -171,6 +171,29 @@ def test_only_what_is_needed_is_fetched_and_the_second_time_nothing(
     assert asked == []
 
 
+def test_only_who_serves_alone_must_have_the_memory_for_what_is_fetched(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    code = (
+        "import sys; from mlx_ring.core import room; from mlx_ring.core.process_limits import UsableMemory; "
+        "room.usable_memory = lambda: UsableMemory(1, 1, 'it'); from mlx_ring.core.model_source import find_model; "
+        "find_model(sys.argv[1], must_fit=sys.argv[2] == 'alone')"
+    )
+
+    def find(how: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", code, "someone/tiny", how],
+            env=inherited_environment({"HF_ENDPOINT": hub[0], "HF_HOME": str(tmp_path)}),
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stderr
+
+    assert "of memory for its weights" in find("alone")
+    assert not any(path.endswith("safetensors") for path in hub[1])
+    assert "Error" not in find("among several")
+
+
 def test_a_model_that_the_hub_has_not_is_told_apart_from_no_network(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:

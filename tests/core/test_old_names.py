@@ -96,7 +96,11 @@ def test_one_machine_or_several_is_told_by_their_number() -> None:
             {"NUM_DEVICES": "2", "WORLD_SIZE": "3"},
             "NUM_DEVICES in .env is 2 and WORLD_SIZE is 3, and both are MLX_RING_NODES",
         ),
-        ({"DISTRIBUTED": "false", "NUM_DEVICES": "2"}, "both are MLX_RING_NODES"),
+        (
+            {"DISTRIBUTED": "false", "NUM_DEVICES": "2"},
+            "DISTRIBUTED in .env is false and NUM_DEVICES is 2, and both are MLX_RING_NODES",
+        ),
+        ({"RANK": "0", "SOCKET_PATH": "/s"}, "SOCKET_PATH in .env is /s, and has no counterpart here"),
         ({"DISTRIBUTED": "maybe"}, "DISTRIBUTED in .env is maybe; it must be true or false."),
     ],
 )

@@ -50,6 +50,14 @@ def test_who_runs_is_known_with_what_it_was_started_with(tmp_path: Path) -> None
         assert found.arguments == arguments_digest([str(tmp_path), "head"])
 
 
+def test_an_agent_is_known_again_by_whatever_address_it_goes_to_the_head() -> None:
+    agents = {arguments_digest(["join", head, "--listen", "[::]"]) for head in ("10.0.0.1:50051", "a:50051")}
+    assert len(agents) == 1
+    assert arguments_digest(["join", "--listen", "[::]"]) in agents
+    assert arguments_digest(["join", "a", "--listen", "10.0.0.2"]) not in agents
+    assert arguments_digest(["serve", "demo"]) != arguments_digest(["serve", "demo-moe"])
+
+
 def test_what_was_killed_is_forgotten(tmp_path: Path) -> None:
     with started(tmp_path, "head") as process:
         process.kill()

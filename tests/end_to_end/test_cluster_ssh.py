@@ -90,6 +90,9 @@ def test_one_file_starts_shows_tries_and_stops_two_machines(
     started = cluster(first, tmp_path, "start")
     assert "Serving demo at http://127.0.0.1:8100 on first" in done_well(started)
     assert "second: mlx-ring is not installed there; sending mlx-ring" in started.stderr
+    told_to_file = (first.state / "logs" / "serve.out").read_text()
+    assert "Serving demo" in told_to_file
+    assert "--token" not in told_to_file, "what stays in a file has no token"
     record_property("seconds of a first start, with sending", time.monotonic() - began)
 
     told = json.loads(done_well(cluster(first, tmp_path, "status", "--json")))
@@ -102,12 +105,15 @@ def test_one_file_starts_shows_tries_and_stops_two_machines(
     shown = done_well(cluster(second, tmp_path, "status"))
     assert "head (process" in shown, "the same file on another machine finds the head"
     alone = done_well(first.run(*MLX_RING, "cluster", "status", folder=tmp_path))
-    assert alone.startswith("demo: ready"), "without a file it asks this machine's head"
+    assert alone.startswith("demo is ready"), "without a file it asks this machine's head"
 
     before = {host.folder.name: {process.pid for process in ours(host)} for host in hosts}
     again = cluster(first, tmp_path, "start")
     assert "Everything runs already" in again.stderr
     assert done_well(again)
+    from_there = cluster(second, tmp_path, "start")
+    assert "Everything runs already" in from_there.stderr, "wherever it is typed"
+    assert done_well(from_there)
     assert {host.folder.name: {process.pid for process in ours(host)} for host in hosts} == before
 
     tried = cluster(first, tmp_path, "test")

@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             memory_utilization=given.memory_utilization,
             listen=bracketed(given.listen),
             memory_limit_bytes=given.memory_limit,
+            weights_limit_bytes=given.weights_limit,
         )
         asyncio.run(serve_as_member(options))
 
@@ -62,6 +63,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("--memory-utilization", type=float, default=0.9)
     parser.add_argument("--memory-limit", type=int, help="bytes that plans may count on")
+    parser.add_argument("--weights-limit", type=int, help="bytes that fetched tensors may take")
     parser.add_argument("--listen", default="[::]", help="address for other machines")
     return parser.parse_args(arguments)
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
-from mlx_ring.core.config import load_settings
+from mlx_ring.core.config import load_settings, names_in_dotenv
 from mlx_ring.core.errors import ConfigError, HostFailed
 
 if TYPE_CHECKING:
@@ -49,7 +49,12 @@ def start(
     from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - the other commands do without
 
     file = _read(config)
-    started = verbs.start(file, _model(file, model, config), tell=_tell, timeout_s=timeout)
+    if names := names_in_dotenv(Path.cwd()):
+        _tell(
+            f"{Path.cwd() / '.env'} does not count here ({', '.join(names)}): give settings under `serve` in {config}."
+        )
+    wanted, beside = _model(file, model, config), (Path.cwd(), config.resolve().parent)
+    started = verbs.start(file, wanted, tell=_tell, timeout_s=timeout, folders=beside)
     show_status(started.status, _console())
     print(f"\nServing {started.status.get('model')} at {started.url} on {file.coordinator.name}")
 
@@ -89,6 +94,10 @@ def status(
     """Show machines, stages, layers and memory. Exit code 1 where the model cannot answer."""
     if config is not None and url is not None:
         raise ConfigError("--config and --url were both given; the file names the head.")
+    if config is not None and api_key is not None:
+        raise ConfigError(
+            "--config and --api-key were both given; with the file the head's own keys are taken, of `serve`'s api-key-file."
+        )
     if config is None:
         told = _ask_url(url or _DEFAULT_URL, api_key)
         failed = False
@@ -211,13 +220,10 @@ def _read(config: Path) -> DevicesFile:
 
 
 def _model(file: DevicesFile, given: str | None, config: Path) -> str:
-    """As typed or as the file has it; a folder beside the file, or here, by its whole path."""
+    """As typed or as the file has it."""
     wanted = given or file.model
     if not wanted:
         raise ConfigError(f"{config} names no model: give --model.")
-    for folder in (Path.cwd(), config.resolve().parent):
-        if (folder / wanted).is_dir():
-            return str((folder / wanted).resolve())
     return wanted
 
 
@@ -225,7 +231,9 @@ def _ask_url(url: str, api_key: str | None) -> Any:
     keys = load_settings({"api_key": api_key}).api_key
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/cluster/status", headers=headers, timeout=_ASK_S)
+        answer = httpx.get(
+            f"{url.rstrip('/')}/cluster/status", headers=headers, timeout=_ASK_S, trust_env=False
+        )
         answer.raise_for_status()
         return answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

@@ -16,10 +16,12 @@ app = typer.Typer(no_args_is_help=True)
 
 _STATE = typer.Option("--state-dir", metavar="DIR")
 _START_S = 600.0
+_NO_FOLDER = Path(os.devnull)
 
 
 def _state(state_dir: str | None) -> Path:
-    return state_folder(load_settings({"state_dir": state_dir}))
+    """Head and agent run in it: no other folder's `.env` counts for them, and none says which it is."""
+    return state_folder(load_settings({"state_dir": state_dir}, folder=_NO_FOLDER))
 
 
 @app.command("about")
@@ -31,6 +33,19 @@ def about(
     from mlx_ring.cluster.lifecycle.host_side import about_here  # noqa: PLC0415 - gRPC, for these commands only
 
     print(about_here(_state(state_dir), identity=identity).to_json())
+
+
+@app.command("model")
+def model(
+    name: str,
+    folders: Annotated[list[Path] | None, typer.Argument(metavar="[FOLDER]...")] = None,
+    state_dir: Annotated[str | None, _STATE] = None,
+) -> None:
+    """Print the whole path of a folder that holds a model: in one of these, or at home. What is no folder stays."""
+    from mlx_ring.cluster.lifecycle.host_side import whole_path  # noqa: PLC0415 - as above
+
+    del state_dir
+    print(whole_path(name, [*(folders or []), Path.home()]))
 
 
 @app.command("run")
@@ -91,8 +106,9 @@ def ask(
     """Print what the head answers; the body is read from standard input."""
     from mlx_ring.cluster.lifecycle.host_side import ask_head  # noqa: PLC0415 - as above
 
-    settings = load_settings({"state_dir": state_dir, "api_key_file": api_key_file})
-    print(ask_head(state_folder(settings), method, path, sys.stdin.read(), api_keys(settings)))
+    state = _state(state_dir)
+    settings = load_settings({"api_key_file": api_key_file}, folder=state)
+    print(ask_head(state, method, path, sys.stdin.read(), api_keys(settings)))
 
 
 @app.command("logs")

@@ -70,6 +70,13 @@ _PREFIX_CACHING = typer.Option(
 )
 
 
+_UNINVITING = typer.Option(
+    "--no-join-lines",
+    hidden=True,
+    help="Others are enrolled by whoever started this: make no token for them.",
+)
+
+
 def setting(name: str) -> Any:
     """The flag of a field of `Settings`. The model checks its value, so that every source gives the same sentence."""
     field = Settings.model_fields[name]
@@ -138,6 +145,7 @@ def serve(
     blas_threads: Annotated[str | None, setting("blas_threads")] = None,
     model_load_timeout: Annotated[str | None, setting("model_load_timeout")] = None,
     file_descriptor_limit: Annotated[str | None, setting("file_descriptor_limit")] = None,
+    no_join_lines: Annotated[bool, _UNINVITING] = False,
 ) -> None:
     """Serve one model or several. Without arguments: the built-in demo, on port 8100.
 
@@ -145,7 +153,9 @@ def serve(
     a flag wins over the environment, that over .env, and that over the file.
     """
     flags: dict[str, object] = {
-        name: value for name, value in locals().items() if name not in ("config", "prefix_caching", "models")
+        name: value
+        for name, value in locals().items()
+        if name not in ("config", "prefix_caching", "models", "no_join_lines")
     }
     flags |= _named(models or [], more_models)
     if prefix_caching is not None:
@@ -161,10 +171,10 @@ def serve(
     # With one machine nobody is refused; what else gRPC writes is kept from the terminal.
     log_refused_handshakes()
     with recorded(state_folder(settings), "head", local_url(*listener.getsockname()[:2])):
-        _run(settings, listener)
+        _run(settings, listener, invites=not no_join_lines)
 
 
-def _run(settings: Settings, listener: socket.socket) -> None:
+def _run(settings: Settings, listener: socket.socket, *, invites: bool) -> None:
     from mlx_ring.engine.served_model import prepare_models  # noqa: PLC0415 - needs none of what follows
 
     served = prepare_models(settings)
@@ -173,7 +183,7 @@ def _run(settings: Settings, listener: socket.socket) -> None:
     from mlx_ring.node.head import Head  # noqa: PLC0415
 
     async def run() -> None:
-        with Telling() as audience:
+        with Telling(invites=invites) as audience:
             await Head(settings, served, listener, audience).run()
 
     asyncio.run(run())

@@ -29,7 +29,9 @@ SAMPLE_QUESTION = "What is the capital of France?"
 class Telling:
     """What a person reads while a head comes up; bars for weights on a terminal only."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, invites: bool = True) -> None:
+        self.invites = invites
+        """Whether the lines to join with are shown."""
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -323,6 +323,17 @@ def load_settings(
     return _check(given)
 
 
+def names_in_dotenv(folder: Path) -> tuple[str, ...]:
+    """Of the settings that a folder's `.env` gives.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    source = _dotenv_source(folder / ".env")
+    ours = (f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in _variables(source))
+    return (*ours, *_old_names(source))
+
+
 def state_folder(settings: Settings) -> Path:
     """What must outlive a run: the folder of `--state-dir`, else ours in the user's data folder."""
     if settings.state_dir is not None:
@@ -545,6 +556,7 @@ def _check(given: Mapping[str, _Given]) -> Settings:
             "log_dir": settings.log_dir.expanduser().absolute(),
             "run_dir": settings.run_dir and settings.run_dir.expanduser().absolute(),
             "state_dir": settings.state_dir and settings.state_dir.expanduser().absolute(),
+            "api_key_file": settings.api_key_file and settings.api_key_file.expanduser().absolute(),
         }
     )
 

@@ -90,6 +90,10 @@ class HostFailed(RingError):
     """A machine of a cluster file cannot be reached, or fails at what it is told."""
 
 
+class HostUnreached(HostFailed):
+    """It cannot be reached just now, or did not answer in time: what runs there may well go on."""
+
+
 class TrustError(RingError):
     """Two machines do not trust each other."""
 

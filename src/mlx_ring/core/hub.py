@@ -89,12 +89,16 @@ def fetch_config(name: str) -> ModelFolder:
     return read_model_config(Path(_in_time(name, lambda: hf_hub_download(name, "config.json"))))
 
 
-def fetch(name: str) -> ModelFolder:
+def fetch(name: str, *, must_fit: bool = False) -> ModelFolder:
     """All that serving needs.
+
+    Args:
+        name: of the hub's repository.
+        must_fit: whether this machine alone is to hold the weights; said before anything comes.
 
     Raises:
         ModelNotFound: the hub has none, or cannot be reached.
-        PlanError: its weights do not fit this machine's disk or memory.
+        PlanError: its weights do not fit this machine's disk, or memory that must hold them.
     """
     sizes = _in_time(name, lambda: _file_sizes(name))
     weight_bytes = sum(size for file, size in sizes.items() if file.endswith(".safetensors"))
@@ -105,7 +109,8 @@ def fetch(name: str) -> ModelFolder:
     missing = sum(
         size for file, size in sizes.items() if not isinstance(try_to_load_from_cache(name, file), str)
     )
-    check_memory(name, weight_bytes)
+    if must_fit:
+        check_memory(name, weight_bytes)
     check_disk(name, missing, Path(constants.HF_HUB_CACHE).expanduser())
     try:
         return read_model_folder(_snapshot(name, offline=False))

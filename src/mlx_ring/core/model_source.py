@@ -49,16 +49,17 @@ def list_local_models() -> Iterator[LocalModel]:
             yield LocalModel(name, "hub", folder)
 
 
-def find_model(name: str) -> LocalModel:
+def find_model(name: str, *, must_fit: bool = False) -> LocalModel:
     """The model's folder, fetched from the hub where it is not here yet.
 
     Args:
         name: a built-in name, a folder, or a hub id, looked for in this order.
+        must_fit: whether what is too large for this machine's memory is refused before it is fetched.
 
     Raises:
         ModelNotFound: there is none of that name, or the hub cannot be reached.
         ModelCorrupt, ModelUnsafe: the folder cannot be served.
-        PlanError: its weights do not fit this machine's disk or memory.
+        PlanError: its weights do not fit this machine's disk, or memory that must hold them.
     """
     if name in builtin_names():
         return LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
@@ -69,7 +70,7 @@ def find_model(name: str) -> LocalModel:
         raise ModelNotFound(_unknown(name))
     from mlx_ring.core import hub  # noqa: PLC0415 - as above
 
-    return LocalModel(name, "hub", hub.complete_in_cache(name) or hub.fetch(name))
+    return LocalModel(name, "hub", hub.complete_in_cache(name) or hub.fetch(name, must_fit=must_fit))
 
 
 def describe_model(name: str) -> LocalModel:

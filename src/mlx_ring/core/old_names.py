@@ -50,16 +50,19 @@ def of_today(old: Mapping[str, str], where: str) -> dict[str, Renamed]:
         ConfigError: one has no counterpart, or two contradict each other.
     """
     found: dict[str, Renamed] = {}
-    for name, value in old.items():
-        if name in WITHOUT_COUNTERPART:
-            raise ConfigError(
-                f"{name} in {where} is {value}, and has no counterpart here: {WITHOUT_COUNTERPART[name]}."
+    if refused := [name for name in old if name in WITHOUT_COUNTERPART]:
+        raise ConfigError(
+            " ".join(
+                f"{name} in {where} is {old[name]}, and has no counterpart here: {WITHOUT_COUNTERPART[name]}."
+                for name in refused
             )
+        )
+    for name, value in old.items():
         if name in COUNTERPARTS and (renamed := COUNTERPARTS[name](name, value, where)) is not None:
             found[name] = renamed
     if "MODEL_REPO" in found and "MODEL_NAME" in found:
         found["MODEL_NAME"] = Renamed("served_model_name", found["MODEL_NAME"].value)
-    _refuse_contradictions(found, where)
+    _refuse_contradictions(found, old, where)
     return found
 
 
@@ -68,13 +71,14 @@ def is_old(name: str) -> bool:
     return name in COUNTERPARTS or name in WITHOUT_COUNTERPART
 
 
-def _refuse_contradictions(found: Mapping[str, Renamed], where: str) -> None:
+def _refuse_contradictions(found: Mapping[str, Renamed], old: Mapping[str, str], where: str) -> None:
+    """The values as they are written."""
     first: dict[str, str] = {}
     for name, renamed in found.items():
         other = first.setdefault(renamed.setting, name)
         if found[other].value != renamed.value:
             raise ConfigError(
-                f"{other} in {where} is {found[other].value} and {name} is {renamed.value}, and both are "
+                f"{other} in {where} is {old[other]} and {name} is {old[name]}, and both are "
                 f"MLX_RING_{renamed.setting.upper()} here: give one of them."
             )
 

@@ -81,8 +81,14 @@ def end_running(state: Path) -> list[str]:
 
 
 def arguments_digest(arguments: Sequence[str]) -> str:
-    """Equal for equal arguments; keys among them cannot be read off it."""
-    return hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()[:16]
+    """Equal for equal arguments; keys among them cannot be read off it.
+
+    By which of its addresses an agent goes to the head is left out: it depends on where that was typed.
+    """
+    words = list(arguments)
+    if words[:1] == ["join"] and not "".join(words[1:2]).startswith("-"):
+        del words[1:2]
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 
 def _end(records: Sequence[Running]) -> list[str]:

@@ -50,7 +50,7 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     Raises:
         ModelError, PlanError, ConfigError: it cannot be served as asked.
     """
-    local = find_model(settings.model)
+    local = find_model(settings.model, must_fit=settings.nodes == 1)
     folder = local.folder
     require_cuttable(folder, settings.stages)
     if settings.nodes == 1:

@@ -54,6 +54,11 @@ class Running:
 class Audience(Watcher, Protocol):
     """Who is told how a head comes up."""
 
+    @property
+    def invites(self) -> bool:
+        """Whether machines are to be told how to join; otherwise no token is made for them."""
+        ...
+
     def joining(self, address: HeadAddress, token: str, missing: int) -> None:
         """So many machines are waited for; each can join at this port with this token."""
         ...
@@ -135,7 +140,8 @@ class Head:
             await cleanup.enter_async_context(announcing(told, address.port))
         cluster = Cluster(settings, declared, control, address, self._offered_manifest)
         cleanup.push_async_callback(cluster.stop)
-        self._audience.joining(address, control.make_token(life_s=_TOKEN_LIFE_S), settings.nodes - 1)
+        if self._audience.invites:
+            self._audience.joining(address, control.make_token(life_s=_TOKEN_LIFE_S), settings.nodes - 1)
         return cluster
 
     async def _offered_manifest(self, served: ServedModel) -> WeightsManifest:

@@ -17,7 +17,8 @@ IDS = {"studio": "studio-1b2c", "mini": "mini-7f3a"}
 def test_the_coordinator_serves_on_the_interface_for_tensors_with_shares_by_node() -> None:
     file = DevicesFile((MINI, HEAD), strategy="custom", proportions=(0.3, 0.7), serve={"max-model-len": 4096})
     assert head_arguments(file, "demo", "/s", IDS) == [
-        *("serve", "demo", "--nodes", "2", "--cluster-port", "50051", "--strategy", "custom"),
+        *("serve", "demo", "--nodes", "2", "--cluster-port", "50051", "--no-join-lines"),
+        *("--strategy", "custom"),
         *("--cluster-host", "192.168.5.2", "--proportions", "mini-7f3a=0.3,studio-1b2c=0.7"),
         *("--memory-limit", "48GiB", "--state-dir", "/s", "--log-dir", "/s/logs", "--max-model-len", "4096"),
     ]
@@ -34,10 +35,11 @@ def test_one_machine_alone_has_no_cluster() -> None:
     file = DevicesFile(
         (Device("a", "a", is_coordinator=True),),
         strategy="uniform",
-        serve={"log-dir": "/l", "prefix-cache": True},
+        serve={"api-key-file": "/keys", "prefix-cache": True},
     )
     assert head_arguments(file, "demo", "/s", {}) == [
-        *("serve", "demo", "--state-dir", "/s", "--log-dir", "/l", "--prefix-cache", "on"),
+        *("serve", "demo", "--state-dir", "/s", "--log-dir", "/s/logs", "--api-key-file", "/keys"),
+        *("--prefix-cache", "on"),
     ]
 
 
@@ -48,6 +50,8 @@ def test_one_machine_alone_has_no_cluster() -> None:
         ("cluster-port", "the coordinator's `port` says"),
         ("api-key", "give api-key-file"),
         ("speed", "which is no setting"),
+        ("log-dir", "with its folder `logs`, says"),
+        ("api-key-file", "whole path on the coordinator"),
     ],
 )
 def test_settings_that_do_not_stand_under_serve_are_refused(key: str, said: str) -> None:

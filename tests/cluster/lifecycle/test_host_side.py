@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.cluster.lifecycle.host_side import about_here, ask_head, last_words, log_command, run_detached
+from mlx_ring.cluster.lifecycle.host_side import (
+    about_here,
+    ask_head,
+    last_words,
+    log_command,
+    run_detached,
+    whole_path,
+)
 from mlx_ring.core.errors import ConfigError, HostFailed
+from mlx_ring.core.private_files import write_private
 
 
 @pytest.mark.parametrize(
@@ -52,3 +60,19 @@ def test_logs_are_those_of_the_state_folder(tmp_path: Path) -> None:
     assert log_command(tmp_path, 20, follow=True) == [
         *("tail", "-q", "-n", "20", "-F", str(tmp_path / "logs" / "agent.log")),
     ]
+
+
+def test_a_folder_of_this_machine_is_named_by_its_whole_path(tmp_path: Path) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "demo").mkdir()
+    assert whole_path("models/tiny", [tmp_path / "none", tmp_path]) == str(tmp_path / "models" / "tiny")
+    assert whole_path("someone/tiny", [tmp_path]) == "someone/tiny"
+    assert whole_path("demo", [tmp_path]) == "demo", "a built-in model is meant"
+
+
+def test_members_of_one_cluster_tell_the_same_of_it(tmp_path: Path) -> None:
+    assert about_here(tmp_path, identity=True).cluster == ""
+    for name in ("a", "b"):
+        (tmp_path / name / "node").mkdir(parents=True, mode=0o700)
+        write_private(tmp_path / name / "node" / "authority.pem", b"one")
+    assert len({about_here(tmp_path / name, identity=False).cluster for name in ("a", "b")} - {""}) == 1

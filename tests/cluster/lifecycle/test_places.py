@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_ring.cluster.lifecycle.places import Place, head_host, own_addresses, place_of, resolve
+from mlx_ring.cluster.lifecycle.places import (
+    Place,
+    Target,
+    head_host,
+    own_addresses,
+    place_of,
+    resolve,
+    target_of,
+)
 from mlx_ring.cluster.planner.devices_file import Device
 
 OWN = frozenset({"192.168.5.2", "fd77::2", "127.0.0.1"})
@@ -31,7 +39,23 @@ def names(name: str) -> set[str]:
     ],
 )
 def test_a_machine_is_this_one_by_its_addresses(host: str, address: str, where: str) -> None:
-    assert place_of(Device("a", host, address=address), host, OWN, names).is_here == (where == "here")
+    assert place_of(Device("a", host, address=address), Target(host), OWN, names).is_here == (where == "here")
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("port 22", "here"),
+        ("proxyjump none", "here"),
+        ("port 2222", "elsewhere"),
+        ("proxyjump me@gate", "elsewhere"),
+        ("proxycommand nc %h %p", "elsewhere"),
+    ],
+)
+def test_loopback_behind_a_port_or_another_machine_is_not_this_one(line: str, where: str) -> None:
+    target = target_of(f"host box\nhostname 127.0.0.1\n{line}\n")
+    assert target.host == "127.0.0.1"
+    assert place_of(Device("box", "box"), target, OWN, names).is_here == (where == "here")
 
 
 def test_this_machines_own_addresses_have_loopback() -> None:

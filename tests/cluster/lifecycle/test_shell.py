@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from mlx_ring.cluster.lifecycle.places import Place
-from mlx_ring.cluster.lifecycle.shell import check_exit, on_all, run_on, send_to, words_on
+from mlx_ring.cluster.lifecycle.shell import check_exit, on_all, own_words, run_on, send_to, words_on
 from mlx_ring.cluster.planner.devices_file import Device
-from mlx_ring.core.errors import HostFailed
+from mlx_ring.core.errors import HostFailed, HostUnreached
 
 HERE = Place(Device("here", "localhost"), "localhost", is_here=True)
 MINI = Place(Device("mini", "me@mini"), "mini", is_here=False)
@@ -38,9 +38,20 @@ def test_the_last_words_of_what_failed_are_the_sentence() -> None:
 
 def test_a_machine_that_ssh_does_not_reach_is_named_with_the_reason() -> None:
     with pytest.raises(
-        HostFailed, match=r"^mini cannot be reached by `ssh me@mini`: Permission denied \(publickey\)\. Mend"
+        HostUnreached,
+        match=r"^mini cannot be reached by `ssh me@mini`: Permission denied \(publickey\)\. Mend",
     ):
         check_exit(MINI, 255, "me@mini: hello\nPermission denied (publickey).\n")
+
+
+def test_what_a_machine_prints_by_itself_is_no_part_of_an_answer() -> None:
+    assert own_words("Welcome!\n7 updates\nmlx-ring-begins-here\n4711\n") == "4711\n"
+    assert own_words("4711\n") == "4711\n"
+
+
+def test_bytes_that_are_no_text_end_in_no_error() -> None:
+    script = "import sys; sys.stdout.buffer.write(bytes([255]) + b'up')"
+    assert run_on(HERE, [sys.executable, "-c", script]).endswith("up")
 
 
 def test_every_machine_that_failed_has_a_sentence_and_the_others_are_done() -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import tarfile
+from pathlib import Path
 
-from mlx_ring.cluster.lifecycle.shipping import archived_files, needed_distributions
+import pytest
+
+from mlx_ring.cluster.lifecycle.shipping import archived_files, needed_distributions, of_nobody, write_archive
 
 
 def test_all_that_is_required_here_is_named_once_and_no_more() -> None:
@@ -33,3 +38,28 @@ def test_names_and_files_make_an_archive() -> None:
     stream.seek(0)
     with tarfile.open(fileobj=stream) as archive:
         assert "mlx_ring/core/errors.py" in archive.getnames()
+
+
+def test_an_archive_tells_nothing_of_who_made_it() -> None:
+    entry = tarfile.TarInfo("a")
+    entry.uid, entry.gid, entry.uname, entry.gname, entry.mode = 501, 20, "me", "staff", 0o4777
+    told = of_nobody(entry)
+    assert (told.uid, told.gid, told.uname, told.gname, told.mode) == (0, 0, "", "", 0o755)
+
+
+@pytest.mark.timeout(300)
+def test_what_was_sent_can_be_sent_on(tmp_path: Path) -> None:
+    first = tmp_path / "first.tar"
+    with first.open("wb") as stream:
+        write_archive(stream)
+    with tarfile.open(first) as archive:
+        archive.extractall(tmp_path / "site", filter="data")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); "
+        "from mlx_ring.cluster.lifecycle.shipping import archived_files; "
+        "print(*sorted(name for name, _ in archived_files()), sep='\\n')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code, str(tmp_path / "site")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == sorted(name for name, _ in archived_files())

@@ -106,6 +106,7 @@ def with_device(**changes: Any) -> str:
         (with_device(capabilities={"memory_gb": -1}), "memory_gb is -1"),
         (with_device(capabilities={"cores": 1}), "capabilities of mini has the field cores"),
         (changed(model={}), "`model` has no `name`"),
+        (changed(model={"provider": "a", "name": "b/c"}), "provider is a, and its name b/c has one already"),
         (changed(sharding={"strategy": "best"}), "the strategy is best; it must be one of auto,"),
         (changed(sharding={"strategy": "custom"}), "for each of the 2 devices; 0 are there"),
         (
@@ -130,3 +131,13 @@ def test_proportions_beside_another_strategy_are_told_to_do_nothing() -> None:
     file = read(changed(sharding={"strategy": "uniform", "custom_proportions": [0.7, 0.3]}))
     assert file.proportions == ()
     assert file.notes[-1] == "custom_proportions does nothing with the strategy uniform."
+
+
+def test_what_one_device_alone_does_not_need_is_told() -> None:
+    alone = json.loads(changed(sharding={"strategy": "uniform"}))
+    alone["devices"] = [{"hostname": "a", "port": 50061, "address": "10.0.0.1"}]
+    assert read(json.dumps(alone)).notes == (
+        "a is the only device: port and address and `sharding` do nothing.",
+    )
+    alone["devices"], alone["sharding"] = [{"hostname": "a"}], {}
+    assert read(json.dumps(alone)).notes == ()

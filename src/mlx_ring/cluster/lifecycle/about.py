@@ -23,6 +23,8 @@ class About:
     node: str
     """The machine's id; empty where it has none yet."""
     running: tuple[Running, ...]
+    cluster: str = ""
+    """A digest of the cluster's authority that it trusts; empty where it is a member of none."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

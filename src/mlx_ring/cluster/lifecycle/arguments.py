@@ -19,7 +19,9 @@ _FROM_THE_FILE = {
     "proportions": "`sharding`",
     "memory_limit": "`capabilities`",
     "state_dir": "a device's `state_dir`",
+    "log_dir": "a device's `state_dir`, with its folder `logs`,",
 }
+_KEY_FILE = "api_key_file"
 _SECRET = "api_key"  # noqa: S105 - the setting's name
 
 
@@ -39,12 +41,14 @@ def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, 
     words = ["serve", model]
     if several:
         words += ["--nodes", str(len(file.devices)), "--cluster-port", str(device.port)]
+        # Its output stays in a file, where no token is to lie.
+        words += ["--no-join-lines"]
         words += ["--strategy", file.strategy] if file.strategy else []
         words += ["--cluster-host", bracketed(device.address)] if device.address else []
     if several and file.proportions:
         shares = zip(file.devices, file.proportions, strict=True)
         words += ["--proportions", ",".join(f"{ids[device.name]}={share:g}" for device, share in shares)]
-    return [*words, *_limit(device), *_folders(state, file), *_more_settings(file)]
+    return [*words, *_limit(device), *_folders(state), *_more_settings(file)]
 
 
 def agent_arguments(device: Device, head: HeadAddress, state: str) -> list[str]:
@@ -62,10 +66,8 @@ def _limit(device: Device) -> list[str]:
     return [] if device.memory_gb is None else ["--memory-limit", f"{device.memory_gb:g}GiB"]
 
 
-def _folders(state: str, file: DevicesFile | None = None) -> list[str]:
-    given = {name.replace("-", "_") for name in (file.serve if file is not None else ())}
-    logs = [] if "log_dir" in given else ["--log-dir", logs_folder(state)]
-    return ["--state-dir", state, *logs]
+def _folders(state: str) -> list[str]:
+    return ["--state-dir", state, "--log-dir", logs_folder(state)]
 
 
 def _more_settings(file: DevicesFile) -> Iterator[str]:
@@ -76,6 +78,10 @@ def _more_settings(file: DevicesFile) -> Iterator[str]:
         if name == _SECRET:
             raise ConfigError(
                 "`serve` has the key api-key, a secret: give api-key-file, a file on the coordinator."
+            )
+        if name == _KEY_FILE and not str(value).startswith(("/", "~")):
+            raise ConfigError(
+                f"`serve` has the key {key}, and it is {value}: give the file's whole path on the coordinator."
             )
         if name not in Settings.model_fields:
             raise ConfigError(

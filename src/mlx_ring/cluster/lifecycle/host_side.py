@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shlex
 import subprocess
@@ -21,8 +22,10 @@ from mlx_ring.cluster.lifecycle.programs import OWN_PROGRAM, own_versions
 from mlx_ring.core.cluster_folders import node_folder
 from mlx_ring.core.config import inherited_environment
 from mlx_ring.core.errors import ConfigError, HostFailed
+from mlx_ring.core.model_source import builtin_names
 from mlx_ring.core.private_files import make_private_folder, read_private
 from mlx_ring.core.running import running_here
+from mlx_ring.rpc.tls.credentials import AUTHORITY_FILE
 
 _LOOK_S = 0.1
 _ASK_S = 0.5
@@ -39,7 +42,17 @@ def about_here(state: Path, *, identity: bool) -> About:
         node = open_identity(folder).node
     else:
         node = (read_private(folder / "node-id") or b"").decode(errors="replace").strip()
-    return About(own_versions(), str(state), node, tuple(running_here(state)))
+    authority = read_private(folder / AUTHORITY_FILE)
+    cluster = hashlib.sha256(authority).hexdigest()[:16] if authority else ""
+    return About(own_versions(), str(state), node, tuple(running_here(state)), cluster)
+
+
+def whole_path(name: str, folders: Sequence[Path]) -> str:
+    """A model as the head takes it wherever it runs: a folder of this machine by its whole path, anything else as it is."""
+    if name in builtin_names():
+        return name
+    found = next((path for folder in folders if (path := folder / Path(name).expanduser()).is_dir()), None)
+    return name if found is None else str(found.resolve())
 
 
 def run_detached(state: Path, arguments: Sequence[str], timeout_s: float) -> int:
@@ -116,7 +129,7 @@ def wait_until_ready(state: Path, pid: int, timeout_s: float) -> bool:
 
 
 def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]) -> str:
-    """What the head of this machine answers.
+    """What the head of this machine answers; of several the one that was started last.
 
     Raises:
         HostFailed: none runs here, or it answers with an error.
@@ -126,7 +139,7 @@ def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]
         raise HostFailed("No head runs here: start it with `mlx-ring cluster start`.")
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
     headers |= {"content-type": "application/json"} if body else {}
-    url = f"{heads[-1].url}{path}"
+    url = f"{max(heads, key=lambda found: found.started_s).url}{path}"
     try:
         answer = httpx.request(
             method, url, content=body or None, headers=headers, timeout=_ANSWER_S, trust_env=False

@@ -34,15 +34,28 @@ class Place:
         return self.device.name
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What ssh makes of a destination."""
+
+    host: str
+    is_direct: bool = True
+    """To the usual port, and by no other machine or program."""
+
+
 def find_places(devices: Sequence[Device]) -> list[Place]:
     """Each machine, this one found among them by the addresses of its interfaces."""
     own = own_addresses()
-    return [place_of(device, ssh_host(device.ssh), own, resolve) for device in devices]
+    return [place_of(device, ssh_target(device.ssh), own, resolve) for device in devices]
 
 
-def place_of(device: Device, host: str, own: Collection[str], resolve: Resolve) -> Place:
-    """One machine; it is this one where an address of it is, or it is called by loopback's."""
-    return Place(device, host, any(_is_here(name, own, resolve) for name in (host, device.address) if name))
+def place_of(device: Device, target: Target, own: Collection[str], resolve: Resolve) -> Place:
+    """One machine; it is this one where an address of it is, or it is called by loopback's.
+
+    Behind a port of its own or another machine, loopback is not this one's: a tunnel or a virtual machine.
+    """
+    names = [device.address, *([target.host] if target.is_direct else [])]
+    return Place(device, target.host, any(_is_here(name, own, resolve) for name in names if name))
 
 
 def _is_here(name: str, own: Collection[str], resolve: Resolve) -> bool:
@@ -75,17 +88,25 @@ def resolve(name: str) -> frozenset[str]:
     return frozenset()
 
 
-def ssh_host(destination: str) -> str:
-    """The host behind a destination, aliases of the user's configuration resolved; nothing is connected to."""
+def ssh_target(destination: str) -> Target:
+    """What is behind a destination, the user's configuration heeded; nothing is connected to."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             ["ssh", "-G", "--", destination], capture_output=True, text=True, timeout=_SSH_S, check=False
         )
-        for line in done.stdout.splitlines():
-            key, _, value = line.partition(" ")
-            if key == "hostname" and value:
-                return value
-    return destination.rpartition("@")[2]
+        found = target_of(done.stdout)
+        if found.host:
+            return found
+    return Target(destination.rpartition("@")[2])
+
+
+def target_of(configuration: str) -> Target:
+    """Out of what `ssh -G` prints."""
+    told = {
+        key.lower(): value for key, _, value in (line.partition(" ") for line in configuration.splitlines())
+    }
+    ways = [told.get(name, "none") for name in ("proxyjump", "proxycommand")]
+    return Target(told.get("hostname", ""), told.get("port", "22") == "22" and set(ways) == {"none"})
 
 
 def head_host(coordinator: Place, other: Place) -> str:

@@ -44,7 +44,7 @@ env="$HOME/.local/share/mlx-ring/env"
 rm -rf "$env.new"
 mkdir -p "$HOME/.local/share/mlx-ring"
 "$1" -m venv --without-pip "$env.new"
-tar -xf - -C "$env.new/lib/python$2/site-packages"
+tar -xf - --no-same-owner --no-same-permissions -C "$env.new/lib/python$2/site-packages"
 cat > "$env.new/bin/mlx-ring" <<END
 #!/bin/sh
 exec "$env/bin/python" -c "from mlx_ring.cli.main import main; main()" "\$@"
@@ -116,6 +116,8 @@ def make_ready(place: Place, *, tell: Callable[[str], None]) -> Ready:
     Raises:
         HostFailed: it cannot be reached, or not be made alike; why, and what to do.
     """
+    if place.is_here and place.device.program:
+        tell(f"{place.name}: `program` does nothing, for this is the machine from which you start.")
     versions, found = own_versions(), find_program(place, identity=True)
     known = ready(place, found, versions)
     if known is not None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, TypeVar
 
 from mlx_ring.cluster.lifecycle.places import Place
-from mlx_ring.core.errors import HostFailed
+from mlx_ring.core.errors import HostFailed, HostUnreached
 
 CONNECT_S = 10
 _SSH = (
@@ -19,6 +19,8 @@ _SSH = (
 )
 _SSH_FAILED = 255
 _STEP_S = 120.0
+_BEGINS = "mlx-ring-begins-here"
+"""Before what a command prints: a machine's start files may print something of their own."""
 
 Result = TypeVar("Result")
 
@@ -40,18 +42,31 @@ def run_on(place: Place, words: Sequence[str], *, told: str = "", timeout_s: flo
     Raises:
         HostFailed: the machine cannot be reached, or the command fails; its own last words.
     """
+    *start, command = words_on(place, words)
     try:
         done = subprocess.run(
-            words_on(place, words), input=told, capture_output=True, text=True, timeout=timeout_s, check=False
+            [*start, command if place.is_here else f"echo {_BEGINS}; {command}"],
+            input=told,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise HostFailed(f"{place.name} did not answer within {timeout_s:g} s.") from error
+        raise HostUnreached(f"{place.name} did not answer within {timeout_s:g} s.") from error
     except OSError as error:
         raise HostFailed(
             f"{place.name}: {words_on(place, words)[0]} cannot be run ({error.strerror})."
         ) from error
     check_exit(place, done.returncode, done.stderr)
-    return done.stdout
+    return own_words(done.stdout)
+
+
+def own_words(said: str) -> str:
+    """What a command itself has printed, without what came before it."""
+    before, mark, after = said.partition(f"{_BEGINS}\n")
+    return after if mark else before
 
 
 def send_to(place: Place, words: Sequence[str], write: Callable[[IO[bytes]], None]) -> None:
@@ -83,7 +98,7 @@ def check_exit(place: Place, code: int, said: str) -> None:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = (lines[-1] if lines else f"it ended with code {code}").removeprefix("mlx-ring: ").rstrip(".")
     if code == _SSH_FAILED and not place.is_here:
-        raise HostFailed(
+        raise HostUnreached(
             f"{place.name} cannot be reached by `ssh {place.device.ssh}`: {last}. Mend that until it asks nothing."
         )
     raise HostFailed(f"{place.name}: {last}.")
@@ -93,7 +108,7 @@ def on_all(places: Sequence[Place], work: Callable[[Place], Result]) -> list[Res
     """Do it for all machines side by side, and wait for all.
 
     Raises:
-        HostFailed: with a sentence for each machine that failed.
+        HostFailed: with a sentence for each machine that failed; the very error where one did.
     """
     if not places:
         return []
@@ -103,6 +118,8 @@ def on_all(places: Sequence[Place], work: Callable[[Place], Result]) -> list[Res
     for error in failures:
         if not isinstance(error, HostFailed):
             raise error
+    if len(failures) == 1:
+        raise failures[0]
     if failures:
         raise HostFailed("\n".join(map(str, failures)))
     return [future.result() for future in futures]

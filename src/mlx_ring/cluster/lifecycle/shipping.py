@@ -54,7 +54,15 @@ def write_archive(stream: IO[bytes]) -> None:
     """
     with tarfile.open(fileobj=stream, mode="w|") as archive:
         for name, path in archived_files():
-            archive.add(path, name, recursive=False)
+            archive.add(path, name, recursive=False, filter=of_nobody)
+
+
+def of_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without whose it is here, and writable by its owner alone: users have other numbers elsewhere."""
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    entry.mode &= 0o755
+    return entry
 
 
 def archived_files() -> Iterator[tuple[str, Path]]:
@@ -68,7 +76,13 @@ def archived_files() -> Iterator[tuple[str, Path]]:
 
 
 def _files_of(found: Distribution, *, only_metadata: bool) -> Iterator[tuple[str, Path]]:
-    """`only_metadata`: the package itself may lie in a checkout, and is taken from there."""
+    """`only_metadata`: the package itself may lie in a checkout, and is taken from there.
+
+    Where it was itself sent there is no list of its files, and its metadata are those of its folder.
+    """
+    if only_metadata and found.files is None:
+        yield from _own_metadata(found)
+        return
     if found.files is None:
         raise ConfigError(
             f"{found.name} does not say which files are its own: it cannot be sent to other machines."
@@ -82,3 +96,12 @@ def _files_of(found: Distribution, *, only_metadata: bool) -> Iterator[tuple[str
         path = Path(str(found.locate_file(file)))
         if path.is_file():
             yield str(file), path
+
+
+def _own_metadata(found: Distribution) -> Iterator[tuple[str, Path]]:
+    """What lies in the folder that the version was read from."""
+    site = Path(str(found.locate_file("")))
+    for folder in site.glob(f"{_OWN.replace('-', '_')}-{found.version}.dist-info"):
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                yield str(PurePosixPath(path.relative_to(site))), path

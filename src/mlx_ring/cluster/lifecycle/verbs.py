@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mlx_ring.cluster.lifecycle.arguments import agent_arguments, head_arguments
@@ -14,12 +15,14 @@ from mlx_ring.cluster.lifecycle.programs import Ready, any_program, find_program
 from mlx_ring.cluster.lifecycle.shell import on_all, run_on
 from mlx_ring.cluster.planner.devices_file import DevicesFile
 from mlx_ring.core.addresses import HeadAddress
-from mlx_ring.core.errors import HostFailed
+from mlx_ring.core.errors import HostFailed, HostUnreached
 from mlx_ring.core.running import Kind, Running, arguments_digest
 
 _TOKEN_LIFE = "1h"  # noqa: S105 - how long one holds
 _SLICE_S = 10.0
 _ANSWER_S = 660.0
+_MOST_UNREACHED = 3
+_AGAIN_S = 2.0
 Tell = Callable[[str], None]
 
 
@@ -43,8 +46,17 @@ class Standing:
     failure: str = ""
 
 
-def start(file: DevicesFile, model: str, *, tell: Tell, timeout_s: float) -> Started:
+def start(
+    file: DevicesFile, model: str, *, tell: Tell, timeout_s: float, folders: Sequence[Path] = ()
+) -> Started:
     """Have everything run as the file says. What does already stays; otherwise what runs is ended, and all is started.
+
+    Args:
+        file: the machines.
+        model: to serve. A folder is one of the coordinator's; one without a whole path is at home there.
+        tell: what is being done.
+        timeout_s: how long loading may take.
+        folders: where a model's folder may lie too, where the coordinator is this machine.
 
     Raises:
         HostFailed: a machine cannot be reached, or something does not start; then nothing is left running.
@@ -52,17 +64,23 @@ def start(file: DevicesFile, model: str, *, tell: Tell, timeout_s: float) -> Sta
     # What is wrong in the file is told before any machine is touched.
     head_arguments(file, model, "", {device.name: device.name for device in file.devices})
     readies = on_all(find_places(file.devices), lambda place: make_ready(place, tell=tell))
-    run = _Run(file, model, readies)
+    run = _Run(file, _on_coordinator(readies, model, folders), readies)
     if run.is_as_wished():
         tell("Everything runs already, as the file says.")
         return Started(run.wait(timeout_s), was_running=True, status=run.status())
     _end(readies, tell)
     try:
         run.start(tell, timeout_s)
-        return Started(run.wait(timeout_s), was_running=False, status=run.status())
+        url = run.wait(timeout_s)
     except BaseException:
-        _end(readies, lambda _told: None)
+        # Why it did not start is what counts, whatever cannot be ended.
+        try:
+            _end(readies, lambda _told: None)
+        except HostFailed as error:
+            tell(f"Not all of it was ended: {error}")
         raise
+    # It serves by now: that nobody tells how it is would be no reason to end it.
+    return Started(url, was_running=False, status=run.status())
 
 
 def stop(file: DevicesFile, *, tell: Tell) -> None:
@@ -71,15 +89,7 @@ def stop(file: DevicesFile, *, tell: Tell) -> None:
     Raises:
         HostFailed: a sentence for each machine that could not be reached; the others are done.
     """
-    failures: list[str] = []
-    places = find_places(file.devices)
-    for group in (_coordinators(places), [place for place in places if not place.device.is_coordinator]):
-        try:
-            on_all(group, lambda place: _stop(place, tell))
-        except HostFailed as error:
-            failures.append(str(error))
-    if failures:
-        raise HostFailed("\n".join(failures))
+    _head_first(find_places(file.devices), lambda place: _stop(place, tell))
 
 
 def standings(file: DevicesFile) -> list[Standing]:
@@ -125,12 +135,14 @@ class _Run:
         self._others = [found for found in readies if found is not self._head]
         ids = {found.place.name: found.about.node for found in readies}
         self._head_words = head_arguments(file, model, self._head.about.state, ids)
-        self._pid = next((found.pid for found in self._head.about.running if found.kind == "head"), 0)
+        self._pid = next(_like(self._head.about.running, "head", self._head_words), 0)
 
     def is_as_wished(self) -> bool:
         """Whether all that is to run does, with the very arguments."""
         return _runs(self._head.about.running, "head", self._head_words) and all(
-            _runs(other.about.running, "agent", self._agent_words(other)) for other in self._others
+            other.about.cluster == self._head.about.cluster
+            and _runs(other.about.running, "agent", self._agent_words(other))
+            for other in self._others
         )
 
     def start(self, tell: Tell, timeout_s: float) -> None:
@@ -154,7 +166,7 @@ class _Run:
         """Until it answers; where."""
         end = time.monotonic() + timeout_s
         words = ("wait-until-ready", "--timeout", f"{_SLICE_S:g}", str(self._pid))
-        while not (url := self._head.on_host(*words).strip()):
+        while not (url := self._url(words)):
             self._check_agents()
             if time.monotonic() > end:
                 raise HostFailed(
@@ -162,6 +174,15 @@ class _Run:
                     "`mlx-ring cluster logs` may tell why, and --timeout waits longer."
                 )
         return url
+
+    def _url(self, words: Sequence[str]) -> str:
+        """Empty while it does not answer yet. A network that fails for a moment is no end."""
+        for _ in range(_MOST_UNREACHED - 1):
+            try:
+                return self._head.on_host(*words).strip()
+            except HostUnreached:
+                time.sleep(_AGAIN_S)
+        return self._head.on_host(*words).strip()
 
     def status(self) -> Any:
         return _ask(self._head, self._file, "GET", "/cluster/status")
@@ -186,18 +207,28 @@ class _Run:
         return agent_arguments(other.place.device, self._address(other), other.about.state)
 
     def _check_agents(self) -> None:
-        """Who has ended will not come any more."""
+        """Who has ended will not come any more; of a machine that cannot be reached just now nothing is known."""
         for standing in on_all([other.place for other in self._others], _standing):
-            if standing.failure or not any(found.kind == "agent" for found in standing.running):
+            if not standing.failure and not any(found.kind == "agent" for found in standing.running):
                 raise HostFailed(
-                    standing.failure
-                    or f"{standing.place.name}: the agent has ended; `mlx-ring cluster logs` may tell why."
+                    f"{standing.place.name}: the agent has ended; `mlx-ring cluster logs` may tell why."
                 )
 
 
 def _runs(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> bool:
+    return any(_like(running, kind, words))
+
+
+def _like(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> Iterator[int]:
+    """Processes that were started with these words."""
     digest = arguments_digest(words)
-    return any(found.kind == kind and found.arguments == digest for found in running)
+    return (found.pid for found in running if found.kind == kind and found.arguments == digest)
+
+
+def _on_coordinator(readies: Sequence[Ready], model: str, folders: Sequence[Path]) -> str:
+    head = next(found for found in readies if found.place.device.is_coordinator)
+    words = ("--", model, *(map(str, folders) if head.place.is_here else ()))
+    return head.on_host("model", *words).removesuffix("\n")
 
 
 def _ask(found: Ready, file: DevicesFile, method: str, path: str, body: object = None) -> Any:
@@ -212,13 +243,20 @@ def _coordinators(places: Sequence[Place]) -> list[Place]:
 
 
 def _end(readies: Sequence[Ready], tell: Tell) -> None:
-    """The head first: it ends the model everywhere."""
-    for is_head in (True, False):
-        group = {found.place.name: found for found in readies if found.place.device.is_coordinator == is_head}
-        on_all(
-            [found.place for found in group.values()],
-            lambda place, group=group: _stop_with(group[place.name], tell),
-        )
+    by_name = {found.place.name: found for found in readies}
+    _head_first([found.place for found in readies], lambda place: _stop_with(by_name[place.name], tell))
+
+
+def _head_first(places: Sequence[Place], work: Callable[[Place], None]) -> None:
+    """The head first: it ends the model everywhere. One that fails keeps no other from its end."""
+    failures: list[str] = []
+    for group in (_coordinators(places), [place for place in places if not place.device.is_coordinator]):
+        try:
+            on_all(group, work)
+        except HostFailed as error:
+            failures.append(str(error))
+    if failures:
+        raise HostFailed("\n".join(failures))
 
 
 def _stop(place: Place, tell: Tell) -> None:

@@ -138,11 +138,21 @@ def _read_file(content: object, where: str) -> DevicesFile:
 
 
 def _notes(devices: Sequence[Device], sharding: Mapping[str, Any], strategy: str) -> Iterator[str]:
+    if len(devices) == 1:
+        yield from _notes_of_one(devices[0], sharding)
     for device in devices:
         if not device.is_coordinator and device.port != CLUSTER_PORT:
             yield f"{device.name}: port {device.port} does nothing, for nodes take a free one."
     if sharding.get("custom_proportions") and strategy != "custom":
         yield f"custom_proportions does nothing with the strategy {strategy or 'auto'}."
+
+
+def _notes_of_one(device: Device, sharding: Mapping[str, Any]) -> Iterator[str]:
+    """What there is among several alone."""
+    given = {"port": device.port != CLUSTER_PORT, "address": device.address, "`sharding`": sharding}
+    if names := [name for name, value in given.items() if value]:
+        verb = "do" if len(names) > 1 else "does"
+        yield f"{device.name} is the only device: {' and '.join(names)} {verb} nothing."
 
 
 def _read_device(entry: object, where: str) -> Device:
@@ -193,6 +203,10 @@ def _read_model(entry: object, where: str) -> str:
     name, provider = _text(fields, "name", where), _text(fields, "provider", where)
     if not name:
         raise ConfigError(f"{where}: `model` has no `name`.")
+    if provider and "/" in name and not name.startswith(f"{provider}/"):
+        raise ConfigError(
+            f"{where}: the model's provider is {provider}, and its name {name} has one already: give one of them."
+        )
     return f"{provider}/{name}" if provider and "/" not in name else name
 
 

@@ -1,0 +1,104 @@
+"""Starting and ending everything, on machines that are stood in for at the commands they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from mlx_ring.cluster.lifecycle import verbs
+from mlx_ring.cluster.lifecycle.about import About
+from mlx_ring.cluster.lifecycle.places import Place
+from mlx_ring.cluster.lifecycle.programs import Ready
+from mlx_ring.cluster.planner.devices_file import Device, DevicesFile
+from mlx_ring.core.errors import HostFailed, HostUnreached
+from mlx_ring.core.running import Running
+
+FILE = DevicesFile((Device("a", "a", is_coordinator=True), Device("b", "b"), Device("c", "c")))
+
+
+class Machines:
+    """What each is told, and what it answers with: by machine and verb, errors first; None is none."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, failing: Mapping[tuple[str, str], Sequence[HostFailed | None]]
+    ) -> None:
+        self.told: list[tuple[str, str]] = []
+        self._failing = {key: list(errors) for key, errors in failing.items()}
+        self.running: tuple[Running, ...] = (Running("agent", 2, 1.0, "other"),)
+        monkeypatch.setattr(verbs, "_AGAIN_S", 0.0)
+        for name in ("find_places", "make_ready", "find_program", "any_program", "run_on"):
+            monkeypatch.setattr(verbs, name, getattr(self, name))
+        machines = self
+
+        def on_host(ready: Ready, verb: str, *_words: str, **_more: object) -> str:
+            return machines.on_host(ready.place, verb)
+
+        monkeypatch.setattr(Ready, "on_host", on_host)
+
+    def find_places(self, devices: Sequence[Device]) -> list[Place]:
+        return [Place(one, one.name, is_here=False) for one in devices]
+
+    def make_ready(self, place: Place, tell: Callable[[str], None]) -> Ready:
+        del tell
+        return Ready(place, ("mlx-ring",), About({}, "/s", place.name, self.running))
+
+    def find_program(self, place: Place) -> str:
+        return self.on_host(place, "about")
+
+    def any_program(self, place: Place, found: str) -> Ready:
+        del found
+        return self.make_ready(place, print)
+
+    def run_on(self, place: Place, words: Sequence[str]) -> str:
+        return f"token of {place.name} by {words[0]}"
+
+    def on_host(self, place: Place, verb: str) -> str:
+        self.told.append((place.name, verb))
+        failures = self._failing.get((place.name, verb), [])
+        if failures and (failure := failures.pop(0)) is not None:
+            raise failure
+        return {"run": "7\n", "wait-until-ready": "http://a\n", "ask": "{}", "model": "demo\n"}.get(verb, "")
+
+
+def start() -> verbs.Started:
+    return verbs.start(FILE, "demo", tell=lambda _: None, timeout_s=60.0)
+
+
+def test_a_machine_that_cannot_be_ended_keeps_no_other_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, {("a", "stop"): [HostFailed("a is gone.")]})
+    with pytest.raises(HostFailed, match=r"^a is gone\.$"):
+        start()
+    assert {name for name, verb in machines.told if verb == "stop"} == {"a", "b", "c"}
+
+
+def test_why_it_does_not_start_is_told_also_where_ending_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = {("b", "run"): [HostFailed("b has no room.")], ("c", "stop"): [None, HostFailed("c is gone.")]}
+    machines = Machines(monkeypatch, failing)
+    told: list[str] = []
+    with pytest.raises(HostFailed, match=r"^b has no room\.$"):
+        verbs.start(FILE, "demo", tell=told.append, timeout_s=60.0)
+    assert machines.told.count(("b", "stop")) == 2
+    assert told[-1] == "Not all of it was ended: c is gone."
+
+
+def test_a_machine_that_is_not_reached_for_a_moment_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = HostUnreached("away.")
+    machines = Machines(monkeypatch, {("a", "wait-until-ready"): [away, away], ("b", "about"): [away]})
+    assert start().url == "http://a"
+    assert machines.told.count(("a", "stop")) == 1, "before it began"
+
+
+def test_a_head_that_is_not_reached_three_times_in_a_row_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = HostUnreached("away.")
+    machines = Machines(monkeypatch, {("a", "wait-until-ready"): [away] * 3})
+    with pytest.raises(HostUnreached):
+        start()
+    assert machines.told.count(("b", "stop")) == 2
+
+
+def test_what_serves_is_left_alone_where_its_status_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, {("a", "ask"): [HostFailed("The key is wrong.")]})
+    with pytest.raises(HostFailed, match="The key is wrong"):
+        start()
+    assert machines.told.count(("a", "stop")) == 1, "before it began"
