@@ -32,7 +32,7 @@ def _nodes(nodes: Sequence[Told]) -> Table:
         table.add_column(title, justify="right")
     table.add_column("address")
     for node in nodes:
-        memory = node["memory"] or {}
+        memory: Told = node["memory"] or {}
         sizes = (memory.get(f"{name}_bytes") for name in ("usable", "promised", "used", "free"))
         state = "the head's" if node["is_head"] and node["state"] == "attending" else node["state"]
         reason = f", {node['reason']}" if node["reason"] else ""
