@@ -48,6 +48,36 @@ def test_stages_loaded_from_their_folders_are_the_model(
     assert mx.array_equal(logits(list(zip(folders, ranges, strict=True))), whole(mx.array([[3, 1, 4]])))
 
 
+def test_a_plan_that_was_written_down_says_which_folder_is_for_whom(tmp_path: Path) -> None:
+    machines = ("--machine", "m4-mac-mini-16", "--machine", "m2-max-mac-studio-64")
+    options = (*machines, "--strategy", "custom", "--layers", "3,5", "--json")
+    written = run_cli("plan", "demo", *options, folder=tmp_path)
+    (tmp_path / "plan.json").write_text(written.stdout)
+    done = run_cli("models", "preshard", "demo", "--plan", "plan.json", "--out", "shards", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("stage-0 is for m4-mac-mini-16\nstage-1 is for m2-max-mac-studio-64\n")
+    assert "layers 0-3" in done.stdout
+    assert "layers 3-8" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "which cannot be read"),
+        ('{"replicas": []}', "is no plan of one replica"),
+        (
+            '{"stages": [{"node": "a", "layers": {"start": 0, "end": 7}}]}',
+            "do not cover the model's 8 layers",
+        ),
+    ],
+)
+def test_what_is_no_plan_for_the_model_is_one_sentence(text: str | None, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "plan.json").write_text(text)
+    options = ("--plan", "plan.json", "--out", "shards")
+    assert said in complaint("models", "preshard", "demo", *options, folder=tmp_path)
+
+
 @pytest.mark.skipif(shutil.which("tar") is None, reason="tar copies the folder")
 def test_a_copy_made_by_tar_keeps_the_holes_and_loads(tiny_model: Path, tmp_path: Path) -> None:
     options = ("--layers", "0-4,4-5", "--out", "shards")
@@ -69,7 +99,7 @@ def test_a_copy_made_by_tar_keeps_the_holes_and_loads(tiny_model: Path, tmp_path
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ((), "Give one of --stages and --layers"),
+        ((), "Give one of --stages, --layers and --plan"),
         (("--stages", "6"), "6 stages were asked for and the model has 5 layers"),
         (("--stages", "two"), "--stages is two"),
         (("--layers", "0-2,3-5"), "--layers is 0-2,3-5; it must be ranges that cover the model's 5 layers"),

@@ -21,6 +21,7 @@ from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.model_source import find_model, list_local_models
 from mlx_ring.core.stage_folder import require_absent, stage_bytes, write_stage_folder
 from mlx_ring.core.types import LayerRange
+from mlx_ring.core.written_plan import read_plan
 
 app = typer.Typer(help="The models on this machine.", no_args_is_help=True)
 
@@ -68,15 +69,26 @@ def preshard(
         str | None,
         typer.Option(metavar="A-B,B-C", help="Or the layers of each, ends not included: 0-7,7-14."),
     ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Or as `mlx-ring plan MODEL --json` has planned.")
+    ] = None,
 ) -> None:
     """Make a folder for each stage, with its own tensors only, to be copied to its machine.
 
     The files keep their sizes and are mostly holes: copy them with `rsync --sparse` or `tar --sparse`.
     """
-    if (stages is None) == (layers is None):
-        raise ConfigError("Give one of --stages and --layers: how many stages, or which layers each gets.")
+    if [stages, layers, plan].count(None) != 2:  # noqa: PLR2004 - one of the three
+        raise ConfigError(
+            "Give one of --stages, --layers and --plan: how many stages, which layers each gets, or a plan's file."
+        )
     folder = find_model(model).folder
-    ranges = _cut(folder, stages) if layers is None else parse_layers(layers, folder.num_layers)
+    if plan is not None:
+        planned = read_plan(plan, folder.num_layers)
+        for number, (node, _) in enumerate(planned):
+            print(f"stage-{number} is for {node}")
+        ranges: Sequence[LayerRange] = [layers_of for _, layers_of in planned]
+    else:
+        ranges = _cut(folder, stages) if layers is None else parse_layers(layers, folder.num_layers)
     out = out.expanduser().absolute()
     targets = [out / f"stage-{number}" for number in range(len(ranges))]
     for target in targets:
