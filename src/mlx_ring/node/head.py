@@ -29,8 +29,10 @@ from mlx_ring.core.model_digests import manifest_of_folder
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.catalog import Catalog
+from mlx_ring.node.cluster import Cluster
+from mlx_ring.node.here import Here
 from mlx_ring.node.http import HttpServer, end_http, http_config
-from mlx_ring.node.machines import Cluster, Here, Machines
+from mlx_ring.node.machines import Machines
 from mlx_ring.node.replica import Watcher
 from mlx_ring.rpc.hello import package_version
 
