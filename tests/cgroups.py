@@ -53,10 +53,10 @@ def skip_without_groups() -> None:
 
 
 @contextlib.contextmanager
-def limited(memory_bytes: int, cores: float) -> Generator[Group]:
-    """A group with so much memory, and so many cores' worth of time."""
+def limited(memory_bytes: int, cores: float, period_us: int = _PERIOD_US) -> Generator[Group]:
+    """A group with so much memory, and so many cores' worth of time, granted anew in each period."""
     name = f"ring{os.getpid():x}{secrets.token_hex(2)}"
-    limits = _limits(memory_bytes, cores)
+    limits = _limits(memory_bytes, cores, period_us)
     folders = tuple(folder / name for folder in limits)
     with _removed_afterwards(folders):
         for folder, entries in zip(folders, limits.values(), strict=True):
@@ -75,16 +75,16 @@ def mount_again() -> str:
     return " && ".join([f"mount -t tmpfs none {_MOUNT}", *mounts])
 
 
-def _limits(memory_bytes: int, cores: float) -> Mapping[Path, Mapping[str, str]]:
+def _limits(memory_bytes: int, cores: float, period_us: int) -> Mapping[Path, Mapping[str, str]]:
     """By the folder that the group is made in: what is written into files of the group."""
-    quota = str(round(cores * _PERIOD_US))
+    quota = str(round(cores * period_us))
     if _is_version_2():
         parent = _own_folder("")
         (parent / "cgroup.subtree_control").write_text("+memory +cpu")
-        return {parent: {"memory.max": str(memory_bytes), "cpu.max": f"{quota} {_PERIOD_US}"}}
+        return {parent: {"memory.max": str(memory_bytes), "cpu.max": f"{quota} {period_us}"}}
     return {
         _own_folder("memory"): {"memory.limit_in_bytes": str(memory_bytes)},
-        _own_folder("cpu"): {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": quota},
+        _own_folder("cpu"): {"cpu.cfs_period_us": str(period_us), "cpu.cfs_quota_us": quota},
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -32,7 +33,7 @@ def test_workers_hear_at_once_which_certificates_are_refused(tmp_path: Path) -> 
         server.add_insecure_port(f"unix:{socket}")
         await server.start()
         supervisor = Supervisor(WorkerOptions("here", tmp_path, tmp_path, "info", "off", 1))
-        living = cast("ChildProcess", SimpleNamespace(exit_reason=""))
+        living = cast("ChildProcess", SimpleNamespace(exit_reason="", pid=os.getpid()))
         async with open_aio_channel(f"unix:{socket}") as channel:
             supervisor._workers.append(Worker(worker_pb2.StageAssignment(), socket, living, channel))  # pyright: ignore[reportPrivateUsage] - no process is needed for this
             supervisor.revoke(("7f",))

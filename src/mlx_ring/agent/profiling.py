@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from mlx_ring.agent.supervisor import worker_environment
+from mlx_ring.agent.worker_environment import worker_environment
 from mlx_ring.core.child import ChildProcess
 from mlx_ring.core.errors import ProtocolError, WorkerLost, WorkerStuck
 from mlx_ring.core.machine_profile import MachineProfile

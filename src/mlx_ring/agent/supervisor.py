@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,8 +12,10 @@ from pathlib import Path
 
 import grpc
 
+from mlx_ring.agent.silence import Silence
+from mlx_ring.agent.worker_environment import worker_environment
 from mlx_ring.core.child import ChildProcess
-from mlx_ring.core.config import inherited_environment, speaking_environment
+from mlx_ring.core.config import speaking_environment
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS
@@ -44,12 +45,6 @@ class WorkerOptions:
     """Address for other machines."""
 
 
-def worker_environment(blas_threads: int) -> dict[str, str]:
-    """What a process that computes is started with: a BLAS reads its threads before any argument is parsed."""
-    threads = str(blas_threads)
-    return inherited_environment({"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads})
-
-
 @dataclass(slots=True)
 class Worker:
     """One worker process, and what it said of itself last."""
@@ -59,8 +54,10 @@ class Worker:
     child: ChildProcess
     channel: grpc.aio.Channel
     status: worker_pb2.WorkerStatus | None = None
-    heard_s: float = field(default_factory=time.monotonic)
-    """When it last answered."""
+    silence: Silence = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.silence = Silence(self.child.pid)
 
     @property
     def instance(self) -> str:
@@ -97,7 +94,7 @@ class Worker:
             alive=self.alive,
             exit_reason=self.child.exit_reason,
             status=self.status,
-            silent_s=time.monotonic() - self.heard_s,
+            silent_s=self.silence.seconds,
             assignment=self.assignment,
         )
 
@@ -190,9 +187,12 @@ class Supervisor:
 
     async def _ask(self, worker: Worker) -> None:
         call = STATUS.aio_unary_unary(worker.channel)
-        with contextlib.suppress(grpc.RpcError):
+        try:
             worker.status = await call(self._question(), timeout=_STATUS_WAIT_S)
-            worker.heard_s = time.monotonic()
+        except grpc.RpcError:
+            worker.silence.unanswered()
+        else:
+            worker.silence.answered()
 
     async def wait_until_up(self, worker: Worker) -> None:
         """Until a worker that was just started answers.
@@ -207,7 +207,8 @@ class Supervisor:
             await asyncio.wait((up, end), return_when=asyncio.FIRST_COMPLETED)
             if not up.done() or up.exception() is not None:
                 raise WorkerLost(f"{worker.told} {await end} before it answered.")
-            worker.status, worker.heard_s = up.result(), time.monotonic()
+            worker.status = up.result()
+            worker.silence.answered()
         finally:
             up.cancel()
             end.cancel()

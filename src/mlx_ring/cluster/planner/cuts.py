@@ -38,60 +38,58 @@ class Way:
 
 
 class _Search:
-    """Ways that begin on the machines of `begins`. Costs and hops add up, or the greatest cost counts, and hops add to it."""
+    """Costs of ways. Costs and hops add up, or the greatest cost counts, and hops add to it."""
 
-    def __init__(self, tables: Sequence[Table], hops: Table, *, adds: bool, begins: Sequence[int]) -> None:
-        self._tables = tables
+    def __init__(self, tables: Sequence[Table], hops: Table, *, adds: bool, starts_apart: bool) -> None:
+        """With `starts_apart` the ways from different first machines are kept apart, for what the hop back makes of them."""
+        self._nodes = range(len(tables))
+        # By end and first layer, so that the least over first layers is looked for in neighbouring numbers.
+        self._tables = [np.ascontiguousarray(table.T) for table in tables]
         self._hops = hops
-        self._adds = adds
-        self._begins = begins
+        self._join = np.add if adds else np.maximum
+        self._starts_apart = starts_apart
         self._best: dict[tuple[int, int], Table] = {}
-        """By set of machines and the last of them: the cost of covering the layers before each."""
-        self._from: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        """The last machine's first layer, and the machine before it."""
+        """By set of machines and the last of them: by first machine, the cost of covering the layers before each."""
 
-    def ways(self, stages: int) -> dict[tuple[int, int], float]:
-        """Costs of covering all layers with so many machines, by their set and the last of them."""
-        nodes = range(len(self._tables))
-        for members in combinations(nodes, stages):
+    def ways(self, stages: int) -> Iterator[tuple[int, int, int, float]]:
+        """The set, the last machine, the first, and the cost of covering all layers with so many machines."""
+        for members in combinations(self._nodes, stages):
+            bits = sum(1 << node for node in members)
             for last in members:
-                self._extend(sum(1 << node for node in members), last)
-        return {
-            key: float(costs[-1])
-            for key, costs in self._best.items()
-            if key[0].bit_count() == stages and np.isfinite(costs[-1])
-        }
+                costs = self._extend(bits, last)
+                for start in np.flatnonzero(np.isfinite(costs[:, -1])):
+                    yield bits, last, int(start), float(costs[start, -1])
 
-    def _extend(self, members: int, last: int) -> None:
-        before = members & ~(1 << last)
+    def _extend(self, members: int, last: int) -> Table:
+        table, before = self._tables[last], members & ~(1 << last)
+        best = np.full((len(self._nodes) if self._starts_apart else 1, len(table)), np.inf)
         if not before:
-            if last in self._begins:
-                self._best[members, last] = self._tables[last][0]
-                self._from[members, last] = (
-                    np.zeros(len(self._tables[last]), np.intp),
-                    np.full(len(self._tables[last]), -1),
-                )
-            return
-        sources = [node for node in range(len(self._tables)) if (before, node) in self._best]
-        if not sources:
-            return
-        arriving = np.stack([self._best[before, node] + self._hops[node, last] for node in sources])
-        choice = arriving.argmin(axis=0)
-        reached = np.take_along_axis(arriving, choice[None], axis=0)[0]
-        table = self._tables[last]
-        costs = reached[:, None] + table if self._adds else np.maximum(reached[:, None], table)
-        first = costs.argmin(axis=0)
-        self._best[members, last] = np.take_along_axis(costs, first[None], axis=0)[0]
-        self._from[members, last] = (first, np.array(sources)[choice][first])
+            best[last if self._starts_apart else 0] = table[:, 0]
+        else:
+            reached = self._arriving(before, last).min(axis=0)
+            starts = np.flatnonzero(np.isfinite(reached).any(axis=1))
+            for start in starts:
+                best[start] = self._join(reached[start], table).min(axis=1)
+        self._best[members, last] = best
+        return best
 
-    def trace(self, members: int, last: int) -> tuple[Piece, ...]:
+    def _arriving(self, before: int, last: int) -> Table:
+        """By machine of a set, first machine and layer: the cost of covering the layers before it, and of handing over."""
+        return np.stack([self._best[before, node] + self._hops[node, last] for node in _members(before)])
+
+    def trace(self, members: int, last: int, start: int) -> tuple[Piece, ...]:
         pieces: list[Piece] = []
         end = len(self._tables[last]) - 1
-        while end:
-            first, before = (int(found[end]) for found in self._from[members, last])
+        while before := members & ~(1 << last):
+            arriving = self._arriving(before, last)[:, start]
+            first = int(self._join(arriving.min(axis=0), self._tables[last][end]).argmin())
             pieces.append(Piece(last, first, end))
-            members, last, end = members & ~(1 << last), before, first
-        return tuple(reversed(pieces))
+            members, last, end = before, _members(before)[int(arriving[:, first].argmin())], first
+        return (Piece(last, 0, end), *reversed(pieces))
+
+
+def _members(bits: int) -> list[int]:
+    return [node for node in range(bits.bit_length()) if bits >> node & 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +99,11 @@ class _Circle:
     search: _Search
     members: int
     last: int
+    start: int
     cost: float
 
     def pieces(self) -> tuple[Piece, ...]:
-        return self.search.trace(self.members, self.last)
+        return self.search.trace(self.members, self.last, self.start)
 
 
 def _circles(
@@ -114,16 +113,15 @@ def _circles(
 
     `backs` are what counts of the hops back, where that is not all.
     """
-    nodes = range(len(tables))
     backs = hops if backs is None else backs
-    starts = [nodes] if _all_alike(backs) else [(node,) for node in nodes]
-    for begins in starts:
-        search = _Search(tables, hops, adds=adds, begins=begins)
-        for stages in range(1, most + 1):
-            for (members, last), cost in search.ways(stages).items():
-                total = cost + _back(backs, last, begins, stages)
-                if np.isfinite(total):
-                    yield _Circle(search, members, last, total)
+    apart = not _all_alike(backs)
+    search = _Search(tables, hops, adds=adds, starts_apart=apart)
+    for stages in range(1, most + 1):
+        for members, last, start, cost in search.ways(stages):
+            # Where ways begin anywhere, hops between different machines are alike.
+            back = float(backs[last, start if apart else (last + 1) % len(backs)]) if stages > 1 else 0.0
+            if np.isfinite(cost + back):
+                yield _Circle(search, members, last, start, cost + back)
 
 
 def quickest_way(tables: Sequence[Table], hops: Table) -> Way | None:
@@ -148,27 +146,22 @@ def quickest_way(tables: Sequence[Table], hops: Table) -> Way | None:
     return Way(best[1], best[0], tuple(with_node), alone)
 
 
-def _back(hops: Table, last: int, begins: Sequence[int], stages: int) -> float:
-    """The hop that takes the token from the last machine to the first."""
-    if stages == 1:
-        return 0.0
-    # Where ways begin anywhere, hops between different machines are alike.
-    return float(hops[last, begins[0] if len(begins) == 1 else (last + 1) % len(hops)])
+def steadiest_way(
+    tables: Sequence[Table], hops: Table, stages: int, slowest: float | None = None
+) -> Way | None:
+    """The way over so many machines whose slowest stage is quickest, and of those the quickest; its cost is that stage's.
 
-
-def steadiest_way(tables: Sequence[Table], hops: Table, stages: int) -> Way | None:
-    """The way over so many machines whose slowest stage is quickest, and of those the quickest; its cost is that stage's."""
-    walls = _walls(hops)
-    bounds = [
-        one.cost for one in _circles(tables, walls, stages, adds=False) if one.members.bit_count() == stages
-    ]
-    if not bounds:
-        return None
-    slowest = min(bounds)
+    `slowest` is that cost, where it is known from `steadiest_costs`.
+    """
+    if slowest is None:
+        costs = steadiest_costs(tables, hops, stages)
+        slowest = min(
+            (cost for members, cost in costs.items() if members.bit_count() == stages), default=np.inf
+        )
     allowed = [np.where(table <= slowest * (1 + 1e-9), table, np.inf) for table in tables]
     quickest: _Circle | None = None
     # All hops back would take a search for each first machine, for the little by which they differ.
-    for one in _circles(allowed, hops, stages, adds=True, backs=walls):
+    for one in _circles(allowed, hops, stages, adds=True, backs=_walls(hops)):
         if one.members.bit_count() == stages and (quickest is None or one.cost < quickest.cost):
             quickest = one
     return None if quickest is None else Way(quickest.pieces(), slowest)

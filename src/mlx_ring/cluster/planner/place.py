@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 
-from mlx_ring.cluster.planner.cuts import Piece, Way, in_order, quickest_way, steadiest_way
+from mlx_ring.cluster.planner.cuts import (
+    Piece,
+    Way,
+    in_order,
+    quickest_way,
+    steadiest_costs,
+    steadiest_way,
+)
 from mlx_ring.cluster.planner.plan import Aim, LeftOut, Plan, Prediction, StagePlan, Strategy
 from mlx_ring.cluster.planner.profiles import UNREACHABLE, ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.cluster.planner.shares import given_counts, proportional_counts
@@ -96,15 +103,37 @@ class _Planner:
         quickest = quickest_way(self._tables(1), self._hops(1))
         if self._wish.aim == "latency" or quickest is None:
             return quickest
-        ways = [
-            way for stages in range(1, len(self._nodes) + 1) if (way := self._steady_way(stages)) is not None
-        ]
-        best = max([*ways, quickest], key=lambda way: self._throughput(way.pieces))
+        best = quickest
+        for bound, stages, slowest in sorted(self._bounds(), reverse=True):
+            if bound <= self._throughput(best.pieces):
+                break
+            way = steadiest_way(*self._of_group(stages), stages, slowest)
+            if way is not None and self._throughput(way.pieces) > self._throughput(best.pieces):
+                best = way
         return replace(best, with_node=quickest.with_node, alone=quickest.alone)
 
-    def _steady_way(self, stages: int) -> Way | None:
-        rows = -(-self._wish.demand.sequences // stages)
-        return steadiest_way(self._tables(rows), self._hops(rows), stages)
+    def _bounds(self) -> Iterator[tuple[float, int, float]]:
+        """For each number of stages: tokens a second that no pipeline of so many exceeds, and its slowest stage's seconds."""
+        sequences = self._wish.demand.sequences
+        numbers = range(1, len(self._nodes) + 1)
+        for _, alike in groupby(numbers, self._rows):
+            stages = list(alike)
+            costs = steadiest_costs(*self._of_group(stages[-1]), stages[-1])
+            for number in stages:
+                slowest = min(
+                    (cost for members, cost in costs.items() if members.bit_count() == number), default=0.0
+                )
+                if slowest:
+                    yield sequences / (min(number, sequences) * slowest), number, slowest
+
+    def _rows(self, stages: int) -> int:
+        """Of a decode group, where there are as many groups as stages."""
+        return -(-self._wish.demand.sequences // stages)
+
+    def _of_group(self, stages: int) -> tuple[list[Table], Table]:
+        """Stages' and hops' seconds for a step of one group."""
+        rows = self._rows(stages)
+        return self._tables(rows), self._hops(rows)
 
     def _check_layers(self) -> None:
         if len(self._nodes) > len(self._model.layers):

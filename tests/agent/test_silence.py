@@ -1,0 +1,106 @@
+"""What counts as a worker's silence, with processes that are stopped, starved and at work."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+
+import pytest
+from tests.cgroups import limited, skip_without_groups
+
+from mlx_ring.agent.silence import Silence
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what threads wait for")
+
+_LIMIT_S = 60.0
+_BUSY = ("sh", "-c", "while :; do :; done")
+
+
+@contextlib.contextmanager
+def running(*command: str) -> Generator[int]:
+    process = subprocess.Popen(command)
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def look_until(silence: Silence, has_happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not has_happened():
+        assert time.monotonic() < deadline
+        silence.unanswered()
+
+
+def grows(silence: Silence) -> None:
+    before = silence.seconds
+    look_until(silence, lambda: silence.seconds > before + 0.2)
+
+
+def test_a_stopped_process_is_silent() -> None:
+    with running(*_BUSY) as pid:
+        silence = Silence(pid)
+        os.kill(pid, signal.SIGSTOP)
+        grows(silence)
+
+
+def test_a_process_that_waits_for_something_is_silent() -> None:
+    with running("sleep", "600") as pid:
+        grows(Silence(pid))
+
+
+def test_a_process_that_computes_and_does_not_answer_is_silent() -> None:
+    """In looks far enough apart that the clock of processors, which ticks every 10 ms, shows it."""
+    with running(*_BUSY) as pid:
+        silence = Silence(pid)
+        deadline = time.monotonic() + _LIMIT_S
+        while silence.seconds == 0:
+            assert time.monotonic() < deadline
+            _let_pass(0.3)
+            silence.unanswered()
+
+
+def test_a_process_that_gets_no_processor_is_not_silent() -> None:
+    skip_without_groups()
+    with limited(1 << 30, 0.005, period_us=1_000_000) as group, running(*group.command(*_BUSY)) as pid:
+        silence = Silence(pid)
+        _let_pass(0.5)
+        silence.unanswered()
+        silence.answered()
+        _let_pass(1.0)
+        silence.unanswered()
+        assert silence.seconds == 0
+
+
+def test_an_answer_ends_the_silence() -> None:
+    with running("sleep", "600") as pid:
+        silence = Silence(pid)
+        grows(silence)
+        silence.answered()
+        assert silence.seconds == 0
+
+
+def test_time_in_which_nobody_could_look_counts_as_two_seconds_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running(*_BUSY) as pid:
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED)
+        silence = Silence(pid)
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
+        silence.unanswered()
+        assert silence.seconds == 2
+
+
+def _let_pass(seconds: float) -> None:
+    """Time in which the other process runs, or would."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        os.sched_yield()
