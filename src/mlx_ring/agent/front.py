@@ -194,7 +194,12 @@ def _fetched_so_far(request: agent_pb2.LoadStagesRequest, done: int, total: int)
 
 
 def _started(worker: Worker) -> agent_pb2.StartedWorker:
-    port = 0 if worker.status is None else worker.status.port
+    told = worker.status or worker_pb2.WorkerStatus()
     return agent_pb2.StartedWorker(
-        stage=worker.stage, rank=worker.rank, pid=worker.child.pid, address=worker.address, port=port
+        stage=worker.stage,
+        rank=worker.rank,
+        pid=worker.child.pid,
+        address=worker.address,
+        port=told.port,
+        group_port=told.group_port,
     )

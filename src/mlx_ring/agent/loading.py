@@ -141,11 +141,16 @@ def _load_request(
     request: agent_pb2.LoadStagesRequest, assignment: worker_pb2.StageAssignment, workers: Sequence[Worker]
 ) -> worker_pb2.LoadRequest:
     """The assignment with addresses filled in for the stages of this node; those the head gave stay."""
-    addresses = {worker.stage: worker.address for worker in workers if worker.rank == 0}
+    ranks = {
+        stage: [worker.address for worker in sorted(workers, key=lambda worker: worker.rank) if worker.stage == stage]
+        for stage in (assignment.stage + 1, 0)
+    }
     filled = worker_pb2.StageAssignment()
     filled.CopyFrom(assignment)
-    if not filled.next_address:
-        filled.next_address = addresses.get(assignment.stage + 1, "")
-    if not filled.first_address:
-        filled.first_address = addresses.get(0, "")
+    if not filled.next_address and (following := ranks[assignment.stage + 1]):
+        filled.next_address = following[0]
+        filled.next_ranks.extend(worker_pb2.RankEnd(address=address) for address in following[1:])
+    if not filled.first_address and (first := ranks[0]):
+        filled.first_address = first[0]
+        filled.first_ranks.extend(worker_pb2.RankEnd(address=address) for address in first[1:])
     return worker_pb2.LoadRequest(hello=request.hello, model_path=request.model_path, assignment=filled)

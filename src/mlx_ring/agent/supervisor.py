@@ -14,7 +14,7 @@ import grpc
 
 from mlx_ring.agent.silence import Silence
 from mlx_ring.agent.worker_environment import worker_environment
-from mlx_ring.core.child import ChildProcess
+from mlx_ring.core.child import GRACE_S, ChildProcess
 from mlx_ring.core.config import speaking_environment
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.channels import open_aio_channel
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 WORKER_MODULE = "mlx_ring.worker"
 _STATUS_WAIT_S = 1.0
+_RANK_GRACE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,11 @@ class Worker:
     def alive(self) -> bool:
         return not self.child.exit_reason
 
+    @property
+    def grace_s(self) -> float:
+        """How long it may take to end: a rank that waits for another in a collective hears of nothing."""
+        return _RANK_GRACE_S if self.assignment.tp_size > 1 else GRACE_S
+
     def state(self) -> agent_pb2.WorkerState:
         return agent_pb2.WorkerState(
             instance=self.instance,
@@ -140,6 +146,7 @@ class Supervisor:
                 *("--log-dir", str(options.log_dir), "--log-level", options.log_level),
                 *("--blas", options.blas, "--blas-threads", str(options.blas_threads)),
                 *_reach_arguments(options),
+                *(["--in-group"] if assignment.tp_size > 1 else []),
             ],
             name=f"worker-{assignment.stage}-{assignment.rank}",
             rank=assignment.rank,
@@ -167,7 +174,7 @@ class Supervisor:
         self._workers = [worker for worker in self._workers if worker not in leaving]
         for worker in leaving:
             log.info("stopping %s, pid %d", worker.child.name, worker.child.pid)
-        await asyncio.gather(*(worker.child.stop() for worker in leaving))
+        await asyncio.gather(*(worker.child.stop(worker.grace_s) for worker in leaving))
         for worker in leaving:
             await worker.channel.close()
             worker.socket.unlink(missing_ok=True)

@@ -26,6 +26,7 @@ from mlx_ring.core.running import recorded
 
 _VLLM_NAMES = {
     "stages": ("--pipeline-parallel-size", "-pp"),
+    "tp": ("--tensor-parallel-size", "-tp"),
     "memory_utilization": ("--gpu-memory-utilization",),
     "replicas": ("--data-parallel-size", "-dp"),
     "prefill_chunk": ("--max-num-batched-tokens",),
@@ -41,6 +42,7 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "memory_utilization": "SHARE",
     "memory_limit": "SIZE",
     "proportions": "A,B",
+    "tp_shares": "A,B",
     "dtype": "TYPE",
     "served_model_name": "NAME,...",
     "api_key": "KEY,...",
@@ -106,6 +108,8 @@ def serve(
     replicas: Annotated[str | None, setting("replicas")] = None,
     aim: Annotated[str | None, setting("aim")] = None,
     stages: Annotated[str | None, setting("stages")] = None,
+    tp: Annotated[str | None, setting("tp")] = None,
+    tp_shares: Annotated[str | None, setting("tp_shares")] = None,
     nodes: Annotated[str | None, setting("nodes")] = None,
     strategy: Annotated[str | None, setting("strategy")] = None,
     proportions: Annotated[str | None, setting("proportions")] = None,

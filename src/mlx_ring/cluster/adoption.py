@@ -19,6 +19,9 @@ _FREE = (
     "first_node",
     "previous_node",
     "next_bytes_per_s",
+    "group",
+    "next_ranks",
+    "first_ranks",
 )
 """Fields of an assignment that say where and when, and not what."""
 
@@ -30,7 +33,12 @@ class Adoptable:
     instance: str
     ranges: tuple[LayerRange, ...]
     workers: tuple[tuple[str, agent_pb2.WorkerState], ...]
-    """Node and worker of each stage, in order."""
+    """Node and worker of each rank of each stage, in order."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Of each stage: its first rank's."""
+        return tuple(node for node, state in self.workers if not state.rank)
 
 
 def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> list[Adoptable]:
@@ -46,7 +54,9 @@ def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> li
         if not all(state.alive and state.status.phase == "ready" for state in states):
             continue
         ranges = tuple(
-            LayerRange(state.assignment.first_layer, state.assignment.end_layer) for state in states
+            LayerRange(state.assignment.first_layer, state.assignment.end_layer)
+            for state in states
+            if not state.rank
         )
         expected = expect(instance, ranges)
         if [_what(one) for one in expected] == [_what(state.assignment) for state in states]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 _STOP_WAIT_S = 8.0
+_LOOPBACK = "127.0.0.1"
 
 Result = TypeVar("Result")
 Place = tuple[int, int]
@@ -132,20 +134,42 @@ async def _together(work: Iterable[Awaitable[Result]]) -> list[Result]:
 def _filled(
     assignment: worker_pb2.StageAssignment, site: Site, workers: _Started
 ) -> worker_pb2.StageAssignment:
-    """With the neighbours that are on other nodes: the next stage and the first by their addresses, and the one before."""
+    """With where the other ranks of its stage listen, and with the neighbours that are on other nodes: the next stage and
+    the first by their addresses, and the one before.
+    """
     filled = worker_pb2.StageAssignment()
     filled.CopyFrom(assignment)
     following = workers.get((assignment.stage + 1, 0))
     if following is not None and following[1] is not site:
         filled.next_address, filled.next_node = _reached_from(site, *following)
         filled.next_bytes_per_s = site.bytes_per_s.get(filled.next_node, 0.0)
+        filled.next_ranks.extend(_other_ranks(site, assignment.stage + 1, workers))
     first = workers[0, 0]
     if first[1] is not site:
         filled.first_address, filled.first_node = _reached_from(site, *first)
+        filled.first_ranks.extend(_other_ranks(site, 0, workers))
     before = workers[(assignment.stage - 1) % assignment.stages, 0][1]
     if before is not site:
         filled.previous_node = before.node
+    if assignment.tp_size > 1:
+        ranks = [workers[assignment.stage, rank] for rank in range(assignment.tp_size)]
+        filled.group.extend(_group_address(site, *rank) for rank in ranks)
     return filled
+
+
+def _other_ranks(site: Site, stage: int, workers: _Started) -> Iterator[worker_pb2.RankEnd]:
+    """Of a stage on another node, behind rank 0."""
+    for rank in itertools.count(1):
+        if (stage, rank) not in workers:
+            return
+        address, node = _reached_from(site, *workers[stage, rank])
+        yield worker_pb2.RankEnd(address=address, node=node)
+
+
+def _group_address(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> str:
+    """Where a rank listens for those of its stage."""
+    host = _LOOPBACK if other is site else other.host_for(site.node)
+    return f"{host}:{worker.group_port}"
 
 
 def _reached_from(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> tuple[str, str]:

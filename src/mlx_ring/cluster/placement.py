@@ -122,17 +122,22 @@ def make_assignments(
     kv_bits: int = 0,
     link_compression: str = "auto",
     wishes: str = "",
+    shares: Sequence[float] = (1.0,),
 ) -> tuple[worker_pb2.StageAssignment, ...]:
-    """A plan's stages as messages, one rank each. Addresses are for the agent to fill in; `wishes` is from `cut_wishes`."""
-    digest = plan_digest(ranges, dtype, model_digest, kv_bits, wishes)
+    """A plan's stages as messages, in order of stage and rank.
+
+    Addresses are filled in when workers are there; `wishes` is from `cut_wishes`, `shares` from `rank_shares`.
+    """
+    digest = plan_digest(ranges, dtype, model_digest, kv_bits, wishes, shares)
     return tuple(
         worker_pb2.StageAssignment(
             instance=instance,
             epoch=epoch,
             stage=stage,
             stages=len(ranges),
-            rank=0,
-            tp_size=1,
+            rank=rank,
+            tp_size=len(shares),
+            shares=shares,
             first_layer=layers.start,
             end_layer=layers.end,
             dtype=dtype,
@@ -143,12 +148,36 @@ def make_assignments(
             link_compression=link_compression,
         )
         for stage, layers in enumerate(ranges)
+        for rank in range(len(shares))
     )
 
 
+def rank_shares(settings: Settings) -> tuple[float, ...]:
+    """Parts of every layer, by rank of a stage.
+
+    Raises:
+        PlanError: there are not as many as ranks.
+    """
+    shares = settings.tp_shares
+    if not shares:
+        return (1.0,) * settings.tp
+    if settings.tp not in (1, len(shares)):
+        raise PlanError(
+            f"{settings.tp} workers are to share every layer, and --tp-shares has parts for {len(shares)}: name as many."
+        )
+    return shares
+
+
 def plan_digest(
-    ranges: Sequence[LayerRange], dtype: str, model_digest: str, kv_bits: int = 0, wishes: str = ""
+    ranges: Sequence[LayerRange],
+    dtype: str,
+    model_digest: str,
+    kv_bits: int = 0,
+    wishes: str = "",
+    shares: Sequence[float] = (1.0,),
 ) -> str:
-    """Equal for equal plans: which layers where, in what type, of which model, with how precise a KV cache, by what wishes."""
-    text = f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, ranges))} {wishes}"
+    """Equal for equal plans: which layers where and shared how, in what type, of which model, with how precise a KV cache, by
+    what wishes.
+    """
+    text = f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, ranges))} {wishes} {' '.join(map(str, shares))}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -144,6 +144,12 @@ class Settings(BaseSettings):
     stages: Annotated[int, Field(ge=1, le=1024)] = Field(
         1, description="Worker processes to split the layers over."
     )
+    tp: Annotated[int, Field(ge=1, le=64)] = Field(
+        1, description="Worker processes that share every layer of a stage (tensor parallelism)."
+    )
+    tp_shares: Annotated[
+        tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], BeforeValidator(_split)
+    ] = Field((), description="Parts of every layer by worker of a stage, such as 3,1; all alike otherwise.")
     nodes: Annotated[int, Field(ge=1, le=8)] = Field(
         1, description="Machines to serve with, this one included; more than one wait for `mlx-ring join`."
     )
@@ -393,6 +399,11 @@ def quieten_transformers() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
+def set_for_libraries(variables: Mapping[str, str]) -> None:
+    """What libraries of this process read of the environment from now on, where they offer no other way."""
+    os.environ.update(variables)
+
+
 def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process with changes: what a child is started with."""
     inherited = dict(os.environ)
@@ -412,6 +423,7 @@ _IN_WORDS = {
         "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
     ),
     ("proportions",): "shares with commas between them, as 0.7,0.3",
+    ("tp_shares",): "numbers above 0 with commas between them, as 3,1",
 }
 """What some settings take, which their types do not tell."""
 

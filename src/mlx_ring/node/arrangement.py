@@ -209,7 +209,7 @@ def plan_of_cut(
 ) -> Plan | None:
     """What is to be expected of stages that are loaded already; None where they are not what would be promised now."""
     by_name = {node.name: node for node in _nodes(control, membership, others.taken)}
-    nodes = tuple(by_name[node] for node, _ in found.workers)
+    nodes = tuple(by_name[node] for node in found.nodes)
     wish = replace(_wish_of(order), strategy="custom", counts=tuple(map(len, found.ranges)))
     try:
         return place(

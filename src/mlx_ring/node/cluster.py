@@ -284,7 +284,7 @@ class Cluster:
             )
             for node, state in found.workers
         ]
-        own = tuple(by_node[node] for node, _ in found.workers)
+        own = tuple(by_node[node] for node in found.nodes)
         links = link_profiles(self._survey.found)
         others = self._others(order.served.names[0])
         arrangement = arrange_as_loaded(order, others, self._control, membership, found, own, links)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
-from mlx_ring.cluster.placement import cut_wishes, make_assignments
+from mlx_ring.cluster.placement import cut_wishes, make_assignments, rank_shares
 from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import ConfigError, NodeLost, PlanError, RingError, WorkerLost, WorkerStuck
@@ -158,8 +158,9 @@ class Instance:
         self, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
     ) -> Sequence[WorkerPlace]:
         """Load all stages. A node that goes meanwhile ends it: what it was asked for is never answered."""
+        sites = self._epoch.arrangement.sites
         loading = asyncio.ensure_future(
-            deploy(self._epoch.arrangement.sites, assignments, hello, self._report)
+            deploy([sites[one.stage] for one in assignments], assignments, hello, self._report)
         )
         try:
             await asyncio.wait((loading, self._lost), return_when=asyncio.FIRST_COMPLETED)
@@ -287,6 +288,7 @@ def assign(
         kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
         link_compression=settings.link_compression,
         wishes=cut_wishes(settings),
+        shares=rank_shares(settings),
     )
 
 

@@ -76,6 +76,25 @@ class LinkSender(Protocol):
     def close(self) -> None: ...
 
 
+class FanOut:
+    """Sends to every rank of a stage alike: each has what it needs, and hears at once that a step has failed."""
+
+    def __init__(self, links: Sequence[LinkSender]) -> None:
+        self._links = tuple(links)
+
+    def send(self, key: LinkKey, tensor: WireTensor) -> None:
+        for link in self._links:
+            link.send(key, tensor)
+
+    def send_failure(self, key: LinkKey, failure: step_pb2.Failure) -> None:
+        for link in self._links:
+            link.send_failure(key, failure)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+
+
 class Inbox:
     """The receiving end: messages wait here under their keys until the compute thread takes them."""
 

@@ -66,7 +66,7 @@ class StepAnswers:
 
     @staticmethod
     def _add_results(work: StepWork, done: step_pb2.StepDone) -> None:
-        if work.inputs is None:
+        if work.inputs is None or done.rank:
             return
         results = {
             row.row.sequence: done.results.add(sequence=row.row.sequence)

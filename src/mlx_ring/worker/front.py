@@ -30,6 +30,7 @@ from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.peers import Revoked, address_of_call, is_local, peer_of_call
 from mlx_ring.worker.device import device_memory, device_name
+from mlx_ring.worker.group import GroupPort
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.stage import build_stage
 from mlx_ring.worker.work import monotonic_us
@@ -61,6 +62,8 @@ class Reach:
     revoked: Revoked = field(default_factory=Revoked)
     port: int = 0
     """Where others reach it; 0 while nobody can."""
+    group: GroupPort | None = None
+    """Where the other ranks of its stage will reach it; None where it has none."""
     end_refused: Callable[[], object] = lambda: None
     """Ends running calls of machines that are refused by now."""
 
@@ -188,7 +191,9 @@ class WorkerFront:
             progress.put(message)
 
         try:
-            built = build_stage(request, inbox, self.hello(), report, self._reach.trust)
+            built = build_stage(
+                request, inbox, self.hello(), report, trust=self._reach.trust, group_port=self._reach.group
+            )
             self._runner, self._dtype, self._kv = built.runner, built.dtype, built.kv
             self._sends = built.sends
             self._phase = "ready"
@@ -269,6 +274,11 @@ class WorkerFront:
             # A head that has taken over since asked for none of these.
             if self._taken_from is self._stream and self._stream is not None:
                 self._stream.answers.put(worker_pb2.StepsReply(done=done))
+        if self._runner is not None and self._runner.spoiled:
+            # The other ranks may wait for this one in a collective, or answer what they should not.
+            log.error("this rank ends, for a step failed: %s", self._runner.spoiled)
+            logging.shutdown()
+            os._exit(1)
 
     # Link
 
@@ -337,6 +347,7 @@ class WorkerFront:
             memory_left_bytes=left,
             port=self._reach.port,
             sends=self._sends(),
+            group_port=self._reach.group.number if self._reach.group else 0,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
@@ -33,8 +34,22 @@ _DTYPES: dict[DType, mx.Dtype] = {
 _CLEAR_EVERY_BYTES = 64 << 20
 
 
-def load_stage(folder: ModelFolder, layers: LayerRange, dtype: DType, progress: Progress) -> StageModel:
-    """Load layers `[start, end)` in `dtype`.
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """What one rank of several has of every layer."""
+
+    share: TensorShare
+    group: Group
+
+
+def load_stage(
+    folder: ModelFolder,
+    layers: LayerRange,
+    dtype: DType,
+    progress: Progress,
+    part: TensorPart | None = None,
+) -> StageModel:
+    """Load layers `[start, end)` in `dtype`; of each a part, where other ranks have the rest.
 
     Raises:
         ModelUnsupported: mlx-lm does not know the architecture, or it cannot be cut.
@@ -42,6 +57,8 @@ def load_stage(folder: ModelFolder, layers: LayerRange, dtype: DType, progress: 
     """
     require_layers(folder.path, layers)
     model = _build(folder)
+    if part is not None:
+        split(model, part.share, part.group)
     stage = StageModel(model, layers, _DTYPES[dtype], folder.vocab_size, folder.hidden_size)
     if stage.num_layers != folder.num_layers:
         raise ModelCorrupt(

@@ -55,7 +55,8 @@ class DrawnRow:
 class StepDraws:
     """The tokens that a step draws: lazy until `read`."""
 
-    def __init__(self, step: StepInput, passes: Sequence[Pass]) -> None:
+    def __init__(self, step: StepInput, passes: Sequence[Pass], group: Group | None = None) -> None:
+        """In a group rank 0's tokens are everybody's: ranks on unlike hardware may differ in bits."""
         self._draws: list[_Draw] = []
         parts = [part for item in passes if (part := self._take(step, item)) is not None]
         self._sample: LazySample | None = None
@@ -69,6 +70,8 @@ class StepDraws:
             for offset in draw.row.wants.draws
         ]
         self._sample = LazySample(logits, rows)
+        if group is not None:
+            self._sample.tokens = group.from_first(self._sample.tokens)
         self._logits = logits
         self._logprobs = self._look(self._sample.tokens)
         self._announce(self._sample.tokens)

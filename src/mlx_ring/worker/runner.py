@@ -22,6 +22,7 @@ from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.results import StepDraws
 from mlx_ring.worker.sequences import SequenceTable
 from mlx_ring.worker.shard import StageModel
+from mlx_ring.worker.tensor.group import Group
 from mlx_ring.worker.wants import samples_token
 from mlx_ring.worker.work import Patience, StepClock, StepWork, monotonic_us
 
@@ -35,6 +36,7 @@ class StageRunner:
         model: StageModel,
         kv: KVStore,
         links: StageLinks,
+        group: Group | None = None,
         *,
         submits_ahead: bool | None = None,
     ) -> None:
@@ -54,6 +56,9 @@ class StageRunner:
         self._submits_ahead = (
             mx.default_device() != mx.Device(mx.cpu) if submits_ahead is None else submits_ahead
         )
+        self._group = group
+        self.spoiled: Exception | None = None
+        """Why this rank's group can go on no more: a step failed, which the other ranks may have gone on with."""
         self._under_way: StepWork | None = None
         self._patience = Patience()
         self.last_step = 0
@@ -147,6 +152,8 @@ class StageRunner:
         except Exception as error:  # noqa: BLE001 - whatever it is, the head and the next stage must hear of it
             self._take_back(work)
             work.error = error
+            if self._group is not None and part == self._build:
+                self.spoiled = error
 
     def _take_in(self, work: StepWork) -> None:
         """All that happens once, however often the step is built."""
@@ -176,7 +183,7 @@ class StageRunner:
         work.inputs = self._inputs.feed(step, work.message, work.failed)
         self._forward.build(work.inputs, work.passes)
         if self._model.is_last:
-            work.draws = StepDraws(work.inputs, work.passes)
+            work.draws = StepDraws(work.inputs, work.passes, self._group)
             return
         work.activations = flat_activations(work.passes) if work.passes else None
         if self._model.is_first and step.hand_over_tokens:
@@ -223,6 +230,8 @@ class StageRunner:
             work.draws.withdraw()
         self._kv.fail([item.batch for item in work.passes])
         work.error = error
+        if self._group is not None:
+            self.spoiled = error
 
     # ---- a step is answered
 

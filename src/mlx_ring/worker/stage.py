@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,13 @@ from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.model_folder import ModelFolder, read_model_folder
 from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.rpc.hello import check_hello
-from mlx_ring.rpc.links import GrpcLink, Inbox
+from mlx_ring.rpc.links import FanOut, GrpcLink, Inbox, LinkSender
 from mlx_ring.rpc.packing import Packer
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.names import node_name
 from mlx_ring.worker.answers import StageLinks
+from mlx_ring.worker.group import GroupPort, join_group
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.loading import load_stage
 from mlx_ring.worker.runner import StageRunner
@@ -72,7 +73,9 @@ def build_stage(
     inbox: Inbox,
     hello: hello_pb2.Hello,
     report: Report,
+    *,
     trust: Credentials | None = None,
+    group_port: GroupPort | None = None,
 ) -> BuiltStage:
     """Load the assigned layers and join the links.
 
@@ -82,6 +85,7 @@ def build_stage(
         hello: this worker's greeting, for the links it opens.
         report: told of progress, in bytes of weights.
         trust: for links to other machines.
+        group_port: where the other ranks of the stage are waited for, if there are any.
 
     Raises:
         RingError: the stage cannot be built as asked.
@@ -106,7 +110,10 @@ def build_stage(
     def progress(done: int, total: int) -> None:
         report(worker_pb2.LoadProgress(phase="weights", bytes_loaded=done, bytes_total=total))
 
-    model = load_stage(folder, layers, dtype, progress)
+    if assignment.tp_size > 1:
+        report(worker_pb2.LoadProgress(phase="group"))
+    group = join_group(assignment, group_port)
+    model = load_stage(folder, layers, dtype, progress, _tensor_part(folder, assignment, group))
     log.info("loaded layers %s of %s in %s in %.2f s", layers, folder.path, dtype, time.monotonic() - started)
     architecture = require_cuttable(folder, assignment.stages)
     kv = KVStore(
@@ -117,7 +124,7 @@ def build_stage(
     )
     packer = _packer(assignment)
     links = _join_links(assignment, inbox, hello, model, trust, packer)
-    runner = StageRunner(assignment, model, kv, links)
+    runner = StageRunner(assignment, model, kv, links, group)
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _warm_up(model, kv)
     return BuiltStage(runner, dtype, kv.traits(), partial(_sends, assignment, packer))
@@ -149,13 +156,36 @@ def _join_links(
     trust: Credentials | None,
     packer: Packer | None,
 ) -> StageLinks:
-    def link(address: str, node: str, packer: Packer | None = None) -> GrpcLink:
-        return GrpcLink(address, hello, trust=trust, name=node_name(node) if node else "", packer=packer)
+    """Rank 0 alone sends, to every rank of the other stage."""
 
-    to_next = None if model.is_last else link(assignment.next_address, assignment.next_node, packer)
+    def links(
+        address: str, node: str, others: Iterable[worker_pb2.RankEnd], packer: Packer | None = None
+    ) -> LinkSender:
+        ends = [(address, node), *((other.address, other.node) for other in others)]
+        opened = [
+            GrpcLink(address, hello, trust=trust, name=node_name(node) if node else "", packer=packer)
+            for address, node in ends
+        ]
+        return opened[0] if len(opened) == 1 else FanOut(opened)
+
+    ours = assignment
+    if ours.rank:
+        return StageLinks(inbox)
+    to_next = (
+        None if model.is_last else links(ours.next_address, ours.next_node, ours.next_ranks, packer)
+    )
     goes_back = model.is_last and not model.is_first
-    back = link(assignment.first_address, assignment.first_node) if goes_back else None
+    back = links(ours.first_address, ours.first_node, ours.first_ranks) if goes_back else None
     return StageLinks(inbox, to_next, back)
+
+
+def _tensor_part(
+    folder: ModelFolder, assignment: worker_pb2.StageAssignment, group: Group | None
+) -> TensorPart | None:
+    if group is None:
+        return None
+    shares = tensor_shares(folder.config, list(assignment.shares))
+    return TensorPart(shares[assignment.rank], group)
 
 
 def _warm_up(model: StageModel, kv: KVStore) -> None:
