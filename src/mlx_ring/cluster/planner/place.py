@@ -172,7 +172,9 @@ class _Planner:
         """What steps take where memory is no matter."""
         costs = StageTables(self._model, self._wish.demand)
         boundless = [replace(node, memory_bytes=1 << 62) for node in self._nodes]
-        return [np.where(np.isfinite(table := costs.seconds(node, 1, 0).steady), table, 0.0) for node in boundless]
+        return [
+            np.where(np.isfinite(table := costs.seconds(node, 1, 0).steady), table, 0.0) for node in boundless
+        ]
 
     def _fixed_way(self, counts: Sequence[int]) -> Way | None:
         tables = self._tables(1)

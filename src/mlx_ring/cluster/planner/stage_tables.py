@@ -80,9 +80,7 @@ class StageTables:
         fits &= np.arange(len(before))[:, None] < np.arange(len(before))[None, :]
         times = _times(node, table)
         unhindered = np.where(fits, times.unhindered, np.inf)
-        return Times(
-            unhindered, unhindered if node.grant is None else np.where(fits, times.steady, np.inf)
-        )
+        return Times(unhindered, unhindered if node.grant is None else np.where(fits, times.steady, np.inf))
 
     def stage_seconds(
         self, node: NodeProfile, first: int, end: int, rows: int, context_tokens: int
