@@ -15,8 +15,12 @@ from mlx_ring.rpc.methods import LOAD
 from mlx_ring.rpc.protos import agent_pb2, step_pb2, worker_pb2
 
 _END_WAIT_S = 2.0
+_GROUP = "group"
+_GROUP_WAIT_S = 30.0
+"""For ranks of one stage that are all started by now."""
 
 News = TypeVar("News")
+_Reports = grpc.aio.UnaryStreamCall[worker_pb2.LoadRequest, worker_pb2.LoadProgress]
 
 
 async def start_workers(
@@ -108,9 +112,10 @@ async def _follow(
     worker: Worker, request: worker_pb2.LoadRequest, progress: asyncio.Queue[agent_pb2.StageProgress]
 ) -> None:
     call = LOAD.aio_unary_stream(worker.channel)(request, wait_for_ready=True)
+    report = worker_pb2.LoadProgress()
     ready = False
     try:
-        async for report in call:
+        while isinstance(report := await _next_report(call, worker, report.phase), worker_pb2.LoadProgress):
             if report.HasField("failure"):
                 raise failure_to_error(report.failure)
             ready = ready or report.ready
@@ -119,6 +124,18 @@ async def _follow(
         raise channel_error(error, worker.told) from error
     if not ready:
         raise WorkerLost(f"{worker.told} ended its report before it was ready.")
+
+
+async def _next_report(call: _Reports, worker: Worker, phase: str) -> object:
+    """Raises `WorkerStuck` where a rank looks for the others of its stage for too long: it hears nothing meanwhile."""
+    try:
+        return await asyncio.wait_for(call.read(), _GROUP_WAIT_S if phase == _GROUP else None)
+    except TimeoutError:
+        where = ", ".join(worker.assignment.group) or "this machine"
+        raise WorkerStuck(
+            f"{worker.told} did not find the other ranks of its stage within {_GROUP_WAIT_S:g} s, at {where}: "
+            "see that these addresses reach each other, and the logs."
+        ) from None
 
 
 def failed_load(error: Exception) -> agent_pb2.StageProgress:

@@ -17,6 +17,7 @@ from mlx_ring.core.config import (
     flag_name,
     let_grpc_speak,
     load_settings,
+    rank_shares,
     state_folder,
 )
 from mlx_ring.core.errors import ConfigError
@@ -181,6 +182,7 @@ def serve(
 
 def _check(settings: Settings) -> None:
     """Raises `ConfigError` for settings that do not go together."""
+    rank_shares(settings)
     if settings.nodes > 1 and settings.stages > 1:
         raise ConfigError(
             f"--stages {settings.stages} splits the layers over processes of one machine, and with --nodes {settings.nodes} each "

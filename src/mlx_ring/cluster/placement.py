@@ -126,7 +126,7 @@ def make_assignments(
 ) -> tuple[worker_pb2.StageAssignment, ...]:
     """A plan's stages as messages, in order of stage and rank.
 
-    Addresses are filled in when workers are there; `wishes` is from `cut_wishes`, `shares` from `rank_shares`.
+    Addresses are filled in when workers are there; `wishes` is from `cut_wishes`, `shares` are those of `core.config.rank_shares`.
     """
     digest = plan_digest(ranges, dtype, model_digest, kv_bits, wishes, shares)
     return tuple(
@@ -150,22 +150,6 @@ def make_assignments(
         for stage, layers in enumerate(ranges)
         for rank in range(len(shares))
     )
-
-
-def rank_shares(settings: Settings) -> tuple[float, ...]:
-    """Parts of every layer, by rank of a stage.
-
-    Raises:
-        PlanError: there are not as many as ranks.
-    """
-    shares = settings.tp_shares
-    if not shares:
-        return (1.0,) * settings.tp
-    if settings.tp not in (1, len(shares)):
-        raise PlanError(
-            f"{settings.tp} workers are to share every layer, and --tp-shares has parts for {len(shares)}: name as many."
-        )
-    return shares
 
 
 def plan_digest(

@@ -417,6 +417,23 @@ def quieten_transformers() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
+def rank_shares(settings: Settings) -> tuple[float, ...]:
+    """Parts of every layer, by rank of a stage.
+
+    Raises:
+        ConfigError: there are not as many as ranks.
+    """
+    shares = settings.tp_shares
+    if not shares:
+        return (1.0,) * settings.tp
+    if settings.tp not in (1, len(shares)):
+        raise ConfigError(
+            f"--tp {settings.tp} shares every layer among so many workers, and --tp-shares has parts for {len(shares)}: "
+            "name as many, or leave --tp out."
+        )
+    return shares
+
+
 def set_for_libraries(variables: Mapping[str, str]) -> None:
     """What libraries of this process read of the environment from now on, where they offer no other way."""
     os.environ.update(variables)

@@ -22,7 +22,7 @@ from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.discovery import announcing
 from mlx_ring.core.addresses import HeadAddress, local_url
 from mlx_ring.core.cluster_folders import manifests_folder
-from mlx_ring.core.config import Settings, state_folder
+from mlx_ring.core.config import Settings, rank_shares, state_folder
 from mlx_ring.core.head_announcement import HeadAnnouncement
 from mlx_ring.core.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.core.model_digests import manifest_of_folder
@@ -128,7 +128,7 @@ class Head:
         settings, declared = self._settings, self._catalog.declared
         if settings.nodes == 1:
             run_dir = cleanup.enter_context(make_run_folder(settings.run_dir))
-            here = Here(settings, run_dir, settings.stages * (settings.replicas or 1) * len(declared))
+            here = Here(settings, run_dir, settings.stages * len(rank_shares(settings)) * (settings.replicas or 1) * len(declared))
             cleanup.push_async_callback(here.stop)
             return here
         address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
-from mlx_ring.cluster.placement import cut_wishes, make_assignments, rank_shares
+from mlx_ring.cluster.placement import cut_wishes, make_assignments
 from mlx_ring.cluster.planner.forecast import Forecast
-from mlx_ring.core.config import Settings
+from mlx_ring.core.config import Settings, rank_shares
 from mlx_ring.core.errors import ConfigError, NodeLost, PlanError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary

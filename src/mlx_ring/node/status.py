@@ -16,6 +16,7 @@ from mlx_ring.api.ops.status import (
     ProfileStatus,
     Promise,
     PromisedMemory,
+    RankStatus,
     RateStatus,
     StageMemory,
     StageStatus,
@@ -104,6 +105,13 @@ def _stage(view: InstanceView, stage: int) -> StageStatus:
         memory=StageMemory(
             promised=_promised(view.forecast, stage), used=_used(worker) if worker is not None else None
         ),
+        ranks=[
+            RankStatus(
+                rank=worker.rank, node=worker.node, pid=worker.pid, alive=worker.alive, used=_used(worker)
+            )
+            for worker in view.workers
+            if worker.stage == stage
+        ],
         times=_times(view.forecast, stage, view.times),
     )
 

@@ -166,8 +166,18 @@ class StageTimesStatus(_Said):
     """By tokens: chunks that one prompt has to itself."""
 
 
+class RankStatus(_Said):
+    """One worker of a stage."""
+
+    rank: int
+    node: str
+    pid: int
+    alive: bool
+    used: UsedMemory
+
+
 class StageStatus(_Said):
-    """A half-open range of layers, on a node."""
+    """A half-open range of layers, on a node. What is told of one worker is told of the first."""
 
     stage: int
     node: str
@@ -179,6 +189,8 @@ class StageStatus(_Said):
     alive: bool | None
     loading: LoadingStatus
     memory: StageMemory
+    ranks: list[RankStatus]
+    """Every worker of the stage that is there; several share its layers."""
     times: StageTimesStatus
     """While nothing was measured, the prediction for one row stands alone, with 0 steps."""
 
