@@ -33,8 +33,17 @@ _DTYPES: dict[DType, mx.Dtype] = {
 _CLEAR_EVERY_BYTES = 64 << 20
 
 
-def load_stage(folder: ModelFolder, layers: LayerRange, dtype: DType, progress: Progress) -> StageModel:
+def load_stage(
+    folder: ModelFolder,
+    layers: LayerRange,
+    dtype: DType,
+    progress: Progress,
+    divide: Callable[[StageModel], None] | None = None,
+) -> StageModel:
     """Load layers `[start, end)` in `dtype`.
+
+    Args:
+        divide: leaves the stage one rank's part of its weights, before any of them is read.
 
     Raises:
         ModelUnsupported: mlx-lm does not know the architecture, or it cannot be cut.
@@ -47,6 +56,8 @@ def load_stage(folder: ModelFolder, layers: LayerRange, dtype: DType, progress: 
         raise ModelCorrupt(
             f"{folder.path / 'config.json'} tells of {folder.num_layers} layers, and its model has {stage.num_layers}."
         )
+    if divide is not None:
+        divide(stage)
     parameters = _cast_parameters(stage)
     model.load_weights(list(parameters.items()), strict=False)
     model.eval()
