@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_ring.core.config import set_for_libraries
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.protos import worker_pb2
-from mlx_ring.worker.tensor.group import Group
+from mlx_ring.worker.tensor import Group
 
 log = logging.getLogger(__name__)
 
