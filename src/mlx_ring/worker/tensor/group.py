@@ -42,4 +42,7 @@ class Group:
 
     def from_first(self, array: mx.array) -> mx.array:
         """Rank 0's array. Others give one of the same shape and type, whose content does not matter."""
-        return self.all_sum(array if self.rank == 0 else mx.zeros_like(array))
+        if self.rank:
+            # What it stands for must come first here too, with the collectives in it: they match by order.
+            array = mx.depends(mx.zeros_like(array), array)
+        return self.all_sum(array)
