@@ -34,7 +34,7 @@ NO_TEXT = Vocabulary(decode=lambda _tokens: "", special=frozenset(), size=1 << 3
 
 
 def assignments(
-    folder: ModelFolder, stages: int, dtype: str, kv_bits: int = 0
+    folder: ModelFolder, stages: int, dtype: str, kv_bits: int = 0, shares: Sequence[float] = (1.0,)
 ) -> list[worker_pb2.StageAssignment]:
     return [
         worker_pb2.StageAssignment(
@@ -42,7 +42,9 @@ def assignments(
             epoch=1,
             stage=stage,
             stages=stages,
-            tp_size=1,
+            rank=rank,
+            tp_size=len(shares),
+            shares=shares,
             first_layer=layers.start,
             end_layer=layers.end,
             dtype=dtype,
@@ -52,6 +54,7 @@ def assignments(
             kv_bits=kv_bits,
         )
         for stage, layers in enumerate(even_split(folder.num_layers, stages))
+        for rank in range(len(shares))
     ]
 
 
@@ -71,14 +74,22 @@ async def running_agent(log_dir: Path) -> AsyncGenerator[tuple[ChildProcess, str
 
 
 async def start_workers(
-    address: str, folder: ModelFolder, stages: int, dtype: str = "float32", kv_bits: int = 0
+    address: str,
+    folder: ModelFolder,
+    stages: int,
+    dtype: str = "float32",
+    kv_bits: int = 0,
+    shares: Sequence[float] = (1.0,),
 ) -> dict[RankId, tuple[str, int]]:
     """Have the agent load the model; returns each rank's address and process id."""
     link = AgentLink(open_aio_channel(address), "the agent")
     try:
         hello = make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages")
-        wanted = assignments(folder, stages, dtype, kv_bits)
+        wanted = assignments(folder, stages, dtype, kv_bits, shares)
         workers = await link.start(hello, wanted)
+        for assignment in wanted if len(shares) > 1 else []:
+            ranks = [worker for worker in workers if worker.stage == assignment.stage]
+            assignment.group.extend(f"127.0.0.1:{worker.group_port}" for worker in ranks)
         await link.load(hello, Source(str(folder.path)), wanted, lambda _progress: None)
     finally:
         await link.close()
@@ -96,15 +107,16 @@ async def running_engine(
     policy: Policy | None = None,
     kv_blocks: int | None = None,
     kv_bits: int = 0,
+    shares: Sequence[float] = (1.0,),
 ) -> AsyncGenerator[tuple[Engine, list[int]]]:
-    """An engine over real worker processes, and their process ids in order of stages.
+    """An engine over real worker processes, and their process ids in order of stages and ranks.
 
     With `kv_blocks` every worker has KV memory for so many blocks of tokens.
     """
     folder = read_model_folder(path)
     limits = Limits(folder.context_length, folder.vocab_size, folder.eos_token_ids)
     async with running_agent(log_dir) as (_, address):
-        workers = await start_workers(address, folder, stages, dtype, kv_bits)
+        workers = await start_workers(address, folder, stages, dtype, kv_bits, shares)
         executor = await GrpcExecutor.connect(
             [RankAddress(rank, address) for rank, (address, _) in workers.items()],
             make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages", fencing_id=os.getpid()),

@@ -110,7 +110,32 @@ def test_tokens_equal_the_whole_models_however_it_is_split(
             }
 
     record_property("ties of one worker's, against mlx-lm", expected.ties)
-    for kind, agreement in asyncio.run(run()).items():
+    _hold(asyncio.run(run()), record_property)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("stages", "shares"), [(1, (1.0, 1.0)), (1, (3.0, 1.0)), (2, (1.0, 1.0))])
+def test_tokens_equal_the_whole_models_however_its_layers_are_shared(
+    expected: Expected,
+    stages: int,
+    shares: tuple[float, ...],
+    tmp_path: Path,
+    record_property: Callable[[str, Any], None],
+) -> None:
+    async def run() -> dict[str, Agreement]:
+        async with running_engine(
+            expected.folder, stages, tmp_path, max_num_seqs=PROMPTS, shares=shares
+        ) as (engine, _):
+            return {
+                "greedy, against mlx-lm": await _agree(engine, expected, GREEDY),
+                "seeded, against one worker": await _agree(engine, expected, SEEDED),
+            }
+
+    _hold(asyncio.run(run()), record_property)
+
+
+def _hold(found: dict[str, Agreement], record_property: Callable[[str, Any], None]) -> None:
+    for kind, agreement in found.items():
         print(f"{kind}: {agreement}")  # noqa: T201 - how often tokens tie is part of the result
         record_property(kind, str(agreement))
         assert agreement.tokens == PROMPTS * TOKENS
