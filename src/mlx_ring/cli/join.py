@@ -134,7 +134,12 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
 
     node = open_identity(node_folder(state)).node
     configure_logging(
-        process="agent", node=node, rank=None, level=settings.log_level, log_dir=settings.log_dir
+        process="agent",
+        node=node,
+        rank=None,
+        level=settings.log_level,
+        log_dir=settings.log_dir,
+        to_stderr=settings.log_stderr == "on",
     )
     log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)

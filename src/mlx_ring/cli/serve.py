@@ -139,6 +139,7 @@ def serve(
     api_key_file: Annotated[str | None, setting("api_key_file")] = None,
     log_level: Annotated[str | None, setting("log_level")] = None,
     log_dir: Annotated[str | None, setting("log_dir")] = None,
+    log_stderr: Annotated[str | None, setting("log_stderr")] = None,
     run_dir: Annotated[str | None, setting("run_dir")] = None,
     state_dir: Annotated[str | None, setting("state_dir")] = None,
     blas: Annotated[str | None, setting("blas")] = None,
@@ -163,7 +164,12 @@ def serve(
     settings = load_settings(flags, config=config)
     listener = listen(settings.host, settings.port)
     configure_logging(
-        process="head", node=node_name(), rank=None, level=settings.log_level, log_dir=settings.log_dir
+        process="head",
+        node=node_name(),
+        rank=None,
+        level=settings.log_level,
+        log_dir=settings.log_dir,
+        to_stderr=settings.log_stderr == "on",
     )
     let_grpc_speak()
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
@@ -183,7 +189,7 @@ def _run(settings: Settings, listener: socket.socket, *, invites: bool) -> None:
     from mlx_ring.node.head import Head  # noqa: PLC0415
 
     async def run() -> None:
-        with Telling(invites=invites) as audience:
+        with Telling(invites=invites, lasting=settings.log_stderr == "on") as audience:
             await Head(settings, served, listener, audience).run()
 
     asyncio.run(run())

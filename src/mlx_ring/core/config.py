@@ -244,6 +244,9 @@ class Settings(BaseSettings):
     api_key_file: Path | None = Field(None, description="File of such keys, one in a line.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much to log.")
     log_dir: Path = Field(Path("logs"), description="Folder for one log file per process.")
+    log_stderr: Annotated[Literal["on", "off"], BeforeValidator(_yaml_switch)] = Field(
+        "on", description="Write log lines to stderr too, besides their files."
+    )
     run_dir: Annotated[Path | None, AfterValidator(_short_enough)] = Field(
         None, description="Folder for sockets, at most 63 bytes long; a private temporary one otherwise."
     )
