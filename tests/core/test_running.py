@@ -112,7 +112,10 @@ def test_a_process_of_an_earlier_boot_is_another(tmp_path: Path) -> None:
 def test_where_nothing_but_the_clock_tells_the_start_it_may_differ_by_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_ring.core.running.start_mark", lambda _pid: "")
+    def unmarked(_pid: int) -> str:
+        return ""
+
+    monkeypatch.setattr("mlx_ring.core.running.start_mark", unmarked)
     with started(tmp_path, "agent"):
         (record,) = running_here(tmp_path)
         write(tmp_path, replace(record, started_s=record.started_s - 1))
