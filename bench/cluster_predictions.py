@@ -4,8 +4,8 @@
 
 Hosts of network namespaces with less memory and less of the processors each (control groups; root), two and then three of them, and
 three strategies, which cut differently. Machines are measured once, when they join, before anything is loaded; nothing is fitted to
-what they do then. What is foretold is the table that `serve` prints. A core that is granted in part is granted in slices of
-ten milliseconds, so that a step that is short beside them takes less than its part says.
+what they do then. What is foretold is the table that `serve` prints. A core that is granted in part is granted in periods,
+of ten milliseconds and of a hundred, as containers have it: a step that is short beside them takes less than its part says.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ _BOUND = 0.3
 class Row:
     """One stage, or the whole way around."""
 
+    period_ms: int
+    """In which processors' time is granted."""
     nodes: int
     strategy: str
     part: str
@@ -83,7 +85,9 @@ def measure(cluster: LanCluster, server: Server, tokens: int) -> tuple[list[floa
     return [stage["decode_compute_us"] / 1e3 for stage in times], 1e3 * (came[-1] - came[0]) / (tokens - 1)
 
 
-def rows_of(cluster: LanCluster, nodes: int, strategy: str, options: argparse.Namespace) -> Iterator[Row]:
+def rows_of(
+    cluster: LanCluster, period_ms: int, nodes: int, strategy: str, options: argparse.Namespace
+) -> Iterator[Row]:
     joining = [machine for machine in cluster.machines[1:nodes] if not machine.has_joined]
     flags = ("--prefix-cache", "off", "--draft-tokens", "0", "--max-model-len", str(CONTEXT))
     server = cluster.serve(nodes, "--strategy", strategy, *flags, joining=joining)
@@ -92,15 +96,17 @@ def rows_of(cluster: LanCluster, nodes: int, strategy: str, options: argparse.Na
     parts = [f"{len(stage.layers)} layers" for stage in cluster.planned]
     for place, stage in enumerate(cluster.planned):
         found = [stages[place] for stages, _ in rounds]
-        yield Row(nodes, strategy, parts[place], stage.token_ms, statistics.median(found), found)
+        median = statistics.median(found)
+        yield Row(period_ms, nodes, strategy, parts[place], stage.token_ms, median, found)
     around = [token for _, token in rounds]
-    yield Row(nodes, strategy, "token to token", cluster.token_ms, statistics.median(around), around)
+    median = statistics.median(around)
+    yield Row(period_ms, nodes, strategy, "token to token", cluster.token_ms, median, around)
 
 
 def print_row(row: Row) -> None:
     rounds = " ".join(f"{value:.1f}" for value in row.rounds)
     print(
-        f"{row.nodes:5} {row.strategy:9} {row.part:16} {row.predicted_ms:8.1f} {row.measured_ms:8.1f} {row.ratio:6.2f}  "
+        f"{row.period_ms:6} {row.nodes:5} {row.strategy:9} {row.part:16} {row.predicted_ms:8.1f} {row.measured_ms:8.1f} {row.ratio:6.2f}  "
         f"{'' if row.holds else 'beyond 30 %':12} ({rounds})  load {psutil.getloadavg()[0]:.1f}",
         flush=True,
     )
@@ -111,6 +117,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--nodes", type=int, nargs="+", choices=(2, 3), default=(2, 3))
+    parser.add_argument(
+        "--periods-ms", type=int, nargs="+", default=(10, 100), help="in which processors' time is granted"
+    )
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument(
         "--layers", type=int, default=SHAPE.layers, help="of the model; fewer show that it runs"
@@ -121,15 +130,17 @@ def main() -> None:
     shape = replace(SHAPE, layers=options.layers)
     model = make(shape)
     print(f"{shape.parameters / 1e6:.0f} M random parameters in float32, machines with {LIMITS}")
-    print(f"{'nodes':5} {'strategy':9} {'part':16} {'foretold':>8} {'measured':>8} {'ratio':>6}")
+    print(f"{'period':6} {'nodes':5} {'strategy':9} {'part':16} {'foretold':>8} {'measured':>8} {'ratio':>6}")
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="mlx-ring-bench-") as folder, ExitStack() as stack:
-        cluster = make_cluster(model, Path(folder), stack, LIMITS)
-        for nodes in options.nodes:
-            for strategy in options.strategies:
-                for row in rows_of(cluster, nodes, strategy, options):
-                    print_row(row)
-                    rows.append(row)
+    for period_ms in options.periods_ms:
+        limits = [(memory, cores, 1000 * period_ms) for memory, cores in LIMITS]
+        with tempfile.TemporaryDirectory(prefix="mlx-ring-bench-") as folder, ExitStack() as stack:
+            cluster = make_cluster(model, Path(folder), stack, limits)
+            for nodes in options.nodes:
+                for strategy in options.strategies:
+                    for row in rows_of(cluster, period_ms, nodes, strategy, options):
+                        print_row(row)
+                        rows.append(row)
     print(f"{sum(row.holds for row in rows)} of {len(rows)} within 30 %")
     if options.json:
         options.json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))

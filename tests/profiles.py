@@ -26,6 +26,7 @@ def made_up_profile(**changes: Any) -> MachineProfile:
         "memory_limited_by": "the machine",
         "cores": 4,
         "cpu_share": None,
+        "cpu_period_s": None,
         "worker_bytes": 0,
         "agent_bytes": 0,
         "blas": "OpenBLAS",

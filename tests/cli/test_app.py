@@ -59,3 +59,10 @@ def test_a_misspelt_command_is_guessed(typed: str, meant: str) -> None:
     done = run(typed)
     assert done.returncode == 2
     assert f"No such command '{typed}'. Did you mean '{meant}'" in done.stderr
+
+
+def test_stages_of_one_machine_and_machines_are_not_asked_for_together() -> None:
+    done = run("serve", "demo", "--nodes", "2", "--stages", "3", "--port", "0")
+    assert done.returncode == 2
+    assert "--stages 3 splits the layers over processes of one machine" in done.stderr
+    assert "leave --stages out" in done.stderr

@@ -24,6 +24,16 @@ from mlx_ring.cli.cluster import speed
             ("start",),
             "`serve` has the key nodes",
         ),
+        (
+            "{devices: [{hostname: nowhere.invalid}], model: demo, serve: {blas: fast}}",
+            ("start",),
+            "blas under `serve` is fast; it must be auto or off.",
+        ),
+        (
+            "{devices: [{hostname: nowhere.invalid, gpu_memory_utilization: 90}], model: demo}",
+            ("stop",),
+            "cluster.json: gpu_memory_utilization of nowhere.invalid is 90; it must be a number above 0, at most 1.",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence(
@@ -33,6 +43,15 @@ def test_what_is_wrong_is_one_sentence(
         (tmp_path / "cluster.json").write_text(text)
     verb, *flags = arguments
     assert said in complaint("cluster", verb, "-c", "cluster.json", *flags, folder=tmp_path)
+
+
+def test_settings_in_the_environment_are_told_to_reach_no_other_machine(tmp_path: Path) -> None:
+    (tmp_path / "cluster.json").write_text("[{ssh: localhost}]")
+    done = run_cli(
+        *("cluster", "start", "-c", "cluster.json"), folder=tmp_path, environment={"MLX_RING_BLAS": "off"}
+    )
+    assert done.returncode == 2
+    assert "The environment reaches no other machine (MLX_RING_BLAS): give settings under" in done.stderr
 
 
 def test_status_without_a_head_says_where_it_looked(tmp_path: Path) -> None:

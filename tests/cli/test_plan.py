@@ -83,3 +83,15 @@ def test_a_file_of_devices_says_how_layers_are_cut_unless_a_flag_does(tmp_path: 
         assert done.returncode == 0, done.stderr
         cuts.append([stage["layers"]["end"] for stage in json.loads(done.stdout)["stages"]])
     assert cuts == [[6, 8], [4, 8]]
+
+
+def test_a_plan_counts_the_share_of_memory_that_a_device_states(tmp_path: Path) -> None:
+    (tmp_path / "cluster.json").write_text(
+        '{"devices": [{"hostname": "a", "capabilities": {"memory_gb": 16, "gpu_cores": 10}},'
+        ' {"hostname": "b", "capabilities": {"memory_gb": 16, "gpu_cores": 10}, "gpu_memory_utilization": 0.5}]}'
+    )
+    options = ("plan", "demo", "--cluster", "cluster.json", "--strategy", "uniform", "--json")
+    done = run_cli(*options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    whole, half = (stage["usable_bytes"] for stage in json.loads(done.stdout)["stages"])
+    assert half / whole == pytest.approx(0.5 / 0.95)

@@ -13,9 +13,11 @@ from mlx_ring.core.config import (
     Settings,
     allowed_values,
     api_keys,
+    check_values,
     flag_name,
     load_settings,
     names_in_dotenv,
+    names_in_environment,
     state_folder,
 )
 from mlx_ring.core.errors import ConfigError
@@ -263,6 +265,22 @@ def test_which_settings_a_folder_has_is_known_without_heeding_them(tmp_path: Pat
     assert names_in_dotenv(tmp_path) == ()
     (tmp_path / ".env").write_text("MLX_RING_PORT=1\nMODEL_REPO=demo\nEDITOR=vi\n")
     assert names_in_dotenv(tmp_path) == ("MLX_RING_PORT", "MODEL_REPO")
+
+
+def test_which_settings_the_environment_has_is_known_without_heeding_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLX_RING_PORT", "none")
+    assert "MLX_RING_PORT" in names_in_environment()
+
+
+def test_values_for_a_server_elsewhere_are_checked_with_nothing_that_is_given_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLX_RING_PORT", "none")
+    check_values({"blas": "off", "weights_limit": "2GB"}, " there")
+    with pytest.raises(ConfigError, match=r"^log-level there is loud; it must be debug, info, warning or"):
+        check_values({"log_level": "loud"}, " there")
 
 
 def test_a_file_of_keys_is_the_same_in_every_working_directory(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.core.process_limits import (
+    CpuQuota,
     cpu_quota,
     limited_cores,
     limited_memory,
@@ -100,7 +101,7 @@ def test_a_limit_beyond_the_machine_is_none(tmp_path: Path) -> None:
 def test_in_a_container_the_root_of_what_is_mounted_is_its_own_group(own: str, tmp_path: Path) -> None:
     root = version_2(tmp_path, own, root={"memory_max": str(2 * GB), "cpu_max": "150000 100000"})
     assert limited_memory(16 * GB, 9 * GB, root).total_bytes == 2 * GB
-    assert cpu_quota(root) == pytest.approx(1.5)
+    assert cpu_quota(root) == CpuQuota(1.5, 0.1)
 
 
 @pytest.mark.parametrize("own", ["/docker/box", "/elsewhere/docker/box"])
@@ -121,7 +122,7 @@ def test_version_1_is_read_by_controller_up_to_its_root(own: str, tmp_path: Path
     found = limited_memory(16 * GB, 9 * GB, root)
     assert (found.total_bytes, found.available_bytes) == (3 * GB, 2 * GB)
     assert "memory.limit_in_bytes" in found.limited_by
-    assert cpu_quota(root) == pytest.approx(2.5)
+    assert cpu_quota(root) == CpuQuota(2.5, 0.1)
 
 
 def test_version_1_without_limits_is_the_machine(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_the_smallest_cpu_share_on_the_way_up_counts(tmp_path: Path) -> None:
     root = version_2(
         tmp_path, "/pod/box", pod={"cpu_max": "400000 100000"}, pod__box={"cpu_max": "600000 100000"}
     )
-    assert cpu_quota(root) == pytest.approx(4.0)
+    assert cpu_quota(root) == CpuQuota(4.0, 0.1)
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("250000", 2), ("20000", 1), ("9900000", 8)])

@@ -180,9 +180,15 @@ class LanCluster:
 
 
 def make_cluster(
-    model: Path, folder: Path, stack: ExitStack, limits: Sequence[tuple[int, float] | None]
+    model: Path,
+    folder: Path,
+    stack: ExitStack,
+    limits: Sequence[tuple[int, float] | tuple[int, float, int] | None],
 ) -> LanCluster:
-    """Hosts on a LAN, one for each of `limits`: bytes of memory and cores' worth of time; None: the machine's own."""
+    """Hosts on a LAN, one for each of `limits`; None: the machine's own.
+
+    Limits are bytes of memory, cores' worth of time and, if wished, the microseconds of the period in which that is granted.
+    """
     groups = [None if limit is None else stack.enter_context(limited(*limit)) for limit in limits]
     hosts = stack.enter_context(lan(len(limits)))
     machines: list[Machine] = []

@@ -29,11 +29,17 @@ DEVICES: dict[str, Any] = {
             "role": "coordinator",
             "capabilities": {"memory_gb": 16},
         },
-        {"device_id": "second", "hostname": "10.77.0.2", "role": "worker", "capabilities": {"memory_gb": 2}},
+        {
+            "device_id": "second",
+            "hostname": "10.77.0.2",
+            "role": "worker",
+            "capabilities": {"memory_gb": 2},
+            "gpu_memory_utilization": 0.7,
+        },
     ],
     "model": {"name": "demo"},
     "sharding": {"strategy": "custom", "custom_proportions": [0.75, 0.25]},
-    "serve": {"max-model-len": 256},
+    "serve": {"max-model-len": 256, "log-level": "debug", "gpu-memory-utilization": 0.8},
 }
 
 
@@ -102,6 +108,7 @@ def test_one_file_starts_shows_tries_and_stops_two_machines(
     assert [device["node"] for device in told["devices"]] == [
         (host.state / "node" / "node-id").read_text().strip() for host in hosts
     ]
+    check_what_the_file_says_for_each_machine(told, second)
     shown = done_well(cluster(second, tmp_path, "status"))
     assert "head (process" in shown, "the same file on another machine finds the head"
     alone = done_well(first.run(*MLX_RING, "cluster", "status", folder=tmp_path))
@@ -136,6 +143,16 @@ def test_one_file_starts_shows_tries_and_stops_two_machines(
     record_property("seconds of a start", time.monotonic() - began)
     check_what_a_killed_head_leaves(first, second, tmp_path)
     check_a_machine_that_is_cut_off(first, second, tmp_path)
+
+
+def check_what_the_file_says_for_each_machine(told: dict[str, Any], second: SshHost) -> None:
+    memory = [node["memory"] for node in told["nodes"]]
+    assert [one["utilization"] for one in memory] == [0.8, 0.7], "the one for all, and its own"
+    assert memory[1]["usable_bytes"] == int(0.7 * 2 * 2**30)
+    agent = next(found for found in running_here(second.state) if found.kind == "agent")
+    words = psutil.Process(agent.pid).cmdline()
+    assert words[words.index("--log-level") + 1] == "debug", "as the head"
+    assert "--max-model-len" not in words, "the head's alone"
 
 
 def check_what_a_killed_head_leaves(first: SshHost, second: SshHost, folder: Path) -> None:

@@ -169,6 +169,7 @@ def test_nodes_are_told_with_what_they_hold_and_the_head_s_comes_first() -> None
     memory = second.memory
     assert memory is not None
     assert (memory.usable_bytes, memory.reserve_bytes) == (12 * 10**9, 4 * 10**9)
+    assert memory.utilization == 0.75
     known = view()
     assert known.forecast is not None
     assert memory.promised_bytes == known.forecast.memory(0).total_bytes

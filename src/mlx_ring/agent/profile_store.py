@@ -33,6 +33,7 @@ class ProfileKey:
     gpus: tuple[str, ...]
     cores: int
     cpu_share: float
+    cpu_period_s: float
     memory_bytes: int
     mlx: str
     mlx_ring: str
@@ -42,14 +43,15 @@ class ProfileKey:
     @classmethod
     def of_here(cls, options: ProfileOptions) -> ProfileKey:
         """The machine here, and how it would be measured."""
-        identity = machine_identity()
+        identity, quota = machine_identity(), cpu_quota()
         return cls(
             version=PROFILE_VERSION,
             machine=identity.model,
             processor=identity.processor,
             gpus=identity.gpus,
             cores=usable_cores(),
-            cpu_share=cpu_quota() or 0.0,
+            cpu_share=quota.cores if quota else 0.0,
+            cpu_period_s=quota.period_s if quota else 0.0,
             memory_bytes=usable_memory().total_bytes,
             mlx=package_version("mlx"),
             mlx_ring=package_version("mlx-ring"),

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
-from mlx_ring.core.config import load_settings, names_in_dotenv
+from mlx_ring.core.config import load_settings, names_in_dotenv, names_in_environment
 from mlx_ring.core.errors import ConfigError, HostFailed
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ def start(
     if names := names_in_dotenv(Path.cwd()):
         _tell(
             f"{Path.cwd() / '.env'} does not count here ({', '.join(names)}): give settings under `serve` in {config}."
+        )
+    if names := names_in_environment():
+        _tell(
+            f"The environment reaches no other machine ({', '.join(names)}): give settings under `serve` in {config}."
         )
     wanted, beside = _model(file, model, config), (Path.cwd(), config.resolve().parent)
     started = verbs.start(file, wanted, tell=_tell, timeout_s=timeout, folders=beside)

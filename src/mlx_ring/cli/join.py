@@ -63,6 +63,14 @@ def join(
     log_level: Annotated[str | None, typer.Option(metavar="LEVEL", help="How much to log.")] = None,
     log_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for log files.")] = None,
     run_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for sockets.")] = None,
+    model_load_timeout: Annotated[
+        str | None,
+        typer.Option(metavar="SECONDS", help=Settings.model_fields["model_load_timeout"].description),
+    ] = None,
+    file_descriptor_limit: Annotated[
+        str | None,
+        typer.Option(metavar="N", help=Settings.model_fields["file_descriptor_limit"].description),
+    ] = None,
 ) -> None:
     """Let this machine compute for a cluster, until Ctrl-C.
 
@@ -79,6 +87,8 @@ def join(
             "log_level": log_level,
             "log_dir": log_dir,
             "run_dir": run_dir,
+            "model_load_timeout": model_load_timeout,
+            "file_descriptor_limit": file_descriptor_limit,
         }
     )
     quieten_grpc()

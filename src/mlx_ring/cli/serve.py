@@ -162,6 +162,7 @@ def serve(
     if prefix_caching is not None:
         flags["prefix_cache"] = _one_switch(prefix_cache, "on" if prefix_caching else "off")
     settings = load_settings(flags, config=config)
+    _check(settings)
     listener = listen(settings.host, settings.port)
     configure_logging(
         process="head",
@@ -178,6 +179,15 @@ def serve(
     log_refused_handshakes()
     with recorded(state_folder(settings), "head", local_url(*listener.getsockname()[:2])):
         _run(settings, listener, invites=not no_join_lines)
+
+
+def _check(settings: Settings) -> None:
+    """Raises `ConfigError` for settings that do not go together."""
+    if settings.nodes > 1 and settings.stages > 1:
+        raise ConfigError(
+            f"--stages {settings.stages} splits the layers over processes of one machine, and with --nodes {settings.nodes} each "
+            "machine of the plan is a stage: leave --stages out."
+        )
 
 
 def _run(settings: Settings, listener: socket.socket, *, invites: bool) -> None:

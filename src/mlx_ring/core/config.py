@@ -326,6 +326,24 @@ def load_settings(
     return _check(given)
 
 
+def check_values(values: Mapping[str, str], where: str) -> None:
+    """Refuse what `load_settings` would refuse of flags, for a server elsewhere.
+
+    Args:
+        values: by field name.
+        where: they were given, in words that follow a setting's name.
+
+    Raises:
+        ConfigError: naming the setting, its value, and what is allowed.
+    """
+    _check({name: _Given(value, f"{flag_name(name)[2:]}{where}") for name, value in values.items()})
+
+
+def names_in_environment() -> tuple[str, ...]:
+    """Of the settings that the environment gives."""
+    return tuple(f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in _variables(EnvSettingsSource(Settings)))
+
+
 def names_in_dotenv(folder: Path) -> tuple[str, ...]:
     """Of the settings that a folder's `.env` gives.
 

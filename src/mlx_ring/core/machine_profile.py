@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlx_ring.core.errors import ProtocolError
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 """Of how things are measured: profiles of another are measured again."""
 
 _STEADY_SPREAD = 0.25
@@ -68,7 +68,9 @@ class MachineProfile(_Frozen):
     memory_limited_by: str
     cores: int
     cpu_share: Positive | None
-    """Cores' worth of time that control groups grant; None: all of it."""
+    """Cores' worth of time that control groups grant; None: all of it. Rates and costs below are of time that is granted."""
+    cpu_period_s: Positive | None
+    """In which that is granted, and after which it is granted again."""
     worker_bytes: Bytes
     """That a worker holds beside weights, KV and activations."""
     agent_bytes: Bytes

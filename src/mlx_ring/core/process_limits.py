@@ -78,12 +78,22 @@ def usable_cores(root: Path = ROOT) -> int:
 def limited_cores(cores: int, root: Path) -> int:
     """What control groups leave of so many cores; of a share like 2.5, whole ones."""
     quota = cpu_quota(root)
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+    return cores if quota is None else max(1, min(cores, math.floor(quota.cores)))
 
 
-def cpu_quota(root: Path = ROOT) -> float | None:
-    """Cores' worth of time that control groups grant; None where none limits it."""
-    return min(_cpu_quotas(root), default=None)
+@dataclass(frozen=True, slots=True)
+class CpuQuota:
+    """What a control group grants."""
+
+    cores: float
+    """Worth of time."""
+    period_s: float
+    """In which it is granted, and after which it is granted again."""
+
+
+def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
+    """The least that control groups grant; None where none limits it."""
+    return min(_cpu_quotas(root), default=None, key=lambda quota: quota.cores)
 
 
 # ---- control groups
@@ -107,15 +117,19 @@ def _limit(folder: Path, file: Path, limit: int, usage: str, prefix: str) -> _Me
     return _MemoryLimit(limit, max(0, limit - max(0, used)), file)
 
 
-def _cpu_quotas(root: Path) -> Iterator[float]:
+def _cpu_quotas(root: Path) -> Iterator[CpuQuota]:
     for folder in _ancestry(root, ""):
         granted = _words(folder / "cpu.max")
         if len(granted) == 2 and granted[0].isdigit() and granted[1].isdigit():  # noqa: PLR2004 - quota and period
-            yield int(granted[0]) / max(1, int(granted[1]))
+            yield _quota(int(granted[0]), int(granted[1]))
     for folder in _ancestry(root, "cpu"):
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         if quota is not None and period and quota > 0:
-            yield quota / period
+            yield _quota(quota, period)
+
+
+def _quota(granted_us: int, period_us: int) -> CpuQuota:
+    return CpuQuota(granted_us / max(1, period_us), max(1, period_us) / 1e6)
 
 
 def _ancestry(root: Path, controller: str) -> list[Path]:

@@ -326,6 +326,7 @@ def _memory(member: Member, instances: Sequence[InstanceView]) -> NodeMemory:
     return NodeMemory(
         total_bytes=total,
         limited_by=member.profile.memory_limited_by,
+        utilization=member.memory_utilization,
         reserve_bytes=total - usable,
         usable_bytes=usable,
         promised_bytes=sum(promised) if promised or not _stages_on(member.node, instances) else None,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
+
 import pytest
 
-from mlx_ring.cluster.lifecycle.arguments import agent_arguments, head_arguments
+from mlx_ring.cli.join import join
+from mlx_ring.cli.serve import serve
+from mlx_ring.cluster.lifecycle.arguments import FOR_AGENTS, agent_arguments, head_arguments
 from mlx_ring.cluster.planner.devices_file import Device, DevicesFile
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.errors import ConfigError
@@ -25,10 +30,44 @@ def test_the_coordinator_serves_on_the_interface_for_tensors_with_shares_by_node
 
 
 def test_another_machine_joins_it_and_listens_on_its_own() -> None:
-    assert agent_arguments(MINI, HeadAddress("192.168.5.2"), "/s") == [
+    assert agent_arguments(DevicesFile((HEAD, MINI)), MINI, HeadAddress("192.168.5.2"), "/s") == [
         *("join", "192.168.5.2:50051", "--listen", "[fd77::1]", "--memory-limit", "16GiB"),
         *("--state-dir", "/s", "--log-dir", "/s/logs"),
     ]
+
+
+def test_each_machine_is_told_its_own_share_of_memory() -> None:
+    head, mini = replace(HEAD, memory_utilization=0.8), replace(MINI, memory_utilization=1.0)
+    file = DevicesFile((head, mini))
+    assert share_in(head_arguments(file, "demo", "/s", IDS)) == "0.8"
+    assert share_in(agent_arguments(file, mini, HeadAddress("192.168.5.2"), "/s")) == "1.0"
+    assert "--memory-utilization" not in agent_arguments(file, MINI, HeadAddress("192.168.5.2"), "/s")
+
+
+def share_in(words: list[str]) -> str:
+    return words[words.index("--memory-utilization") + 1]
+
+
+def test_what_holds_for_every_machine_reaches_the_agents_and_the_rest_only_the_head() -> None:
+    shared = {"log-level": "debug", "blas": False, "blas_threads": 2, "weights-limit": "9GB", "run-dir": "/r"}
+    shared |= {"model-load-timeout": 90, "file-descriptor-limit": 512}
+    file = DevicesFile((HEAD, MINI), serve={**shared, "port": 8200, "kv-bits": 8})
+    words = agent_arguments(file, MINI, HeadAddress("192.168.5.2"), "/s")
+    told = [
+        *("--log-level", "debug", "--blas", "off", "--blas-threads", "2", "--weights-limit", "9GB"),
+        *("--run-dir", "/r", "--model-load-timeout", "90", "--file-descriptor-limit", "512"),
+    ]
+    assert words[-len(told) :] == told
+    assert head_arguments(file, "demo", "/s", IDS)[-len(told) - 4 :] == [
+        *told,
+        *("--port", "8200", "--kv-bits", "8"),
+    ]
+
+
+def test_every_setting_that_serve_and_join_share_reaches_the_agents_from_the_file() -> None:
+    both = set(inspect.signature(serve).parameters) & set(inspect.signature(join).parameters)
+    of_each_device = {"memory_limit", "memory_utilization", "state_dir", "log_dir"}
+    assert both == {*FOR_AGENTS, *of_each_device}
 
 
 def test_one_machine_alone_has_no_cluster() -> None:
@@ -52,8 +91,22 @@ def test_one_machine_alone_has_no_cluster() -> None:
         ("speed", "which is no setting"),
         ("log-dir", "with its folder `logs`, says"),
         ("api-key-file", "whole path on the coordinator"),
+        ("stages", "which the plan says where there are several devices"),
+        ("log-level", "log-level under `serve` is 1; it must be debug, info, warning or error"),
     ],
 )
 def test_settings_that_do_not_stand_under_serve_are_refused(key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        head_arguments(DevicesFile((HEAD,), serve={key: 1}), "demo", "/s", IDS)
+        head_arguments(DevicesFile((HEAD, MINI), serve={key: 1}), "demo", "/s", IDS)
+
+
+def test_stages_are_asked_for_where_there_is_one_machine() -> None:
+    words = head_arguments(DevicesFile((HEAD,), serve={"stages": 2}), "demo", "/s", IDS)
+    assert words[-2:] == ["--stages", "2"]
+
+
+def test_a_setting_that_is_written_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the key log_level twice, with a dash and with an underscore"):
+        head_arguments(
+            DevicesFile((HEAD,), serve={"log-level": "info", "log_level": "info"}), "demo", "/s", IDS
+        )

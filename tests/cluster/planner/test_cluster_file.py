@@ -29,6 +29,18 @@ def test_machines_are_known_ones_or_described() -> None:
     assert cluster.link("box", "box").bandwidth > 1e9
 
 
+def test_a_machine_states_what_may_be_used_or_what_is_left() -> None:
+    text = """
+    machines:
+      - {name: a, machine: m4-mac-mini-16, gpu_memory_utilization: 0.5}
+      - {name: b, machine: m4-mac-mini-16, reserve: 0.2}
+      - {name: c, memory_gb: 10, bandwidth_gb_s: 1, tflops: 1, memory_utilization: 0.7}
+      - {name: d, memory_gb: 10, bandwidth_gb_s: 1, tflops: 1}
+    """
+    nodes = read_cluster(text, "cluster.yaml").nodes
+    assert [round(node.usable_bytes / node.memory_bytes, 3) for node in nodes] == [0.5, 0.8, 0.7, 0.9]
+
+
 def test_every_known_machine_can_be_named_with_every_size() -> None:
     for machine in known_machines().values():
         for gigabytes in machine.gb:
@@ -50,6 +62,14 @@ def test_every_known_machine_can_be_named_with_every_size() -> None:
         ("machines: [3]", "a machine is 3"),
         ("machines: [{name: a, memory: 3}]", "no field memory;"),
         ("machines: [{memory_gb: 3}]", "no `name`"),
+        ("machines: [{machine: m4-mac-mini-16, memory_gb: 3}]", "memory_gb beside `machine`, which says it"),
+        ("machines: [{machine: m4-mac-mini-16, reserve: 1}]", "reserve of m4-mac-mini-16 is 1; it must be"),
+        ("machines: [{machine: m4-mac-mini-16, reserve: x}]", "reserve of m4-mac-mini-16 is 'x'; it must be"),
+        ("machines: [{machine: m4-mac-mini-16, memory_utilization: 2}]", "memory_utilization of m4-mac-mini"),
+        (
+            "machines: [{machine: m4-mac-mini-16, memory_utilization: 0.5, reserve: 0.5}]",
+            "has both reserve and the share",
+        ),
         ("machines: [{name: a, memory_gb: -3, bandwidth_gb_s: 1, tflops: 1}]", "memory_gb is -3"),
         ("machines: [{name: a, memory_gb: many, bandwidth_gb_s: 1, tflops: 1}]", "memory_gb is 'many'"),
         ("machines: [m4-mac-mini-16, m4-mac-mini-16]", "the machine m4-mac-mini-16 twice"),

@@ -81,6 +81,25 @@ def test_the_quickest_way_is_the_best_of_all(problem: tuple[list[Table], Table])
             assert cost == pytest.approx(min(having, default=np.inf))
 
 
+@given(problems(), st.lists(st.floats(1, 5), min_size=4, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_the_quickest_way_minds_machines_that_may_not_always_compute(
+    problem: tuple[list[Table], Table], slower: list[float]
+) -> None:
+    tables, hops = problem
+    steady = [table * factor for table, factor in zip(tables, slower, strict=False)]
+    costs = {
+        pieces: max(sum(times(tables, pieces)) + around(hops, pieces), *times(steady, pieces))
+        for pieces in every_way(tables, orders(len(tables), range(1, len(tables) + 1)))
+    }
+    way = quickest_way(tables, hops, steady)
+    least = min(costs.values(), default=np.inf)
+    assert (way is None) == np.isinf(least)
+    if way is not None:
+        assert costs[way.pieces] == pytest.approx(way.cost)
+        assert way.cost <= 1.001 * least
+
+
 @given(problems(), st.integers(1, 4))
 @settings(max_examples=150, deadline=None)
 def test_the_steadiest_way_has_the_quickest_slowest_stage(

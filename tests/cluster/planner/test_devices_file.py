@@ -76,6 +76,23 @@ def test_a_plan_without_the_machines_goes_by_memory_and_cores() -> None:
     assert (mini.bandwidth, mini.flops) == (120e9, 4.2e12), "an M4 has these"
 
 
+def test_a_device_states_its_share_of_memory_itself_or_among_its_capabilities() -> None:
+    beside = with_device(gpu_memory_utilization=0.5)
+    within = with_device(capabilities={"memory_gb": 16, "gpu_cores": 10, "memory_utilization": 0.5})
+    for text in (beside, within):
+        assert [device.memory_utilization for device in read(text).devices] == [None, 0.5]
+        studio, mini = read_cluster(text, "cluster.json").nodes
+        assert mini.usable_bytes == pytest.approx(0.5 * mini.memory_bytes, abs=1)
+        assert studio.usable_bytes == pytest.approx(0.95 * studio.memory_bytes, abs=1), "as without"
+
+
+def test_a_share_under_serve_is_that_of_every_device_without_its_own() -> None:
+    text = with_device(memory_utilization=1)
+    file = read(json.dumps({**json.loads(text), "serve": {"memory-utilization": 0.6, "port": 8200}}))
+    assert [device.memory_utilization for device in file.devices] == [0.6, 1.0]
+    assert file.serve == {"port": 8200}
+
+
 def changed(**changes: Any) -> str:
     return json.dumps({**json.loads(PROTOTYPE), **changes})
 
@@ -104,6 +121,16 @@ def with_device(**changes: Any) -> str:
         (with_device(port="x"), "the port of mini is 'x'"),
         (with_device(hostname=["a"]), "hostname is ['a']; it must be a text"),
         (with_device(capabilities={"memory_gb": -1}), "memory_gb is -1"),
+        (
+            with_device(gpu_memory_utilization=1.5),
+            "gpu_memory_utilization of mini is 1.5; it must be a number",
+        ),
+        (with_device(capabilities={"memory_utilization": 0}), "memory_utilization of mini is 0; it must be"),
+        (
+            with_device(memory_utilization=0.5, capabilities={"memory_utilization": 0.5}),
+            "the share of memory of mini stands there twice",
+        ),
+        (changed(serve={"gpu-memory-utilization": 90}), "gpu-memory-utilization of `serve` is 90; it must"),
         (with_device(capabilities={"cores": 1}), "capabilities of mini has the field cores"),
         (changed(model={}), "`model` has no `name`"),
         (changed(model={"provider": "a", "name": "b/c"}), "provider is a, and its name b/c has one already"),

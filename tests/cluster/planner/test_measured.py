@@ -23,7 +23,7 @@ def quantized(model: ModelProfile, weights: str) -> ModelProfile:
 
 
 def seconds(model: ModelProfile, *, rows: int = 1, context: int = 0) -> float:
-    return float(StageTables(model, ONE).seconds(NODE, rows, context)[0, -1])
+    return float(StageTables(model, ONE).seconds(NODE, rows, context).steady[0, -1])
 
 
 def test_a_profile_gives_memory_rates_and_costs() -> None:
@@ -86,7 +86,7 @@ def test_a_step_is_the_sum_of_what_it_counts() -> None:
 def test_rows_of_weights_count_where_they_were_found_to() -> None:
     model = quantized(model_of(1, layer_bytes=40_960_000, kv_bytes=0, head_bytes=131_072_000), "float32")
     node = measured_node(made_up_profile(rates=(RATES[0].model_copy(update={"row_s": 0.0}),)), "flat")
-    flat = float(StageTables(model, ONE).seconds(node, 1, 0)[0, -1])
+    flat = float(StageTables(model, ONE).seconds(node, 1, 0).steady[0, -1])
     rows = 40_960_000 / 2 / model.hidden_size + model.vocabulary
     assert seconds(model) - flat == pytest.approx(rows * 1e-7)
 
@@ -100,7 +100,7 @@ def test_a_look_back_costs_by_queries_and_windows_end_it() -> None:
 
 
 def test_the_parts_of_a_cut_take_as_long_as_the_whole_and_a_step_more() -> None:
-    table = StageTables(model_of(10), ONE).seconds(NODE, 1, 100)
+    table = StageTables(model_of(10), ONE).seconds(NODE, 1, 100).steady
     assert table[0, 4] + table[4, 10] == pytest.approx(table[0, 10] + COSTS.step_s)
 
 

@@ -15,8 +15,10 @@ from mlx_ring.worker.device import free_memory
 from mlx_ring.worker.profile import measure as measure_module
 from mlx_ring.worker.profile.measure import Bounds, measure
 from mlx_ring.worker.profile.products import Products, WeightKind
+from mlx_ring.worker.profile.rounds import stopwatch
 from mlx_ring.worker.profile.steps import SmallStage, attending, drawing
 
+CLOCK = stopwatch(1, None)
 KINDS = ["float32", "bfloat16", "float16", "8-bit", "4-bit"]
 
 
@@ -69,7 +71,7 @@ def test_too_little_memory_is_told_with_the_number(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_weights_keep_their_size_and_are_at_least_two(bits: int) -> None:
-    products = Products(WeightKind("any", mx.float32, bits), 128, 1)
+    products = Products(WeightKind("any", mx.float32, bits), 128, 1, CLOCK)
     each = 128 * 128 * 4 if not bits else 128 * 128 * bits // 8 + 2 * 4 * 128 * 128 // 64
     assert products.nbytes == each
     assert products.read() > 0
@@ -78,13 +80,13 @@ def test_weights_keep_their_size_and_are_at_least_two(bits: int) -> None:
 
 def test_a_small_stage_goes_on_beyond_its_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_ring.worker.profile.steps._LONGEST", 16)
-    stage = SmallStage(2, mx.float32)
+    stage = SmallStage(2, mx.float32, CLOCK)
     assert all(stage.seconds() > 0 for _ in range(5))
 
 
 def test_drawing_and_attending_take_time() -> None:
-    assert drawing(300)() > 0
-    assert attending(mx.float32)() > 0
+    assert drawing(300, CLOCK)() > 0
+    assert attending(mx.float32, CLOCK)() > 0
 
 
 def test_the_entry_prints_one_profile() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from mlx_ring.worker.profile.rounds import LEAST_ROUNDS, Found, in_turns, seconds_of
+from mlx_ring.worker.profile.rounds import LEAST_ROUNDS, Found, in_turns, stopwatch
 
 
 def test_every_measurement_is_made_as_often_as_the_others() -> None:
@@ -31,5 +33,14 @@ def test_the_median_and_the_middle_half_are_told() -> None:
     assert (found.median, found.spread) == (3.0, pytest.approx(2 / 3))
 
 
-def test_seconds_are_never_none() -> None:
-    assert seconds_of(lambda: None) > 0
+@pytest.mark.parametrize("cores", [None, 0.5, 8.0])
+def test_seconds_are_never_none(cores: float | None) -> None:
+    assert stopwatch(2, cores)(lambda: None) > 0
+
+
+def test_waiting_counts_where_all_the_time_is_granted() -> None:
+    assert stopwatch(1, 1.0)(lambda: time.sleep(0.2)) >= 0.2
+
+
+def test_waiting_does_not_count_where_a_part_of_the_time_is_granted() -> None:
+    assert stopwatch(1, 0.5)(lambda: time.sleep(0.2)) < 0.2

@@ -47,8 +47,10 @@ class NodeMemory(_Said):
     total_bytes: Bytes
     """Of the device, that may be used at all: limits of containers count."""
     limited_by: str
+    utilization: float
+    """The share of the total that its owner grants to plans: `--memory-utilization`."""
     reserve_bytes: Bytes
-    """Left to others: `--memory-utilization` says how much."""
+    """Left to others: the rest."""
     usable_bytes: Bytes
     """That plans may fill: the total less the reserve."""
     promised_bytes: Bytes | None

@@ -7,7 +7,7 @@ from typing import cast
 
 from mlx_ring.cluster.planner.devices_file import Device, DevicesFile
 from mlx_ring.core.addresses import HeadAddress, bracketed
-from mlx_ring.core.config import Settings
+from mlx_ring.core.config import Settings, check_values, flag_name
 from mlx_ring.core.errors import ConfigError
 
 _FROM_THE_FILE = {
@@ -21,7 +21,14 @@ _FROM_THE_FILE = {
     "state_dir": "a device's `state_dir`",
     "log_dir": "a device's `state_dir`, with its folder `logs`,",
 }
+FOR_AGENTS = (
+    *("log_level", "blas", "blas_threads", "weights_limit", "model_load_timeout", "file_descriptor_limit"),
+    "run_dir",
+)
+"""Of the settings under `serve`, those that `join` takes too: they hold for every machine. Others are the head's alone,
+or reach the machines with what they are told to load."""
 _KEY_FILE = "api_key_file"
+_STAGES = "stages"
 _SECRET = "api_key"  # noqa: S105 - the setting's name
 
 
@@ -35,7 +42,7 @@ def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, 
         ids: of the nodes, by the devices' names.
 
     Raises:
-        ConfigError: a setting under `serve` is none, or stands elsewhere in the file.
+        ConfigError: a setting under `serve` is none, has a value that it cannot have, or stands elsewhere in the file.
     """
     device, several = file.coordinator, len(file.devices) > 1
     words = ["serve", model]
@@ -48,13 +55,18 @@ def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, 
     if several and file.proportions:
         shares = zip(file.devices, file.proportions, strict=True)
         words += ["--proportions", ",".join(f"{ids[device.name]}={share:g}" for device, share in shares)]
-    return [*words, *_limit(device), *_folders(state), *_more_settings(file)]
+    return [*words, *_memory(device), *_folders(state), *_flags(_more_settings(file))]
 
 
-def agent_arguments(device: Device, head: HeadAddress, state: str) -> list[str]:
-    """Of another machine."""
+def agent_arguments(file: DevicesFile, device: Device, head: HeadAddress, state: str) -> list[str]:
+    """Of another machine, with what the file says for all of them.
+
+    Raises:
+        ConfigError: as `head_arguments`.
+    """
     listen = ("--listen", bracketed(device.address)) if device.address else ()
-    return ["join", str(head), *listen, *_limit(device), *_folders(state)]
+    shared = {name: value for name, value in _more_settings(file).items() if name in FOR_AGENTS}
+    return ["join", str(head), *listen, *_memory(device), *_folders(state), *_flags(shared)]
 
 
 def logs_folder(state: str) -> str:
@@ -62,33 +74,52 @@ def logs_folder(state: str) -> str:
     return f"{state}/logs"
 
 
-def _limit(device: Device) -> list[str]:
-    return [] if device.memory_gb is None else ["--memory-limit", f"{device.memory_gb:g}GiB"]
+def _memory(device: Device) -> Iterator[str]:
+    if device.memory_gb is not None:
+        yield from ("--memory-limit", f"{device.memory_gb:g}GiB")
+    if device.memory_utilization is not None:
+        yield from ("--memory-utilization", str(device.memory_utilization))
 
 
 def _folders(state: str) -> list[str]:
     return ["--state-dir", state, "--log-dir", logs_folder(state)]
 
 
-def _more_settings(file: DevicesFile) -> Iterator[str]:
+def _flags(settings: Mapping[str, str]) -> Iterator[str]:
+    for name, value in settings.items():
+        yield from (flag_name(name), value)
+
+
+def _more_settings(file: DevicesFile) -> dict[str, str]:
+    """By field of `Settings`, as flags have them."""
+    found: dict[str, str] = {}
     for key, value in file.serve.items():
         name = str(key).replace("-", "_")
-        if name in _FROM_THE_FILE:
-            raise ConfigError(f"`serve` has the key {key}, which {_FROM_THE_FILE[name]} says.")
-        if name == _SECRET:
-            raise ConfigError(
-                "`serve` has the key api-key, a secret: give api-key-file, a file on the coordinator."
-            )
-        if name == _KEY_FILE and not str(value).startswith(("/", "~")):
-            raise ConfigError(
-                f"`serve` has the key {key}, and it is {value}: give the file's whole path on the coordinator."
-            )
-        if name not in Settings.model_fields:
-            raise ConfigError(
-                f"`serve` has the key {key}, which is no setting; `mlx-ring serve --help` lists them."
-            )
-        yield f"--{name.replace('_', '-')}"
-        yield _text(value)
+        _check_key(str(key), name, value, several=len(file.devices) > 1)
+        if name in found:
+            raise ConfigError(f"`serve` has the key {key} twice, with a dash and with an underscore.")
+        found[name] = _text(value)
+    check_values(found, " under `serve`")
+    return found
+
+
+def _check_key(key: str, name: str, value: object, *, several: bool) -> None:
+    if name in _FROM_THE_FILE:
+        raise ConfigError(f"`serve` has the key {key}, which {_FROM_THE_FILE[name]} says.")
+    if name == _STAGES and several:
+        raise ConfigError(f"`serve` has the key {key}, which the plan says where there are several devices.")
+    if name == _SECRET:
+        raise ConfigError(
+            "`serve` has the key api-key, a secret: give api-key-file, a file on the coordinator."
+        )
+    if name == _KEY_FILE and not str(value).startswith(("/", "~")):
+        raise ConfigError(
+            f"`serve` has the key {key}, and it is {value}: give the file's whole path on the coordinator."
+        )
+    if name not in Settings.model_fields:
+        raise ConfigError(
+            f"`serve` has the key {key}, which is no setting; `mlx-ring serve --help` lists them."
+        )
 
 
 def _text(value: object) -> str:

@@ -204,7 +204,7 @@ class _Run:
         return HeadAddress(head_host(self._head.place, other.place), self._file.coordinator.port)
 
     def _agent_words(self, other: Ready) -> list[str]:
-        return agent_arguments(other.place.device, self._address(other), other.about.state)
+        return agent_arguments(self._file, other.place.device, self._address(other), other.about.state)
 
     def _check_agents(self) -> None:
         """Who has ended will not come any more; of a machine that cannot be reached just now nothing is known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, cast
@@ -11,13 +11,15 @@ from typing import Any, cast
 import yaml
 
 from mlx_ring.cluster.planner.devices_file import estimated_cluster, lists_devices, read_devices
+from mlx_ring.cluster.planner.memory_share import SHARE_FIELDS, read_share
 from mlx_ring.cluster.planner.profiles import ETHERNET, ClusterProfile, LinkProfile, NodeProfile
 from mlx_ring.core.errors import ConfigError
 
 _SMALL_MAC_GB = 36
 _MAC_SHARES = (0.67, 0.75)
 """Of a Mac's memory, what Metal recommends for its working set: up to 36 GB, and above."""
-_MACHINE_FIELDS = frozenset({"name", "machine", "memory_gb", "bandwidth_gb_s", "tflops", "reserve"})
+_MACHINE_NUMBERS = frozenset({"memory_gb", "bandwidth_gb_s", "tflops"})
+_MACHINE_FIELDS = _MACHINE_NUMBERS | SHARE_FIELDS | {"name", "machine", "reserve"}
 _LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s"})
 
 
@@ -137,9 +139,23 @@ def _read_machine(entry: Any, where: str) -> NodeProfile:
         raise ConfigError(
             f"{where}: a machine has no field {unknown[0]}; fields are {', '.join(sorted(_MACHINE_FIELDS))}."
         )
+    node = _known_machine(fields, where) if "machine" in fields else _described_machine(fields, where)
+    reserve = _read_reserve(fields, node.name, where)
+    return node if reserve is None else replace(node, reserve_share=reserve)
+
+
+def _known_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
     name = fields.get("name")
-    if "machine" in fields:
-        return known_profile(str(fields["machine"]), None if name is None else str(name))
+    node = known_profile(str(fields["machine"]), None if name is None else str(name))
+    if beside := sorted(set(fields) & _MACHINE_NUMBERS):
+        raise ConfigError(
+            f"{where}: {node.name} has {beside[0]} beside `machine`, which says it: give one of them."
+        )
+    return node
+
+
+def _described_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
+    name = fields.get("name")
     if name is None:
         raise ConfigError(f"{where}: a machine has no `name`.")
     return NodeProfile(
@@ -147,8 +163,21 @@ def _read_machine(entry: Any, where: str) -> NodeProfile:
         memory_bytes=int(_positive(fields, "memory_gb", where) * 2**30),
         bandwidth=_positive(fields, "bandwidth_gb_s", where) * 1e9,
         flops=_positive(fields, "tflops", where) * 1e12,
-        reserve_share=float(fields.get("reserve", 0.1)),
     )
+
+
+def _read_reserve(fields: Mapping[str, Any], name: str, where: str) -> float | None:
+    """What is left to others, stated as such or by what may be used."""
+    share, reserve = read_share(name, where, fields), fields.get("reserve")
+    if reserve is None:
+        return None if share is None else 1 - share
+    if share is not None:
+        raise ConfigError(
+            f"{where}: {name} has both reserve and the share that may be used: give one of them."
+        )
+    if type(reserve) not in (int, float) or not 0 <= cast("float", reserve) < 1:
+        raise ConfigError(f"{where}: reserve of {name} is {reserve!r}; it must be a number from 0, below 1.")
+    return float(cast("float", reserve))
 
 
 def _read_link(entry: Any, where: str) -> LinkProfile:

@@ -8,12 +8,14 @@ first layer `a`. Eight machines and 128 layers take some tenths of a second.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 
 from mlx_ring.cluster.planner.stage_tables import Table
+
+_CLOSE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +126,40 @@ def _circles(
                 yield _Circle(search, members, last, start, cost + back)
 
 
-def quickest_way(tables: Sequence[Table], hops: Table) -> Way | None:
+def quickest_way(tables: Sequence[Table], hops: Table, steady: Sequence[Table] | None = None) -> Way | None:
     """The way on which one token gets around soonest, the hop from the last machine back to the first included.
 
     Args:
         tables: by machine, seconds of every stage that it could be.
         hops: seconds from machine to machine.
+        steady: by machine, seconds of the same stages if they always compute, where they may do so for a part of the time
+            only: no token comes around sooner than that. The best way is found to a thousandth then.
     """
+    way = _quickest(tables, hops)
+    if way is None or steady is None or all(map(np.array_equal, tables, steady)):
+        return way
+    best = _paced(way, steady)
+    # Every way takes `low`, and where no stage takes more than a bound the way may be longer than that: then so is the best.
+    low = way.cost
+    while best.cost > low * (1 + _CLOSE):
+        bound = (low + best.cost) / 2
+        allowed = [np.where(slow <= bound, table, np.inf) for table, slow in zip(tables, steady, strict=True)]
+        found = _quickest(allowed, hops)
+        if found is not None and (paced := _paced(found, steady)).cost < best.cost:
+            best = replace(paced, with_node=best.with_node)
+        if found is None or found.cost > bound:
+            low = bound
+    return best
+
+
+def _paced(way: Way, steady: Sequence[Table]) -> Way:
+    """With the cost that a stage which may not always compute gives it."""
+    slowest = max(float(steady[piece.node][piece.first, piece.end]) for piece in way.pieces)
+    alone = tuple(float(table[0, -1]) for table in steady)
+    return replace(way, cost=max(way.cost, slowest), alone=alone)
+
+
+def _quickest(tables: Sequence[Table], hops: Table) -> Way | None:
     nodes = range(len(tables))
     best: tuple[float, tuple[Piece, ...]] = (np.inf, ())
     with_node = [np.inf] * len(tables)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from mlx_ring.cluster.planner.memory_share import SHARE_FIELDS, is_share, read_share
 from mlx_ring.cluster.planner.plan import STRATEGIES
 from mlx_ring.cluster.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.core.addresses import CLUSTER_PORT
@@ -24,10 +25,10 @@ from mlx_ring.core.old_names import strategy_of_today
 
 _COORDINATOR, _WORKER = ("coordinator", "head", "master"), ("worker", "node")
 _FIELDS = frozenset({"devices", "model", "sharding", "serve"})
-_DEVICE_FIELDS = frozenset(
-    {"device_id", "hostname", "port", "role", "capabilities", "ssh", "address", "program", "state_dir"}
-)
-_CAPABILITIES = frozenset({"memory_gb", "gpu_cores"})
+_DEVICE_FIELDS = SHARE_FIELDS | {
+    *("device_id", "hostname", "port", "role", "capabilities", "ssh", "address", "program", "state_dir")
+}
+_CAPABILITIES = SHARE_FIELDS | {"memory_gb", "gpu_cores"}
 _SHARDING_FIELDS = frozenset({"strategy", "custom_proportions"})
 _MODEL_FIELDS = frozenset({"name", "provider"})
 _HOST_FIELDS = frozenset({"ssh", "ips", "rdma"})
@@ -35,6 +36,7 @@ _MOST_PORT, _MOST_NODES = 65534, 8
 _CORE_BANDWIDTH, _CORE_FLOPS = 12e9, 0.42e12
 """Of one core of an M-series GPU: what Apple's chips have of memory bandwidth and of float32, about."""
 _MAC_SHARES = ((36, 0.67), (float("inf"), 0.75))
+_MAC_RESERVE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Device:
     """Of the coordinator, for the others."""
     memory_gb: float | None = None
     """That plans may count on, of what is measured."""
+    memory_utilization: float | None = None
+    """Share of that which plans may fill; the usual one where it is None."""
     gpu_cores: int | None = None
     program: str = ""
     """Where `mlx-ring` lies there; looked for where it is empty."""
@@ -67,7 +71,7 @@ class DevicesFile:
     """As `serve` has it; empty where the file says none."""
     proportions: tuple[float, ...] = ()
     serve: Mapping[str, object] = field(default_factory=dict[str, object])
-    """More settings of `mlx-ring serve`."""
+    """More settings of `mlx-ring serve`, without the share of memory: each device has its own."""
     notes: tuple[str, ...] = ()
     """What stands in the file and does nothing here, in sentences."""
 
@@ -112,7 +116,7 @@ def _estimated(device: Device, where: str) -> NodeProfile:
         memory_bytes=int(device.memory_gb * share * 2**30),
         bandwidth=_CORE_BANDWIDTH * device.gpu_cores,
         flops=_CORE_FLOPS * device.gpu_cores,
-        reserve_share=0.05,
+        reserve_share=_MAC_RESERVE if device.memory_utilization is None else 1 - device.memory_utilization,
     )
 
 
@@ -127,13 +131,22 @@ def _read_file(content: object, where: str) -> DevicesFile:
     devices = [_read_device(entry, where) for entry in cast("list[object]", entries)]
     strategy, proportions = _read_sharding(fields.get("sharding"), len(devices), where)
     chosen = _one_coordinator(devices, where)
+    serve = _fields(fields.get("serve") or {}, None, where, "`serve`")
     return DevicesFile(
-        chosen,
+        _with_share(chosen, read_share("`serve`", where, serve)),
         model=_read_model(fields.get("model"), where),
         strategy=strategy,
         proportions=proportions,
-        serve=_fields(fields.get("serve") or {}, None, where, "`serve`"),
+        serve={key: value for key, value in serve.items() if not is_share(key, value)},
         notes=tuple(_notes(chosen, fields.get("sharding") or {}, strategy)),
+    )
+
+
+def _with_share(devices: Sequence[Device], share: float | None) -> tuple[Device, ...]:
+    """Those that state none have the one for all."""
+    return tuple(
+        device if device.memory_utilization is not None else replace(device, memory_utilization=share)
+        for device in devices
     )
 
 
@@ -171,6 +184,7 @@ def _read_device(entry: object, where: str) -> Device:
         address=_text(fields, "address", where),
         port=_port(fields.get("port", CLUSTER_PORT), name, where),
         memory_gb=_positive(capabilities, "memory_gb", where),
+        memory_utilization=read_share(name, where, fields, capabilities),
         gpu_cores=None if cores is None else int(cores),
         program=_text(fields, "program", where),
         state_dir=_text(fields, "state_dir", where),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlx_ring.cluster.planner.grants import lone_stream
 from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.cluster.planner.stage_tables import Demand, StageTables
+from mlx_ring.cluster.planner.stage_tables import Demand, StageTables, Times
 from mlx_ring.core.types import LayerRange
 
 
@@ -47,8 +48,9 @@ class Forecast:
 
     def decode_s(self, stage: int, rows: int, context_tokens: int) -> float:
         """One step with a token of each of so many sequences, each behind so long a context."""
-        node, layers = self._stages[stage]
-        return self._tables.stage_seconds(node, layers.start, layers.end, rows, context_tokens)
+        if all(node.grant is None for node, _ in self._stages):
+            return self._times(stage, rows, context_tokens).steady
+        return self._lone_stream(rows, context_tokens)[0][stage]
 
     def chunk_s(self, stage: int, tokens: int, context_tokens: int) -> float:
         """One step with so many tokens of a prompt: multiplying them, or reading the weights once if that takes longer."""
@@ -61,16 +63,24 @@ class Forecast:
 
     def token_s(self, context_tokens: int) -> float:
         """From one token of a stream that is alone to the next: every stage, and the hops around."""
-        stages = sum(self.decode_s(stage, 1, context_tokens) for stage in range(len(self)))
-        return stages + self._around_s()
+        return self._lone_stream(1, context_tokens)[1]
 
-    def _around_s(self) -> float:
+    def _lone_stream(self, rows: int, context_tokens: int) -> tuple[list[float], float]:
+        times = [self._times(stage, rows, context_tokens) for stage in range(len(self))]
+        unhindered, steady = [each.unhindered for each in times], [each.steady for each in times]
+        return lone_stream(unhindered, steady, self._around_s(rows))
+
+    def _times(self, stage: int, rows: int, context_tokens: int) -> Times[float]:
+        node, layers = self._stages[stage]
+        return self._tables.stage_seconds(node, layers.start, layers.end, rows, context_tokens)
+
+    def _around_s(self, rows: int) -> float:
         if len(self) == 1:
             return 0.0
         nodes = [node for node, _ in self._stages]
         return sum(
             self._cluster.link(one.name, other.name).seconds(
-                self._model.hidden_size * self._tables.model_on(one).number_bytes
+                rows * self._model.hidden_size * self._tables.model_on(one).number_bytes
             )
             for one, other in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlx_ring.cluster.planner.grants import ProcessorGrant
 from mlx_ring.cluster.planner.profiles import LinkProfile, NodeProfile
 from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.rpc.link_probe import LinkMeasure
@@ -39,7 +40,16 @@ def measured_node(
         widens=profile.computes_in == "float32",
         # A GPU has memory of its own, or an advised part of it, where no process lies.
         process_bytes=profile.worker_bytes + beside if profile.device == "cpu" else 0,
+        grant=_grant(profile),
     )
+
+
+def _grant(profile: MachineProfile) -> ProcessorGrant | None:
+    """None where all threads that compute may do so all the time, or a GPU does."""
+    share = 1.0 if profile.cpu_share is None else profile.cpu_share / profile.blas_threads
+    if profile.device != "cpu" or share >= 1 or profile.cpu_period_s is None:
+        return None
+    return ProcessorGrant(share, profile.cpu_period_s)
 
 
 def measured_link(measure: LinkMeasure) -> LinkProfile:

@@ -16,6 +16,7 @@ from mlx_ring.cluster.planner.cuts import (
     steadiest_costs,
     steadiest_way,
 )
+from mlx_ring.cluster.planner.grants import lone_stream
 from mlx_ring.cluster.planner.plan import Aim, LeftOut, Plan, Prediction, StagePlan, Strategy
 from mlx_ring.cluster.planner.profiles import UNREACHABLE, ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.cluster.planner.shares import given_counts, proportional_counts
@@ -81,6 +82,7 @@ class _Planner:
         self._timetable = Timetable(model, cluster, wish.demand)
         self._costs = self._timetable.costs
         self._tables, self._hops = self._timetable.tables, self._timetable.hops
+        self._steady = self._timetable.steady_tables
         self._on = self._costs.model_on
 
     def way(self) -> Way | None:
@@ -90,7 +92,7 @@ class _Planner:
                 return self._best_way()
             case "balanced":
                 self._check_layers()
-                return in_order(self._tables(1))
+                return in_order(self._steady(1))
             case _:
                 return self._fixed_way(self._counts())
 
@@ -100,7 +102,7 @@ class _Planner:
                 f"{len(self._nodes)} machines were given; plans by `auto` are exact for {MOST_NODES} at most. "
                 "Use the strategy balanced, or leave some out."
             )
-        quickest = quickest_way(self._tables(1), self._hops(1))
+        quickest = quickest_way(self._tables(1), self._hops(1), self._steady(1))
         if self._wish.aim == "latency" or quickest is None:
             return quickest
         best = quickest
@@ -133,7 +135,7 @@ class _Planner:
     def _of_group(self, stages: int) -> tuple[list[Table], Table]:
         """Stages' and hops' seconds for a step of one group."""
         rows = self._rows(stages)
-        return self._tables(rows), self._hops(rows)
+        return self._steady(rows), self._hops(rows)
 
     def _check_layers(self) -> None:
         if len(self._nodes) > len(self._model.layers):
@@ -170,7 +172,9 @@ class _Planner:
         """What steps take where memory is no matter."""
         costs = StageTables(self._model, self._wish.demand)
         boundless = [replace(node, memory_bytes=1 << 62) for node in self._nodes]
-        return [np.where(np.isfinite(table := costs.seconds(node, 1, 0)), table, 0.0) for node in boundless]
+        return [
+            np.where(np.isfinite(table := costs.seconds(node, 1, 0).steady), table, 0.0) for node in boundless
+        ]
 
     def _fixed_way(self, counts: Sequence[int]) -> Way | None:
         tables = self._tables(1)
@@ -190,23 +194,22 @@ class _Planner:
             context_tokens=wish.demand.context_tokens,
             sequences=wish.demand.sequences,
             kv_bits=wish.demand.kv_bits,
-            stages=tuple(self._stage(piece) for piece in way.pieces),
+            stages=tuple(map(self._stage, way.pieces, self._lone_stream(way.pieces)[0])),
             left_out=self._left_out(way, prediction),
             prediction=prediction,
             remarks=self._remarks(way, prediction),
         )
 
-    def _stage(self, piece: Piece) -> StagePlan:
+    def _stage(self, piece: Piece, token_s: float) -> StagePlan:
         node = self._nodes[piece.node]
         weights = self._costs.weight_bytes(node, piece.first, piece.end)
-        seconds = float(self._tables(1)[piece.node][piece.first, piece.end])
         return StagePlan(
             node=node.name,
             layers=LayerRange(piece.first, piece.end),
             weight_bytes=weights,
             memory_bytes=int(self._costs.memory(node)[piece.first, piece.end]),
             usable_bytes=node.usable_bytes,
-            token_s=seconds,
+            token_s=token_s,
             why=self._why(piece, node),
         )
 
@@ -259,7 +262,7 @@ class _Planner:
     def _remarks(self, way: Way, prediction: Prediction) -> tuple[str, ...]:
         if len(way.pieces) == 1:
             return ("One machine alone does best.",) if len(self._nodes) > 1 else ()
-        alone = [float(table[0, -1]) for table in self._tables(1)]
+        alone = [float(table[0, -1]) for table in self._steady(1)]
         best = min(range(len(alone)), key=lambda place: alone[place])
         if alone[best] < prediction.token_s:
             return (
@@ -272,7 +275,7 @@ class _Planner:
 
     def _predict(self, pieces: Sequence[Piece]) -> Prediction:
         return Prediction(
-            token_s=self._token_s(pieces),
+            token_s=self._lone_stream(pieces)[1],
             tokens_per_s=self._throughput(pieces),
             first_token_s=self._first_token_s(pieces),
             prompt_tokens=self._wish.prompt_tokens,
@@ -296,20 +299,18 @@ class _Planner:
             float(hops[one, other]) for one, other in zip(places, [*places[1:], places[0]], strict=True)
         )
 
-    def _token_s(self, pieces: Sequence[Piece]) -> float:
-        tables = self._tables(1)
-        return sum(float(tables[piece.node][piece.first, piece.end]) for piece in pieces) + self._around(
-            pieces, 1
-        )
+    def _lone_stream(self, pieces: Sequence[Piece]) -> tuple[list[float], float]:
+        """Seconds of each stage, and from token to token."""
+        unhindered, steady = (_of(tables, pieces) for tables in (self._tables(1), self._steady(1)))
+        return lone_stream(unhindered, steady, self._around(pieces, 1))
 
     def _throughput(self, pieces: Sequence[Piece]) -> float:
         """As many groups as stages: a cycle lasts as long as the slowest stage takes for all groups, or one group around."""
         sequences, stages = self._wish.demand.sequences, len(pieces)
         groups = min(stages, sequences)
         rows = -(-sequences // groups)
-        tables = self._tables(rows)
-        times = [float(tables[piece.node][piece.first, piece.end]) for piece in pieces]
-        return sequences / max(groups * max(times), sum(times) + self._around(pieces, rows))
+        once = sum(_of(self._tables(rows), pieces)) + self._around(pieces, rows)
+        return sequences / max(groups * max(_of(self._steady(rows), pieces)), once)
 
     def _first_token_s(self, pieces: Sequence[Piece]) -> float:
         tokens = self._wish.prompt_tokens
@@ -319,7 +320,11 @@ class _Planner:
             for piece in pieces
         ]
         hops = self._around(pieces, min(tokens, _CHUNK_TOKENS))
-        return sum(times) + (chunks - 1) * max(times) + hops + self._token_s(pieces)
+        return sum(times) + (chunks - 1) * max(times) + hops + self._lone_stream(pieces)[1]
+
+
+def _of(tables: Sequence[Table], pieces: Sequence[Piece]) -> list[float]:
+    return [float(tables[piece.node][piece.first, piece.end]) for piece in pieces]
 
 
 def _cut_off(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:

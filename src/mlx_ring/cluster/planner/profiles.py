@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mlx_ring.cluster.planner.grants import ProcessorGrant
 from mlx_ring.core.machine_profile import StepCosts, WeightRate
 
 
@@ -76,6 +77,8 @@ class NodeProfile:
     """Whether half precision becomes float32 when it is loaded, as on a CPU."""
     process_bytes: int = 0
     """Of its memory, what our processes hold before any weights."""
+    grant: ProcessorGrant | None = None
+    """Of the time of the threads that compute, where it is less than all. Rates and costs are of that time."""
 
     @property
     def usable_bytes(self) -> int:

@@ -115,7 +115,7 @@ def _speeds(model: ModelProfile, cluster: ClusterProfile, wish: Wish, replicas: 
             largest = max(
                 size for size in range(1, most + 1) if -(-sequences // min(size, sequences)) == rows
             )
-            costs[rows] = steadiest_costs(timetable.tables(rows), timetable.hops(rows), largest)
+            costs[rows] = steadiest_costs(timetable.steady_tables(rows), timetable.hops(rows), largest)
         for members, slowest in costs[rows].items():
             if members.bit_count() == stages and np.isfinite(slowest):
                 # Fewer groups than stages leave stages waiting.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ _QUANTIZED_GROUP = 64
 Table = NDArray[np.float64]
 """`(layers + 1, layers + 1)`: by first layer and end; infinite where no stage can be."""
 
+_Seconds = TypeVar("_Seconds")
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -39,6 +42,16 @@ class Demand:
         if self.kv_bits >= 16:  # noqa: PLR2004 - bits
             return 1.0
         return (self.kv_bits + 16 * number_bytes / _QUANTIZED_GROUP) / (8 * number_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Times(Generic[_Seconds]):
+    """What a step lasts on a machine that may compute all the time, or for a part of it."""
+
+    unhindered: _Seconds
+    """Where it did nothing before."""
+    steady: _Seconds
+    """Where it always computes."""
 
 
 class StageTables:
@@ -59,18 +72,23 @@ class StageTables:
             self._memory[node.widens] = _held_bytes(self.model_on(node), self.demand)
         return self._memory[node.widens] + node.process_bytes
 
-    def seconds(self, node: NodeProfile, rows: int, context_tokens: int) -> Table:
+    def seconds(self, node: NodeProfile, rows: int, context_tokens: int) -> Times[Table]:
         """One step with `rows` tokens of as many sequences, each behind `context_tokens`; infinite where memory ends."""
         before = self._seconds_before(node, rows, context_tokens)
         table = before[None, :] - before[:, None] + node.costs.step_s
         fits = self.memory(node) <= node.usable_bytes
         fits &= np.arange(len(before))[:, None] < np.arange(len(before))[None, :]
-        return np.where(fits, table, np.inf)
+        times = _times(node, table)
+        unhindered = np.where(fits, times.unhindered, np.inf)
+        return Times(unhindered, unhindered if node.grant is None else np.where(fits, times.steady, np.inf))
 
-    def stage_seconds(self, node: NodeProfile, first: int, end: int, rows: int, context_tokens: int) -> float:
+    def stage_seconds(
+        self, node: NodeProfile, first: int, end: int, rows: int, context_tokens: int
+    ) -> Times[float]:
         """One step of one stage, whether memory does or not."""
         before = self._seconds_before(node, rows, context_tokens)
-        return float(before[end] - before[first]) + node.costs.step_s
+        times = _times(node, before[end : end + 1] - before[first] + node.costs.step_s)
+        return Times(float(times.unhindered[0]), float(times.steady[0]))
 
     def weight_bytes(self, node: NodeProfile, first: int, end: int) -> int:
         """Of one stage, embedding and head included where it has them."""
@@ -119,7 +137,14 @@ class StageTables:
         flops = sum(layer.flops_per_token for layer in model.layers[first:end]) * tokens
         # Scores and their sums: every token looks at those before it.
         scores = (end - first) * 2 * tokens * tokens * model.hidden_size
-        return flops / node.rate(model.weights).flops + scores / node.flops
+        computing = flops / node.rate(model.weights).flops + scores / node.flops
+        return computing / (node.grant.share if node.grant else 1.0)
+
+
+def _times(node: NodeProfile, computing: Table) -> Times[Table]:
+    if node.grant is None:
+        return Times(computing, computing)
+    return Times(node.grant.clock_s(computing), node.grant.steady_s(computing))
 
 
 def _layer_seconds(layer: LayerProfile, rate: WeightRate, rows: int, hidden_size: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.cluster.planner.stage_tables import Demand, StageTables, Table
+from mlx_ring.cluster.planner.stage_tables import Demand, StageTables, Table, Times
 
 
 class Timetable:
@@ -16,10 +16,17 @@ class Timetable:
         self._model = model
         self._cluster = cluster
         self._demand = demand
-        self._by_rows: dict[int, list[Table]] = {}
+        self._by_rows: dict[int, list[Times[Table]]] = {}
 
     def tables(self, rows: int) -> list[Table]:
-        """By machine: a step with so many rows, for every stage that it could be."""
+        """By machine: a step with so many rows, for every stage that it could be, where nothing came before."""
+        return [times.unhindered for times in self._times(rows)]
+
+    def steady_tables(self, rows: int) -> list[Table]:
+        """The same of machines that always compute."""
+        return [times.steady for times in self._times(rows)]
+
+    def _times(self, rows: int) -> list[Times[Table]]:
         if rows not in self._by_rows:
             # Half of the context is what a stream has behind it in the mean.
             context = self._demand.context_tokens // 2

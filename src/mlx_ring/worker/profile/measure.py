@@ -15,7 +15,7 @@ from mlx_ring.core.process_limits import cpu_quota, usable_cores
 from mlx_ring.rpc.hello import package_version
 from mlx_ring.worker.device import device_description, device_memory, device_name, free_memory
 from mlx_ring.worker.profile.products import WIDE_RATIO, Products, WeightKind, narrow_width
-from mlx_ring.worker.profile.rounds import Found, Measurement, in_turns
+from mlx_ring.worker.profile.rounds import Found, Measurement, Stopwatch, in_turns, stopwatch
 from mlx_ring.worker.profile.steps import (
     FEW_LAYERS,
     FEW_WORDS,
@@ -52,19 +52,20 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
     Raises:
         ConfigError: too little memory is left to measure with.
     """
-    started = time.monotonic()
+    started, quota = time.monotonic(), cpu_quota()
+    watch = stopwatch(blas_threads, quota.cores if quota else None)
     memory, left = device_memory()[0], free_memory()
     allowed = _allowed_bytes(left, bounds.memory_share)
     name, limited_by = device_description()
     plain, width = _plain_dtype(), narrow_width()
     kinds = _kinds(plain)
     wide = {
-        kind.name: Products(kind, width * WIDE_RATIO, _set_bytes(kind, allowed))
+        kind.name: Products(kind, width * WIDE_RATIO, _set_bytes(kind, allowed), watch)
         for kind in kinds
         if _is_fast(kind)
     }
-    narrow = {kind.name: Products(kind, width, _set_bytes(kind, allowed)) for kind in kinds}
-    found = in_turns(_product_turns(wide, narrow) | _step_turns(plain), started + bounds.seconds)
+    narrow = {kind.name: Products(kind, width, _set_bytes(kind, allowed), watch) for kind in kinds}
+    found = in_turns(_product_turns(wide, narrow) | _step_turns(plain, watch), started + bounds.seconds)
     mx.clear_cache()
     # With what products and steps leave behind, as in a worker that has served.
     worker_bytes = max(0, psutil.Process().memory_info().rss - mx.get_active_memory())
@@ -77,7 +78,8 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
         memory_available_bytes=left,
         memory_limited_by=limited_by,
         cores=usable_cores(),
-        cpu_share=cpu_quota(),
+        cpu_share=quota.cores if quota else None,
+        cpu_period_s=quota.period_s if quota else None,
         worker_bytes=worker_bytes,
         agent_bytes=0,
         blas=blas,
@@ -130,13 +132,13 @@ def _product_turns(wide: Mapping[str, Products], narrow: Mapping[str, Products])
     return turns | {f"{name} compute": products.compute for name, products in {**narrow, **wide}.items()}
 
 
-def _step_turns(dtype: mx.Dtype) -> dict[str, Measurement]:
+def _step_turns(dtype: mx.Dtype, watch: Stopwatch) -> dict[str, Measurement]:
     return {
-        "few layers": SmallStage(FEW_LAYERS, dtype).seconds,
-        "many layers": SmallStage(MANY_LAYERS, dtype).seconds,
-        "few words": drawing(FEW_WORDS),
-        "many words": drawing(MANY_WORDS),
-        "attention": attending(dtype),
+        "few layers": SmallStage(FEW_LAYERS, dtype, watch).seconds,
+        "many layers": SmallStage(MANY_LAYERS, dtype, watch).seconds,
+        "few words": drawing(FEW_WORDS, watch),
+        "many words": drawing(MANY_WORDS, watch),
+        "attention": attending(dtype, watch),
     }
 
 

@@ -12,7 +12,7 @@ from itertools import cycle, islice
 
 import mlx.core as mx
 
-from mlx_ring.worker.profile.rounds import seconds_of
+from mlx_ring.worker.profile.rounds import Stopwatch
 
 GROUP = 64
 """Of quantized weights, as nearly every model has it."""
@@ -49,9 +49,10 @@ def narrow_width() -> int:
 class Products:
     """Weights of one kind and width, ready to be measured."""
 
-    def __init__(self, kind: WeightKind, width: int, set_bytes: int) -> None:
+    def __init__(self, kind: WeightKind, width: int, set_bytes: int, stopwatch: Stopwatch) -> None:
         """Make weights of about `set_bytes`, two matrices at least."""
         self.width = width
+        self._stopwatch = stopwatch
         self._dtype = kind.dtype
         self._multiply, self.nbytes, count = _make_weights(kind, width, set_bytes)
         self._turns = cycle(range(count))
@@ -72,7 +73,7 @@ class Products:
         return 2 * self._blocks * self._rows.shape[0] * self.width**2 / taken
 
     def _seconds(self, rows: mx.array, products: int) -> float:
-        return seconds_of(lambda: mx.eval(self._chain(rows, islice(self._turns, products))))
+        return self._stopwatch(lambda: mx.eval(self._chain(rows, islice(self._turns, products))))
 
     def _chain(self, rows: mx.array, turns: Iterator[int]) -> mx.array:
         for number in turns:

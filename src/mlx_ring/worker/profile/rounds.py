@@ -6,6 +6,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
 
 LEAST_ROUNDS = 3
 
@@ -45,8 +48,21 @@ def in_turns(
     return {name: Found.of(found) for name, found in values.items()}
 
 
-def seconds_of(work: Callable[[], None]) -> float:
-    """How long it takes, once."""
-    started = time.perf_counter()
+Stopwatch = Callable[[Callable[[], None]], float]
+"""How long something takes, once, in seconds."""
+
+
+def stopwatch(threads: int, cores: float | None) -> Stopwatch:
+    """By the clock; where a control group grants less than `threads` cores, by the time that was granted.
+
+    How much of a second that is depends on when the measurement falls into the group's period; planning counts with it.
+    """
+    if cores is None or cores >= threads or mx.default_device() != mx.Device(mx.cpu):
+        return partial(_seconds_of, time.perf_counter, 1)
+    return partial(_seconds_of, time.process_time, threads)
+
+
+def _seconds_of(clock: Callable[[], float], threads: int, work: Callable[[], None]) -> float:
+    started = clock()
     work()
-    return max(time.perf_counter() - started, 1e-9)
+    return max((clock() - started) / threads, 1e-9)

@@ -13,7 +13,7 @@ from mlx_ring.rpc.links import Inbox
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.profile.rounds import seconds_of
+from mlx_ring.worker.profile.rounds import Stopwatch
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.sampler import LazySample, Parameters, SamplerRow
 from mlx_ring.worker.shard import StageModel
@@ -44,7 +44,8 @@ _LONGEST = 4096
 class SmallStage:
     """A whole model of some layers, driven as the head drives a stage: each step is there before the last is answered."""
 
-    def __init__(self, layers: int, dtype: mx.Dtype) -> None:
+    def __init__(self, layers: int, dtype: mx.Dtype, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
         arguments = cast("Any", qwen3.ModelArgs).from_dict(_SMALL | {"num_hidden_layers": layers})
         model = cast("Any", qwen3.Model)(arguments)
         model.set_dtype(dtype)
@@ -61,7 +62,7 @@ class SmallStage:
         """Of one step, in the mean over some that follow each other."""
         if self._length + _STEPS > _LONGEST:
             self._begin()
-        return seconds_of(self._decode) / _STEPS
+        return self._stopwatch(self._decode) / _STEPS
 
     def _begin(self) -> None:
         """A new sequence, and its first steps, which are slower."""
@@ -96,20 +97,20 @@ def _check(done: step_pb2.StepDone) -> None:
         raise RuntimeError(done.failure.message)
 
 
-def drawing(words: int) -> Callable[[], float]:
+def drawing(words: int, stopwatch: Stopwatch) -> Callable[[], float]:
     """Draws one token at the temperature that most people ask for, out of so many; gives the seconds."""
     logits = mx.random.normal((1, words))
     row = SamplerRow(Parameters(temperature=1.0), seed=7, position=1, tokens=(0,), prompt_length=1)
     mx.eval(logits)
 
     def draw() -> float:
-        return seconds_of(lambda: mx.eval(LazySample(logits, [row]).tokens))
+        return stopwatch(lambda: mx.eval(LazySample(logits, [row]).tokens))
 
     draw()
     return draw
 
 
-def attending(dtype: mx.Dtype) -> Callable[[], float]:
+def attending(dtype: mx.Dtype, stopwatch: Stopwatch) -> Callable[[], float]:
     """One token's look back at long contexts; gives seconds for each token looked at and each number of its queries."""
     queries = mx.ones((1, _HEADS, 1, _HEAD_WIDTH), dtype)
     held = [
@@ -119,7 +120,7 @@ def attending(dtype: mx.Dtype) -> Callable[[], float]:
     mx.eval(queries, held)
 
     def attend() -> float:
-        taken = seconds_of(
+        taken = stopwatch(
             lambda: mx.eval(
                 [
                     mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.1)
