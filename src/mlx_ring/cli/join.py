@@ -13,13 +13,14 @@ import typer
 from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.addresses import HeadAddress, bracketed, parse_head_address
 from mlx_ring.core.cluster_folders import node_folder
-from mlx_ring.core.config import Settings, let_grpc_speak, load_settings, quieten_grpc, state_folder
+from mlx_ring.core.config import Settings, let_grpc_speak, quieten_grpc, state_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.head_announcement import FoundHead
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import make_run_folder, raise_descriptor_limit, share_cores
 from mlx_ring.core.private_files import read_private, write_private
 from mlx_ring.core.running import recorded
+from mlx_ring.core.settings_sources import load_settings
 
 _HEAD_FILE = "head"
 _TRY_S = 2.0

@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.core.config import load_settings, state_folder
+from mlx_ring.core.config import state_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.machine import share_cores
 from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.core.settings_sources import load_settings
 
 _MOST_THREADS = 1024
 

@@ -11,18 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from mlx_ring.core.addresses import local_url
-from mlx_ring.core.config import (
-    Settings,
-    allowed_values,
-    flag_name,
-    let_grpc_speak,
-    load_settings,
-    state_folder,
-)
+from mlx_ring.core.config import Settings, allowed_values, flag_name, let_grpc_speak, state_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import listen, node_name
 from mlx_ring.core.running import recorded
+from mlx_ring.core.settings_sources import load_settings
 
 _VLLM_NAMES = {
     "stages": ("--pipeline-parallel-size", "-pp"),

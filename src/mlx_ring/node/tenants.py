@@ -57,17 +57,20 @@ def no_room(
         keepers: who has the others; one at least.
     """
     insisted = any(keeper.tenant.insisted for keeper in keepers)
-    names = " and ".join(dict.fromkeys(keeper.tenant.model for keeper in keepers))
     kept = ", and ".join(
         f"{keeper.tenant.model} keeps {_size(keeper.kept_bytes)} for one request of {keeper.kept_tokens} tokens"
         for keeper in keepers
     )
+    others = " and ".join(dict.fromkeys(keeper.tenant.model for keeper in keepers))
+    if others == tenant.model:
+        refused, remedy = f"Another replica of {others} does not fit", "Ask for fewer --replicas"
+    else:
+        refused, remedy = f"{tenant.model} does not fit beside {others}", f"Unload {others}"
     turns = ", or with --model-memory, by which models take turns" if insisted else ""
     kind = ContextKept if insisted else PlanError
     return kind(
-        f"{tenant.model} does not fit beside {names} on {node}: {takes} {_size(needed)}, and {_size(left)} are left there, "
-        f"for {kept}. Unload {names}, or start the server with a --max-model-len below "
-        f"{max(keeper.kept_tokens for keeper in keepers)}{turns}."
+        f"{refused} on {node}: {takes} {_size(needed)}, and {_size(left)} are left there, for {kept}. {remedy}, or start "
+        f"the server with a --max-model-len below {max(keeper.kept_tokens for keeper in keepers)}{turns}."
     )
 
 
