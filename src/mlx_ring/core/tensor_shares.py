@@ -92,7 +92,9 @@ class TensorSizes:
         """KV heads, rows of MLPs, of experts and of the vocabulary, in this order."""
         return (
             Divisible("KV heads", self.kv_heads, self._heads_in_pack()),
-            Divisible("rows of the MLP", self.intermediate, _rows_in_pack(self.intermediate, self.group_size)),
+            Divisible(
+                "rows of the MLP", self.intermediate, _rows_in_pack(self.intermediate, self.group_size)
+            ),
             Divisible("rows of an expert", self.experts, _rows_in_pack(self.experts, self.group_size)),
             Divisible("tokens of the vocabulary", self.vocabulary, _rows_in_pack(self.vocabulary)),
         )
@@ -147,7 +149,9 @@ def read_tensor_sizes(folder: ModelFolder) -> TensorSizes:
             f"for {splittable()}. It can be split by layers alone."
         )
     queries = _positive(folder, "num_attention_heads")
-    kv_heads = queries if folder.entry("num_key_value_heads") is None else _positive(folder, "num_key_value_heads")
+    kv_heads = (
+        queries if folder.entry("num_key_value_heads") is None else _positive(folder, "num_key_value_heads")
+    )
     if queries % kv_heads:
         raise ModelCorrupt(
             f"{folder.path / 'config.json'} gives {queries} query heads to {kv_heads} KV heads: each must have as many."

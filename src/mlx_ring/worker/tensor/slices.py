@@ -45,9 +45,7 @@ def keep_columns(layer: nn.Module, extent: Extent) -> None:
 def rows_of(layer: nn.Module, extent: Extent) -> dict[str, mx.array]:
     """Views of a layer's matrices: what keeps them keeps the whole."""
     found = {name: _parameter(layer, name) for name in _MATRICES}
-    return {
-        name: matrix[extent.start : extent.end] for name, matrix in found.items() if matrix is not None
-    }
+    return {name: matrix[extent.start : extent.end] for name, matrix in found.items() if matrix is not None}
 
 
 def _cut(matrix: mx.array, axis: int, extents: Sequence[Extent]) -> mx.array:

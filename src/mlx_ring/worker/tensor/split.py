@@ -127,7 +127,7 @@ def _sum(module: nn.Module, group: Group) -> None:
     def make(run: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def call(self: nn.Module, *arguments: Any) -> mx.array:
             total = group.all_sum(run(self, *arguments))
-            return total + self[_LATE_BIAS] if _LATE_BIAS in self else total
+            return total + cast("mx.array", self[_LATE_BIAS]) if _LATE_BIAS in self else total
 
         return call
 
