@@ -15,7 +15,7 @@ from typing import Any
 from mlx_ring.core.config import inherited_environment
 
 _RANK = Path(__file__).with_name("rank.py")
-_WITHIN_S = 240.0
+_WITHIN_S = 120.0
 _POLL_S = 0.05
 
 
