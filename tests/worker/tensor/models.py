@@ -47,16 +47,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_family(folder: Path, family: str, bits: int | None = None, **entries: Any) -> Path:
+def write_family(
+    folder: Path, family: str, bits: int | None = None, mode: str = "affine", **entries: Any
+) -> Path:
     """The model's folder; with `bits` its matrices are quantized in groups of 32."""
     config = _COMMON | {"model_type": family} | FAMILIES[family] | entries
     write_random_model(folder, config, spread=0.1, norm=1.0)
     if bits is None:
         return folder
     model = cast("Any", load_model(folder)[0])
-    nn.quantize(model, group_size=GROUP, bits=bits)
+    nn.quantize(model, group_size=GROUP, bits=bits, mode=mode)
     weights = cast("dict[str, mx.array]", tree_flatten(model.parameters(), destination={}))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    config["quantization"] = {"group_size": GROUP, "bits": bits}
+    config["quantization"] = {"group_size": GROUP, "bits": bits, "mode": mode}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

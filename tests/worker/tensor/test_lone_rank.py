@@ -167,7 +167,8 @@ def test_a_layer_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_a_head_begins_where_its_ranks_part_begins() -> None:
     class Both(LoneGroup):
         def stack(self, array: mx.array) -> mx.array:
-            return mx.stack([mx.full(array.shape, -1.0), array])
+            first = mx.stack([mx.array([-1.0]).view(mx.int32), mx.array([7])])
+            return mx.stack([first, array])
 
     head = SplitHead(Both(rank=1), [Extent(0, 100_000_000), Extent(100_000_000, 100_000_003)])
     assert head.best(mx.array([[0.0, 2.0, 2.0]])).tolist() == [100_000_001]

@@ -38,11 +38,13 @@ class Case:
     kind: str = "split"
     entries: tuple[tuple[str, Any], ...] = ()
     kv_bits: int | None = None
+    mode: str = "affine"
+    """Of quantization."""
 
     @property
     def model(self) -> str:
         """The name of its model's folder."""
-        return "-".join(map(str, (self.family, self.bits, *(value for _, value in self.entries))))
+        return "-".join(map(str, (self.family, self.bits, self.mode, *(value for _, value in self.entries))))
 
     @property
     def name(self) -> str:
@@ -56,6 +58,8 @@ UNTIED = (("tie_word_embeddings", False),)
 MORE_CASES = [
     Case("phi3", (1, 1), entries=UNTIED),
     Case("llama", (3, 5), 4, entries=UNTIED),
+    Case("qwen3", (5, 3), 4, mode="mxfp4"),
+    Case("qwen3_moe", (3, 1), 8, mode="mxfp8"),
     Case("qwen3", (5, 3), cuts=(1,)),
     Case("phi3", (5, 3), cuts=(1,)),
     Case("qwen3_moe", (3, 1), 4, cuts=(1,), kv_bits=8),
@@ -87,7 +91,7 @@ class Ran:
         """Have `size` ranks run the cases."""
         for case in cases:
             if case.family and not self.model(case).exists():
-                write_family(self.model(case), case.family, case.bits, **dict(case.entries))
+                write_family(self.model(case), case.family, case.bits, case.mode, **dict(case.entries))
         described = [
             {
                 "name": case.name,
