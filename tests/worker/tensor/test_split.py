@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -85,7 +86,6 @@ class Ran:
     """What groups of ranks have given."""
 
     folder: Path
-    sizes: dict[str, int] = field(default_factory=dict[str, int])
 
     def run(self, cases: list[Case], size: int) -> None:
         """Have `size` ranks run the cases."""
@@ -122,11 +122,19 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Two ranks and four, with all their cases behind them."""
-    ran = Ran(tmp_path_factory.mktemp("tensor"))
-    ran.run([*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES, *HELD, *SHARDED, GROUP], 2)
-    ran.run([*FOUR_CASES, GROUP], 4)
+def ran(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ran:
+    """Two ranks and four, with all their cases behind them: run once, whichever of pytest's processes asks first."""
+    own = tmp_path_factory.getbasetemp()
+    ran = Ran((own if worker_id == "master" else own.parent) / "tensor")
+    ran.folder.mkdir(exist_ok=True)
+    with (ran.folder / "lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.seek(0)
+        if not lock.read():
+            lock.write("begun")
+            lock.flush()
+            ran.run([*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES, *HELD, *SHARDED, GROUP], 2)
+            ran.run([*FOUR_CASES, GROUP], 4)
     return ran
 
 
