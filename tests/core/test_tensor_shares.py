@@ -165,20 +165,26 @@ def test_heads_come_in_packs_where_a_group_straddles_them() -> None:
         (
             FLOAT,
             (1,) * 9,
-            "8 KV heads cannot be shared out 1:1:1:1:1:1:1:1:1 among 9 ranks, each of which needs at least 1; the nearest "
-            "that can be made is 1:1:1:1:1:1:1:1.",
+            (
+                "8 KV heads cannot be shared out 1:1:1:1:1:1:1:1:1 among 9 ranks, each of which needs at least 1; the nearest "
+                "that can be made is 1:1:1:1:1:1:1:1."
+            ),
         ),
         (
             FLOAT,
             (100, 1, 1),
-            "8 KV heads cannot be shared out 100:1:1 among 3 ranks, each of which needs at least 1; the nearest that can be "
-            "made is 6:1:1.",
+            (
+                "8 KV heads cannot be shared out 100:1:1 among 3 ranks, each of which needs at least 1; the nearest that can be "
+                "made is 6:1:1."
+            ),
         ),
         (
             TensorSizes(8, 8, 64, 128, 0, 320, 64),
             (3, 1, 1),
-            "128 rows of the MLP in packs of 64 cannot be shared out 3:1:1 among 3 ranks, each of which needs at least 64; "
-            "the nearest that can be made is 1:1.",
+            (
+                "128 rows of the MLP in packs of 64 cannot be shared out 3:1:1 among 3 ranks, each of which needs at least 64; "
+                "the nearest that can be made is 1:1."
+            ),
         ),
         (FLOAT, (), "Shares for no rank at all were asked for: give one number for each rank, as in 3,1."),
         (FLOAT, (1, 0), "Shares 1:0 were asked for; each must be a number above 0."),
@@ -194,7 +200,9 @@ def test_shares_that_cannot_be_made_are_refused_with_the_nearest_that_can(
 
 
 def test_a_family_that_cannot_be_split_is_refused_with_those_that_can() -> None:
-    with pytest.raises(ModelUnsupported, match="is a 'gemma3' model, .* Llama and Mistral, Phi-3, Qwen2, Qwen3"):
+    with pytest.raises(
+        ModelUnsupported, match=r"is a 'gemma3' model, .* Llama and Mistral, Phi-3, Qwen2, Qwen3"
+    ):
         read(model_type="gemma3")
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 
 class Group:
-    """This process's place among ranks that MLX has joined."""
+    """The place of this process among ranks that MLX has joined."""
 
     def __init__(self, joined: mx.distributed.Group) -> None:
         self._joined = joined

@@ -36,9 +36,9 @@ class SplitHead:
         """
         ids = mx.argmax(own, axis=-1).astype(mx.int32) + self._begin
         values = mx.max(own, axis=-1).astype(mx.float32)
-        found = self._group.stack(mx.stack([values, ids.view(mx.float32)]))
-        first = mx.argmax(found[:, 0], axis=0, keepdims=True)
-        return mx.take_along_axis(found[:, 1].view(mx.int32), first, axis=0)[0]
+        found = self._group.stack(mx.stack([values.view(mx.int32), ids]))
+        first = mx.argmax(found[:, 0].view(mx.float32), axis=0, keepdims=True)
+        return mx.take_along_axis(found[:, 1], first, axis=0)[0]
 
 
 def split_head(model: nn.Module, own: Extent, *, looks_up: bool) -> None:

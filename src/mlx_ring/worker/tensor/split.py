@@ -59,13 +59,27 @@ def _check(model: nn.Module, shares: Sequence[TensorShare], group: Group) -> Non
         )
     if len(shares) != group.size:
         raise PlanError(f"There are shares for {len(shares)} ranks, and {group.size} ranks in the group.")
-    wanted, told = cast("Any", model).args, shares[-1]
-    ends = (told.kv_heads.end, told.query_heads.end, told.vocabulary.end)
-    sizes = (wanted.num_key_value_heads, wanted.num_attention_heads, wanted.vocab_size)
-    if ends != sizes:
+    told, found = _ends(shares[-1]), _sizes(cast("Any", model).args)
+    if told != found:
         raise PlanError(
-            f"The shares are for {ends} KV heads, query heads and tokens; the model has {sizes}: they were made for another."
+            f"The shares are of {told} KV heads, query heads, rows and tokens, where the model has {found}: they were made "
+            "for another."
         )
+
+
+def _ends(last: TensorShare) -> tuple[int, ...]:
+    extents = (last.kv_heads, last.query_heads, last.intermediate, last.experts, last.vocabulary)
+    return tuple(extent.end for extent in extents)
+
+
+def _sizes(of_model: Any) -> tuple[int, ...]:
+    return (
+        of_model.num_key_value_heads,
+        of_model.num_attention_heads,
+        of_model.intermediate_size,
+        getattr(of_model, "moe_intermediate_size", 0),
+        of_model.vocab_size,
+    )
 
 
 def _split_layer(layer: nn.Module, share: TensorShare, group: Group) -> None:
@@ -127,7 +141,7 @@ def _sum(module: nn.Module, group: Group) -> None:
     def make(run: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def call(self: nn.Module, *arguments: Any) -> mx.array:
             total = group.all_sum(run(self, *arguments))
-            return total + self[_LATE_BIAS] if _LATE_BIAS in self else total
+            return total + cast("mx.array", self[_LATE_BIAS]) if _LATE_BIAS in self else total
 
         return call
 
