@@ -114,6 +114,26 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_tokens_are_those_that_each_request_gets_alone(
     model: Model, stages: int, seed: int, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
+    hold_all(model, stages, (1.0,), seed, tmp_path, record_property)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["demo", "qwen3"], indirect=True)
+def test_they_are_where_ranks_share_layers(
+    model: Model, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
+    hold_all(model, 1, (1.0, 1.0), 4, tmp_path, record_property)
+
+
+def hold_all(
+    model: Model,
+    stages: int,
+    shares: tuple[float, ...],
+    seed: int,
+    tmp_path: Path,
+    record_property: Callable[[str, Any], None],
+) -> None:
+    """Requests at once, in any order, with caching, drafts, clients that leave and too little memory."""
     numbers = random.Random(seed)
     policy = Policy(
         max_num_seqs=numbers.randint(3, LANES),
@@ -123,7 +143,9 @@ def test_tokens_are_those_that_each_request_gets_alone(
     )
 
     async def run() -> Agreement:
-        async with running_engine(model.folder, stages, tmp_path, policy=policy, kv_blocks=9) as (engine, _):
+        async with running_engine(
+            model.folder, stages, tmp_path, policy=policy, kv_blocks=9, shares=shares
+        ) as (engine, _):
             order = list(model.cases)
             numbers.shuffle(order)
             waiting = iter(order)
