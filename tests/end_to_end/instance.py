@@ -34,7 +34,7 @@ NO_TEXT = Vocabulary(decode=lambda _tokens: "", special=frozenset(), size=1 << 3
 
 
 def assignments(
-    folder: ModelFolder, stages: int, dtype: str, kv_bits: int = 0
+    folder: ModelFolder, stages: int, dtype: str, kv_bits: int = 0, link: str = "grpc"
 ) -> list[worker_pb2.StageAssignment]:
     return [
         worker_pb2.StageAssignment(
@@ -50,6 +50,7 @@ def assignments(
             plan_digest=f"{stages} stages",
             max_model_len=folder.context_length,
             kv_bits=kv_bits,
+            link=link,
         )
         for stage, layers in enumerate(even_split(folder.num_layers, stages))
     ]
@@ -71,17 +72,24 @@ async def running_agent(log_dir: Path) -> AsyncGenerator[tuple[ChildProcess, str
 
 
 async def start_workers(
-    address: str, folder: ModelFolder, stages: int, dtype: str = "float32", kv_bits: int = 0
+    address: str,
+    folder: ModelFolder,
+    stages: int,
+    dtype: str = "float32",
+    kv_bits: int = 0,
+    link: str = "grpc",
 ) -> dict[RankId, tuple[str, int]]:
     """Have the agent load the model; returns each rank's address and process id."""
-    link = AgentLink(open_aio_channel(address), "the agent")
+    agent = AgentLink(open_aio_channel(address), "the agent")
     try:
         hello = make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages")
-        wanted = assignments(folder, stages, dtype, kv_bits)
-        workers = await link.start(hello, wanted)
-        await link.load(hello, Source(str(folder.path)), wanted, lambda _progress: None)
+        wanted = assignments(folder, stages, dtype, kv_bits, link)
+        workers = await agent.start(hello, wanted)
+        for assignment in wanted:
+            assignment.group.extend(f"127.0.0.1:{worker.group_port}" for worker in workers if link != "grpc")
+        await agent.load(hello, Source(str(folder.path)), wanted, lambda _progress: None)
     finally:
-        await link.close()
+        await agent.close()
     return {RankId(worker.stage, worker.rank): (worker.address, worker.pid) for worker in workers}
 
 
@@ -96,6 +104,7 @@ async def running_engine(
     policy: Policy | None = None,
     kv_blocks: int | None = None,
     kv_bits: int = 0,
+    link: str = "grpc",
 ) -> AsyncGenerator[tuple[Engine, list[int]]]:
     """An engine over real worker processes, and their process ids in order of stages.
 
@@ -104,7 +113,7 @@ async def running_engine(
     folder = read_model_folder(path)
     limits = Limits(folder.context_length, folder.vocab_size, folder.eos_token_ids)
     async with running_agent(log_dir) as (_, address):
-        workers = await start_workers(address, folder, stages, dtype, kv_bits)
+        workers = await start_workers(address, folder, stages, dtype, kv_bits, link)
         executor = await GrpcExecutor.connect(
             [RankAddress(rank, address) for rank, (address, _) in workers.items()],
             make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages", fencing_id=os.getpid()),
