@@ -19,8 +19,8 @@ from mlx_ring.worker.inputs import row_length, step_key
 _HEAD = struct.Struct("<4sIQQ")
 _MARK = b"ring"
 _ELSEWHERE, _WITH_TOKENS = 1, 2
-_TOKEN = "I"
-_TOKEN_BYTES = array(_TOKEN).itemsize
+_ID = "I"
+_ID_BYTES = array(_ID).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Form:
     number_bytes: int
 
     def nbytes(self, slot: Slot) -> int:
-        return _HEAD.size + slot.tokens * (_TOKEN_BYTES + self.hidden * self.number_bytes)
+        return _HEAD.size + slot.tokens * (_ID_BYTES + self.hidden * self.number_bytes)
 
     def holds(self, slot: Slot, tensor: WireTensor) -> bool:
         """Whether the slot's message can carry the tensor, with all that belongs to it."""
@@ -67,7 +67,7 @@ class Form:
             flags = _ELSEWHERE
         else:
             flags = _WITH_TOKENS if tensor.tokens else 0
-            tokens = array(_TOKEN, tensor.tokens).tobytes()
+            tokens = array(_ID, tensor.tokens).tobytes()
             message[_HEAD.size : _HEAD.size + len(tokens)] = tokens
             message[self._begin(slot) :] = tensor.data
         _HEAD.pack_into(message, 0, _MARK, flags, slot.key.epoch, slot.key.step)
@@ -87,10 +87,10 @@ class Form:
         if flags & _ELSEWHERE:
             return None
         begin = self._begin(slot)
-        tokens = array(_TOKEN, message[_HEAD.size : begin].tobytes()) if flags & _WITH_TOKENS else ()
+        tokens = array(_ID, message[_HEAD.size : begin].tobytes()) if flags & _WITH_TOKENS else ()
         return WireTensor(self.dtype, (slot.tokens, self.hidden), message[begin:], tuple(tokens))
 
     @staticmethod
     def _begin(slot: Slot) -> int:
         """Where the activations begin."""
-        return _HEAD.size + slot.tokens * _TOKEN_BYTES
+        return _HEAD.size + slot.tokens * _ID_BYTES
