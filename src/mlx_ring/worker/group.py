@@ -1,4 +1,4 @@
-"""How the ranks of a stage become a group of MLX's collectives: once in a process, which ends with its group.
+"""How the ranks of a stage, or all stages, become a group of MLX's collectives: once in a process, which ends with its group.
 
 MLX's ring connects each rank with its neighbours over TCP. Where they listen is told by a file and a variable of the
 environment. While it waits for them nothing else in the process runs, so that whoever started it minds the time.
