@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 
@@ -99,8 +101,35 @@ def test_time_in_which_nobody_could_look_counts_as_two_seconds_at_most(
         assert silence.seconds == 2
 
 
+_SHORT_LIVED = "import threading\nwhile True:\n  t = threading.Thread(target=lambda: sum(range(10**6))); t.start(); t.join()"
+
+
+def test_time_of_threads_that_have_ended_counts() -> None:
+    with running(sys.executable, "-c", _SHORT_LIVED) as pid:
+        silence = Silence(pid)
+        looks = 0
+        while silence.seconds < 1 and looks < _LIMIT_S:
+            _let_pass(0.3)
+            silence.unanswered()
+            looks += 1
+        assert silence.seconds >= 1
+
+
+def test_who_is_starved_for_ever_is_silent_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_groups()
+    with limited(1 << 30, 0.005, period_us=1_000_000) as group, running(*group.command(*_BUSY)) as pid:
+        silence = Silence(pid)
+        _let_pass(0.5)
+        now = itertools.count(time.monotonic(), 2.0)
+        monkeypatch.setattr(time, "monotonic", lambda: next(now))
+        for _ in range(25):
+            silence.unanswered()
+        assert silence.seconds == 0
+        for _ in range(25):
+            silence.unanswered()
+        assert silence.seconds > 3
+
+
 def _let_pass(seconds: float) -> None:
-    """Time in which the other process runs, or would."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        os.sched_yield()
+    """Time in which the other process runs, or would: what is looked at is how much of it that gets."""
+    threading.Event().wait(seconds)

@@ -101,7 +101,7 @@ class TwinService:
     """Keeps the contracts `ModelService` and `ServedInstance`. With `automatic=False` no step is ever answered by itself."""
 
     created = 1_700_000_000
-    context_length = CONTEXT
+    context_length = kept_context_length = CONTEXT
     vocab_size = VOCAB_SIZE
 
     def __init__(

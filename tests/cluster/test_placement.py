@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_ring.cluster.placement import balanced_split, cut_wishes, even_split, make_assignments, plan_digest
-from mlx_ring.core.config import load_settings
 from mlx_ring.core.errors import PlanError
+from mlx_ring.core.settings_sources import load_settings
 from mlx_ring.core.types import LayerRange
 
 layers_and_stages = st.integers(1, 200).flatmap(

@@ -22,15 +22,19 @@ CONFIGURE = (
 )
 
 
-def lines_of(code: str, log_dir: Path, *, before: str = "") -> list[str]:
-    """What such a process writes to stderr; its file must say the same."""
-    done = subprocess.run(
-        [sys.executable, "-c", before + CONFIGURE + code, str(log_dir)],
+def run(code: str, log_dir: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, str(log_dir)],
         capture_output=True,
         text=True,
         env=inherited_environment({"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}),
         check=False,
     )
+
+
+def lines_of(code: str, log_dir: Path, *, before: str = "") -> list[str]:
+    """What such a process writes to stderr; its file must say the same."""
+    done = run(before + CONFIGURE + code, log_dir)
     lines = done.stderr.splitlines()
     file = log_dir / "worker-1-0.log"
     if file.exists():
@@ -122,3 +126,48 @@ def test_what_grpc_cannot_read_of_a_peer_is_one_line(tmp_path: Path) -> None:
     assert first.endswith("could not deserialize: wire format was corrupt")
     assert any("ValueError: our own" in line for line in others)
     assert any("Traceback" in line for line in others)
+
+
+def test_what_is_said_before_there_is_a_log_is_shown_at_once_and_stands_in_the_log(tmp_path: Path) -> None:
+    early = (
+        "import logging; from mlx_ring.core.logs import keep_early_records; keep_early_records(); "
+        "logging.getLogger('a').warning('early'); "
+    )
+    done = run(early + CONFIGURE + "logging.getLogger('a').info('later')", tmp_path)
+    shown, later = done.stderr.splitlines()
+    assert shown == "early"
+    first, second = (tmp_path / "worker-1-0.log").read_text().splitlines()
+    assert second == later
+    assert TAG.match(first)
+    assert first.endswith(" a: early")
+    quiet = run(early + CONFIGURE.replace("'info'", "'error'"), tmp_path / "quiet")
+    assert quiet.stderr == "early\n"
+    assert (tmp_path / "quiet" / "worker-1-0.log").read_text() == ""
+
+
+QUIET = CONFIGURE.replace("log_dir=", "to_stderr=False, log_dir=")
+
+
+def test_where_stderr_is_kept_clear_the_file_has_all_and_stderr_what_the_process_dies_of(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "from mlx_ring.core.logs import pass_on; logging.getLogger('a').error('once'); pass_on('a child line'); "
+        "raise ValueError('the end')"
+    )
+    done = run(QUIET + code, tmp_path)
+    assert all(TAG.match(line) for line in done.stderr.splitlines())
+    assert done.stderr.splitlines()[0].endswith("Ended by an error.")
+    assert "ValueError: the end" in done.stderr
+    assert "once" not in done.stderr
+    assert "child" not in done.stderr
+    lines = (tmp_path / "worker-1-0.log").read_text()
+    assert "a: once" in lines
+    assert "ValueError: the end" in lines
+
+
+def test_stderr_has_all_where_there_is_no_file_to_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run(QUIET + "logging.getLogger('a').info('once')", tmp_path / "file")
+    assert "lines go to stderr alone" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("a: once")

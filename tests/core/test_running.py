@@ -13,10 +13,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
+import pytest
 
 from mlx_ring.core.cluster_folders import running_folder
-from mlx_ring.core.running import Running, arguments_digest, end_running, recorded, running_here
+from mlx_ring.core.running import (
+    Running,
+    arguments_digest,
+    end_running,
+    recorded,
+    running_here,
+    start_mark,
+)
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts starts from its boot")
 RUN = """
 import sys, time
 from pathlib import Path
@@ -41,6 +50,10 @@ def started(state: Path, kind: str) -> Generator[subprocess.Popen[str]]:
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def write(state: Path, record: Running) -> None:
+    (running_folder(state) / f"{record.kind}-{record.pid}.json").write_text(json.dumps(asdict(record)))
 
 
 def test_who_runs_is_known_with_what_it_was_started_with(tmp_path: Path) -> None:
@@ -77,11 +90,59 @@ def test_head_and_agent_are_ended_and_a_second_time_nothing_is(tmp_path: Path) -
         assert end_running(tmp_path) == []
 
 
+@linux
+def test_a_process_is_known_again_after_the_clock_was_set(tmp_path: Path) -> None:
+    with started(tmp_path, "agent") as process:
+        (record,) = running_here(tmp_path)
+        # What Linux says of the start moves with the clock.
+        before = replace(record, started_s=record.started_s - 3600)
+        write(tmp_path, before)
+        assert running_here(tmp_path) == [before]
+        assert end_running(tmp_path) == [f"The agent is ended (process {process.pid})."]
+
+
+@linux
+def test_a_process_of_an_earlier_boot_is_another(tmp_path: Path) -> None:
+    with started(tmp_path, "agent"):
+        (record,) = running_here(tmp_path)
+        write(tmp_path, replace(record, start_mark=f"another-boot {record.start_mark.split()[1]}"))
+        assert running_here(tmp_path) == []
+
+
+def test_where_nothing_but_the_clock_tells_the_start_it_may_differ_by_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unmarked(_pid: int) -> str:
+        return ""
+
+    monkeypatch.setattr("mlx_ring.core.running.start_mark", unmarked)
+    with started(tmp_path, "agent"):
+        (record,) = running_here(tmp_path)
+        write(tmp_path, replace(record, started_s=record.started_s - 1))
+        assert len(running_here(tmp_path)) == 1
+        write(tmp_path, replace(record, started_s=record.started_s - 3600))
+        assert running_here(tmp_path) == []
+
+
+def test_a_start_is_read_behind_whatever_name_a_process_has(tmp_path: Path) -> None:
+    program = tmp_path / "a) (b 1 2 3"
+    program.symlink_to(sys.executable)
+    process = subprocess.Popen([program, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert start_mark(process.pid) == start_mark(process.pid)
+        assert not start_mark(process.pid) or int(start_mark(process.pid).split()[1]) > 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@linux
 def test_a_process_that_has_got_the_number_of_an_old_one_is_left_alone(tmp_path: Path) -> None:
     with started(tmp_path, "agent") as process:
         (record,) = running_here(tmp_path)
-        other = replace(record, started_s=record.started_s - 3600)
-        (running_folder(tmp_path) / f"agent-{process.pid}.json").write_text(json.dumps(asdict(other)))
+        boot, ticks = record.start_mark.split()
+        other = replace(record, start_mark=f"{boot} {int(ticks) - 1}")
+        write(tmp_path, other)
         assert end_running(tmp_path) == []
         assert process.poll() is None
 

@@ -189,7 +189,10 @@ def make_cluster(
 
     Limits are bytes of memory, cores' worth of time and, if wished, the microseconds of the period in which that is granted.
     """
-    groups = [None if limit is None else stack.enter_context(limited(*limit)) for limit in limits]
+    groups = [
+        None if limit is None else stack.enter_context(limited(limit[0], limit[1], *limit[2:]))
+        for limit in limits
+    ]
     hosts = stack.enter_context(lan(len(limits)))
     machines: list[Machine] = []
     for number, (host, group) in enumerate(zip(hosts, groups, strict=True)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import ssl
 import subprocess
 import sys
@@ -13,27 +12,19 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 from tests.cgroups import skip_without_groups
 from tests.end_to_end.equality import Agreement, compare
+from tests.end_to_end.lan_attacks import attacks, open_ports
 from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster
+from tests.end_to_end.network_settings import settings
 from tests.end_to_end.reference import WholeModel
 from tests.intruders import (
-    Address,
-    announced,
-    call,
-    connect,
-    leave_in_the_middle,
-    message,
-    pour,
-    say,
-    say_inside,
     with_certificate,
     without_certificate,
 )
@@ -43,9 +34,6 @@ from tests.processes import MLX_RING, Server, clean_environment
 from tests.tiny_model import write_roomy_model
 
 from mlx_ring.cluster.security.authority import Authority
-from mlx_ring.rpc.frames import Frame, encode_frame
-from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
 
 pytestmark = pytest.mark.timeout(600)
@@ -57,8 +45,6 @@ CONTEXT = 1024
 FLAGS = ("--strategy", "memory", "--max-model-len", str(CONTEXT))
 PROMPTS = ([5, 77, 130], list(range(2, 60)), [200, 9] * 100)
 TOKENS = 48
-GREETING = encode_frame(Frame(worker_pb2.FrameHeader(hello=make_hello())))
-"""What a link begins with, of nobody in particular."""
 
 
 @dataclass(slots=True)
@@ -111,60 +97,6 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[
             for machine, before in zip(cluster.machines, cluster.received_before, strict=True)
         ]
         yield Running(cluster, server, before, received)
-
-
-def settings(cluster: LanCluster) -> list[str]:
-    """Addresses, routes and the kernel's settings, on this machine and on every host."""
-    hosts = [machine.host.command() for machine in cluster.machines]
-    return [
-        f"{host}: {setting}"
-        for host, within in [("here", []), *((" ".join(host), host) for host in hosts)]
-        for setting in [*_network(within), *_kernel(within)]
-    ]
-
-
-def _network(within: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    for family in ("-4", "-6"):
-        for kind in ("addr", "route"):
-            told = json.loads(_output(*within, "ip", "-j", family, kind))
-            # Of an address that was leased, the rest of its time.
-            found += [
-                json.dumps(one, sort_keys=True)
-                for one in told
-                if not _drop(one, "valid_life_time", "preferred_life_time")
-            ]
-    return found
-
-
-def _drop(told: Any, *names: str) -> None:
-    """Remove entries of these names, however deep."""
-    if isinstance(told, dict):
-        entries = cast("dict[str, Any]", told)
-        for name in names:
-            entries.pop(name, None)
-        for one in entries.values():
-            _drop(one, *names)
-    if isinstance(told, list):
-        for one in cast("list[Any]", told):
-            _drop(one, *names)
-
-
-_COUNTED = (
-    *("fs.dentry-state", "fs.file-nr", "fs.inode-nr", "fs.inode-state", "fs.quota", "fs.aio-nr"),
-    *("kernel.random.", "kernel.ns_last_pid", "kernel.pty.nr", "kernel.keys", "kernel.perf", "kernel.sched"),
-    *("net.netfilter.nf_conntrack_count", "kernel.tainted", "vm.stat", "fs.mount-nr"),
-)
-"""What the kernel counts, and does not take for a setting."""
-
-
-def _kernel(within: Sequence[str]) -> list[str]:
-    lines = _output(*within, "sysctl", "-a").splitlines()
-    return [line for line in lines if not line.startswith(_COUNTED)]
-
-
-def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
 
 
 # ---- what the machines have
@@ -234,44 +166,6 @@ def _sizes(machine: Machine) -> str:
 # ---- what strangers send
 
 
-@dataclass(frozen=True, slots=True)
-class Port:
-    """Where one of ours listens on the LAN."""
-
-    machine: Machine
-    address: Address
-    process: str
-    """Whose log has what is refused: head, agent, worker."""
-    path: str
-    """Of a method that a member may call there."""
-    forbidden: str = ""
-    """Of one that only the head may."""
-    for_strangers: bool = False
-
-
-def open_ports(running: Running) -> list[Port]:
-    """All of them, as the kernel knows them."""
-    return [
-        _port_of(machine, int(line.split()[3].rpartition(":")[2]), line)
-        for machine in running.cluster.machines[:3]
-        for line in machine.host.run("ss", "-H", "-l", "-t", "-n", "-p").stdout.splitlines()
-        if not line.split()[3].startswith("127.0.0.1:")
-    ]
-
-
-def _port_of(machine: Machine, port: int, line: str) -> Port:
-    pid = int(line.partition("pid=")[2].partition(",")[0])
-    arguments = psutil.Process(pid).cmdline()
-    address = (machine.host.address, port)
-    if "mlx_ring.worker" in arguments:
-        return Port(machine, address, "agent", "/mlx_ring.Worker/Link", "/mlx_ring.Worker/Steps")
-    if "serve" in arguments:
-        is_enrolment = port == 50052
-        path = "/mlx_ring.Enrolment/Enrol" if is_enrolment else "/mlx_ring.Cluster/Attend"
-        return Port(machine, address, "head", path, for_strangers=is_enrolment)
-    return Port(machine, address, "agent", "/mlx_ring.Weights/Have", "/mlx_ring.Agent/Stop")
-
-
 def follow(running: Running, stopped: Callable[[], bool]) -> list[int]:
     """Tokens of a stream, until it is stopped or ends."""
     body = {"prompt": PROMPTS[0], "max_tokens": CONTEXT - 8, "temperature": 0, "ignore_eos": True}
@@ -303,38 +197,13 @@ def contexts(running: Running, tmp_path_factory: pytest.TempPathFactory) -> dict
     }
 
 
-def attacks(port: Port, contexts: dict[str, ssl.SSLContext]) -> list[Callable[[], object]]:
-    """Each is one connection."""
-    address = port.address
-    rubbish = secrets.token_bytes(4096)
-    outside: list[Callable[[], object]] = [
-        partial(say, address, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
-        partial(say, address, rubbish),
-        # A handshake that stops in the middle of its first record.
-        partial(say, address, b"\x16\x03\x01\x02\x00\x01"),
-    ]
-    inside = contexts["nothing" if port.for_strangers else "a member's"]
-    if not port.for_strangers:
-        outside += [partial(connect, address, contexts[shown]) for shown in ("nothing", "another cluster's")]
-    return [
-        *outside,
-        partial(say_inside, address, inside, rubbish),
-        partial(leave_in_the_middle, address, inside, port.path),
-        partial(call, address, inside, port.path, announced(len(rubbish), rubbish)),
-        partial(call, address, inside, port.path, announced(0, b"")),
-        partial(call, address, inside, port.path, message(GREETING)),
-        *([partial(call, address, inside, port.forbidden, announced(0, b""))] if port.forbidden else []),
-        partial(pour, address, inside, port.path),
-    ]
-
-
 def test_strangers_and_rubbish_are_refused_and_logged_and_streams_go_on(
     running: Running,
     whole: WholeModel,
     contexts: dict[str, ssl.SSLContext],
     record_property: Callable[[str, object], None],
 ) -> None:
-    ports = open_ports(running)
+    ports = open_ports(running.cluster.machines[:3])
     assert len(ports) == 2 + 3 * 3, "the head's two, and on each machine an agent's two and a worker's"
     family = {
         process.pid: process.memory_info().rss for m in running.cluster.machines for process in m.processes

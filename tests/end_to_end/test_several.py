@@ -134,6 +134,36 @@ def test_within_a_memory_budget_the_one_not_asked_longest_makes_way(tmp_path: Pa
         assert server.all_gone()
 
 
+def test_a_context_that_was_insisted_on_stays_whole_and_no_other_model_is_loaded_into_it(
+    tiny_model: Path, second_model: Path, tmp_path: Path
+) -> None:
+    first = tiny_model.name
+    # Its 4096 tokens take 5.2 MB of some 6.6 that are left for KV; nothing is left for as many of the second's.
+    limits = ("--max-model-len", "4096", "--memory-limit", "8MiB")
+    with serving(tiny_model, str(second_model), *limits, folder=tmp_path) as server:
+        wait_for_state(server.url, "second", "unloaded")
+        (before,) = instances(server.url)
+        alone = text(server.url, first, max_tokens=3000)
+        with ThreadPoolExecutor(1) as pool:
+            under_way = pool.submit(text, server.url, first, max_tokens=3000)
+            done = run_cli("models", "load", "second", "--url", server.url, folder=tmp_path)
+            assert done.returncode == 1
+            assert f"second does not fit beside {first} on " in done.stderr
+            assert f"{first} keeps 5.2 MB for one request of 4096 tokens. Unload {first}, or" in done.stderr
+            asked = answer(server.url, "second")
+            assert (asked.status_code, asked.json()["error"]["code"]) == (503, "no_room")
+            assert "does not fit beside" in asked.json()["error"]["message"]
+            assert under_way.result() == alone
+        assert [each["instance"] for each in instances(server.url)] == [before["instance"]]
+        told = httpx.get(f"{server.url}/model/info").json()
+        assert (told["context_length"], told["kept_context_length"]) == (4096, 4096)
+        assert run_cli("models", "unload", first, "--url", server.url, folder=tmp_path).returncode == 0
+        assert text(server.url, "second")
+        assert "does not fit beside second" in answer(server.url, first).json()["error"]["message"]
+        assert server.stop() == 0
+        assert server.all_gone()
+
+
 def test_two_machines_each_hold_a_replica_and_one_answers_while_the_other_is_loaded_again(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.kv_budget import BLOCK, KvBudget
-from mlx_ring.engine.kv_limits import Allowance, Place, fitting_context
+from mlx_ring.engine.kv_limits import Allowance, Place, fitting_context, share_out
 from mlx_ring.engine.kv_limits import rank_limits as shared_limits
 from mlx_ring.engine.policy import RankKv
 from mlx_ring.rpc.protos import worker_pb2
@@ -114,3 +114,14 @@ def test_an_instance_that_comes_takes_its_part_of_what_others_hold_and_have_left
     )
     each = (20 * GIB + 6 * GIB - 16 * GIB) // 2
     assert limits["a"][FIRST].limit_bytes == limits["b"][FIRST].limit_bytes == each
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 10**5), min_size=1, max_size=8))
+def test_shares_are_floors_at_least_and_as_equal_as_these_allow(room: int, floors: list[int]) -> None:
+    shares = share_out(room, floors)
+    assert all(share >= floor for share, floor in zip(shares, floors, strict=True))
+    above = [share for share, floor in zip(shares, floors, strict=True) if share > floor]
+    assert len(set(above)) <= 1, "whoever has more than it keeps has as much as the others"
+    assert all(share >= max(above, default=0) for share in shares)
+    if sum(floors) <= room:
+        assert room - len(floors) < sum(shares) <= room

@@ -93,6 +93,21 @@ def test_the_context_follows_but_not_below_what_is_being_answered() -> None:
     asyncio.run(run())
 
 
+def test_a_context_that_changes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        caplog.set_level("INFO")
+        served = Served()
+        served.engine.limit_kv({PLACE: blocks(12)})
+        assert caplog.records == []
+        served.engine.limit_kv({PLACE: blocks(3)})
+        served.engine.limit_kv({PLACE: blocks(12)})
+        shorter, longer = caplog.records
+        assert (shorter.levelname, longer.levelname) == ("WARNING", "INFO")
+        assert "The context of i is 768 tokens from now on, and was 2048" in shorter.getMessage()
+
+    asyncio.run(run())
+
+
 def test_an_engine_tells_what_a_prompt_would_cost() -> None:
     async def run() -> None:
         served = Served()

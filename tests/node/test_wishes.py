@@ -7,8 +7,9 @@ import pytest
 from mlx_ring.cluster.planner.place import Wish
 from mlx_ring.cluster.planner.profiles import NodeProfile
 from mlx_ring.cluster.planner.stage_tables import Demand
-from mlx_ring.core.config import Settings, load_settings
+from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import PlanError
+from mlx_ring.core.settings_sources import load_settings
 from mlx_ring.core.types import LayerRange
 from mlx_ring.node.wishes import proportional_stages, wished
 

@@ -159,7 +159,11 @@ def _load_request(
 ) -> worker_pb2.LoadRequest:
     """The assignment with addresses filled in for the stages of this node; those the head gave stay."""
     ranks = {
-        stage: [worker.address for worker in sorted(workers, key=lambda worker: worker.rank) if worker.stage == stage]
+        stage: [
+            worker.address
+            for worker in sorted(workers, key=lambda worker: worker.rank)
+            if worker.stage == stage
+        ]
         for stage in (assignment.stage + 1, 0)
     }
     filled = worker_pb2.StageAssignment()

@@ -13,6 +13,7 @@ from typer.main import get_command, get_group
 
 from mlx_ring.cli.main import INTERRUPTED
 from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, TrustError
+from mlx_ring.core.logs import keep_early_records
 
 WRONG_INPUT = 2
 """Exit code for what the person can mend; 1 is the program's own trouble."""
@@ -98,6 +99,7 @@ def _common(  # pyright: ignore[reportUnusedFunction] - typer calls it
 
 def run() -> int:
     """Run what was typed; returns the exit code. Nothing that a person did ends in a traceback."""
+    keep_early_records()
     try:
         code = get_command(app).main(prog_name="mlx-ring", standalone_mode=False)
     except typer.Exit as error:

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
-from mlx_ring.core.config import load_settings, names_in_dotenv, names_in_environment
 from mlx_ring.core.errors import ConfigError, HostFailed
+from mlx_ring.core.settings_sources import load_settings, names_in_dotenv, names_in_environment
 
 if TYPE_CHECKING:
     from mlx_ring.cluster.lifecycle.verbs import Standing

@@ -13,13 +13,14 @@ import typer
 from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.addresses import HeadAddress, bracketed, parse_head_address
 from mlx_ring.core.cluster_folders import node_folder
-from mlx_ring.core.config import Settings, let_grpc_speak, load_settings, quieten_grpc, state_folder
+from mlx_ring.core.config import Settings, let_grpc_speak, quieten_grpc, state_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.head_announcement import FoundHead
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import make_run_folder, raise_descriptor_limit, share_cores
 from mlx_ring.core.private_files import read_private, write_private
 from mlx_ring.core.running import recorded
+from mlx_ring.core.settings_sources import load_settings
 
 _HEAD_FILE = "head"
 _TRY_S = 2.0
@@ -144,7 +145,12 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
 
     node = open_identity(node_folder(state)).node
     configure_logging(
-        process="agent", node=node, rank=None, level=settings.log_level, log_dir=settings.log_dir
+        process="agent",
+        node=node,
+        rank=None,
+        level=settings.log_level,
+        log_dir=settings.log_dir,
+        to_stderr=settings.log_stderr == "on",
     )
     log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)

@@ -6,8 +6,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from mlx_ring.core.config import load_settings
 from mlx_ring.core.errors import NotReady, RequestError
+from mlx_ring.core.settings_sources import load_settings
 
 _URL = typer.Option(help="Where the server is.")
 _KEY = typer.Option(metavar="KEY", help="Where the server asks for one; MLX_RING_API_KEY otherwise.")

@@ -15,10 +15,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from mlx_ring.cli.loading import load, unload
-from mlx_ring.core.config import load_settings
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.model_source import find_model, list_local_models
+from mlx_ring.core.settings_sources import load_settings
 from mlx_ring.core.stage_folder import require_absent, stage_bytes, write_stage_folder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.written_plan import read_plan

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from mlx_ring.core.config import api_keys, load_settings, state_folder
+from mlx_ring.core.config import api_keys, state_folder
 from mlx_ring.core.running import end_running, running_here
+from mlx_ring.core.settings_sources import load_settings
 
 app = typer.Typer(no_args_is_help=True)
 

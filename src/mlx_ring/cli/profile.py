@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.core.config import load_settings, state_folder
+from mlx_ring.core.config import state_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.machine import share_cores
 from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.core.settings_sources import load_settings
 
 _MOST_THREADS = 1024
 
@@ -54,6 +55,11 @@ def _show(found: MachineProfile) -> None:
     threads = f"{found.blas_threads} thread{'s' * (found.blas_threads > 1)}"
     on = f"{found.blas}, {threads}, {found.cores} cores to use" if found.device == "cpu" else "as a GPU"
     console.print(f"{found.device_name}: {on}; MLX {found.mlx}")
+    if found.cpu_share is not None and found.cpu_period_s is not None:
+        console.print(
+            f"processors: {found.cpu_share:g} cores' worth of time in each {1e3 * found.cpu_period_s:g} ms is granted; "
+            "with less than one core for one thread, what follows is of that time"
+        )
     console.print(
         f"memory: {found.memory_bytes / 1e9:.1f} GB may be used, bounded by {found.memory_limited_by}; "
         f"{found.memory_available_bytes / 1e9:.1f} GB were left\n",

@@ -17,7 +17,6 @@ from mlx_ring.core.config import (
     check_link,
     flag_name,
     let_grpc_speak,
-    load_settings,
     rank_shares,
     state_folder,
 )
@@ -25,6 +24,7 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import listen, node_name
 from mlx_ring.core.running import recorded
+from mlx_ring.core.settings_sources import load_settings
 
 _VLLM_NAMES = {
     "stages": ("--pipeline-parallel-size", "-pp"),
@@ -33,7 +33,17 @@ _VLLM_NAMES = {
     "replicas": ("--data-parallel-size", "-dp"),
     "prefill_chunk": ("--max-num-batched-tokens",),
 }
-_CHOICES = ("dtype", "strategy", "aim", "log_level", "blas", "prefix_cache", "kv_bits", "link", "link_compression")
+_CHOICES = (
+    "dtype",
+    "strategy",
+    "aim",
+    "log_level",
+    "blas",
+    "prefix_cache",
+    "kv_bits",
+    "link",
+    "link_compression",
+)
 _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "host": "ADDRESS",
     "cluster_host": "ADDRESS",
@@ -147,6 +157,7 @@ def serve(
     api_key_file: Annotated[str | None, setting("api_key_file")] = None,
     log_level: Annotated[str | None, setting("log_level")] = None,
     log_dir: Annotated[str | None, setting("log_dir")] = None,
+    log_stderr: Annotated[str | None, setting("log_stderr")] = None,
     run_dir: Annotated[str | None, setting("run_dir")] = None,
     state_dir: Annotated[str | None, setting("state_dir")] = None,
     blas: Annotated[str | None, setting("blas")] = None,
@@ -172,7 +183,12 @@ def serve(
     _check(settings)
     listener = listen(settings.host, settings.port)
     configure_logging(
-        process="head", node=node_name(), rank=None, level=settings.log_level, log_dir=settings.log_dir
+        process="head",
+        node=node_name(),
+        rank=None,
+        level=settings.log_level,
+        log_dir=settings.log_dir,
+        to_stderr=settings.log_stderr == "on",
     )
     let_grpc_speak()
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
@@ -203,7 +219,7 @@ def _run(settings: Settings, listener: socket.socket, *, invites: bool) -> None:
     from mlx_ring.node.head import Head  # noqa: PLC0415
 
     async def run() -> None:
-        with Telling(invites=invites) as audience:
+        with Telling(invites=invites, lasting=settings.log_stderr == "on") as audience:
             await Head(settings, served, listener, audience).run()
 
     asyncio.run(run())

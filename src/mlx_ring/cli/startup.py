@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from mlx_ring.node.arrangement import Arrangement
     from mlx_ring.node.head import Running
 
+log = logging.getLogger(__name__)
+
 _DEFAULT_URL = "http://127.0.0.1:8100"
 SAMPLE_QUESTION = "What is the capital of France?"
 
@@ -29,9 +32,12 @@ SAMPLE_QUESTION = "What is the capital of France?"
 class Telling:
     """What a person reads while a head comes up; bars for weights on a terminal only."""
 
-    def __init__(self, *, invites: bool = True) -> None:
+    def __init__(self, *, invites: bool = True, lasting: bool = True) -> None:
         self.invites = invites
         """Whether the lines to join with are shown."""
+        self._lasting = lasting
+        """Whether it goes on once something has served; else only the log does."""
+        self._has_served = False
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -58,7 +64,7 @@ class Telling:
 
     def planned(self, instance: str, arrangement: Arrangement) -> None:
         """The table of the plan, and bars from now on."""
-        if arrangement.plan is not None:
+        if arrangement.plan is not None and not self._is_over:
             show_plan(arrangement.plan)
         if self._progress.console.is_terminal:
             self._progress.start()
@@ -79,7 +85,15 @@ class Telling:
             self._progress.remove_task(self._tasks.pop(place))
         if not self._tasks:
             self._stop_bars()
-        print(ready_text(running), flush=True)
+        if self._is_over:
+            log.info("serving %s (loaded in %.1f s)", running.instance.name, running.load_s)
+        else:
+            print(ready_text(running), flush=True)
+        self._has_served = True
+
+    @property
+    def _is_over(self) -> bool:
+        return self._has_served and not self._lasting
 
     def _stop_bars(self) -> None:
         if self._progress.live.is_started:

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from mlx_ring.core.config import Settings, load_settings, state_folder
+from mlx_ring.core.config import Settings, state_folder
 from mlx_ring.core.running import end_running
+from mlx_ring.core.settings_sources import load_settings
 
 
 def stop(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_ring.core.config import load_settings
+from mlx_ring.core.settings_sources import load_settings
 
 
 def chat(

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_ring.core.cluster_folders import authority_folder
-from mlx_ring.core.config import load_settings, state_folder
+from mlx_ring.core.config import state_folder
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.settings_sources import load_settings
 
 app = typer.Typer(help="Join tokens: what lets other machines into the cluster.", no_args_is_help=True)
 

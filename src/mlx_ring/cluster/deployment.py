@@ -135,9 +135,7 @@ async def _together(work: Iterable[Awaitable[Result]]) -> list[Result]:
 def _filled(
     assignment: worker_pb2.StageAssignment, site: Site, workers: _Started
 ) -> worker_pb2.StageAssignment:
-    """With where the other ranks of its stage listen, and with the neighbours that are on other nodes: the next stage and
-    the first by their addresses, and the one before.
-    """
+    """With where its stage's ranks listen, and with the stages that are on other nodes: the next, the first, and the one before."""
     filled = worker_pb2.StageAssignment()
     filled.CopyFrom(assignment)
     following = workers.get((assignment.stage + 1, 0))

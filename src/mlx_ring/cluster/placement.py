@@ -162,8 +162,8 @@ def plan_digest(
     wishes: str = "",
     shares: Sequence[float] = (1.0,),
 ) -> str:
-    """Equal for equal plans: which layers where and shared how, in what type, of which model, with how precise a KV cache, by
-    what wishes.
-    """
-    text = f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, ranges))} {wishes} {' '.join(map(str, shares))}"
+    """Equal for equal plans: which layers where and shared how, in what type, of which model, with what KV cache, by what wishes."""
+    text = (
+        f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, ranges))} {wishes} {' '.join(map(str, shares))}"
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -78,9 +78,13 @@ def find_architecture(model_type: str, classes: Sequence[str] = ()) -> Architect
         model_type: as the configuration names it.
         classes: the configuration's `architectures`.
     """
+    return known_architectures().get(module_of(model_type, classes))
+
+
+def module_of(model_type: str, classes: Sequence[str] = ()) -> str:
+    """The name of mlx-lm's module that runs a model type; see `find_architecture`."""
     named = [f"{model_type}:{name}" for name in classes if f"{model_type}:{name}" in _aliases()]
-    module = _aliases()[named[0]] if named else _aliases().get(model_type, model_type)
-    return known_architectures().get(module)
+    return _aliases()[named[0]] if named else _aliases().get(model_type, model_type)
 
 
 def require_cuttable(folder: ModelFolder, stages: int) -> Architecture:

@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from mlx_ring.core.logs import is_tagged, write_to_stderr
+from mlx_ring.core.logs import is_tagged, pass_on
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class ChildProcess:
             text = line.decode("utf-8", errors="replace").rstrip("\n")
             if is_tagged(text):
                 # In the child's own file already.
-                write_to_stderr(text)
+                pass_on(text)
             elif text := self._word(text):
                 log.warning("%s", text, extra=self._tag)
             if text:

@@ -9,6 +9,7 @@
     │   ├── ModelUnsafe            wants code from its folder to be run
     │   └── ModelUnsupported       the architecture cannot be cut, or not that way
     ├── PlanError                  the model cannot be placed as asked
+    │   └── ContextKept            another one keeps the memory, for a context that was insisted on
     ├── HostFailed                 a machine of a cluster file cannot be reached, or fails at what it is told
     ├── TrustError                 machines that must not, or cannot, speak with each other
     │   ├── TokenRefused           a join token is mistyped, unknown, expired, used up, revoked, or of another cluster
@@ -84,6 +85,10 @@ class ModelUnsupported(ModelError):
 
 class PlanError(RingError):
     """The model cannot be placed as asked."""
+
+
+class ContextKept(PlanError):
+    """The memory is there, and kept by models that are loaded, for the context that --max-model-len promises."""
 
 
 class HostFailed(RingError):

@@ -2,9 +2,10 @@
 
     2026-11-20T22:45:08.123 INFO node=mini process=worker-1-0 rank=0 epoch=1 mlx_ring.worker.front: ...
 
-Lines go to stderr and to `<log_dir>/<process>.log`, which rotates. Third-party loggers
-have no handlers of their own here: whatever they attach is dropped, so that their lines
-take the same way. Each line of a traceback carries the tag too.
+Lines go to stderr and to `<log_dir>/<process>.log`, which rotates; where stderr is a file that nobody
+rotates, to the latter alone. Third-party loggers have no handlers of their own here: whatever they attach is
+dropped, so that their lines take the same way. Each line of a traceback carries the tag too. What is said before
+a log is set up goes to stderr at once, and to the log's file later.
 """
 
 from __future__ import annotations
@@ -87,7 +88,33 @@ class _StderrHandler(logging.Handler):
         write_to_stderr(self.format(record))
 
 
-def configure_logging(*, process: str, node: str, rank: int | None, level: str, log_dir: Path | None) -> None:
+class _EarlyHandler(_StderrHandler):
+    """Shows what is said before a log is set up, and keeps it for the log's file."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        self.records.append(record)
+
+
+def keep_early_records() -> None:
+    """Keep what is logged from now on for the log that `configure_logging` may set up later."""
+    if not logging.getLogger().handlers:
+        logging.getLogger().addHandler(_EarlyHandler())
+
+
+def configure_logging(
+    *,
+    process: str,
+    node: str,
+    rank: int | None,
+    level: str,
+    log_dir: Path | None,
+    to_stderr: bool = True,
+) -> None:
     """Send every log line of this process, tagged, to stderr and to its file. Call it once, first thing.
 
     Args:
@@ -96,13 +123,17 @@ def configure_logging(*, process: str, node: str, rank: int | None, level: str, 
         rank: of a worker; None for a process without one.
         level: "debug", "info", "warning" or "error".
         log_dir: folder for the file; None for stderr alone. One that cannot be written is a warning.
+        to_stderr: whether lines go there too where there is a file; the process's death does in any case.
     """
     formatter = TagFormatter(node, process, rank)
-    handlers: list[logging.Handler] = [_StderrHandler()]
+    stderr = _StderrHandler()
+    handlers: list[logging.Handler] = [stderr]
+    early = [each for each in logging.getLogger().handlers if isinstance(each, _EarlyHandler)]
     trouble = ""
     if log_dir is not None:
         try:
             handlers.append(_file_handler(log_dir / f"{process}.log"))
+            stderr.setLevel(logging.NOTSET if to_stderr else logging.CRITICAL)
         except OSError as error:
             trouble = f"The log folder {log_dir} cannot be written ({error}): lines go to stderr alone."
     _make_central(handlers, formatter, level)
@@ -112,6 +143,10 @@ def configure_logging(*, process: str, node: str, rank: int | None, level: str, 
     logging.captureWarnings(capture=True)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
+    for record in (record for each in early for record in each.records):
+        for handler in handlers[1:]:
+            if record.levelno >= logging.getLogger().level:
+                handler.handle(record)
     if trouble:
         logging.getLogger(__name__).warning("%s", trouble)
 
@@ -128,6 +163,13 @@ def write_to_stderr(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
+
+
+def pass_on(line: str) -> None:
+    """A line of a child's log, which is in the child's own file: it goes where this process's go besides their file."""
+    handlers = logging.getLogger().handlers
+    if not any(isinstance(each, _StderrHandler) and each.level >= logging.CRITICAL for each in handlers):
+        write_to_stderr(line)
 
 
 def is_tagged(line: str) -> bool:

@@ -1,6 +1,6 @@
 """Names that settings had in earlier prototypes, as a `.env` of theirs has them. Pure.
 
-`core/config.py` reads the file and asks here what each old name means now. One that means nothing any more is
+`core/settings_sources.py` reads the file and asks here what each old name means now. One that means nothing any more is
 refused with the reason: a line that is read and not heeded would be worse.
 """
 

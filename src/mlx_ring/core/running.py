@@ -24,7 +24,10 @@ log = logging.getLogger(__name__)
 Kind = Literal["head", "agent"]
 _OURS = ("mlx_ring", "mlx-ring")
 _CLOCK_S = 2.0
-"""By so much a process's start may move: Linux counts it from a moment that follows the clock."""
+"""By so much a process's start may differ where nothing but the clock tells it."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_START_TICKS = 19
+"""Place of a process's start in `/proc/PID/stat`, behind its name; `man 5 proc` counts it as 22."""
 END_WAIT_S = 30.0
 _LOOK_S = 0.05
 
@@ -41,13 +44,17 @@ class Running:
     """A digest of what it was started with."""
     url: str = ""
     """Of a head: where it answers."""
+    start_mark: str = ""
+    """What tells it from later processes of the same number wherever the clock is set; empty where nothing does."""
 
 
 @contextlib.contextmanager
 def recorded(state: Path, kind: Kind, url: str = "") -> Generator[None]:
     """Meanwhile this process stands among those that run with this state folder."""
     own = psutil.Process()
-    record = Running(kind, own.pid, own.create_time(), arguments_digest(sys.argv[1:]), url)
+    record = Running(
+        kind, own.pid, own.create_time(), arguments_digest(sys.argv[1:]), url, start_mark(own.pid)
+    )
     path = _path(state, record)
     try:
         write_private(path, json.dumps(asdict(record)).encode())
@@ -89,6 +96,19 @@ def arguments_digest(arguments: Sequence[str]) -> str:
     if words[:1] == ["join"] and not "".join(words[1:2]).startswith("-"):
         del words[1:2]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+
+
+def start_mark(pid: int) -> str:
+    """Which boot, and how long after it, as Linux counts: its wall-clock times of starts move when the clock is set.
+
+    Empty elsewhere, where the kernel keeps the time of day that it was.
+    """
+    try:
+        stat, boot = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace"), _BOOT_ID.read_text()
+    except OSError:
+        return ""
+    # A name may have spaces and parentheses in it.
+    return f"{boot.strip()} {stat.rpartition(')')[2].split()[_START_TICKS]}"
 
 
 def _end(records: Sequence[Running]) -> list[str]:
@@ -141,8 +161,14 @@ def _process(record: Running) -> psutil.Process | None:
     """The very process that wrote it; None where it has ended, or the number is another's."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(record.pid)
-        same_start = abs(process.create_time() - record.started_s) < _CLOCK_S
         ours = any(name in word for word in process.cmdline() for name in _OURS)
-        if same_start and ours and process.status() != psutil.STATUS_ZOMBIE:
+        if _same_start(record, process) and ours and process.status() != psutil.STATUS_ZOMBIE:
             return process
     return None
+
+
+def _same_start(record: Running, process: psutil.Process) -> bool:
+    mark = start_mark(record.pid)
+    if record.start_mark and mark:
+        return record.start_mark == mark
+    return abs(process.create_time() - record.started_s) < _CLOCK_S

@@ -38,7 +38,7 @@ def read_plan(file: Path, num_layers: int) -> tuple[tuple[str, LayerRange], ...]
         num_layers: of the model, which the stages must cover.
 
     Raises:
-        ConfigError: the file cannot be read, is no plan, or one for another model.
+        ConfigError: the file cannot be read, is no plan, or one for another number of layers.
     """
     try:
         plan = _READER.validate_json(file.read_bytes())

@@ -308,7 +308,17 @@ class Engine:
 
     def _apply_kv_limits(self) -> None:
         self._scheduler.limit_kv(self._wanted_kv)
+        before = self.context_length
         self._limits = self._model_limits.within(self._scheduler.capacity_tokens)
+        if self.context_length != before:
+            _log.log(
+                logging.WARNING if self.context_length < before else logging.INFO,
+                "The context of %s is %d tokens from now on, and was %d: its memory for KV is shared with what else is loaded. "
+                "With --max-model-len it would not change.",
+                self._instance,
+                self.context_length,
+                before,
+            )
         self._executor.limit_kv(self._scheduler.kv_limits)
 
     def burden(self, prompts: Iterable[tuple[int, ...]]) -> Burden:

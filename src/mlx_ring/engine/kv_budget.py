@@ -178,5 +178,10 @@ class KvBudget:
         return blocks * BLOCK * rank.bytes_per_token + sequences * rank.bytes_per_sequence
 
 
+def sequence_bytes(rank: RankKv, tokens: int) -> int:
+    """What one sequence of so many tokens takes of a rank, by whole blocks."""
+    return _blocks(tokens) * BLOCK * rank.bytes_per_token + rank.bytes_per_sequence
+
+
 def _blocks(tokens: int) -> int:
     return -(-tokens // BLOCK)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.kv_budget import BLOCK, KvBudget
+from mlx_ring.engine.kv_budget import BLOCK, KvBudget, sequence_bytes
 from mlx_ring.engine.policy import RankKv
 from mlx_ring.rpc.protos import worker_pb2
 
@@ -16,6 +16,8 @@ RESERVE_SHARE = 0.1
 """Of a device's memory that KV leaves alone: activations, the system, and whoever else works there ..."""
 RESERVE_BYTES = 1 << 30
 """... and at least so much."""
+KEPT_TOKENS = 8192
+"""Of the context that an instance keeps whoever else is loaded, where none was insisted on; plans leave room for as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +29,21 @@ class Allowance:
     """That its owner grants in all, where that is less than there is."""
     claimed_bytes: int = 0
     """For weights that are about to be loaded."""
+    claimed_shares: int = 0
+    """For workers that are about to be loaded: each will have one."""
 
 
 Place = tuple[str, RankId]
 """A node and a rank on it."""
+Floors = Mapping[str, Mapping[RankId, int]]
+"""Bytes that the ranks of an instance keep, by instance: none where it is not named."""
 
 
 def rank_limits(
     instances: Mapping[str, Mapping[Place, worker_pb2.WorkerStatus]],
     given_bytes: int | None,
     allowances: Mapping[str, Allowance],
+    floors: Floors = MappingProxyType({}),
 ) -> dict[str, dict[RankId, RankKv]]:
     """Each rank's budget, by instance: what a node has left for KV is shared out among all ranks on it.
 
@@ -44,20 +51,53 @@ def rank_limits(
         instances: what each worker says of its KV and of its device's memory; the one that has spoken last comes last.
         given_bytes: `--kv-cache-memory`, for each worker; else what is left is shared out.
         allowances: by node, what of its memory may be used, where it is not all but the usual reserve.
+        floors: what each has at least, even where there is not so much.
     """
-    every = [(node, status) for workers in instances.values() for (node, _), status in workers.items()]
-    on_node = Counter(node for node, _ in every)
-    rooms = {
-        node: _room([status for at, status in every if at == node], allowances.get(node, Allowance()))
-        for node in on_node
-    }
+    rooms = kv_rooms(instances, allowances)
+    seats = [(name, *place) for name, workers in instances.items() for place in workers]
+    shares: dict[tuple[str, str, RankId], int] = {}
+    for node, room in rooms.items():
+        on_node = [seat for seat in seats if seat[1] == node]
+        coming = allowances.get(node, Allowance()).claimed_shares
+        least = [floors.get(name, {}).get(rank, 0) for name, _, rank in on_node]
+        shares |= zip(on_node, share_out(room, [*least, *[0] * coming]), strict=False)
     return {
-        instance: {
-            rank: _rank_kv(status, rooms[node] // on_node[node] if given_bytes is None else given_bytes)
+        name: {
+            rank: _rank_kv(status, shares[name, node, rank] if given_bytes is None else given_bytes)
             for (node, rank), status in workers.items()
         }
-        for instance, workers in instances.items()
+        for name, workers in instances.items()
     }
+
+
+def kv_rooms(
+    instances: Mapping[str, Mapping[Place, worker_pb2.WorkerStatus]], allowances: Mapping[str, Allowance]
+) -> dict[str, int]:
+    """Bytes that all workers of a node may hold of KV together, by node."""
+    told: dict[str, list[worker_pb2.WorkerStatus]] = {}
+    for workers in instances.values():
+        for (node, _), status in workers.items():
+            told.setdefault(node, []).append(status)
+    return {node: _room(statuses, allowances.get(node, Allowance())) for node, statuses in told.items()}
+
+
+def share_out(room: int, floors: Sequence[int]) -> list[int]:
+    """Equal shares of `room`; who keeps more than that has what it keeps, and the others share the rest."""
+    shares = list(floors)
+    left, waiting = room, sorted(range(len(floors)), key=lambda seat: -floors[seat])
+    while waiting:
+        equal = max(0, left) // len(waiting)
+        if floors[waiting[0]] <= equal:
+            for seat in waiting:
+                shares[seat] = equal
+            break
+        left -= floors[waiting.pop(0)]
+    return shares
+
+
+def floor_of(ranks: Mapping[RankId, RankKv], tokens: int) -> dict[RankId, int]:
+    """Bytes that one sequence of so many tokens takes of each rank."""
+    return {rank: sequence_bytes(kv, tokens) for rank, kv in ranks.items()}
 
 
 def _room(statuses: Sequence[worker_pb2.WorkerStatus], allowance: Allowance) -> int:
@@ -102,12 +142,9 @@ def fitting_context(limits: Mapping[RankId, RankKv], wanted: int, *, insisted: b
 
 
 def _too_little(limits: Mapping[RankId, RankKv], capacity: int, wanted: int) -> str:
-    def need(kv: RankKv, tokens: int) -> int:
-        return -(-tokens // BLOCK) * BLOCK * kv.bytes_per_token + kv.bytes_per_sequence
-
-    rank, kv = min(limits.items(), key=lambda item: item[1].limit_bytes - need(item[1], wanted))
+    rank, kv = min(limits.items(), key=lambda item: item[1].limit_bytes - sequence_bytes(item[1], wanted))
     return (
         f"The KV cache of stage {rank.stage} may take {kv.limit_bytes / 1e6:.0f} MB, and one request of "
-        f"{wanted} tokens takes {need(kv, wanted) / 1e6:.0f} MB there: {capacity} tokens fit. "
+        f"{wanted} tokens takes {sequence_bytes(kv, wanted) / 1e6:.0f} MB there: {capacity} tokens fit. "
         "Give --max-model-len that many or fewer, raise --kv-cache-memory, or try --kv-bits 8."
     )

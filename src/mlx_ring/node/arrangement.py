@@ -31,13 +31,14 @@ from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
+from mlx_ring.engine.kv_limits import KEPT_TOKENS
 from mlx_ring.engine.served_model import ServedModel, widens_half_precision
 from mlx_ring.node.wishes import proportional_stages, wished
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.tls.names import node_name
 
-_PROMISED_TOKENS, _PROMISED_TOKENS_EACH = 8192, 2048
-"""The context that a plan leaves room for, where none is asked for; more sequences share what memory is left."""
+_PROMISED_TOKENS_EACH = 2048
+"""The context that a plan for throughput leaves room for, where none is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +320,7 @@ def _node_profile(member: Member, taken: int, head_bytes: int) -> NodeProfile:
 
 def _wish(settings: Settings, served: ServedModel) -> Wish:
     """What is promised: to one stream a long context; where throughput is asked for, a shorter one to all at once."""
-    promised, sequences = _PROMISED_TOKENS, 1
+    promised, sequences = KEPT_TOKENS, 1
     if settings.aim == "throughput":
         promised, sequences = _PROMISED_TOKENS_EACH, settings.max_num_seqs
     context = settings.max_model_len or min(promised, served.folder.context_length)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo, ModelService
 from mlx_ring.core.config import Settings
-from mlx_ring.core.errors import Conflict, NotReady, PlanError, RingError
+from mlx_ring.core.errors import Conflict, ContextKept, NotReady, PlanError, RingError
 from mlx_ring.core.machine import node_name
 from mlx_ring.engine.served_model import ServedModel, memory_for_weights, prepare_model
 from mlx_ring.node.hosted_model import JUST_NOW_S, HostedModel, Ready
@@ -188,6 +188,9 @@ class Catalog:
             while True:
                 try:
                     await self._run(hosted)
+                except ContextKept:
+                    # Whoever insists on a context has said what memory is for: nobody is unloaded behind their back.
+                    raise
                 except PlanError as error:
                     if not may_evict or not await self._evict_for(hosted):
                         raise

@@ -128,7 +128,11 @@ class Head:
         settings, declared = self._settings, self._catalog.declared
         if settings.nodes == 1:
             run_dir = cleanup.enter_context(make_run_folder(settings.run_dir))
-            here = Here(settings, run_dir, settings.stages * len(rank_shares(settings)) * (settings.replicas or 1) * len(declared))
+            here = Here(
+                settings,
+                run_dir,
+                settings.stages * len(rank_shares(settings)) * (settings.replicas or 1) * len(declared),
+            )
             cleanup.push_async_callback(here.stop)
             return here
         address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)

@@ -10,6 +10,7 @@ from typing import Any
 from mlx_ring.api.service import InstanceInfo, SamplingDefaults, State
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.engine.kv_limits import KEPT_TOKENS
 from mlx_ring.engine.router import Router
 from mlx_ring.engine.served_model import ServedModel, describe_model
 from mlx_ring.node.instance_service import LOADING, InstanceService
@@ -67,6 +68,11 @@ class HostedModel:
         """What every instance takes that serves now."""
         lengths = [each.engine.context_length for each in self._serving()]
         return min(lengths, default=self.served.limits.context_length)
+
+    @property
+    def kept_context_length(self) -> int:
+        insisted = self.settings.max_model_len is not None or self.settings.kv_cache_memory is not None
+        return self.context_length if insisted else min(self.context_length, KEPT_TOKENS)
 
     @property
     def vocab_size(self) -> int:

@@ -16,13 +16,13 @@ from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
 from mlx_ring.cluster.placement import cut_wishes, make_assignments
 from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.core.config import Settings, rank_shares
-from mlx_ring.core.errors import ConfigError, NodeLost, PlanError, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.grpc_executor import GrpcExecutor, RankAddress
-from mlx_ring.engine.kv_limits import Allowance, Place, fitting_context
+from mlx_ring.engine.kv_limits import Allowance, Place
 from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.served_model import ServedModel, memory_for_weights
 from mlx_ring.engine.stats import Unanswered
@@ -31,6 +31,7 @@ from mlx_ring.node.arrangement import Arrangement
 from mlx_ring.node.instance_service import InstanceService
 from mlx_ring.node.kv_shares import KvShares
 from mlx_ring.node.stuck import LOOK_S, StuckWatch
+from mlx_ring.node.tenants import Claim, Tenant
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
@@ -115,7 +116,7 @@ class Instance:
             cleanup.callback(self._shares.leave, epoch.instance)
             cleanup.push_async_callback(self._stop_workers)
             if not epoch.loaded:
-                self._shares.expect(epoch.instance, self._weights())
+                self._shares.expect(self._tenant, self._claims())
             places = epoch.loaded or await self._deploy(assignments, hello)
             executor = await GrpcExecutor.connect(
                 [RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places],
@@ -145,14 +146,24 @@ class Instance:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._explained.wait(), _BETTER_REASON_S)
 
-    def _weights(self) -> Mapping[str, int]:
-        """Bytes that are about to be loaded, by node: as planned, else alike for all stages."""
+    @property
+    def _tenant(self) -> Tenant:
+        return Tenant(
+            self._epoch.instance,
+            self._served.names[0],
+            self._served.limits.context_length,
+            insisted=self._settings.max_model_len is not None,
+        )
+
+    def _claims(self) -> Mapping[str, Claim]:
+        """What is about to be loaded, by node: weights as planned, else alike for all stages."""
         arrangement, weights = self._epoch.arrangement, Counter[str]()
         whole = memory_for_weights(self._served.folder, self._settings.dtype)
         for stage, site in enumerate(arrangement.sites):
             planned = None if arrangement.plan is None else arrangement.plan.stages[stage].weight_bytes
             weights[site.node] += whole // len(arrangement.sites) if planned is None else planned
-        return weights
+        workers = Counter(site.node for site in arrangement.sites)
+        return {node: Claim(nbytes, workers[node]) for node, nbytes in weights.items()}
 
     async def _deploy(
         self, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
@@ -235,15 +246,8 @@ class Instance:
             site.node: Allowance(site.reserve_share, site.memory_limit_bytes)
             for site in self._epoch.arrangement.nodes
         }
-        kv = self._shares.join(instance, workers, allowances)
+        kv, context = self._shares.join(self._tenant, workers, allowances)
         limits = self._served.limits
-        insisted = self._settings.max_model_len is not None
-        try:
-            context = fitting_context(kv, limits.context_length, insisted=insisted)
-        except ConfigError as error:
-            if self._shares.is_alone(instance):
-                raise
-            raise PlanError(f"{error} Other models are loaded beside it.") from error
         if context < limits.context_length:
             log.warning(
                 "The KV cache has room for %d tokens of one request, so the context is that long, not %d.",

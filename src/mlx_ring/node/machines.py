@@ -12,9 +12,7 @@ from mlx_ring.api.service import LinkInfo
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import RingError
 from mlx_ring.engine.served_model import ServedModel
-from mlx_ring.node.arrangement import (
-    Order,
-)
+from mlx_ring.node.arrangement import Order
 from mlx_ring.node.instance import Epoch
 from mlx_ring.node.status import Standing
 

@@ -18,7 +18,7 @@ from mlx_ring.core.config import set_for_libraries
 from mlx_ring.core.errors import ConfigError, WorkerLost
 from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.protos import worker_pb2
-from mlx_ring.worker.tensor.group import Group
+from mlx_ring.worker.tensor import Group
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +62,10 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
     backend, places = backend_of(assignment), joined_ranks(assignment)
     if not mx.distributed.is_available(backend):
         others = [name for name in ("ring", "jaccl", "mpi", "nccl") if mx.distributed.is_available(name)]
+        wish = f"--tp {assignment.tp_size}" if assignment.tp_size > 1 else f"--link {assignment.link}"
         raise ConfigError(
-            f"--link {assignment.link}: MLX's backend {backend} is not available on this machine; "
-            f"{', '.join(others)} would be, and grpc always is."
+            f"{wish}: MLX's backend {backend} is not available on this machine; "
+            f"{', '.join(others) or 'no other'} would be, and --link grpc always is."
         )
     place = places.index((assignment.stage, assignment.rank))
     if port is not None:

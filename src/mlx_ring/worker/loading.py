@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
@@ -34,22 +33,17 @@ _DTYPES: dict[DType, mx.Dtype] = {
 _CLEAR_EVERY_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPart:
-    """What one rank of several has of every layer."""
-
-    share: TensorShare
-    group: Group
-
-
 def load_stage(
     folder: ModelFolder,
     layers: LayerRange,
     dtype: DType,
     progress: Progress,
-    part: TensorPart | None = None,
+    divide: Callable[[StageModel], None] | None = None,
 ) -> StageModel:
-    """Load layers `[start, end)` in `dtype`; of each a part, where other ranks have the rest.
+    """Load layers `[start, end)` in `dtype`.
+
+    Args:
+        divide: leaves the stage one rank's part of its weights, before any of them is read.
 
     Raises:
         ModelUnsupported: mlx-lm does not know the architecture, or it cannot be cut.
@@ -57,13 +51,13 @@ def load_stage(
     """
     require_layers(folder.path, layers)
     model = _build(folder)
-    if part is not None:
-        split(model, part.share, part.group)
     stage = StageModel(model, layers, _DTYPES[dtype], folder.vocab_size, folder.hidden_size)
     if stage.num_layers != folder.num_layers:
         raise ModelCorrupt(
             f"{folder.path / 'config.json'} tells of {folder.num_layers} layers, and its model has {stage.num_layers}."
         )
+    if divide is not None:
+        divide(stage)
     parameters = _cast_parameters(stage)
     model.load_weights(list(parameters.items()), strict=False)
     model.eval()

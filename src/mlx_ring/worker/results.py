@@ -12,6 +12,7 @@ from mlx_ring.worker.forward import Pass
 from mlx_ring.worker.inputs import RowInput, StepInput
 from mlx_ring.worker.sampler import LazyLogprobs, LazySample, prompt_logprobs
 from mlx_ring.worker.sequences import LazyToken
+from mlx_ring.worker.tensor import Group
 from mlx_ring.worker.tensors import to_message
 from mlx_ring.worker.wants import Want, offsets_of
 

@@ -22,7 +22,7 @@ from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.results import StepDraws
 from mlx_ring.worker.sequences import SequenceTable
 from mlx_ring.worker.shard import StageModel
-from mlx_ring.worker.tensor.group import Group
+from mlx_ring.worker.tensor import Group
 from mlx_ring.worker.wants import samples_token
 from mlx_ring.worker.work import Patience, StepClock, StepWork, monotonic_us
 

@@ -125,6 +125,8 @@ class StageModel:
         self._slots: CacheSlots = find_cache_slots(calls, layers, self._make_caches)
         self._cut(originals, calls)
         self._tap = HeadTap(model, self._heads) if self.is_last else None
+        self.gather: Callable[[mx.array], mx.array] | None = None
+        """Makes of the head's output the logits of the whole vocabulary, where other ranks compute parts of them."""
 
     def needs(self, path: str) -> bool:
         """Whether the stage computes with the parameter at `path`, as `model.parameters()` names it."""
@@ -195,7 +197,7 @@ class StageModel:
             if passage.taken is None or passage.entered != (hidden is not None):
                 raise ModelUnsupported(f"{type(self.model).__module__} does not call its layers one by one.")
             if self.is_last:
-                return result
+                return result if self.gather is None or output == "hidden" else self.gather(result)
             if passage.taken.ndim != _ACTIVATION_AXES:
                 raise ModelUnsupported(
                     f"{type(self.model).__module__} hands on arrays of shape {passage.taken.shape} between its layers, "

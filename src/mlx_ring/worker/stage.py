@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_ring.core.architectures import require_cuttable
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.model_folder import ModelFolder, read_model_folder
+from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.joined_ranks import joined_ranks
@@ -29,6 +30,7 @@ from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.loading import load_stage
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.shard import StageModel
+from mlx_ring.worker.tensor import Group, split
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +118,8 @@ def build_stage(
         report(worker_pb2.LoadProgress(phase="group"))
     group = join_group(assignment, group_port)
     stages = join_stages(assignment, group_port)
-    model = load_stage(folder, layers, dtype, progress, _tensor_part(folder, assignment, group))
+    divide = None if group is None else partial(_divide, folder, assignment.shares, group)
+    model = load_stage(folder, layers, dtype, progress, divide)
     log.info("loaded layers %s of %s in %s in %.2f s", layers, folder.path, dtype, time.monotonic() - started)
     architecture = require_cuttable(folder, assignment.stages)
     kv = KVStore(
@@ -176,21 +179,17 @@ def _join_links(
     ours = assignment
     if ours.rank:
         return StageLinks(inbox)
-    to_next = (
-        None if model.is_last else links(ours.next_address, ours.next_node, ours.next_ranks, packer)
-    )
+    to_next = None if model.is_last else links(ours.next_address, ours.next_node, ours.next_ranks, packer)
     goes_back = model.is_last and not model.is_first
     back = links(ours.first_address, ours.first_node, ours.first_ranks) if goes_back else None
     return StageLinks(inbox, to_next, back)
 
 
-def _tensor_part(
-    folder: ModelFolder, assignment: worker_pb2.StageAssignment, group: Group | None
-) -> TensorPart | None:
-    if group is None:
-        return None
-    shares = tensor_shares(folder.config, list(assignment.shares))
-    return TensorPart(shares[assignment.rank], group)
+def _divide(folder: ModelFolder, proportions: Sequence[float], group: Group, stage: StageModel) -> None:
+    """Leave the stage this rank's part."""
+    shares = share_out(read_tensor_sizes(folder), proportions)
+    head = split(stage.model, shares, group, looks_up=stage.is_first)
+    stage.gather = head.logits
 
 
 def _warm_up(model: StageModel, kv: KVStore) -> None:

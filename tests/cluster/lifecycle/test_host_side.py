@@ -11,11 +11,15 @@ from mlx_ring.cluster.lifecycle.host_side import (
     ask_head,
     last_words,
     log_command,
+    out_file,
     run_detached,
+    wait_until_ready,
     whole_path,
 )
 from mlx_ring.core.errors import ConfigError, HostFailed
+from mlx_ring.core.logs import is_tagged
 from mlx_ring.core.private_files import write_private
+from mlx_ring.core.running import end_running
 
 
 @pytest.mark.parametrize(
@@ -38,6 +42,25 @@ def test_a_program_that_cannot_begin_is_told_with_its_reason(
     with pytest.raises(ConfigError, match=r"`mlx-ring serve` has ended: --port is http; it must be"):
         run_detached(tmp_path, arguments, 120.0)
     assert (tmp_path / ".local/share/mlx-ring/bin/mlx-ring").exists(), "others find what runs here"
+
+
+def test_a_head_that_goes_on_writes_its_log_to_the_log_s_files_alone(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".env").write_text(f"MODEL_REPO={tiny_model}\n")
+    logs = ("--state-dir", str(tmp_path), "--log-dir", str(tmp_path / "logs"))
+    pid = run_detached(tmp_path, ("serve", "--port", "0", *logs), 120.0)
+    assert wait_until_ready(tmp_path, pid, 120.0)
+    told = out_file(tmp_path, "serve").read_text()
+    ask_head(tmp_path, "POST", "/v1/completions", '{"prompt": "a", "max_tokens": 4}', ())
+    assert end_running(tmp_path) == [f"The head is ended (process {pid})."]
+    printed, log = out_file(tmp_path, "serve").read_text(), (tmp_path / "logs" / "head.log").read_text()
+    assert "Serving tiny" in printed
+    assert printed.startswith(told)
+    assert [line for line in printed.splitlines() if is_tagged(line)] == []
+    assert "/v1/completions" in log
+    assert f"MODEL_REPO in {tmp_path / '.env'} is read as MLX_RING_MODEL={tiny_model}." in log
 
 
 def test_an_id_is_made_only_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -61,6 +61,12 @@ def test_stages_that_wait_for_each_other_long_enough_are_not_held_up() -> None:
     assert lone_stream([2.0, 1.0], [2.5, 3.0], 0.5) == ([2.0, 1.0], 3.5)
 
 
+def test_stages_of_one_machine_have_its_share_together() -> None:
+    times, around = lone_stream([2.0, 1.0, 1.0], [4.0, 4.0, 1.0], 0.0, ["a", "a", "b"])
+    assert around == sum(times) == 8.0
+    assert times == [4.0, 3.0, 1.0]
+
+
 def granted(name: str, share: float, period_s: float = 0.1) -> NodeProfile:
     node = node_of(name, gb_s=100)
     return NodeProfile(
@@ -96,7 +102,7 @@ def test_alone_a_machine_with_a_share_takes_all_of_its_time() -> None:
     [
         ({}, None),
         ({"cpu_share": 0.5, "cpu_period_s": 0.1, "blas_threads": 1}, 0.5),
-        ({"cpu_share": 1.5, "cpu_period_s": 0.1, "blas_threads": 2}, 0.75),
+        ({"cpu_share": 0.5, "cpu_period_s": 0.1, "blas_threads": 2}, None),
         ({"cpu_share": 1.5, "cpu_period_s": 0.1, "blas_threads": 1}, None),
         ({"cpu_share": 0.5, "cpu_period_s": 0.1, "device": "gpu"}, None),
     ],

@@ -42,5 +42,9 @@ def test_waiting_counts_where_all_the_time_is_granted() -> None:
     assert stopwatch(1, 1.0)(lambda: time.sleep(0.2)) >= 0.2
 
 
+def test_waiting_counts_where_several_threads_compute() -> None:
+    assert stopwatch(2, 0.5)(lambda: time.sleep(0.2)) >= 0.2
+
+
 def test_waiting_does_not_count_where_a_part_of_the_time_is_granted() -> None:
     assert stopwatch(1, 0.5)(lambda: time.sleep(0.2)) < 0.2

@@ -47,6 +47,7 @@ def routes(context: ApiContext) -> APIRouter:
             "model": service.model_id,
             "aliases": list(service.aliases),
             "context_length": service.context_length,
+            "kept_context_length": service.kept_context_length,
             "vocab_size": service.vocab_size,
             "device_count": len(workers),
             "dtype": workers[0].dtype if workers else None,

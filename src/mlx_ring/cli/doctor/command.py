@@ -12,7 +12,7 @@ from rich.text import Text
 
 from mlx_ring.cli.doctor.finding import Finding, Level
 from mlx_ring.core.addresses import parse_head_address
-from mlx_ring.core.config import load_settings
+from mlx_ring.core.settings_sources import load_settings
 
 _STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "broken": "red"}
 

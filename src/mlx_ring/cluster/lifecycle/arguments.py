@@ -7,8 +7,9 @@ from typing import cast
 
 from mlx_ring.cluster.planner.devices_file import Device, DevicesFile
 from mlx_ring.core.addresses import HeadAddress, bracketed
-from mlx_ring.core.config import Settings, check_values, flag_name
+from mlx_ring.core.config import Settings, flag_name
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.settings_sources import check_values
 
 _FROM_THE_FILE = {
     "model": "`model`",

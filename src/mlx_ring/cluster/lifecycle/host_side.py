@@ -74,7 +74,8 @@ def run_detached(state: Path, arguments: Sequence[str], timeout_s: float) -> int
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=inherited_environment({"PYTHONUNBUFFERED": "1"}),
+            # Nobody rotates that file, and what is logged lies beside it.
+            env=inherited_environment({"PYTHONUNBUFFERED": "1", "MLX_RING_LOG_STDERR": "off"}),
         )
     waiting = _Waiting(state, arguments[0], lambda: process.poll() is not None)
     waiting.until(lambda: any(found.pid == process.pid for found in running_here(state)), timeout_s)
@@ -162,7 +163,7 @@ def log_command(state: Path, lines: int, *, follow: bool) -> list[str]:
 
 
 def out_file(state: Path, verb: str) -> Path:
-    """What it prints, which is more than its log where it cannot begin at all."""
+    """What it prints until it serves, and what it dies of; its log goes to files that rotate."""
     return Path(logs_folder(str(state))) / f"{verb}.out"
 
 

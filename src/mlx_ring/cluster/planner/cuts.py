@@ -8,7 +8,7 @@ first layer `a`. Eight machines and 128 layers take some tenths of a second.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -34,9 +34,7 @@ class Way:
     pieces: tuple[Piece, ...]
     cost: float
     with_node: tuple[float, ...] = ()
-    """By machine: the cost of the best way that has it; infinite where there is none."""
-    alone: tuple[float, ...] = ()
-    """By machine: the cost of all layers there."""
+    """By machine: the cost of the best way that has it, infinite where there is none; empty where that is not known."""
 
 
 class _Search:
@@ -108,92 +106,73 @@ class _Circle:
         return self.search.trace(self.members, self.last, self.start)
 
 
-def _circles(
-    tables: Sequence[Table], hops: Table, most: int, *, adds: bool, backs: Table | None = None
-) -> Iterator[_Circle]:
-    """The best ones of up to `most` machines, by their set, the last and, where hops back differ, the first of them.
-
-    `backs` are what counts of the hops back, where that is not all.
-    """
-    backs = hops if backs is None else backs
-    apart = not _all_alike(backs)
+def _circles(tables: Sequence[Table], hops: Table, most: int, *, adds: bool) -> Iterator[_Circle]:
+    """The best ones of up to `most` machines, by their set, the last and, where hops back differ, the first of them."""
+    apart = not _all_alike(hops)
     search = _Search(tables, hops, adds=adds, starts_apart=apart)
     for stages in range(1, most + 1):
         for members, last, start, cost in search.ways(stages):
             # Where ways begin anywhere, hops between different machines are alike.
-            back = float(backs[last, start if apart else (last + 1) % len(backs)]) if stages > 1 else 0.0
+            back = float(hops[last, start if apart else (last + 1) % len(hops)]) if stages > 1 else 0.0
             if np.isfinite(cost + back):
                 yield _Circle(search, members, last, start, cost + back)
 
 
-def quickest_way(tables: Sequence[Table], hops: Table, steady: Sequence[Table] | None = None) -> Way | None:
+def quickest_way(
+    tables: Sequence[Table],
+    hops: Table,
+    paces: Sequence[Table] | None = None,
+    *,
+    stages: int | None = None,
+    least: float = 0.0,
+) -> Way | None:
     """The way on which one token gets around soonest, the hop from the last machine back to the first included.
 
     Args:
         tables: by machine, seconds of every stage that it could be.
         hops: seconds from machine to machine.
-        steady: by machine, seconds of the same stages if they always compute, where they may do so for a part of the time
-            only: no token comes around sooner than that. The best way is found to a thousandth then.
+        paces: by machine, seconds of the same stages that have to pass before the next token can, whatever the others take;
+            the best way is found to a thousandth then. None: a stage's own, which no way around is shorter than.
+        stages: how many machines; None: as many as are best.
+        least: what no way costs less than, where that is known.
     """
-    way = _quickest(tables, hops)
-    if way is None or steady is None or all(map(np.array_equal, tables, steady)):
+    way = _quickest(tables, hops, stages)
+    if way is None or paces is None or all(map(np.array_equal, tables, paces)):
         return way
-    best = _paced(way, steady)
-    # Every way takes `low`, and where no stage takes more than a bound the way may be longer than that: then so is the best.
-    low = way.cost
+    best = _paced(way, paces)
+    # No way is better than `low`: the quickest of all, and once those within a bound take longer than it, the bound.
+    low = max(way.cost, least)
+    bound = low * (1 + _CLOSE / 2)
     while best.cost > low * (1 + _CLOSE):
-        bound = (low + best.cost) / 2
-        allowed = [np.where(slow <= bound, table, np.inf) for table, slow in zip(tables, steady, strict=True)]
-        found = _quickest(allowed, hops)
-        if found is not None and (paced := _paced(found, steady)).cost < best.cost:
-            best = replace(paced, with_node=best.with_node)
+        allowed = [np.where(pace <= bound, table, np.inf) for table, pace in zip(tables, paces, strict=True)]
+        found = _quickest(allowed, hops, stages)
+        if found is not None and (paced := _paced(found, paces)).cost < best.cost:
+            best = paced
         if found is None or found.cost > bound:
             low = bound
+        bound = (low + best.cost) / 2
     return best
 
 
-def _paced(way: Way, steady: Sequence[Table]) -> Way:
-    """With the cost that a stage which may not always compute gives it."""
-    slowest = max(float(steady[piece.node][piece.first, piece.end]) for piece in way.pieces)
-    alone = tuple(float(table[0, -1]) for table in steady)
-    return replace(way, cost=max(way.cost, slowest), alone=alone)
+def _paced(way: Way, paces: Sequence[Table]) -> Way:
+    """With the cost that its slowest pace gives it. What other ways cost is not known then."""
+    slowest = max(float(paces[piece.node][piece.first, piece.end]) for piece in way.pieces)
+    return Way(way.pieces, max(way.cost, slowest))
 
 
-def _quickest(tables: Sequence[Table], hops: Table) -> Way | None:
+def _quickest(tables: Sequence[Table], hops: Table, stages: int | None) -> Way | None:
     nodes = range(len(tables))
     best: tuple[float, tuple[Piece, ...]] = (np.inf, ())
     with_node = [np.inf] * len(tables)
-    for circle in _circles(tables, hops, len(tables), adds=True):
+    for circle in _circles(tables, hops, stages or len(tables), adds=True):
+        if stages is not None and circle.members.bit_count() != stages:
+            continue
         for node in nodes:
             if circle.members >> node & 1:
                 with_node[node] = min(with_node[node], circle.cost)
         if circle.cost < best[0]:
             best = (circle.cost, circle.pieces())
-    if not best[1]:
-        return None
-    alone = tuple(float(table[0, -1]) for table in tables)
-    return Way(best[1], best[0], tuple(with_node), alone)
-
-
-def steadiest_way(
-    tables: Sequence[Table], hops: Table, stages: int, slowest: float | None = None
-) -> Way | None:
-    """The way over so many machines whose slowest stage is quickest, and of those the quickest; its cost is that stage's.
-
-    `slowest` is that cost, where it is known from `steadiest_costs`.
-    """
-    if slowest is None:
-        costs = steadiest_costs(tables, hops, stages)
-        slowest = min(
-            (cost for members, cost in costs.items() if members.bit_count() == stages), default=np.inf
-        )
-    allowed = [np.where(table <= slowest * (1 + 1e-9), table, np.inf) for table in tables]
-    quickest: _Circle | None = None
-    # All hops back would take a search for each first machine, for the little by which they differ.
-    for one in _circles(allowed, hops, stages, adds=True, backs=_walls(hops)):
-        if one.members.bit_count() == stages and (quickest is None or one.cost < quickest.cost):
-            quickest = one
-    return None if quickest is None else Way(quickest.pieces(), slowest)
+    return Way(best[1], best[0], tuple(with_node)) if best[1] else None
 
 
 def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int, float]:
@@ -202,6 +181,22 @@ def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int
     for circle in _circles(tables, _walls(hops), most, adds=False):
         found[circle.members] = min(circle.cost, found.get(circle.members, np.inf))
     return found
+
+
+def has_way(tables: Sequence[Table], hops: Table) -> bool:
+    """Whether any way is there."""
+    free, walls = [np.where(np.isfinite(table), 0.0, np.inf) for table in tables], _walls(hops)
+    if sum(map(_longest, free)) < len(free[0]) - 1:
+        return False
+    if np.isfinite(walls).all() and in_order(free) is not None:
+        return True
+    return any(True for _ in _circles(free, walls, len(free), adds=True))
+
+
+def _longest(table: Table) -> int:
+    """Most layers of a stage that can be."""
+    firsts, ends = np.nonzero(np.isfinite(table))
+    return int(np.max(ends - firsts, initial=0))
 
 
 def _walls(hops: Table) -> Table:

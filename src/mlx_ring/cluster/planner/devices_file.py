@@ -137,7 +137,7 @@ def _read_file(content: object, where: str) -> DevicesFile:
         model=_read_model(fields.get("model"), where),
         strategy=strategy,
         proportions=proportions,
-        serve={key: value for key, value in serve.items() if not is_share(key, value)},
+        serve={key: value for key, value in serve.items() if not is_share(key)},
         notes=tuple(_notes(chosen, fields.get("sharding") or {}, strategy)),
     )
 

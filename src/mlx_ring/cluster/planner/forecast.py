@@ -48,9 +48,10 @@ class Forecast:
 
     def decode_s(self, stage: int, rows: int, context_tokens: int) -> float:
         """One step with a token of each of so many sequences, each behind so long a context."""
-        if all(node.grant is None for node, _ in self._stages):
+        # Several rows in a group mean that every group has some, and that no stage rests.
+        if rows > 1 or all(node.grant is None for node, _ in self._stages):
             return self._times(stage, rows, context_tokens).steady
-        return self._lone_stream(rows, context_tokens)[0][stage]
+        return self._lone_stream(context_tokens)[0][stage]
 
     def chunk_s(self, stage: int, tokens: int, context_tokens: int) -> float:
         """One step with so many tokens of a prompt: multiplying them, or reading the weights once if that takes longer."""
@@ -59,28 +60,29 @@ class Forecast:
             self._tables.prefill_seconds(node, layers.start, layers.end, length)
             for length in (context_tokens, context_tokens + tokens)
         )
-        return max(after - before + node.costs.step_s, self.decode_s(stage, 1, context_tokens))
+        step_s = node.costs.step_s / (node.grant.share if node.grant else 1.0)
+        return max(after - before + step_s, self._times(stage, 1, context_tokens).steady)
 
     def token_s(self, context_tokens: int) -> float:
         """From one token of a stream that is alone to the next: every stage, and the hops around."""
-        return self._lone_stream(1, context_tokens)[1]
+        return self._lone_stream(context_tokens)[1]
 
-    def _lone_stream(self, rows: int, context_tokens: int) -> tuple[list[float], float]:
-        times = [self._times(stage, rows, context_tokens) for stage in range(len(self))]
+    def _lone_stream(self, context_tokens: int) -> tuple[list[float], float]:
+        times = [self._times(stage, 1, context_tokens) for stage in range(len(self))]
         unhindered, steady = [each.unhindered for each in times], [each.steady for each in times]
-        return lone_stream(unhindered, steady, self._around_s(rows))
+        return lone_stream(unhindered, steady, self._around_s(), [node.name for node, _ in self._stages])
 
     def _times(self, stage: int, rows: int, context_tokens: int) -> Times[float]:
         node, layers = self._stages[stage]
         return self._tables.stage_seconds(node, layers.start, layers.end, rows, context_tokens)
 
-    def _around_s(self, rows: int) -> float:
+    def _around_s(self) -> float:
         if len(self) == 1:
             return 0.0
         nodes = [node for node, _ in self._stages]
         return sum(
             self._cluster.link(one.name, other.name).seconds(
-                rows * self._model.hidden_size * self._tables.model_on(one).number_bytes
+                self._model.hidden_size * self._tables.model_on(one).number_bytes
             )
             for one, other in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
         )

@@ -7,6 +7,7 @@ and one that always computes gets its share: how long a step takes depends on ho
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,10 @@ class ProcessorGrant:
 
 
 def lone_stream(
-    clock_s: Sequence[float], steady_s: Sequence[float], around_s: float
+    clock_s: Sequence[float],
+    steady_s: Sequence[float],
+    around_s: float,
+    machines: Sequence[str] | None = None,
 ) -> tuple[list[float], float]:
     """What one stream finds: seconds of each stage, and from token to token.
 
@@ -55,9 +59,17 @@ def lone_stream(
         clock_s: by stage, where the quota is untouched.
         steady_s: by stage, where it always computes.
         around_s: of all hops.
+        machines: of each stage; several of one machine have its quota together. Each has one of its own unless given.
     """
-    times, unhindered = list(clock_s), sum(clock_s) + around_s
-    slowest = max(range(len(steady_s)), key=steady_s.__getitem__)
-    late = max(0.0, steady_s[slowest] - unhindered)
-    times[slowest] += late
+    unhindered = sum(clock_s) + around_s
+    owners = machines or list(map(str, range(len(steady_s))))
+    totals: dict[str, float] = defaultdict(float)
+    for owner, steady in zip(owners, steady_s, strict=True):
+        totals[owner] += steady
+    slowest = max(totals, key=totals.__getitem__)
+    late = max(0.0, totals[slowest] - unhindered)
+    times = [
+        clock + late * steady / totals[slowest] if owner == slowest else clock
+        for owner, clock, steady in zip(owners, clock_s, steady_s, strict=True)
+    ]
     return times, unhindered + late

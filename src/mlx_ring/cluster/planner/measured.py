@@ -45,11 +45,11 @@ def measured_node(
 
 
 def _grant(profile: MachineProfile) -> ProcessorGrant | None:
-    """None where all threads that compute may do so all the time, or a GPU does."""
-    share = 1.0 if profile.cpu_share is None else profile.cpu_share / profile.blas_threads
-    if profile.device != "cpu" or share >= 1 or profile.cpu_period_s is None:
+    """None where rates are by the clock: see `stopwatch` of the worker's profile mode."""
+    share, period_s = profile.cpu_share, profile.cpu_period_s
+    if profile.device != "cpu" or profile.blas_threads > 1 or share is None or share >= 1 or period_s is None:
         return None
-    return ProcessorGrant(share, profile.cpu_period_s)
+    return ProcessorGrant(share, period_s)
 
 
 def measured_link(measure: LinkMeasure) -> LinkProfile:

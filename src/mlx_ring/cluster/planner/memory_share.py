@@ -17,12 +17,17 @@ def read_share(name: str, where: str, *places: Mapping[str, Any]) -> float | Non
     Args:
         name: of the machine, in sentences.
         where: the file, in sentences.
-        places: fields among which it may stand, with dashes or underscores.
+        places: fields among which it may stand; under `serve` names may have dashes for underscores.
 
     Raises:
         ConfigError: it is no share, or stands there twice.
     """
-    given = [(key, value) for place in places for key, value in place.items() if is_share(key, value)]
+    given = [
+        (key, value)
+        for place in places
+        for key, value in place.items()
+        if is_share(key) and value is not None
+    ]
     if len(given) > 1:
         twice = " and ".join(key for key, _ in given)
         raise ConfigError(f"{where}: the share of memory of {name} stands there twice, as {twice}: give one.")
@@ -35,6 +40,6 @@ def read_share(name: str, where: str, *places: Mapping[str, Any]) -> float | Non
     return None
 
 
-def is_share(key: object, value: object) -> bool:
-    """Whether a field is one, and says anything."""
-    return str(key).replace("-", "_") in SHARE_FIELDS and value is not None
+def is_share(key: object) -> bool:
+    """Whether a field is called so."""
+    return str(key).replace("-", "_") in SHARE_FIELDS

@@ -11,10 +11,10 @@ import numpy as np
 from mlx_ring.cluster.planner.cuts import (
     Piece,
     Way,
+    has_way,
     in_order,
     quickest_way,
     steadiest_costs,
-    steadiest_way,
 )
 from mlx_ring.cluster.planner.grants import lone_stream
 from mlx_ring.cluster.planner.plan import Aim, LeftOut, Plan, Prediction, StagePlan, Strategy
@@ -96,6 +96,13 @@ class _Planner:
             case _:
                 return self._fixed_way(self._counts())
 
+    @property
+    def fits(self) -> bool:
+        """Whether there is a way as wished."""
+        if self._wish.strategy == "auto":
+            return has_way(self._tables(1), self._hops(1))
+        return self.way() is not None
+
     def _best_way(self) -> Way | None:
         if len(self._nodes) > MOST_NODES:
             raise PlanError(
@@ -105,37 +112,37 @@ class _Planner:
         quickest = quickest_way(self._tables(1), self._hops(1), self._steady(1))
         if self._wish.aim == "latency" or quickest is None:
             return quickest
-        best = quickest
-        for bound, stages, slowest in sorted(self._bounds(), reverse=True):
+        best = replace(quickest, with_node=())
+        for bound, stages in sorted(self._bounds(), reverse=True):
             if bound <= self._throughput(best.pieces):
                 break
-            way = steadiest_way(*self._of_group(stages), stages, slowest)
+            way = self._way_of(stages, self._wish.demand.sequences / bound)
             if way is not None and self._throughput(way.pieces) > self._throughput(best.pieces):
                 best = way
-        return replace(best, with_node=quickest.with_node, alone=quickest.alone)
+        return best
 
-    def _bounds(self) -> Iterator[tuple[float, int, float]]:
-        """For each number of stages: tokens a second that no pipeline of so many exceeds, and its slowest stage's seconds."""
+    def _bounds(self) -> Iterator[tuple[float, int]]:
+        """For each number of stages: tokens a second that no pipeline of so many exceeds."""
         sequences = self._wish.demand.sequences
-        numbers = range(1, len(self._nodes) + 1)
-        for _, alike in groupby(numbers, self._rows):
+        for rows, alike in groupby(range(1, len(self._nodes) + 1), self._rows):
             stages = list(alike)
-            costs = steadiest_costs(*self._of_group(stages[-1]), stages[-1])
+            costs = steadiest_costs(self._steady(rows), self._hops(rows), stages[-1])
             for number in stages:
                 slowest = min(
                     (cost for members, cost in costs.items() if members.bit_count() == number), default=0.0
                 )
                 if slowest:
-                    yield sequences / (min(number, sequences) * slowest), number, slowest
+                    yield sequences / (min(number, sequences) * slowest), number
+
+    def _way_of(self, stages: int, least: float) -> Way | None:
+        """The pipeline of so many stages on which all groups get around soonest: no sooner than the slowest stage has served them."""
+        rows, groups = self._rows(stages), min(stages, self._wish.demand.sequences)
+        paces = [groups * table for table in self._steady(rows)]
+        return quickest_way(self._tables(rows), self._hops(rows), paces, stages=stages, least=least)
 
     def _rows(self, stages: int) -> int:
         """Of a decode group, where there are as many groups as stages."""
         return -(-self._wish.demand.sequences // stages)
-
-    def _of_group(self, stages: int) -> tuple[list[Table], Table]:
-        """Stages' and hops' seconds for a step of one group."""
-        rows = self._rows(stages)
-        return self._steady(rows), self._hops(rows)
 
     def _check_layers(self) -> None:
         if len(self._nodes) > len(self._model.layers):
@@ -230,7 +237,8 @@ class _Planner:
 
     def _speed(self, node: NodeProfile) -> str:
         bandwidth = node.rate(self._on(node).weights).bandwidth / 1e9
-        return f"reads {bandwidth:,.0f} GB/s" if bandwidth >= 10 else f"reads {bandwidth:.1f} GB/s"  # noqa: PLR2004 - two digits
+        told = f"reads {bandwidth:,.0f} GB/s" if bandwidth >= 10 else f"reads {bandwidth:.1f} GB/s"  # noqa: PLR2004 - two digits
+        return f"{told} for {node.grant.share:.0%} of the time" if node.grant else told
 
     def _left_out(self, way: Way, prediction: Prediction) -> tuple[LeftOut, ...]:
         used = {piece.node for piece in way.pieces}
@@ -241,10 +249,12 @@ class _Planner:
             with_it = way.with_node[place] if way.with_node else np.inf
             if alone := self._out_of_reach(node, used):
                 why = f"it and {alone} do not reach each other"
-            elif not np.isfinite(with_it):
+            elif not np.isfinite(self._tables(1)[place]).any():
                 why = "too little memory for a single layer"
             elif self._wish.aim == "throughput":
-                why = "no plan with it was found to give more"
+                why = "no plan with it gives more"
+            elif not np.isfinite(with_it):
+                why = "no plan with it answers sooner"
             elif with_it > prediction.token_s * (1 + _ALIKE):
                 why = (
                     f"with it a token takes {1e3 * with_it:.1f} ms instead of {1e3 * prediction.token_s:.1f}"
@@ -330,7 +340,7 @@ def _of(tables: Sequence[Table], pieces: Sequence[Piece]) -> list[float]:
 def _cut_off(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
     """That there would be a plan if all machines reached each other; empty where that is not it."""
     broken = [sorted(pair) for pair, link in cluster.links.items() if link == UNREACHABLE]
-    if not broken or _Planner(model, replace(cluster, links={}), wish).way() is None:
+    if not broken or not _Planner(model, replace(cluster, links={}), wish).fits:
         return ""
     pairs = ", ".join(f"{one} and {other}" for one, other in sorted(broken))
     return f"{model.name} needs several machines, and these do not reach each other: {pairs}. Mend the network between them."
@@ -359,7 +369,7 @@ def _nearest(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
 
     def fits(**changes: int) -> bool:
         changed = replace(wish, demand=replace(demand, **changes), aim="latency")
-        return _Planner(model, cluster, changed).way() is not None
+        return _Planner(model, cluster, changed).fits
 
     for bits in _KV_BITS:
         if bits < demand.kv_bits and fits(kv_bits=bits):

@@ -53,16 +53,16 @@ Stopwatch = Callable[[Callable[[], None]], float]
 
 
 def stopwatch(threads: int, cores: float | None) -> Stopwatch:
-    """By the clock; where a control group grants less than `threads` cores, by the time that was granted.
+    """By the clock; where a control group grants the one thread that computes less than a core, by the time that was granted.
 
     How much of a second that is depends on when the measurement falls into the group's period; planning counts with it.
+    Of several threads some wait while others compute, so that the time of all tells too little.
     """
-    if cores is None or cores >= threads or mx.default_device() != mx.Device(mx.cpu):
-        return partial(_seconds_of, time.perf_counter, 1)
-    return partial(_seconds_of, time.process_time, threads)
+    is_part = cores is not None and cores < 1 and threads == 1 and mx.default_device() == mx.Device(mx.cpu)
+    return partial(_seconds_of, time.process_time if is_part else time.perf_counter)
 
 
-def _seconds_of(clock: Callable[[], float], threads: int, work: Callable[[], None]) -> float:
+def _seconds_of(clock: Callable[[], float], work: Callable[[], None]) -> float:
     started = clock()
     work()
-    return max((clock() - started) / threads, 1e-9)
+    return max(clock() - started, 1e-9)

@@ -1,0 +1,7 @@
+"""A stage's layers split over the ranks of a group."""
+
+from mlx_ring.worker.tensor.group import Group
+from mlx_ring.worker.tensor.head import SplitHead
+from mlx_ring.worker.tensor.split import split
+
+__all__ = ["Group", "SplitHead", "split"]

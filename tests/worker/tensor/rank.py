@@ -1,0 +1,156 @@
+"""One rank of a ring on loopback: `python rank.py CASES FOLDER`, with MLX_RANK and MLX_HOSTFILE set.
+
+Runs every case of the file, a group being made once in a process. Rank 0 saves what a case gives as `NAME.safetensors`;
+each rank writes the bytes that its part of the weights took to `NAME.RANK.json`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+from mlx_ring.worker.lean_start import import_mlx_lm
+
+import_mlx_lm()
+
+import mlx.core as mx  # noqa: E402 - what is left out of mlx-lm must be left out first
+from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+from mlx_lm.utils import load_model  # noqa: E402 # pyright: ignore[reportUnknownVariableType]
+
+from mlx_ring.core.model_folder import ModelFolder, read_model_folder  # noqa: E402
+from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out  # noqa: E402
+from mlx_ring.core.types import LayerRange  # noqa: E402
+from mlx_ring.worker.kv import KVStore  # noqa: E402
+from mlx_ring.worker.loading import load_stage  # noqa: E402
+from mlx_ring.worker.shard import StageModel  # noqa: E402
+from mlx_ring.worker.tensor import Group, SplitHead, split  # noqa: E402
+
+Arrays = dict[str, mx.array]
+
+
+class _Stages:
+    """A model cut into stages, each split over the group, one after the other in this process."""
+
+    def __init__(self, folder: ModelFolder, case: dict[str, Any], group: Group) -> None:
+        self._shares = share_out(read_tensor_sizes(folder), case["proportions"])
+        self._group = group
+        self.heads: list[SplitHead] = []
+        cuts = [0, *case["cuts"], folder.num_layers]
+        self._stages = [
+            load_stage(folder, LayerRange(start, end), "float32", lambda _done, _total: None, self._divide)
+            for start, end in pairwise(cuts)
+        ]
+        kv_bits = cast("int | None", case.get("kv_bits"))
+        self._stores = [
+            KVStore(stage.make_layer_caches(), mx.float32, kv_bits=kv_bits) for stage in self._stages
+        ]
+
+    def _divide(self, stage: StageModel) -> None:
+        self.heads.append(split(stage.model, self._shares, self._group, looks_up=stage.is_first))
+
+    def open(self, sequences: int) -> None:
+        for store in self._stores:
+            for sequence in range(sequences):
+                store.open(sequence, 256)
+
+    def step(self, rows: Sequence[Sequence[int]]) -> mx.array:
+        """(rows, tokens, own part of the vocabulary) for rows that go on together."""
+        width = max(map(len, rows))
+        tokens = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
+        hidden: mx.array | None = None
+        for stage, store in zip(self._stages, self._stores, strict=True):
+            (batch,) = store.batches([(sequence, len(row)) for sequence, row in enumerate(rows)])
+            hidden = stage.forward(tokens, hidden, batch.caches, None, offset=batch.offset)
+            mx.eval(hidden, *batch.arrays)
+            store.commit(batch)
+        return cast("mx.array", hidden)
+
+
+def _run_split(case: dict[str, Any], group: Group, note: Callable[[Any], None]) -> Arrays:
+    gc.collect()  # the case before, whose modules refer to each other
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    stages = _Stages(read_model_folder(Path(case["folder"])), case, group)
+    mx.clear_cache()
+    note({"bytes": mx.get_active_memory() - before})
+    if case["kind"] == "load":
+        return {}
+    stages.open(len(case["steps"][0]))
+    head, arrays = stages.heads[-1], dict[str, mx.array]()
+    for number, rows in enumerate(case["steps"]):
+        own = stages.step(rows)
+        arrays |= {f"logits{number}": head.logits(own), f"best{number}": head.best(own)}
+        # Neither hangs on the other, so that no order is given to them.
+        mx.eval(arrays[f"logits{number}"])
+        mx.eval(arrays[f"best{number}"])
+    return arrays
+
+
+def _run_shard(case: dict[str, Any], joined: mx.distributed.Group) -> Arrays:
+    """As mlx-lm itself splits a model, row by row on its own caches."""
+    model = cast("Any", load_model(Path(case["folder"]), lazy=True)[0])
+    model.shard(joined)
+    arrays: Arrays = {}
+    for row in range(len(case["steps"][0])):
+        caches = make_prompt_cache(model)
+        for number, rows in enumerate(case["steps"]):
+            arrays[f"logits{number}.{row}"] = model(mx.array([rows[row]]), cache=caches)[0]
+            mx.eval(arrays)
+    return arrays
+
+
+def _run_group(group: Group) -> Arrays:
+    rank = group.rank
+    number = mx.array([rank + 1])
+    ties = mx.zeros((2, 3, rank + 2))
+    ties[0, 0, -1] = ties[1, 2, 0] = 1.0
+    ties[1, 1] = -mx.inf
+    extents = _neighbours([other + 2 for other in range(group.size)])
+    head = SplitHead(group, extents)
+    arrays = {
+        "gathered": group.all_gather(mx.full((2, rank + 1), rank), list(range(1, group.size + 1))),
+        "logits": head.logits(ties),
+        "best": head.best(ties),
+        "best of half": head.best(ties.astype(mx.float16)),
+    }
+    for dtype in (mx.int32, mx.uint32, mx.float32, mx.float16, mx.bfloat16):
+        arrays[f"first {dtype}"] = group.from_first(number.astype(dtype))
+    for array in arrays.values():
+        mx.eval(array)
+    return arrays
+
+
+def _neighbours(widths: Sequence[int]) -> list[Any]:
+    from mlx_ring.core.tensor_shares import Extent  # noqa: PLC0415
+
+    begins = [sum(widths[:index]) for index in range(len(widths))]
+    return [Extent(begin, begin + width) for begin, width in zip(begins, widths, strict=True)]
+
+
+def main() -> None:
+    cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    joined = mx.distributed.init(strict=True, backend="ring")
+    group = Group(joined)
+    for case in cases:
+        name = case["name"]
+
+        def note(found: Any, name: str = name) -> None:
+            (folder / f"{name}.{group.rank}.json").write_text(json.dumps(found))
+
+        if case["kind"] == "group":
+            arrays = _run_group(group)
+        elif case["kind"] == "shard":
+            arrays = _run_shard(case, joined)
+        else:
+            arrays = _run_split(case, group, note)
+        if group.rank == 0 and arrays:
+            mx.save_safetensors(str(folder / f"{name}.safetensors"), arrays)
+
+
+if __name__ == "__main__":
+    main()

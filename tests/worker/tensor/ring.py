@@ -1,0 +1,68 @@
+"""Processes that are the ranks of a ring on loopback. Nothing of them is left, also when one hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_ring.core.config import inherited_environment
+
+_RANK = Path(__file__).with_name("rank.py")
+_WITHIN_S = 120.0
+_POLL_S = 0.05
+
+
+def run_ranks(cases: Sequence[dict[str, Any]], size: int, folder: Path) -> None:
+    """Have `size` ranks run the cases, with their results in `folder`.
+
+    When one of them fails the others would wait for it for ever: all are ended, and what it said is raised.
+    """
+    (folder / "cases.json").write_text(json.dumps(list(cases)))
+    (folder / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(size)]))
+    with contextlib.ExitStack() as stack:
+        ranks = [_start(rank, folder, stack) for rank in range(size)]
+        deadline = time.monotonic() + _WITHIN_S
+        while any(rank.poll() is None for rank in ranks):
+            if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        codes = [rank.poll() for rank in ranks]
+    assert codes == [0] * size, "\n".join(
+        f"rank {rank} gave {code}: {(folder / f'rank{rank}.txt').read_text()[-2000:]}"
+        for rank, code in enumerate(codes)
+    )
+
+
+def _start(rank: int, folder: Path, stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
+    output = stack.enter_context((folder / f"rank{rank}.txt").open("wb"))
+    environment = inherited_environment(
+        {
+            "MLX_RANK": str(rank),
+            "MLX_HOSTFILE": str(folder / "hosts.json"),
+            # One thread each: ranks that wait take a core as it is.
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(_RANK), str(folder / "cases.json"), str(folder)],
+        env=environment,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in taken]

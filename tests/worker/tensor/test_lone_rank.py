@@ -1,0 +1,174 @@
+"""One rank's part of a model, with the others thought away: what it computes, asks for, and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
+from tests.conformance.families import configuration
+from tests.worker.random_models import write_random_model
+from tests.worker.tensor.models import FAMILIES, write_family
+
+from mlx_ring.core.errors import ModelUnsupported, PlanError
+from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.core.tensor_shares import Extent, TensorShare, read_tensor_sizes, share_out
+from mlx_ring.core.types import LayerRange
+from mlx_ring.worker.loading import load_stage
+from mlx_ring.worker.shard import StageModel
+from mlx_ring.worker.tensor import Group, SplitHead, split
+
+TOKENS = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+
+class Place:
+    """What MLX's group tells of itself."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+class LoneGroup(Group):
+    """Sums that the others add nothing to, counted."""
+
+    def __init__(self, rank: int = 0, size: int = 2) -> None:
+        super().__init__(cast("Any", Place(rank, size)))
+        self.sums = 0
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        self.sums += 1
+        return array
+
+
+def shares_of(path: Path, proportions: Sequence[float]) -> tuple[TensorShare, ...]:
+    return share_out(read_tensor_sizes(read_model_folder(path)), proportions)
+
+
+def part(path: Path, start: int, end: int, group: Group, proportions: Sequence[float] = (1, 1)) -> StageModel:
+    """A stage of which a rank's part was loaded."""
+    shares = shares_of(path, proportions)
+
+    def divide(stage: StageModel) -> None:
+        split(stage.model, shares, group, looks_up=stage.is_first)
+
+    folder = read_model_folder(path)
+    return load_stage(folder, LayerRange(start, end), "float32", lambda _done, _total: None, divide)
+
+
+def run(stage: StageModel, positions: mx.array | None = None, output: Any = "logits") -> mx.array:
+    hidden = None if stage.is_first else mx.random.normal((2, 5, stage.hidden_size), key=mx.random.key(1))
+    return stage.forward(TOKENS, hidden, stage.make_layer_caches(), positions, output=output)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_asks_for_two_sums(tmp_path: Path, family: str) -> None:
+    group = LoneGroup()
+    stage = part(write_family(tmp_path / "model", family), 0, 2, group)
+    assert run(stage).shape == (2, 5, 255)
+    assert group.sums == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_group_of_one_has_the_whole_model(tmp_path: Path, family: str) -> None:
+    path = write_family(tmp_path / "model", family)
+    whole = cast("Any", load_model(path)[0])(TOKENS)
+    found = run(part(path, 0, 2, LoneGroup(0, 1), (1,)))
+    assert (mx.abs(found - whole).max() <= 1e-4 * mx.abs(whole).max()).item()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied head", "own head"])
+@pytest.mark.parametrize("start", [0, 1], ids=["embeds", "is given activations"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_wanted_positions_reach_a_part_of_the_head(
+    tmp_path: Path,
+    tied: bool,  # noqa: FBT001 - an example's column
+    start: int,
+    rank: int,
+) -> None:
+    stage = part(
+        write_family(tmp_path / "model", "qwen3", tie_word_embeddings=tied), start, 2, LoneGroup(rank)
+    )
+    every, entered = run(stage), run(stage, output="hidden")
+    assert every.shape == (2, 5, (255, 254)[rank])
+    assert entered.shape == (2, 5, stage.hidden_size)
+    of_each_row = run(stage, mx.array([[0, 4], [2, 3]]))
+    expected = mx.stack([every[0, mx.array([0, 4])], every[1, mx.array([2, 3])]])
+    assert mx.allclose(of_each_row, expected, atol=1e-5)
+
+
+def test_the_last_of_several_stages_keeps_of_a_tied_embedding_its_part_alone(tmp_path: Path) -> None:
+    path = write_family(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    tables = [
+        cast("Any", part(path, *layers, LoneGroup()).model).model.embed_tokens for layers in ((0, 2), (1, 2))
+    ]
+    assert [table.weight.shape for table in tables] == [(509, 256), (255, 256)]
+
+
+def test_layers_of_other_stages_are_left_alone(tmp_path: Path) -> None:
+    stage = part(write_family(tmp_path / "model", "llama"), 1, 2, LoneGroup())
+    other, own = cast("Any", stage.model).layers
+    assert (other.self_attn.n_heads, own.self_attn.n_heads) == (16, 8)
+
+
+def whole_model(path: Path, family: str = "qwen3", bits: int | None = None) -> nn.Module:
+    return load_model(write_family(path, family, bits), lazy=True)[0]
+
+
+def test_a_family_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    path = write_random_model(tmp_path / "model", configuration("gemma3_text"))
+    shares = shares_of(write_family(tmp_path / "other", "qwen3"), (1, 1))
+    with pytest.raises(
+        ModelUnsupported, match=r"gemma3_text cannot be split .* Phi-3, Qwen2, Qwen3 and Qwen3-MoE"
+    ):
+        split(load_model(path, lazy=True)[0], shares, LoneGroup())
+
+
+def test_shares_for_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
+    model = whole_model(tmp_path / "model")
+    with pytest.raises(PlanError, match="shares for 2 ranks, and 3 ranks in the group"):
+        split(model, shares_of(tmp_path / "model", (1, 1)), LoneGroup(0, 3))
+
+
+@pytest.mark.parametrize("name", ["kv_heads", "intermediate", "experts", "vocabulary"])
+def test_shares_of_another_model_are_refused(tmp_path: Path, name: str) -> None:
+    model = whole_model(tmp_path / "model")
+    first, last = shares_of(tmp_path / "model", (1, 1))
+    changed = replace(last, **{name: Extent(0, 7)})
+    with pytest.raises(PlanError, match="they were made for another"):
+        split(model, (first, changed), LoneGroup())
+
+
+def test_shares_that_part_a_quantization_group_are_refused(tmp_path: Path) -> None:
+    model = whole_model(tmp_path / "model", bits=4)
+    unquantized = replace(read_tensor_sizes(read_model_folder(tmp_path / "model")), group_size=1)
+    shares = share_out(unquantized, (1, 1.1))
+    with pytest.raises(PlanError, match="quantized in groups of 32 cannot be had without parting a group"):
+        split(model, shares, LoneGroup())
+
+
+def test_a_layer_of_another_kind_is_refused(tmp_path: Path) -> None:
+    model = whole_model(tmp_path / "model")
+    cast("Any", model).layers[1].mlp.up_proj = nn.QQLinear(256, 512)
+    with pytest.raises(ModelUnsupported, match="A layer of kind QQLinear cannot be split"):
+        split(model, shares_of(tmp_path / "model", (1, 1)), LoneGroup())
+
+
+def test_a_head_begins_where_its_ranks_part_begins() -> None:
+    class Both(LoneGroup):
+        def stack(self, array: mx.array) -> mx.array:
+            first = mx.stack([mx.array([-1.0]).view(mx.int32), mx.array([7])])
+            return mx.stack([first, array])
+
+    head = SplitHead(Both(rank=1), [Extent(0, 100_000_000), Extent(100_000_000, 100_000_003)])
+    assert head.best(mx.array([[0.0, 2.0, 2.0]])).tolist() == [100_000_001]

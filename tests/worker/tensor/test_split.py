@@ -1,0 +1,261 @@
+"""Real ranks, each with its part of a model, against the whole: in logits, tokens and memory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
+from tests.worker.tensor.models import FAMILIES, write_family
+from tests.worker.tensor.ring import run_ranks
+
+from mlx_ring.core.model_folder import ModelFolder, read_model_folder
+from mlx_ring.core.tensor_shares import TensorShare, read_tensor_sizes, share_out
+
+STEPS = (((3, 1, 4, 1, 5, 9, 2), (6, 5, 3)), ((5,), (8,)), ((9,), (7,)), ((9,), (3,)))
+"""Two prompts of different lengths, then three tokens of each."""
+UNEQUAL = {
+    family: (3, 1) if "num_key_value_heads" in entries else (5, 3) for family, entries in FAMILIES.items()
+}
+"""5:3 of eight KV heads, 3:1 of four."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a group of ranks is to run."""
+
+    family: str = ""
+    proportions: tuple[float, ...] = ()
+    bits: int | None = None
+    cuts: tuple[int, ...] = ()
+    kind: str = "split"
+    entries: tuple[tuple[str, Any], ...] = ()
+    kv_bits: int | None = None
+    mode: str = "affine"
+    """Of quantization."""
+
+    @property
+    def model(self) -> str:
+        """The name of its model's folder."""
+        return "-".join(map(str, (self.family, self.bits, self.mode, *(value for _, value in self.entries))))
+
+    @property
+    def name(self) -> str:
+        split = "-".join(map(str, (*self.proportions, "cut", *self.cuts, self.kv_bits)))
+        return f"{self.kind}-{self.model}-{split}"
+
+
+UNEQUAL_CASES = [Case(family, UNEQUAL[family], bits) for family in FAMILIES for bits in (None, 8, 4)]
+EQUAL_CASES = [Case(family, (1, 1)) for family in FAMILIES if family != "phi3"]
+UNTIED = (("tie_word_embeddings", False),)
+MORE_CASES = [
+    Case("phi3", (1, 1), entries=UNTIED),
+    Case("llama", (3, 5), 4, entries=UNTIED),
+    Case("qwen3", (5, 3), 4, mode="mxfp4"),
+    Case("qwen3_moe", (3, 1), 8, mode="mxfp8"),
+    Case("qwen3", (5, 3), cuts=(1,)),
+    Case("phi3", (5, 3), cuts=(1,)),
+    Case("qwen3_moe", (3, 1), 4, cuts=(1,), kv_bits=8),
+]
+_ROOMY = (("hidden_size", 1024), ("intermediate_size", 2048), ("head_dim", 64), ("vocab_size", 4096))
+HELD = [
+    Case("qwen3", (5, 3), 4, kind="load", entries=_ROOMY),
+    Case("phi3", (5, 3), 8, kind="load", entries=_ROOMY),
+    Case("qwen3_moe", (3, 1), 8, kind="load", entries=(*_ROOMY, ("moe_intermediate_size", 512))),
+]
+"""Quantized models of which a part takes much more than what MLX rounds up."""
+SHARDED = [Case(case.family, case.proportions, kind="shard") for case in EQUAL_CASES]
+FOUR_CASES = [
+    Case("llama", (3, 2, 2, 1)),
+    Case("qwen3_moe", (1, 1, 1, 1), 4),
+    Case("phi3", (1, 1, 1, 1), 8),
+]
+GROUP = Case(kind="group")
+
+
+@dataclass
+class Ran:
+    """What groups of ranks have given."""
+
+    folder: Path
+
+    def run(self, cases: list[Case], size: int) -> None:
+        """Have `size` ranks run the cases."""
+        for case in cases:
+            if case.family and not self.model(case).exists():
+                write_family(self.model(case), case.family, case.bits, case.mode, **dict(case.entries))
+        described = [
+            {
+                "name": case.name,
+                "kind": case.kind,
+                "folder": str(self.model(case)),
+                "proportions": case.proportions,
+                "cuts": case.cuts,
+                "kv_bits": case.kv_bits,
+                "steps": STEPS,
+            }
+            for case in cases
+        ]
+        ranks = self.folder / str(size)
+        ranks.mkdir()
+        run_ranks(described, size, ranks)
+
+    def model(self, case: Case) -> Path:
+        return self.folder / case.model
+
+    def arrays(self, case: Case, size: int) -> dict[str, mx.array]:
+        path = self.folder / str(size) / f"{case.name}.safetensors"
+        return cast("dict[str, mx.array]", mx.load(str(path)))
+
+    def bytes(self, case: Case, size: int) -> list[int]:
+        """Of memory, that each rank's part of the weights took."""
+        ranks = self.folder / str(size)
+        return [json.loads((ranks / f"{case.name}.{rank}.json").read_text())["bytes"] for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ran:
+    """Two ranks and four, with all their cases behind them: run once, whichever of pytest's processes asks first."""
+    own = tmp_path_factory.getbasetemp()
+    ran = Ran((own if worker_id == "master" else own.parent) / "tensor")
+    ran.folder.mkdir(exist_ok=True)
+    with (ran.folder / "lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.seek(0)
+        if not lock.read():
+            lock.write("begun")
+            lock.flush()
+            ran.run([*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES, *HELD, *SHARDED, GROUP], 2)
+            ran.run([*FOUR_CASES, GROUP], 4)
+    return ran
+
+
+@pytest.fixture(scope="module")
+def whole(ran: Ran) -> Callable[[Case], list[list[mx.array]]]:
+    """By step and row, the logits of mlx-lm's own run of the whole model: (tokens, vocabulary)."""
+
+    @cache
+    def logits(model: str) -> list[list[mx.array]]:
+        whole = cast("Any", load_model(ran.folder / model)[0])
+        found = [list[mx.array]() for _ in STEPS]
+        for row in range(len(STEPS[0])):
+            caches = make_prompt_cache(whole)
+            for number, rows in enumerate(STEPS):
+                found[number].append(whole(mx.array([rows[row]]), cache=caches)[0])
+        mx.eval(found)
+        return found
+
+    return lambda case: logits(case.model)
+
+
+def off_by(found: mx.array, expected: mx.array) -> float:
+    """The largest difference, in parts of the largest logit."""
+    return cast("float", (mx.abs(found - expected).max() / mx.abs(expected).max()).item())
+
+
+def compare(found: dict[str, mx.array], expected: list[list[mx.array]], tolerance: float = 1e-4) -> None:
+    for number, rows in enumerate(expected):
+        for row, logits in enumerate(rows):
+            ours = found[f"logits{number}"][row, : logits.shape[0]]
+            assert off_by(ours, logits) <= tolerance
+
+
+def case_id(case: Case) -> str:
+    return case.name.removeprefix("split-")
+
+
+@pytest.mark.parametrize("case", [*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES[:-1]], ids=case_id)
+def test_two_ranks_give_the_logits_of_the_whole_model(
+    ran: Ran, whole: Callable[[Case], list[list[mx.array]]], case: Case
+) -> None:
+    compare(ran.arrays(case, 2), whole(case))
+
+
+@pytest.mark.parametrize("case", FOUR_CASES, ids=case_id)
+def test_four_ranks_give_the_logits_of_the_whole_model(
+    ran: Ran, whole: Callable[[Case], list[list[mx.array]]], case: Case
+) -> None:
+    compare(ran.arrays(case, 4), whole(case))
+
+
+def test_a_quantized_cache_holds_a_ranks_own_heads(
+    ran: Ran, whole: Callable[[Case], list[list[mx.array]]]
+) -> None:
+    compare(ran.arrays(MORE_CASES[-1], 2), whole(MORE_CASES[-1]), tolerance=0.05)
+
+
+@pytest.mark.parametrize("case", SHARDED, ids=case_id)
+def test_equal_shares_give_what_mlx_lms_own_split_gives(ran: Ran, case: Case) -> None:
+    theirs = ran.arrays(case, 2)
+    ours = ran.arrays(Case(case.family, case.proportions), 2)
+    for number, rows in enumerate(STEPS):
+        for row, tokens in enumerate(rows):
+            expected = theirs[f"logits{number}.{row}"]
+            assert off_by(ours[f"logits{number}"][row, : len(tokens)], expected) <= 1e-4
+
+
+@pytest.mark.parametrize("case", [*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES], ids=case_id)
+def test_the_best_token_that_two_ranks_agree_on_is_that_of_all_logits(ran: Ran, case: Case) -> None:
+    found = ran.arrays(case, 2)
+    for number in range(len(STEPS)):
+        assert mx.array_equal(found[f"best{number}"], mx.argmax(found[f"logits{number}"], axis=-1))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_of_equal_logits_the_lowest_token_wins_on_whichever_rank_it_is(ran: Ran, size: int) -> None:
+    found = ran.arrays(GROUP, size)
+    expected = mx.argmax(found["logits"], axis=-1)
+    assert mx.array_equal(found["best"], expected)
+    assert mx.array_equal(found["best of half"], expected)
+    assert expected[0, 0].item() == 1
+    assert expected[1].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_arrays_of_unequal_widths_come_together_in_rank_order(ran: Ran, size: int) -> None:
+    row = [rank for rank in range(size) for _ in range(rank + 1)]
+    assert ran.arrays(GROUP, size)["gathered"].tolist() == [row, row]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_gets_the_array_of_the_first(ran: Ran, size: int) -> None:
+    found = {name: array for name, array in ran.arrays(GROUP, size).items() if name.startswith("first ")}
+    assert len(found) == 5
+    assert all(array.tolist() == [1] for array in found.values())
+
+
+def expected_bytes(folder: ModelFolder, share: TensorShare, *, tied: bool) -> float:
+    """What of a model's tensors a rank must hold."""
+    sizes = read_tensor_sizes(folder)
+    parts = {
+        "self_attn.": len(share.kv_heads) / sizes.kv_heads,
+        "mlp.switch_mlp": len(share.experts) / max(1, sizes.experts),
+        "mlp.": len(share.intermediate) / sizes.intermediate,
+        "lm_head": 1.0 if tied else len(share.vocabulary) / sizes.vocabulary,
+    }
+
+    def part_of(name: str) -> float:
+        is_whole = "norm" in name or "mlp.gate." in name
+        return 1.0 if is_whole else next((part for word, part in parts.items() if word in name), 1.0)
+
+    return sum(entry.nbytes * part_of(entry.name) for entry in folder.tensors)
+
+
+PLAIN = [case for case in (*UNEQUAL_CASES, *EQUAL_CASES) if case.bits is None]
+
+
+@pytest.mark.parametrize("case", [*PLAIN, *HELD], ids=case_id)
+def test_a_rank_holds_its_share_and_what_is_whole(ran: Ran, case: Case) -> None:
+    folder = read_model_folder(ran.model(case))
+    shares = share_out(read_tensor_sizes(folder), case.proportions)
+    tied = bool(folder.config["tie_word_embeddings"])
+    for held, share in zip(ran.bytes(case, 2), shares, strict=True):
+        assert held == pytest.approx(expected_bytes(folder, share, tied=tied), rel=0.05)
