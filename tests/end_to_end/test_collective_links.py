@@ -12,13 +12,17 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.end_to_end.equality import Agreement, compare
-from tests.end_to_end.instance import generate, request, running_engine
+from tests.end_to_end.instance import generate, request, running_agent, running_engine, start_workers
 from tests.end_to_end.reference import WholeModel
 from tests.processes import POLL_S, Server, run_cli, serving
 
+from mlx_ring.core.errors import NotReady
+from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.model_source import find_model
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.grpc_executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.policy import Policy
+from mlx_ring.rpc.hello import make_hello
 
 KINDS = ("ring", "allreduce")
 TOKENS = 48
@@ -90,6 +94,27 @@ def test_a_stage_between_others_takes_and_gives_over_the_ring(
     for (prompt, expected), got in zip(answers.items(), asyncio.run(run()), strict=True):
         strays = [] if got == expected else whole.strays(prompt, got)
         assert strays == []
+
+
+def test_workers_in_a_collective_take_steps_from_one_head_only(folder: Path, tmp_path: Path) -> None:
+    model = read_model_folder(folder)
+
+    async def run() -> None:
+        async with running_agent(tmp_path) as (_, address):
+            workers = await start_workers(address, model, 2, link="ring")
+            ranks = [RankAddress(rank, where) for rank, (where, _) in workers.items()]
+            greetings = [
+                make_hello(model_digest=model.digest, plan_digest="2 stages", fencing_id=fencing_id)
+                for fencing_id in (1, 2)
+            ]
+            first = await GrpcExecutor.connect(ranks, greetings[0])
+            try:
+                with pytest.raises(NotReady, match="serve one head"):
+                    await GrpcExecutor.connect(ranks, greetings[1])
+            finally:
+                await first.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
