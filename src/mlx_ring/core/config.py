@@ -381,7 +381,7 @@ def check_link(settings: Settings) -> None:
         raise ConfigError(
             f"--link {link} carries activations between stages, and there is one: add --stages 2, or leave --link out."
         )
-    if stages > 2 and link in _LINKS_OF_TWO:
+    if link in _LINKS_OF_TWO and stages not in {1, 2}:
         raise ConfigError(
             f"--link {link} {_LINKS_OF_TWO[link]}, so it joins two stages, and --stages is {stages}: "
             "use --link ring or grpc."
