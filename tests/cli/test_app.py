@@ -61,6 +61,20 @@ def test_a_misspelt_command_is_guessed(typed: str, meant: str) -> None:
     assert f"No such command '{typed}'. Did you mean '{meant}'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (("--tp", "2", "--nodes", "2"), "--tp 2 shares every layer among workers of one machine"),
+        (("--tp", "2", "--tp-shares", "3,1,1"), "--tp-shares has parts for 3: name as many"),
+        (("--tp-shares", "3,0"), "--tp-shares is 3,0; it must be numbers above 0"),
+    ],
+)
+def test_shares_of_layers_that_make_no_sense_are_refused(typed: tuple[str, ...], said: str) -> None:
+    done = run("serve", "demo", "--port", "0", *typed)
+    assert done.returncode == 2
+    assert said in done.stderr.replace("\n", " ")
+
+
 def test_stages_of_one_machine_and_machines_are_not_asked_for_together() -> None:
     done = run("serve", "demo", "--nodes", "2", "--stages", "3", "--port", "0")
     assert done.returncode == 2

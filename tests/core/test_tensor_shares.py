@@ -17,6 +17,7 @@ from mlx_ring.core.tensor_shares import (
     Extent,
     TensorSizes,
     nearest_proportions,
+    part_of_kv,
     read_tensor_sizes,
     share_out,
 )
@@ -214,3 +215,8 @@ def test_sizes_that_are_missing_or_contradict_each_other_are_refused(entries: di
 
 def test_extents_say_what_they_are() -> None:
     assert str(Extent(2, 5).times(4).shifted(1)) == "[9, 21)"
+
+
+def test_parts_of_kv_are_in_proportion_to_the_heads_to_the_byte() -> None:
+    shares = share_out(FLOAT, (5, 3))
+    assert [part_of_kv(shares, rank, 1007) for rank in (0, 1)] == [5 * 125, 3 * 125]

@@ -201,8 +201,13 @@ def serve(
 
 def _check(settings: Settings) -> None:
     """Raises `ConfigError` for settings that do not go together."""
-    rank_shares(settings)
     check_link(settings)
+    ranks = len(rank_shares(settings))
+    if settings.nodes > 1 and ranks > 1:
+        raise ConfigError(
+            f"--tp {ranks} shares every layer among workers of one machine, and --nodes {settings.nodes} gives each machine layers of "
+            "its own: leave one of the two out."
+        )
     if settings.nodes > 1 and settings.stages > 1:
         raise ConfigError(
             f"--stages {settings.stages} splits the layers over processes of one machine, and with --nodes {settings.nodes} each "

@@ -206,6 +206,15 @@ def nearest_proportions(sizes: TensorSizes, proportions: Sequence[float]) -> tup
     return tuple(count // divisor for count in counts)
 
 
+def part_of_kv(shares: Sequence[TensorShare], rank: int, nbytes: int) -> int:
+    """A rank's part of so many bytes of all ranks' KV: for each KV head exactly as much as the others' have.
+
+    Ranks must let the same rows share a forward pass. Where that hangs on bytes (how much KV is moved in a step, how much
+    may be held at all), they decide alike if each reckons with its part.
+    """
+    return nbytes // shares[-1].kv_heads.end * len(shares[rank].kv_heads)
+
+
 def _check_proportions(proportions: Sequence[float]) -> None:
     if not proportions:
         raise PlanError("Shares for no rank at all were asked for: give one number for each rank, as in 3,1.")

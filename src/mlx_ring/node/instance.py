@@ -17,6 +17,7 @@ from mlx_ring.cluster.placement import cut_wishes, make_assignments
 from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.core.config import Settings, rank_shares
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
@@ -281,7 +282,14 @@ class Instance:
 def assign(
     settings: Settings, served: ServedModel, instance: str, epoch: int, ranges: Sequence[LayerRange]
 ) -> Sequence[worker_pb2.StageAssignment]:
-    """What each stage's worker is told."""
+    """What each rank of each stage is told.
+
+    Raises:
+        PlanError, ModelUnsupported: the layers cannot be shared as asked.
+    """
+    shares = rank_shares(settings)
+    if len(shares) > 1:
+        share_out(read_tensor_sizes(served.folder), shares)
     return make_assignments(
         ranges,
         instance=instance,
@@ -293,7 +301,7 @@ def assign(
         link_compression=settings.link_compression,
         link=settings.link,
         wishes=cut_wishes(settings),
-        shares=rank_shares(settings),
+        shares=shares,
     )
 
 

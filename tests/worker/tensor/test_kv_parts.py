@@ -1,0 +1,128 @@
+"""Stores of ranks with unequal shares: the same rows must share a pass on all of them, or their sums would not match."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache
+
+from mlx_ring.core.tensor_shares import TensorSizes, part_of_kv, share_out
+from mlx_ring.worker.kv import KVStore
+from mlx_ring.worker.kv.growth import STEP_BYTES
+
+HEADS = 8
+SHARES = share_out(TensorSizes(HEADS, HEADS, 64, 128, 0, 320), (6, 1, 1))
+WIDTH = 64
+TOGETHER = 1 << 20
+"""Bytes that all ranks may move in a step: a block of one sequence is as much."""
+
+Passes = list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+class Rank:
+    """A store with some of the heads, of two layers."""
+
+    def __init__(self, heads: int, step_bytes: int) -> None:
+        self._heads = heads
+        self.store = KVStore([KVCache(), KVCache()], mx.float16, step_bytes=step_bytes)
+
+    def step(self, work: Mapping[int, int]) -> tuple[bool, Passes]:
+        """Whether the rows could have stayed where they are, and which shared a pass."""
+        stays = self.store.stay(list(work.items()))
+        batches = self.store.batches(list(work.items()))
+        for batch in batches:
+            shape = (len(batch.rows), self._heads, max(batch.counts), WIDTH)
+            for cache in batch.caches:
+                cache.update_and_fetch(mx.zeros(shape, mx.float16), mx.zeros(shape, mx.float16))
+            mx.eval(batch.arrays)
+            self.store.commit(batch)
+        return stays, [(batch.rows, batch.counts) for batch in batches]
+
+
+def ranks(parts: Sequence[int], limit_bytes: int | None = None) -> list[Rank]:
+    """One for each share; `parts` are the bytes that they may move in a step."""
+    made = [Rank(len(share.kv_heads), part) for share, part in zip(SHARES, parts, strict=True)]
+    for rank, one in enumerate(made):
+        one.store.limit(None if limit_bytes is None else part_of_kv(SHARES, rank, limit_bytes))
+    return made
+
+
+def join_one_by_one(made: Sequence[Rank]) -> list[list[tuple[bool, Passes]]]:
+    """A dozen sequences that come while the others decode; by rank, what each step was."""
+    seen: list[list[tuple[bool, Passes]]] = [[] for _ in made]
+    for sequence in range(12):
+        for one in made:
+            one.store.open(sequence, 2048)
+        for work in ({sequence: 300}, *(dict.fromkeys(range(sequence + 1), 1) for _ in range(4))):
+            for steps, one in zip(seen, made, strict=True):
+                steps.append(one.step(work))
+    return seen
+
+
+def test_stores_that_may_move_their_part_let_the_same_rows_share_a_pass() -> None:
+    first, *others = join_one_by_one(ranks([part_of_kv(SHARES, rank, TOGETHER) for rank in range(3)]))
+    assert any(len(passes) > 1 for _, passes in first)
+    assert all(steps == first for steps in others)
+
+
+def test_stores_that_may_all_move_the_same_do_not() -> None:
+    """Hence the parts."""
+    first, *others = join_one_by_one(ranks([TOGETHER // 4] * 3))
+    assert any(steps != first for steps in others)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["step", "step", "step", "free", "trim", "park"]),
+        st.sets(st.integers(0, 5), min_size=1),
+    ),
+    min_size=4,
+    max_size=14,
+)
+
+
+@settings(max_examples=25)
+@given(
+    steps=STEPS,
+    counts=st.lists(st.sampled_from([1, 1, 3, 40, 290]), min_size=6, max_size=6),
+    limit=st.booleans(),
+)
+def test_whatever_comes_they_decide_alike(
+    steps: list[tuple[str, set[int]]],
+    counts: list[int],
+    limit: bool,  # noqa: FBT001 - hypothesis passes by name
+) -> None:
+    made = ranks([part_of_kv(SHARES, rank, TOGETHER) for rank in range(3)], 3 * TOGETHER if limit else None)
+    known, parked = set[int](), set[int]()
+    for what, sequences in steps:
+        if what == "step":
+            for sequence in sequences - known:
+                for one in made:
+                    one.store.open(sequence, 4096)
+            known |= sequences
+            work = {sequence: counts[sequence] for sequence in sorted(sequences - parked)}
+            first, *others = [one.step(work) for one in made] if work else [None]
+            assert all(other == first for other in others)
+            continue
+        for sequence in sorted(sequences & known):
+            for one in made:
+                _operate(one.store, what, sequence)
+            if what == "free":
+                known.remove(sequence)
+            parked = (parked | {sequence} if what == "park" else parked) & known
+
+
+def _operate(store: KVStore, what: str, sequence: int) -> None:
+    if what == "free":
+        store.free(sequence)
+    elif what == "trim":
+        store.trim(sequence, store.length(sequence) // 2)
+    else:
+        store.park(sequence)
+
+
+def test_a_usual_step_is_parted_without_a_rest() -> None:
+    assert sum(part_of_kv(SHARES, rank, STEP_BYTES) for rank in range(3)) == STEP_BYTES
