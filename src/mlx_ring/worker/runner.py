@@ -114,8 +114,13 @@ class StageRunner:
         return done
 
     def limit_kv(self, limit_bytes: int) -> None:
-        """What the head lets this rank hold."""
-        self._kv.limit(limit_bytes or None)
+        """What the head lets this rank hold.
+
+        It is no matter to a group's ranks, which must all have the same rows in a pass, whatever is left on each: the
+        head counts, and puts sequences back where a rank holds too much.
+        """
+        if self._group is None:
+            self._kv.limit(limit_bytes or None)
 
     def reset(self) -> None:
         """Free every sequence, as a new head wants it."""
@@ -129,9 +134,14 @@ class StageRunner:
     # ---- a step is built
 
     def _can_go_on(self, before: StepWork, step: step_pb2.Step) -> bool:
-        """Whether a step can be built while the one before is under way, without waiting for long."""
+        """Whether a step can be built while the one before is under way, without waiting for long.
+
+        Never in a group: when it can is a matter of time, which passes differently on each rank, and so KV might move
+        at different steps; the same rows must share a pass on all of them.
+        """
         return (
-            before.leaves_way
+            self._group is None
+            and before.leaves_way
             and self._kv.can_undo
             and bool(step.rows)
             and all(operation.HasField("open") for operation in step.operations)

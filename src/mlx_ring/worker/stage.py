@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_ring.core.architectures import require_cuttable
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.model_folder import ModelFolder, read_model_folder
-from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
+from mlx_ring.core.tensor_shares import TensorShare, part_of_kv, read_tensor_sizes, share_out
 from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.joined_ranks import joined_ranks
@@ -26,7 +26,7 @@ from mlx_ring.rpc.tls.names import node_name
 from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.collective import over_collectives
 from mlx_ring.worker.group import GroupPort, join_group, join_stages
-from mlx_ring.worker.kv import KVStore
+from mlx_ring.worker.kv import STEP_BYTES, KVStore
 from mlx_ring.worker.loading import load_stage
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.shard import StageModel
@@ -118,7 +118,8 @@ def build_stage(
         report(worker_pb2.LoadProgress(phase="group"))
     group = join_group(assignment, group_port)
     stages = join_stages(assignment, group_port)
-    divide = None if group is None else partial(_divide, folder, assignment.shares, group)
+    shares = () if group is None else share_out(read_tensor_sizes(folder), assignment.shares)
+    divide = None if group is None else partial(_divide, shares, group)
     model = load_stage(folder, layers, dtype, progress, divide)
     log.info("loaded layers %s of %s in %s in %.2f s", layers, folder.path, dtype, time.monotonic() - started)
     architecture = require_cuttable(folder, assignment.stages)
@@ -127,6 +128,7 @@ def build_stage(
         model.dtype,
         kv_bits=assignment.kv_bits or None,
         ragged=architecture.batches,
+        step_bytes=part_of_kv(shares, assignment.rank, STEP_BYTES) if shares else STEP_BYTES,
     )
     packer = _packer(assignment)
     links = _join_links(assignment, inbox, hello, model, trust, packer)
@@ -185,9 +187,8 @@ def _join_links(
     return StageLinks(inbox, to_next, back)
 
 
-def _divide(folder: ModelFolder, proportions: Sequence[float], group: Group, stage: StageModel) -> None:
+def _divide(shares: Sequence[TensorShare], group: Group, stage: StageModel) -> None:
     """Leave the stage this rank's part."""
-    shares = share_out(read_tensor_sizes(folder), proportions)
     head = split(stage.model, shares, group, looks_up=stage.is_first)
     stage.gather = head.logits
 

@@ -7,6 +7,7 @@ same order. Where one fails the group is of no use any more; a process that was 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import mlx.core as mx
 
@@ -44,5 +45,5 @@ class Group:
         """Rank 0's array. Others give one of the same shape and type, whose content does not matter."""
         if self.rank:
             # What it stands for must come first here too, with the collectives in it: they match by order.
-            array = mx.depends(mx.zeros_like(array), array)
+            array = cast("mx.array", mx.depends(mx.zeros_like(array), array))
         return self.all_sum(array)
