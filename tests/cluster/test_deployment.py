@@ -22,7 +22,10 @@ class _Node:
     async def start(
         self, _hello: object, assignments: Sequence[worker_pb2.StageAssignment]
     ) -> Sequence[agent_pb2.StartedWorker]:
-        return [agent_pb2.StartedWorker(stage=one.stage, address="unix:w", port=4000) for one in assignments]
+        return [
+            agent_pb2.StartedWorker(stage=one.stage, address="unix:w", port=4000, group_port=5000 + one.stage)
+            for one in assignments
+        ]
 
     async def load(
         self,
@@ -46,3 +49,19 @@ def test_each_stage_knows_which_other_nodes_are_next_to_it() -> None:
     asyncio.run(deploy([first, first, second], assignments, make_hello(), lambda _progress: None))
     told = [(one.previous_node, one.next_node, one.first_node) for one in (*here.loaded, *there.loaded)]
     assert told == [("b", "", ""), ("", "b", ""), ("a", "", "a")]
+
+
+def test_stages_that_a_collective_links_are_told_where_all_of_them_listen() -> None:
+    node = _Node()
+    site = node.site("a")
+    assignments = make_assignments(
+        even_split(4, 2),
+        instance="one",
+        epoch=1,
+        dtype="auto",
+        model_digest="model",
+        max_model_len=64,
+        link="ring",
+    )
+    asyncio.run(deploy([site, site], assignments, make_hello(), lambda _progress: None))
+    assert [list(one.group) for one in node.loaded] == [["127.0.0.1:5000", "127.0.0.1:5001"]] * 2

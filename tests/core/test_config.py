@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.core.config import Settings, allowed_values, api_keys, flag_name, state_folder
+from mlx_ring.core.config import Settings, allowed_values, api_keys, check_link, flag_name, state_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.settings_sources import load_settings
 
@@ -189,3 +189,24 @@ def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> No
     settings = load_settings({}, config=tmp_path / "ring.yaml")
     assert (settings.proportions, settings.memory_limit) == (("0.7", "0.3"), 16 << 30)
     assert load_settings({"strategy": "memory_proportional"}).strategy == "memory"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"link": "ring"}, "--link ring carries activations between stages, and there is one"),
+        ({"link": "ring", "nodes": "2"}, "neither encrypted nor authenticated"),
+        ({"link": "ring", "stages": "2", "tp": "2"}, "--tp 2 needs it for the ranks of each"),
+        ({"link": "allreduce", "stages": "3"}, "so it joins two stages, and --stages is 3"),
+        ({"link": "nccl", "stages": "3"}, "so it joins two stages"),
+        ({"link": "mpi", "stages": "3"}, "so it joins two stages"),
+    ],
+)
+def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_link(load_settings(flags))
+
+
+@pytest.mark.parametrize("flags", [{}, {"link": "allreduce", "stages": "2"}, {"link": "ring", "stages": "3"}])
+def test_a_link_that_joins_the_stages_is_taken(flags: dict[str, str]) -> None:
+    check_link(load_settings(flags))

@@ -25,6 +25,7 @@ from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import GenerateRequest, Limits
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import worker_pb2
 
@@ -34,7 +35,12 @@ NO_TEXT = Vocabulary(decode=lambda _tokens: "", special=frozenset(), size=1 << 3
 
 
 def assignments(
-    folder: ModelFolder, stages: int, dtype: str, kv_bits: int = 0, shares: Sequence[float] = (1.0,)
+    folder: ModelFolder,
+    stages: int,
+    dtype: str,
+    kv_bits: int = 0,
+    shares: Sequence[float] = (1.0,),
+    link: str = "grpc",
 ) -> list[worker_pb2.StageAssignment]:
     return [
         worker_pb2.StageAssignment(
@@ -52,6 +58,7 @@ def assignments(
             plan_digest=f"{stages} stages",
             max_model_len=folder.context_length,
             kv_bits=kv_bits,
+            link=link,
         )
         for stage, layers in enumerate(even_split(folder.num_layers, stages))
         for rank in range(len(shares))
@@ -80,19 +87,20 @@ async def start_workers(
     dtype: str = "float32",
     kv_bits: int = 0,
     shares: Sequence[float] = (1.0,),
+    link: str = "grpc",
 ) -> dict[RankId, tuple[str, int]]:
     """Have the agent load the model; returns each rank's address and process id."""
-    link = AgentLink(open_aio_channel(address), "the agent")
+    agent = AgentLink(open_aio_channel(address), "the agent")
     try:
         hello = make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages")
-        wanted = assignments(folder, stages, dtype, kv_bits, shares)
-        workers = await link.start(hello, wanted)
-        for assignment in wanted if len(shares) > 1 else []:
-            ranks = [worker for worker in workers if worker.stage == assignment.stage]
-            assignment.group.extend(f"127.0.0.1:{worker.group_port}" for worker in ranks)
-        await link.load(hello, Source(str(folder.path)), wanted, lambda _progress: None)
+        wanted = assignments(folder, stages, dtype, kv_bits, shares, link)
+        workers = await agent.start(hello, wanted)
+        ports = {(worker.stage, worker.rank): worker.group_port for worker in workers}
+        for assignment in wanted:
+            assignment.group.extend(f"127.0.0.1:{ports[place]}" for place in joined_ranks(assignment))
+        await agent.load(hello, Source(str(folder.path)), wanted, lambda _progress: None)
     finally:
-        await link.close()
+        await agent.close()
     return {RankId(worker.stage, worker.rank): (worker.address, worker.pid) for worker in workers}
 
 
@@ -108,6 +116,7 @@ async def running_engine(
     kv_blocks: int | None = None,
     kv_bits: int = 0,
     shares: Sequence[float] = (1.0,),
+    link: str = "grpc",
 ) -> AsyncGenerator[tuple[Engine, list[int]]]:
     """An engine over real worker processes, and their process ids in order of stages and ranks.
 
@@ -116,7 +125,7 @@ async def running_engine(
     folder = read_model_folder(path)
     limits = Limits(folder.context_length, folder.vocab_size, folder.eos_token_ids)
     async with running_agent(log_dir) as (_, address):
-        workers = await start_workers(address, folder, stages, dtype, kv_bits, shares)
+        workers = await start_workers(address, folder, stages, dtype, kv_bits, shares, link)
         executor = await GrpcExecutor.connect(
             [RankAddress(rank, address) for rank, (address, _) in workers.items()],
             make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages", fencing_id=os.getpid()),

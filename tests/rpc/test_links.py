@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 import zstandard
+from tests.worker.collective.pairs import KINDS, joined_pair
 
 from mlx_ring.core.errors import ProtocolError, StaleMessage, StepFailed, WorkerLost, WorkerStuck
 from mlx_ring.rpc import links
@@ -63,8 +64,12 @@ def _serve(inbox: Inbox, address: str) -> tuple[grpc.Server, int]:
     return server, port
 
 
-@pytest.fixture(params=["in process", "grpc over a Unix socket", "grpc over TCP"])
+@pytest.fixture(params=["in process", "grpc over a Unix socket", "grpc over TCP", *KINDS])
 def link(request: pytest.FixtureRequest, inbox: Inbox, tmp_path: Path) -> Iterator[LinkSender]:
+    if request.param in KINDS:
+        with joined_pair(request.param, inbox) as pair:
+            yield pair
+        return
     if request.param == "in process":
         yield InProcessLink(inbox)
         return
@@ -86,7 +91,7 @@ def test_messages_are_taken_by_key_and_those_of_passed_steps_are_dropped(
     link: LinkSender, inbox: Inbox
 ) -> None:
     for step in (1, 2, 3):
-        link.send(key(step), WireTensor("uint8", (1,), bytes([step])))
+        link.send(key(step), WireTensor("float32", (1, 3), bytes([step] * 12)))
     assert [bytes(inbox.recv(key(step)).data)[0] for step in (1, 3)] == [1, 3]
     with pytest.raises(WorkerStuck):
         inbox.recv(key(2), deadline=0.0)
@@ -138,8 +143,8 @@ def test_a_sender_that_nobody_waits_for_is_refused_at_a_bound(
 
 
 def test_a_large_tensor_arrives_whole(link: LinkSender, inbox: Inbox) -> None:
-    data = bytes(range(256)) * (1 << 15)
-    link.send(key(6), WireTensor("uint8", (len(data),), data))
+    data = bytes(range(256)) * (3 << 14)
+    link.send(key(6), WireTensor("float32", (len(data) // 12, 3), data))
     assert bytes(inbox.recv(key(6)).data) == data
 
 
@@ -147,6 +152,7 @@ def test_sampled_tokens_do_not_mix_with_activations(link: LinkSender, inbox: Inb
     link.send(LinkKey("demo", 1, 7, SAMPLED), WireTensor("uint32", (0,), b"", (42,)))
     link.send(key(7), TENSOR)
     assert inbox.recv(key(7)).shape == (2, 3)
+    assert inbox.holds(LinkKey("demo", 1, 7, SAMPLED), wait_s=60.0)
     assert [
         message.tokens for _, message in inbox.take_arrived(SAMPLED) if isinstance(message, WireTensor)
     ] == [(42,)]

@@ -6,11 +6,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.worker.collective.in_process import InProcessWay
+
 from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.links import Inbox, InProcessLink
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.answers import StageLinks
+from mlx_ring.worker.collective import with_collectives
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.loading import load_stage
 from mlx_ring.worker.runner import StageRunner
@@ -23,11 +26,23 @@ CUTS = {1: [0, 5], 2: [0, 2, 5], 3: [0, 1, 4, 5]}
 def make_stages(folder: Path, cuts: Sequence[int], **options: Any) -> list[StageRunner]:
     """Runners of the stages between the cuts, each with its own share of the model."""
     inboxes = [Inbox("test", 1) for _ in cuts[1:]]
-    return [_stage(folder, cuts, stage, inboxes, options) for stage in range(len(inboxes))]
+    return [_stage(folder, cuts, stage, inboxes, [], options) for stage in range(len(inboxes))]
+
+
+def make_collective_stages(folder: Path, cuts: Sequence[int]) -> list[StageRunner]:
+    """The same, with activations over the twin of a collective."""
+    inboxes = [Inbox("test", 1) for _ in cuts[1:]]
+    ways = [InProcessWay() for _ in inboxes[1:]]
+    return [_stage(folder, cuts, stage, inboxes, ways, {}) for stage in range(len(inboxes))]
 
 
 def _stage(
-    folder: Path, cuts: Sequence[int], stage: int, inboxes: Sequence[Inbox], options: dict[str, Any]
+    folder: Path,
+    cuts: Sequence[int],
+    stage: int,
+    inboxes: Sequence[Inbox],
+    ways: Sequence[InProcessWay],
+    options: dict[str, Any],
 ) -> StageRunner:
     last = stage == len(inboxes) - 1
     layers = LayerRange(cuts[stage], cuts[stage + 1])
@@ -37,6 +52,10 @@ def _stage(
         None if last else InProcessLink(inboxes[stage + 1]),
         InProcessLink(inboxes[0]) if last and stage else None,
     )
+    if ways:
+        links = with_collectives(
+            links, model, ways[stage - 1] if stage else None, None if last else ways[stage]
+        )
     assignment = worker_pb2.StageAssignment(instance="test", epoch=1, stage=stage)
     return StageRunner(assignment, model, KVStore(model.make_layer_caches(), model.dtype), links, **options)
 
@@ -70,9 +89,9 @@ class Steps:
 class Pipeline(Steps):
     """Stages driven step by step: each answers before the next begins."""
 
-    def __init__(self, folder: Path, cuts: Sequence[int]) -> None:
+    def __init__(self, folder: Path, cuts: Sequence[int], *, collective: bool = False) -> None:
         super().__init__()
-        self.runners = make_stages(folder, cuts)
+        self.runners = (make_collective_stages if collective else make_stages)(folder, cuts)
 
     def run(self, *rows: step_pb2.Row, **options: Any) -> list[step_pb2.StepDone]:
         """Every stage's answer to a step."""

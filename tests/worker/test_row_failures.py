@@ -38,9 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model(tmp_path_factory.mktemp("qwen3"), QWEN3)
 
 
-@pytest.fixture(params=sorted(CUTS), ids=lambda stages: f"{stages} stages")
+@pytest.fixture(
+    params=[(1, False), (2, False), (3, False), (3, True)],
+    ids=["1 stage", "2 stages", "3 stages", "3 stages over collectives"],
+)
 def pipeline(request: pytest.FixtureRequest, folder: Path) -> Pipeline:
-    return Pipeline(folder, CUTS[request.param])
+    stages, collective = request.param
+    return Pipeline(folder, CUTS[stages], collective=collective)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from mlx_ring.core.child import GRACE_S, ChildProcess
 from mlx_ring.core.config import speaking_environment
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import told_by_library
@@ -146,7 +147,7 @@ class Supervisor:
                 *("--log-dir", str(options.log_dir), "--log-level", options.log_level),
                 *("--blas", options.blas, "--blas-threads", str(options.blas_threads)),
                 *_reach_arguments(options),
-                *(["--in-group"] if assignment.tp_size > 1 else []),
+                *(["--in-group"] if joined_ranks(assignment) else []),
             ],
             name=f"worker-{assignment.stage}-{assignment.rank}",
             rank=assignment.rank,

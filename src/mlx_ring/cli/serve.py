@@ -14,6 +14,7 @@ from mlx_ring.core.addresses import local_url
 from mlx_ring.core.config import (
     Settings,
     allowed_values,
+    check_link,
     flag_name,
     let_grpc_speak,
     rank_shares,
@@ -32,7 +33,17 @@ _VLLM_NAMES = {
     "replicas": ("--data-parallel-size", "-dp"),
     "prefill_chunk": ("--max-num-batched-tokens",),
 }
-_CHOICES = ("dtype", "strategy", "aim", "log_level", "blas", "prefix_cache", "kv_bits", "link_compression")
+_CHOICES = (
+    "dtype",
+    "strategy",
+    "aim",
+    "log_level",
+    "blas",
+    "prefix_cache",
+    "kv_bits",
+    "link",
+    "link_compression",
+)
 _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "host": "ADDRESS",
     "cluster_host": "ADDRESS",
@@ -56,6 +67,7 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "kv_cache_memory": "SIZE",
     "weights_limit": "SIZE",
     "kv_bits": "BITS",
+    "link": "KIND",
     "link_compression": "MODE",
     "request_timeout_s": "SECONDS",
     "step_deadline_s": "SECONDS",
@@ -135,6 +147,7 @@ def serve(
     kv_cache_memory: Annotated[str | None, setting("kv_cache_memory")] = None,
     kv_bits: Annotated[str | None, setting("kv_bits")] = None,
     link_compression: Annotated[str | None, setting("link_compression")] = None,
+    link: Annotated[str | None, setting("link")] = None,
     request_timeout_s: Annotated[str | None, setting("request_timeout_s")] = None,
     step_deadline_s: Annotated[str | None, setting("step_deadline_s")] = None,
     max_request_mb: Annotated[str | None, setting("max_request_mb")] = None,
@@ -188,6 +201,7 @@ def serve(
 
 def _check(settings: Settings) -> None:
     """Raises `ConfigError` for settings that do not go together."""
+    check_link(settings)
     ranks = len(rank_shares(settings))
     if settings.nodes > 1 and ranks > 1:
         raise ConfigError(

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
 from mlx_ring.core.errors import RingError
+from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 _STOP_WAIT_S = 8.0
@@ -149,9 +150,7 @@ def _filled(
     before = workers[(assignment.stage - 1) % assignment.stages, 0][1]
     if before is not site:
         filled.previous_node = before.node
-    if assignment.tp_size > 1:
-        ranks = [workers[assignment.stage, rank] for rank in range(assignment.tp_size)]
-        filled.group.extend(_group_address(site, *rank) for rank in ranks)
+    filled.group.extend(_group_address(site, *workers[place]) for place in joined_ranks(assignment))
     return filled
 
 

@@ -121,6 +121,7 @@ def make_assignments(
     max_model_len: int,
     kv_bits: int = 0,
     link_compression: str = "auto",
+    link: str = "",
     wishes: str = "",
     shares: Sequence[float] = (1.0,),
 ) -> tuple[worker_pb2.StageAssignment, ...]:
@@ -146,6 +147,7 @@ def make_assignments(
             max_model_len=max_model_len,
             kv_bits=kv_bits,
             link_compression=link_compression,
+            link=link,
         )
         for stage, layers in enumerate(ranges)
         for rank in range(len(shares))

@@ -215,6 +215,10 @@ class Settings(BaseSettings):
         "auto",
         description="Compress activations between machines, without loss, where that is sooner (auto) or never (off).",
     )
+    link: Literal["grpc", "ring", "mpi", "jaccl", "nccl", "allreduce"] = Field(
+        "grpc",
+        description="What carries activations from stage to stage: gRPC, or a collective of MLX's (allreduce is a sum over its ring).",
+    )
     request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = Field(
         None, description="Seconds that a request may take in all; it then ends with an error."
     )
@@ -358,6 +362,32 @@ def rank_shares(settings: Settings) -> tuple[float, ...]:
     return shares
 
 
+def check_link(settings: Settings) -> None:
+    """Raises `ConfigError` where stages cannot be linked as asked."""
+    link, stages, ranks = settings.link, settings.stages, len(rank_shares(settings))
+    if link == "grpc":
+        return
+    if settings.nodes > 1:
+        raise ConfigError(
+            f"--link {link} is neither encrypted nor authenticated, so it joins stages on one machine only, and --nodes is "
+            f"{settings.nodes}: leave --link out."
+        )
+    if ranks > 1:
+        raise ConfigError(
+            f"--link {link} needs MLX's one group of a process for the stages, and --tp {ranks} needs it for the ranks of each: "
+            "leave one of them out."
+        )
+    if stages == 1:
+        raise ConfigError(
+            f"--link {link} carries activations between stages, and there is one: add --stages 2, or leave --link out."
+        )
+    if link in _LINKS_OF_TWO and stages not in {1, 2}:
+        raise ConfigError(
+            f"--link {link} {_LINKS_OF_TWO[link]}, so it joins two stages, and --stages is {stages}: "
+            "use --link ring or grpc."
+        )
+
+
 def set_for_libraries(variables: Mapping[str, str]) -> None:
     """What libraries of this process read of the environment from now on, where they offer no other way."""
     os.environ.update(variables)
@@ -376,6 +406,13 @@ def speaking_environment(environment: Mapping[str, str]) -> dict[str, str]:
     told = {} if environment.get("GRPC_VERBOSITY", "NONE") != "NONE" else {"GRPC_VERBOSITY": _OUR_GRPC_LEVEL}
     return dict(environment) | told
 
+
+_LINKS_OF_TWO = {
+    "allreduce": "is a sum in which every stage would take part for every other's activations",
+    "nccl": "is a sum in which every stage would take part for every other's activations",
+    "mpi": "is used by MLX for one thread, and a stage between others sends while it receives",
+}
+"""Links that join two stages only, and why."""
 
 _IN_WORDS = {
     ("kv_cache_memory", "weights_limit", "memory_limit", "model_memory"): (

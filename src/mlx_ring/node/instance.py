@@ -299,6 +299,7 @@ def assign(
         max_model_len=served.limits.context_length,
         kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
         link_compression=settings.link_compression,
+        link=settings.link,
         wishes=cut_wishes(settings),
         shares=shares,
     )

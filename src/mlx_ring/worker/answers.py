@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -16,6 +17,14 @@ from mlx_ring.worker.tensors import to_wire
 from mlx_ring.worker.work import StepWork, monotonic_us
 
 
+class ToldOfSteps(Protocol):
+    """An end of a link whose messages match by the order of steps."""
+
+    def expect(self, step: step_pb2.Step) -> None:
+        """Hear of a step with rows, in the order of the stream."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StageLinks:
     """A stage's ends: what comes in, what goes to the next stage, what goes back to stage 0."""
@@ -23,6 +32,8 @@ class StageLinks:
     inbox: Inbox
     next: LinkSender | None = None
     first: LinkSender | None = None
+    told: tuple[ToldOfSteps, ...] = ()
+    """Ends that must hear of every step before it is tried."""
 
 
 class StepAnswers:
@@ -32,6 +43,11 @@ class StepAnswers:
         self._assignment = assignment
         self._model = model
         self._links = links
+
+    def expect(self, step: step_pb2.Step) -> None:
+        """A step has come, and will be answered."""
+        for end in self._links.told if step.rows else ():
+            end.expect(step)
 
     def give(self, work: StepWork) -> step_pb2.StepDone:
         """Send on what the step gave, or that it failed; the head's answer, less times and sizes."""

@@ -25,6 +25,7 @@ from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello, make_hello
+from mlx_ring.rpc.joined_ranks import has_collective_link
 from mlx_ring.rpc.links import Inbox, deliver_frames
 from mlx_ring.rpc.methods import LINK, LOAD, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
@@ -229,6 +230,9 @@ class WorkerFront:
             raise NotReady("This worker has not loaded a stage yet.")
         stream = _StepStream(hello.fencing_id)
         with self._lock:
+            if self._stream is not None and self._request and has_collective_link(self._request.assignment):
+                # What another head had under way would be left in the collective on some stages and not on others.
+                raise NotReady("Workers whose links are collectives serve one head: start others.")
             before, self._stream = self._stream, stream
             if before is not None and before.fencing_id > hello.fencing_id:
                 self._stream = before

@@ -84,6 +84,7 @@ class StageRunner:
 
         A failure is an answer too, and a tombstone for whoever waits downstream.
         """
+        self._answers.expect(step)
         work = StepWork(step, StepClock(arrived_us, monotonic_us()))
         before = self._under_way
         if before is not None and not self._can_go_on(before, step):

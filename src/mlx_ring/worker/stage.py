@@ -17,13 +17,15 @@ from mlx_ring.core.model_folder import ModelFolder, read_model_folder
 from mlx_ring.core.tensor_shares import TensorShare, part_of_kv, read_tensor_sizes, share_out
 from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.rpc.hello import check_hello
+from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.links import FanOut, GrpcLink, Inbox, LinkSender
 from mlx_ring.rpc.packing import Packer
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.names import node_name
 from mlx_ring.worker.answers import StageLinks
-from mlx_ring.worker.group import GroupPort, join_group
+from mlx_ring.worker.collective import over_collectives
+from mlx_ring.worker.group import GroupPort, join_group, join_stages
 from mlx_ring.worker.kv import STEP_BYTES, KVStore
 from mlx_ring.worker.loading import load_stage
 from mlx_ring.worker.runner import StageRunner
@@ -112,9 +114,10 @@ def build_stage(
     def progress(done: int, total: int) -> None:
         report(worker_pb2.LoadProgress(phase="weights", bytes_loaded=done, bytes_total=total))
 
-    if assignment.tp_size > 1:
+    if joined_ranks(assignment):
         report(worker_pb2.LoadProgress(phase="group"))
     group = join_group(assignment, group_port)
+    stages = join_stages(assignment, group_port)
     shares = () if group is None else share_out(read_tensor_sizes(folder), assignment.shares)
     divide = None if group is None else partial(_divide, shares, group)
     model = load_stage(folder, layers, dtype, progress, divide)
@@ -129,6 +132,8 @@ def build_stage(
     )
     packer = _packer(assignment)
     links = _join_links(assignment, inbox, hello, model, trust, packer)
+    if stages is not None:
+        links = over_collectives(links, assignment, model, stages)
     runner = StageRunner(assignment, model, kv, links, group)
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _warm_up(model, kv)

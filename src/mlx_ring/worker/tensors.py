@@ -32,6 +32,11 @@ def dtype_by_name(name: str) -> mx.Dtype:
         raise ProtocolError(f"dtype {name!r} is not one that travels: {', '.join(_DTYPES)}.") from None
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """What it is called on the wire."""
+    return _NAMES[dtype]
+
+
 def to_wire(array: mx.array, tokens: tuple[int, ...] = ()) -> WireTensor:
     """Read an array's bytes in place; it is evaluated first if need be, and copied if it is not row-major."""
     mx.eval(array)

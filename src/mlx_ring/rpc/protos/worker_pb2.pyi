@@ -20,7 +20,7 @@ class LoadRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ...) -> None: ...
 
 class StageAssignment(_message.Message):
-    __slots__ = ("instance", "epoch", "stage", "stages", "rank", "tp_size", "first_layer", "end_layer", "dtype", "next_address", "first_address", "plan_digest", "model_digest", "kv_bits", "max_model_len", "next_node", "first_node", "link_compression", "next_bytes_per_s", "previous_node", "shares", "group", "next_ranks", "first_ranks")
+    __slots__ = ("instance", "epoch", "stage", "stages", "rank", "tp_size", "first_layer", "end_layer", "dtype", "next_address", "first_address", "plan_digest", "model_digest", "kv_bits", "max_model_len", "next_node", "first_node", "link_compression", "next_bytes_per_s", "previous_node", "shares", "group", "next_ranks", "first_ranks", "link")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class StageAssignment(_message.Message):
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NEXT_RANKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_RANKS_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
     instance: str
     epoch: int
     stage: int
@@ -69,7 +70,8 @@ class StageAssignment(_message.Message):
     group: _containers.RepeatedScalarFieldContainer[str]
     next_ranks: _containers.RepeatedCompositeFieldContainer[RankEnd]
     first_ranks: _containers.RepeatedCompositeFieldContainer[RankEnd]
-    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., dtype: _Optional[str] = ..., next_address: _Optional[str] = ..., first_address: _Optional[str] = ..., plan_digest: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_bits: _Optional[int] = ..., max_model_len: _Optional[int] = ..., next_node: _Optional[str] = ..., first_node: _Optional[str] = ..., link_compression: _Optional[str] = ..., next_bytes_per_s: _Optional[float] = ..., previous_node: _Optional[str] = ..., shares: _Optional[_Iterable[float]] = ..., group: _Optional[_Iterable[str]] = ..., next_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ..., first_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ...) -> None: ...
+    link: str
+    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., dtype: _Optional[str] = ..., next_address: _Optional[str] = ..., first_address: _Optional[str] = ..., plan_digest: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_bits: _Optional[int] = ..., max_model_len: _Optional[int] = ..., next_node: _Optional[str] = ..., first_node: _Optional[str] = ..., link_compression: _Optional[str] = ..., next_bytes_per_s: _Optional[float] = ..., previous_node: _Optional[str] = ..., shares: _Optional[_Iterable[float]] = ..., group: _Optional[_Iterable[str]] = ..., next_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ..., first_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ..., link: _Optional[str] = ...) -> None: ...
 
 class RankEnd(_message.Message):
     __slots__ = ("address", "node")

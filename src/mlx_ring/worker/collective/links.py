@@ -1,0 +1,115 @@
+"""The two ends of a link over a collective, each with a thread of its own.
+
+Both are told of every step that has rows, in the order of the stream, before anything can go wrong with it: then the sender
+owes one message and the receiver waits for one. So nothing a step comes to can put the ends out of step with each other. A thread that waits
+in a collective hears of nothing: it is not the one that computes, so deadlines, tombstones and the end of the process
+are heeded. After an error in a collective the process ends; whoever started it starts others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from mlx_ring.core.errors import WorkerLost
+from mlx_ring.rpc.links import Inbox, LinkKey, LinkSender, WireTensor
+from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker.collective.messages import Form, Slot, slot_of
+from mlx_ring.worker.collective.ways import Way
+
+log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 2.0
+"""For the one whose fault it is to be found first, where two ends lose each other."""
+
+OnError = Callable[[Exception], None]
+
+
+def end_process(error: Exception) -> None:
+    """End this worker: in its group the next collective would wait for ever."""
+    log.error("this worker ends, for a collective failed: %s", error)
+    time.sleep(_LAST_WORDS_S)
+    logging.shutdown()
+    os._exit(1)
+
+
+class CollectiveSender:
+    """The sending end. What a collective's message cannot carry goes over another link, which tells the receiver of failures."""
+
+    def __init__(self, way: Way, form: Form, other: LinkSender, on_error: OnError = end_process) -> None:
+        self._way = way
+        self._form = form
+        self._other = other
+        self._on_error = on_error
+        self._owed: dict[LinkKey, Slot] = {}
+        self._outgoing: queue.SimpleQueue[tuple[Slot, WireTensor | None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._send_all, name="collective sender", daemon=True).start()
+
+    def expect(self, step: step_pb2.Step) -> None:
+        """A step has come: its message is owed from now on."""
+        slot = slot_of(step)
+        self._owed[slot.key] = slot
+
+    def send(self, key: LinkKey, tensor: WireTensor) -> None:
+        slot = self._owed.pop(key, None)
+        if slot is not None and self._form.holds(slot, tensor):
+            self._outgoing.put((slot, tensor))
+            return
+        self._other.send(key, tensor)
+        self._leave_empty(slot)
+
+    def send_failure(self, key: LinkKey, failure: step_pb2.Failure) -> None:
+        self._other.send_failure(key, failure)
+        self._leave_empty(self._owed.pop(key, None))
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self._other.close()
+
+    def _leave_empty(self, slot: Slot | None) -> None:
+        if slot is not None:
+            self._outgoing.put((slot, None))
+
+    def _send_all(self) -> None:
+        try:
+            for slot, tensor in iter(self._outgoing.get, None):
+                self._way.send(self._form.write(slot, tensor))
+        except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
+            self._on_error(error)
+
+
+class CollectiveReceiver:
+    """The receiving end: files messages in an inbox."""
+
+    def __init__(
+        self, way: Way, form: Form, inbox: Inbox, peer: str, on_error: OnError = end_process
+    ) -> None:
+        """`peer` is who sends, for sentences."""
+        self._way = way
+        self._form = form
+        self._inbox = inbox
+        self._peer = peer
+        self._on_error = on_error
+        self._expected: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        threading.Thread(target=self._receive_all, name="collective receiver", daemon=True).start()
+
+    def expect(self, step: step_pb2.Step) -> None:
+        """A step has come: its message is waited for, after those before it."""
+        self._expected.put(slot_of(step))
+
+    def close(self) -> None:
+        self._expected.put(None)
+
+    def _receive_all(self) -> None:
+        try:
+            for slot in iter(self._expected.get, None):
+                tensor = self._form.read(slot, self._way.receive(self._form.nbytes(slot)))
+                if tensor is not None:
+                    self._inbox.put(slot.key, tensor)
+        except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
+            self._inbox.break_off(WorkerLost(f"The collective with {self._peer} failed: {error}"))
+            self._on_error(error)

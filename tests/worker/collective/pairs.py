@@ -1,0 +1,174 @@
+"""Two processes in a group of MLX's, one sending to the other, and an inbox of the test's where what arrives is filed.
+
+MLX makes one group in a process, so that a test cannot be an end itself. What the sender cannot put into a collective goes
+straight to the test's inbox, as it would to the next stage's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from mlx_ring.core.config import set_for_libraries
+from mlx_ring.rpc.channels import make_server
+from mlx_ring.rpc.frames import Frame
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.links import HIDDEN, GrpcLink, Inbox, LinkKey, WireTensor, deliver_frames
+from mlx_ring.rpc.methods import LINK, WORKER_SERVICE, service_handler
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
+
+KINDS = ("ring", "allreduce")
+_WAIT_S = 60.0
+_HIDDEN = 3
+
+
+class _Forwarding(Inbox):
+    """Hands on what it gets to an inbox in another process."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__("forwarding", 1)
+        self._link = GrpcLink(address, make_hello())
+
+    def put(self, key: LinkKey, message: Any) -> None:
+        self._link.send(key, WireTensor(message.dtype, message.shape, bytes(message.data), message.tokens))
+
+
+def _end(rank: int, kind: str, hostfile: str, address: str, orders: Connection) -> None:
+    """One of the processes: joins, then does as it is told."""
+    set_for_libraries({"MLX_HOSTFILE": hostfile, "MLX_RANK": str(rank)})
+    import mlx.core as mx  # noqa: PLC0415 - the test's own process needs none of it
+
+    from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender  # noqa: PLC0415
+    from mlx_ring.worker.collective.messages import Form  # noqa: PLC0415
+    from mlx_ring.worker.collective.ways import way_between  # noqa: PLC0415
+
+    group = mx.distributed.init(strict=True, backend="ring")
+    way = way_between(group, "ring", 0, sums=kind == "allreduce")
+    form = Form(_HIDDEN, "float32", 4)
+    end: Any
+    if rank == 0:
+        end = CollectiveSender(way, form, GrpcLink(address, make_hello()))
+    else:
+        end = CollectiveReceiver(way, form, _Forwarding(address), "rank 0")
+    orders.send(os.getpid())
+    with contextlib.suppress(EOFError):
+        while True:
+            method, *arguments = orders.recv()
+            if method == "expect":
+                arguments = [step_pb2.Step.FromString(arguments[0])]
+            elif method == "send_failure":
+                arguments[1] = step_pb2.Failure.FromString(arguments[1])
+            getattr(end, method)(*arguments)
+
+
+@dataclass
+class Pair:
+    """Both processes, and the inbox: a sending end for tests, as `rpc/links.py` has it."""
+
+    processes: list[Any]
+    orders: list[Connection]
+    pids: list[int]
+    inbox: Inbox
+
+    def send(self, key: LinkKey, tensor: WireTensor) -> None:
+        """Both processes hear of a step that has as many tokens as the tensor; then one of them sends it."""
+        self._expect(key, tensor.shape[0])
+        self.orders[0].send(("send", key, _picklable(tensor)))
+
+    def send_failure(self, key: LinkKey, failure: step_pb2.Failure) -> None:
+        self._expect(key, 1)
+        self.orders[0].send(("send_failure", key, failure.SerializeToString()))
+
+    def send_to_survivor(self, rank: int, key: LinkKey, tensor: WireTensor) -> None:
+        """The same, where only this one of both is left, for as long as it is."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.orders[rank].send(("expect", _step(key, tensor.shape[0])))
+            if rank == 0:
+                self.orders[rank].send(("send", key, _picklable(tensor)))
+
+    def exit_code_of(self, rank: int) -> int | None:
+        """Once it has ended by itself."""
+        self.processes[rank].join(_WAIT_S)
+        return self.processes[rank].exitcode
+
+    def close(self) -> None:
+        """The processes end with the test."""
+
+    def _expect(self, key: LinkKey, tokens: int) -> None:
+        if key.purpose == HIDDEN:
+            for orders in self.orders:
+                orders.send(("expect", _step(key, tokens)))
+
+
+def _step(key: LinkKey, tokens: int) -> bytes:
+    row = step_pb2.Row(sequence=1, tokens=step_pb2.Tokens(ids=range(tokens)))
+    return step_pb2.Step(
+        instance=key.instance, epoch=key.epoch, step=key.step, rows=[row]
+    ).SerializeToString()
+
+
+def _picklable(tensor: WireTensor) -> WireTensor:
+    return WireTensor(tensor.dtype, tensor.shape, bytes(tensor.data), tensor.tokens)
+
+
+@contextlib.contextmanager
+def joined_pair(kind: str, inbox: Inbox | None = None) -> Generator[Pair]:
+    """A pair that has found each other; nothing of it is left afterwards."""
+    filed = inbox or Inbox("test", 1)
+    with tempfile.TemporaryDirectory(prefix="pair-") as folder:
+        address = f"unix:{folder}/s"
+        server = _serve(filed, address)
+        hostfile = Path(folder) / "hosts.json"
+        hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(2)]))
+        spawn = multiprocessing.get_context("spawn")
+        pipes = [spawn.Pipe() for _ in range(2)]
+        processes = [
+            spawn.Process(target=_end, args=(rank, kind, str(hostfile), address, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for _, theirs in pipes:
+                theirs.close()
+            ours = [mine for mine, _ in pipes]
+            assert all(mine.poll(_WAIT_S) for mine in ours), "they did not find each other"
+            yield Pair(processes, ours, [mine.recv() for mine in ours], filed)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            server.stop(None).wait()
+
+
+def _serve(inbox: Inbox, address: str) -> grpc.Server:
+    def take(frames: Iterator[Frame], _context: grpc.ServicerContext) -> Iterator[worker_pb2.FrameAccepted]:
+        next(frames)
+        yield worker_pb2.FrameAccepted(hello=make_hello())
+        with contextlib.suppress(grpc.RpcError):
+            deliver_frames(frames, inbox)
+
+    server = make_server(4)
+    server.add_generic_rpc_handlers((service_handler(WORKER_SERVICE, ((LINK, take),)),))
+    server.add_insecure_port(address)
+    server.start()
+    return server
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,131 @@
+"""The ends of a link over a collective stay in step with each other, whatever steps come to."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.worker.collective.in_process import FORM, InProcessWay
+from tests.worker.collective.pairs import KINDS, Pair, joined_pair
+from tests.worker.stages import Steps, chunk
+
+from mlx_ring.core.errors import StepFailed, WorkerLost
+from mlx_ring.rpc.failures import error_to_failure
+from mlx_ring.rpc.links import Inbox, InProcessLink, LinkKey, WireTensor
+from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender
+from mlx_ring.worker.inputs import step_key
+
+WHOLE = WireTensor("float32", (2, 3), bytes(range(24)))
+KEY = LinkKey("test", 1, 1)
+FAILURE = error_to_failure(StepFailed("matmul went wrong"))
+
+
+class Link:
+    """Both ends, over a twin of a collective."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox("test", 1)
+        self.way = InProcessWay()
+        self.errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        self.sender = CollectiveSender(self.way, FORM, InProcessLink(self.inbox), self.errors.put)
+        self.receiver = CollectiveReceiver(self.way, FORM, self.inbox, "stage 0", self.errors.put)
+        self._steps = Steps()
+
+    def step(self) -> step_pb2.Step:
+        """The next step, of which both ends have heard."""
+        step = self._steps.make(chunk(1, 0, [4, 5]))
+        self.sender.expect(step)
+        self.receiver.expect(step)
+        return step
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = Link()
+    yield link
+    link.sender.close()
+    link.receiver.close()
+    assert link.errors.empty()
+
+
+def lost_a_row(link: Link, step: step_pb2.Step) -> None:
+    failure = step_pb2.Failure(kind="StepFailed", message="no", sequences=[1])
+    link.sender.send(step_key(step), WireTensor("float32", (1, 3), bytes(12), failure=failure))
+    message = link.inbox.recv(step_key(step))
+    assert message.failure == failure
+    assert message.shape == (1, 3)
+
+
+def failed(link: Link, step: step_pb2.Step) -> None:
+    link.sender.send_failure(step_key(step), FAILURE)
+    with pytest.raises(StepFailed, match="matmul"):
+        link.inbox.recv(step_key(step))
+
+
+def failed_after_it_was_sent(link: Link, step: step_pb2.Step) -> None:
+    link.sender.send(step_key(step), WHOLE)
+    link.sender.send_failure(step_key(step), FAILURE)
+
+
+def failed_twice(link: Link, step: step_pb2.Step) -> None:
+    failed(link, step)
+    link.sender.send_failure(step_key(step), FAILURE)
+
+
+@pytest.mark.parametrize("trouble", [lost_a_row, failed, failed_after_it_was_sent, failed_twice])
+def test_the_step_after_one_in_trouble_gets_its_own_message(
+    link: Link, trouble: Callable[[Link, step_pb2.Step], None]
+) -> None:
+    for _ in range(2):
+        trouble(link, link.step())
+        step = link.step()
+        link.sender.send(step_key(step), WHOLE)
+        assert bytes(link.inbox.recv(step_key(step)).data) == WHOLE.data
+
+
+def test_messages_that_nobody_took_in_time_are_filed_all_the_same(link: Link) -> None:
+    first, second = link.step(), link.step()
+    for step in (first, second):
+        link.sender.send(step_key(step), WHOLE)
+    assert bytes(link.inbox.recv(step_key(second)).data) == WHOLE.data
+
+
+def test_after_an_error_waits_end_and_the_worker_is_told() -> None:
+    link = Link()
+    step = link.step()
+    link.way.fail(RuntimeError("[recv] Socket was closed"))
+    with pytest.raises(WorkerLost, match=r"The collective with stage 0 failed: \[recv\] Socket was closed"):
+        link.inbox.recv(step_key(step))
+    assert "Socket" in str(link.errors.get(timeout=60))
+    link.sender.close()
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with joined_pair(request.param) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_whose_peer_is_killed_ends_as_well(pair: Pair, victim: int) -> None:
+    pair.send(KEY, WHOLE)
+    pair.inbox.recv(KEY)
+    os.kill(pair.pids[victim], signal.SIGKILL)
+    assert pair.exit_code_of(victim) == -signal.SIGKILL
+    # What is sent first is taken by a socket that nobody reads any more.
+    for step in (2, 3, 4):
+        pair.send_to_survivor(1 - victim, LinkKey("test", 1, step), WHOLE)
+    assert pair.exit_code_of(1 - victim) == 1
+
+
+def test_bits_arrive_as_they_were(pair: Pair) -> None:
+    """Of negative zero, a signalling NaN, a denormal number and infinity a sum of floats would make others."""
+    odd = b"".join(
+        number.to_bytes(4, "little") for number in (0x80000000, 0x7FA00001, 1, 0x7F800000, 0xFFFFFFFF, 0)
+    )
+    pair.send(KEY, WireTensor("float32", (2, 3), odd))
+    assert bytes(pair.inbox.recv(KEY).data) == odd

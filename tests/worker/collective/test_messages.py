@@ -1,0 +1,75 @@
+"""A step's message: as long as the step says, and never taken for another's."""
+
+from __future__ import annotations
+
+import pytest
+from tests.worker.collective.in_process import FORM
+from tests.worker.stages import Steps, chunk, decode, previous
+
+from mlx_ring.core.errors import ProtocolError
+from mlx_ring.rpc.links import WireTensor
+from mlx_ring.rpc.protos import step_pb2, tensor_pb2
+from mlx_ring.worker.collective.messages import Slot, slot_of
+from mlx_ring.worker.inputs import step_key
+
+STEP = Steps().make(chunk(1, 0, [4, 5]), previous(2, 9))
+SLOT = slot_of(STEP)
+TENSOR = WireTensor("float32", (3, 3), bytes(range(36)), (4, 5, 1 << 31))
+
+
+def test_both_ends_count_chunks_decode_rows_drafts_and_embeddings_alike() -> None:
+    embeddings = step_pb2.Row(sequence=3, embeddings=tensor_pb2.Tensor(shape=[4, 3]))
+    step = Steps().make(chunk(1, 0, [1, 2, 3]), decode(2, 5, 7, draft=[8, 9]), previous(4, 5), embeddings)
+    assert slot_of(step) == Slot(step_key(step), 3 + 3 + 1 + 4)
+
+
+def test_rows_that_every_stage_must_refuse_count_for_nothing() -> None:
+    shapeless = step_pb2.Row(sequence=2, embeddings=tensor_pb2.Tensor())
+    assert slot_of(Steps().make(step_pb2.Row(sequence=1), shapeless)).tokens == 0
+
+
+def test_what_is_written_is_read_with_its_tokens() -> None:
+    message = FORM.write(SLOT, TENSOR)
+    assert len(message) == FORM.nbytes(SLOT)
+    read = FORM.read(SLOT, memoryview(message))
+    assert read is not None
+    assert (read.dtype, read.shape, bytes(read.data)) == ("float32", (3, 3), TENSOR.data)
+    assert read.tokens == TENSOR.tokens
+
+
+def test_tokens_that_the_next_stage_knows_are_not_sent() -> None:
+    read = FORM.read(SLOT, memoryview(FORM.write(SLOT, WireTensor("float32", (3, 3), bytes(36)))))
+    assert read is not None
+    assert read.tokens == ()
+
+
+def test_a_message_that_comes_another_way_is_as_long_and_says_so() -> None:
+    message = FORM.write(SLOT, None)
+    assert len(message) == FORM.nbytes(SLOT)
+    assert FORM.read(SLOT, memoryview(message)) is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        WireTensor("float32", (2, 3), bytes(24)),
+        WireTensor("bfloat16", (3, 3), bytes(18)),
+        WireTensor("float32", (3, 3), bytes(36), (7,)),
+        WireTensor("float32", (3, 3), bytes(36), failure=step_pb2.Failure(sequences=[2])),
+    ],
+    ids=["fewer rows", "another type", "tokens of some rows", "rows failed"],
+)
+def test_what_is_not_all_of_the_step_has_no_place_in_its_message(tensor: WireTensor) -> None:
+    assert FORM.holds(SLOT, TENSOR)
+    assert not FORM.holds(SLOT, tensor)
+
+
+def test_another_steps_message_is_refused() -> None:
+    other = Slot(step_key(Steps().make(epoch=2)), 3)
+    with pytest.raises(ProtocolError, match="for test epoch 1 step 1, the collective gave one of epoch 2"):
+        FORM.read(SLOT, memoryview(FORM.write(other, TENSOR)))
+
+
+def test_bytes_that_are_no_message_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="Instead of the message"):
+        FORM.read(SLOT, memoryview(bytes(FORM.nbytes(SLOT))))
