@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.agent.linked_nodes import LinkedNode, linked_node
@@ -15,6 +16,7 @@ from tests.agent.linked_nodes import LinkedNode, linked_node
 from mlx_ring.cluster.agent_link import AgentLink
 from mlx_ring.cluster.link_survey import MAX_AGE_S, LinkEnd, LinkSurvey
 from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.core.errors import WorkerStuck
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.tls.names import node_name
 
@@ -112,6 +114,29 @@ def test_a_broken_link_is_told_and_the_others_are_measured(
 
     asyncio.run(run())
     assert len([record for record in caplog.records if "could not be measured" in record.message]) == 1
+
+
+def test_who_was_busy_for_a_moment_is_asked_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    real = AgentLink.measure_link
+
+    async def late_at_first(link: AgentLink, hello: Any, node: str, *others: Any) -> Any:
+        asked.append(node)
+        if len(asked) == 1:
+            raise WorkerStuck("mini-2 did not answer a probe of its link in time.")
+        return await real(link, hello, node, *others)
+
+    monkeypatch.setattr(AgentLink, "measure_link", late_at_first)
+
+    async def run() -> None:
+        async with nodes(tmp_path, 2) as (one, two):
+            found = await LinkSurvey("mini-1").take([one, two])
+        assert [link.problem for link in found] == ["", ""]
+
+    asyncio.run(run())
+    assert asked == ["mini-2", "mini-2", "mini-1"]
 
 
 def test_an_agent_that_is_gone_is_a_broken_link(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_a_profile_comes_back_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"version": 0}, "of version 0; this version reads 2"),
+        ({"version": 0}, "of version 0; this version reads 3"),
         ({"rates": []}, "at rates"),
         ({"memory_bytes": -1}, "at memory_bytes"),
         ({"seconds": "NaN"}, "at seconds"),

@@ -117,7 +117,7 @@ class LanCluster:
 
     def serve(self, nodes: int, *flags: str, joining: Sequence[Machine] = ()) -> Server:
         """`mlx-ring serve` on the first; those that are to join do so when they are told how."""
-        self.planned = []
+        self.planned, self.received_before = [], ()
         waiting = list(joining)
 
         def heard(line: str) -> None:

@@ -41,15 +41,20 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[
         yield make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 3)
 
 
-def cut_once_in_the_middle(cluster: LanCluster, node: Machine, ended: threading.Event) -> int:
-    """Pull the head's cable when the node has some of its weights, until the head has noticed; what the node had then."""
+def cut_once_in_the_middle(cluster: LanCluster, node: Machine, ended: threading.Event) -> tuple[int, int]:
+    """Pull the head's cable when the node has some of its weights, until the head has noticed.
+
+    Bytes that the node had received when the plan was made, of probes of its link for the most part, and when it was cut off.
+    """
     weights = cluster.model.joinpath("model.safetensors").stat().st_size
-    until(lambda: node.received_bytes > weights / 8 or ended.is_set())
+    until(lambda: bool(cluster.received_before) or ended.is_set())
+    before = cluster.received_before[cluster.machines.index(node)] if cluster.received_before else 0
+    until(lambda: node.received_bytes - before > weights / 8 or ended.is_set())
     cluster.head.host.cut()
     had = node.received_bytes
     until(lambda: "is gone: nothing was heard" in cluster.head.log("head") or ended.is_set())
     cluster.head.host.mend()
-    return had
+    return before, had
 
 
 def test_a_transfer_that_is_cut_in_the_middle_goes_on_where_it_was(
@@ -61,11 +66,11 @@ def test_a_transfer_that_is_cut_in_the_middle_goes_on_where_it_was(
         server = cluster.serve(2, *FLAGS, joining=[node])
     finally:
         ended.set()
-    share, received = cluster.share_of(node), node.received_bytes
-    record_property(
-        "received", f"{cut.result() / 1e6:.0f} MB, then {received / 1e6:.0f} of {share / 1e6:.0f} MB"
-    )
-    assert cut.result() < share < received < 1.5 * share
+    before, had = cut.result()
+    share, received = cluster.share_of(node), node.received_bytes - before
+    told = f"{(had - before) / 1e6:.0f} MB, then {received / 1e6:.0f} of {share / 1e6:.0f} MB"
+    record_property("received", told)
+    assert 0 < had - before < share < received < 1.5 * share, told
     tokens = cluster.tokens(server, {"prompt": PROMPT, "max_tokens": TOKENS})
     assert whole.strays(PROMPT, tokens) == []
     assert server.stop() == 0

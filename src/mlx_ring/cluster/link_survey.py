@@ -11,8 +11,9 @@ from math import inf
 
 from mlx_ring.cluster.agent_link import AgentLink
 from mlx_ring.cluster.found_links import FoundLink, rounds
-from mlx_ring.core.errors import ProtocolError, RingError
+from mlx_ring.core.errors import ProtocolError, RingError, WorkerStuck
 from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.protos import agent_pb2
 
 log = logging.getLogger(__name__)
 
@@ -82,16 +83,24 @@ class LinkSurvey:
         return not known.problem and self._clock() - known.unix_time_s < MAX_AGE_S
 
     async def _measure(self, source: LinkEnd, target: LinkEnd, address: str) -> FoundLink:
-        hello = make_hello(node=self._node)
         try:
-            said = await source.agent.measure_link(hello, target.node, address, MAX_AGE_S, _ANSWER_S)
-            if not (0 < said.round_trip_s < inf and 0 < said.bytes_per_s < inf):
-                raise ProtocolError(
-                    f"{source.node} tells of {said.round_trip_s:g} s and {said.bytes_per_s:g} bytes/s."
-                )
+            try:
+                said = await self._ask(source, target, address)
+            except WorkerStuck:
+                # Who is busy with something else for a moment is no broken link.
+                said = await self._ask(source, target, address)
         except RingError as error:
             log.warning("the link from %s to %s could not be measured: %s", source.node, target.node, error)
             return FoundLink(source.node, target.node, problem=str(error))
         return FoundLink(
             source.node, target.node, said.round_trip_s, said.bytes_per_s, self._clock() - said.age_s
         )
+
+    async def _ask(self, source: LinkEnd, target: LinkEnd, address: str) -> agent_pb2.MeasureLinkReply:
+        hello = make_hello(node=self._node)
+        said = await source.agent.measure_link(hello, target.node, address, MAX_AGE_S, _ANSWER_S)
+        if not (0 < said.round_trip_s < inf and 0 < said.bytes_per_s < inf):
+            raise ProtocolError(
+                f"{source.node} tells of {said.round_trip_s:g} s and {said.bytes_per_s:g} bytes/s."
+            )
+        return said
