@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported, PlanError
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.tensor_shares import (
-    Extent,
     TensorSizes,
     nearest_proportions,
     part_of_kv,
     read_tensor_sizes,
     share_out,
 )
+from mlx_ring.core.types import MemberRange
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -214,7 +214,7 @@ def test_sizes_that_are_missing_or_contradict_each_other_are_refused(entries: di
 
 
 def test_extents_say_what_they_are() -> None:
-    assert str(Extent(2, 5).times(4).shifted(1)) == "[9, 21)"
+    assert str(MemberRange(2, 5).times(4).shifted(1)) == "[9, 21)"
 
 
 def test_parts_of_kv_are_in_proportion_to_the_heads_to_the_byte() -> None:

@@ -17,6 +17,7 @@ from typing import Any, cast
 from mlx_ring.core.architectures import module_of
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported, PlanError
 from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.core.types import MemberRange
 
 SPLIT_FAMILIES = {
     "llama": "Llama and Mistral",
@@ -35,38 +36,16 @@ _LEAST_PACKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """A half-open range of heads or rows, `[start, end)`."""
-
-    start: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-    def __str__(self) -> str:
-        return f"[{self.start}, {self.end})"
-
-    def times(self, factor: int) -> Extent:
-        """Of what each of its members consists of."""
-        return Extent(self.start * factor, self.end * factor)
-
-    def shifted(self, by: int) -> Extent:
-        """The same members of what begins further on."""
-        return Extent(self.start + by, self.end + by)
-
-
-@dataclass(frozen=True, slots=True)
 class TensorShare:
     """One rank's part of every layer, and of the output head."""
 
-    kv_heads: Extent
-    query_heads: Extent
-    intermediate: Extent
+    kv_heads: MemberRange
+    query_heads: MemberRange
+    intermediate: MemberRange
     """Rows of MLPs between their two products."""
-    experts: Extent
+    experts: MemberRange
     """The same of every expert; empty where there are none."""
-    vocabulary: Extent
+    vocabulary: MemberRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +100,12 @@ class Divisible:
     def __str__(self) -> str:
         return f"{self.total} {self.name}" + (f" in packs of {self.pack}" if self.pack > 1 else "")
 
-    def divide(self, proportions: Sequence[float]) -> list[Extent]:
+    def divide(self, proportions: Sequence[float]) -> list[MemberRange]:
         """Neighbouring parts, as near to the proportions as can be."""
         if not self.total:
-            return [Extent(0, 0) for _ in proportions]
+            return [MemberRange(0, 0) for _ in proportions]
         ends = accumulate(_apportion(self.packs, proportions), initial=0)
-        return [Extent(start * self.pack, end * self.pack) for start, end in pairwise(ends)]
+        return [MemberRange(start * self.pack, end * self.pack) for start, end in pairwise(ends)]
 
     def is_near(self, proportions: Sequence[float]) -> bool:
         """Whether each rank can have its proportion to within a pack, and at least one."""

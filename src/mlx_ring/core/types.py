@@ -11,8 +11,8 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRange:
-    """A half-open range of layers, `[start, end)`."""
+class Extent:
+    """A half-open range, `[start, end)`."""
 
     start: int
     end: int
@@ -22,6 +22,24 @@ class LayerRange:
 
     def __str__(self) -> str:
         return f"[{self.start}, {self.end})"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRange(Extent):
+    """Of layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRange(Extent):
+    """Of heads or rows."""
+
+    def times(self, factor: int) -> MemberRange:
+        """Of what each of its members consists of."""
+        return MemberRange(self.start * factor, self.end * factor)
+
+    def shifted(self, by: int) -> MemberRange:
+        """The same members of what begins further on."""
+        return MemberRange(self.start + by, self.end + by)
 
 
 @dataclass(frozen=True, slots=True)

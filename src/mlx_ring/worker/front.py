@@ -10,11 +10,10 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import grpc
 import mlx.core as mx
@@ -32,6 +31,7 @@ from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.peers import Revoked, address_of_call, is_local, peer_of_call
 from mlx_ring.worker.device import device_memory, device_name
+from mlx_ring.worker.ending import end_process
 from mlx_ring.worker.group import GroupPort
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.stage import build_stage
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 _ASSIGNMENT_WAIT_S = 60.0
 _GREETING_WAIT_S = 10.0
-_LAST_WORD_S = 0.5
 
 Received = TypeVar("Received")
 
@@ -278,7 +277,7 @@ class WorkerFront:
             if done.HasField("failure"):
                 log.error("step %d failed: %s", done.step, done.failure.message)
             if self._runner is not None and self._runner.spoiled:
-                _end_rank(self._runner.spoiled)
+                end_process(self._runner.spoiled)
             # A head that has taken over since asked for none of these.
             if self._taken_from is self._stream and self._stream is not None:
                 self._stream.answers.put(worker_pb2.StepsReply(done=done))
@@ -367,17 +366,6 @@ def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str)
         raise PeerRefused(
             f"{caller or 'This machine'} linked as the stage before, which is on {expected or 'this machine'}."
         )
-
-
-def _end_rank(error: Exception) -> NoReturn:
-    """The other ranks may wait for this one in a collective, or have gone on without it: its group is of no use any more.
-
-    Where another's end is what broke it, that is heard of first.
-    """
-    log.error("This rank ends, for a step failed: %s", error)
-    time.sleep(_LAST_WORD_S)
-    logging.shutdown()
-    os._exit(1)
 
 
 def _first(messages: Iterator[Received], context: grpc.ServicerContext) -> Received:

@@ -126,10 +126,10 @@ def _run_group(group: Group) -> Arrays:
 
 
 def _neighbours(widths: Sequence[int]) -> list[Any]:
-    from mlx_ring.core.tensor_shares import Extent  # noqa: PLC0415
+    from mlx_ring.core.types import MemberRange  # noqa: PLC0415
 
     begins = [sum(widths[:index]) for index in range(len(widths))]
-    return [Extent(begin, begin + width) for begin, width in zip(begins, widths, strict=True)]
+    return [MemberRange(begin, begin + width) for begin, width in zip(begins, widths, strict=True)]
 
 
 def main() -> None:

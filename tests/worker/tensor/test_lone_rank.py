@@ -17,8 +17,8 @@ from tests.worker.tensor.models import FAMILIES, write_family
 
 from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.model_folder import read_model_folder
-from mlx_ring.core.tensor_shares import Extent, TensorShare, read_tensor_sizes, share_out
-from mlx_ring.core.types import LayerRange
+from mlx_ring.core.tensor_shares import TensorShare, read_tensor_sizes, share_out
+from mlx_ring.core.types import LayerRange, MemberRange
 from mlx_ring.worker.loading import load_stage
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensor import Group, SplitHead, split
@@ -144,7 +144,7 @@ def test_shares_for_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
 def test_shares_of_another_model_are_refused(tmp_path: Path, name: str) -> None:
     model = whole_model(tmp_path / "model")
     first, last = shares_of(tmp_path / "model", (1, 1))
-    changed = replace(last, **{name: Extent(0, 7)})
+    changed = replace(last, **{name: MemberRange(0, 7)})
     with pytest.raises(PlanError, match="they were made for another"):
         split(model, (first, changed), LoneGroup())
 
@@ -170,5 +170,5 @@ def test_a_head_begins_where_its_ranks_part_begins() -> None:
             first = mx.stack([mx.array([-1.0]).view(mx.int32), mx.array([7])])
             return mx.stack([first, array])
 
-    head = SplitHead(Both(rank=1), [Extent(0, 100_000_000), Extent(100_000_000, 100_000_003)])
+    head = SplitHead(Both(rank=1), [MemberRange(0, 100_000_000), MemberRange(100_000_000, 100_000_003)])
     assert head.best(mx.array([[0.0, 2.0, 2.0]])).tolist() == [100_000_001]

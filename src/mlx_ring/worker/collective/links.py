@@ -9,10 +9,8 @@ are heeded. After an error in a collective the process ends; whoever started it 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 
 from mlx_ring.core.errors import WorkerLost
@@ -20,21 +18,11 @@ from mlx_ring.rpc.links import Inbox, LinkKey, LinkSender, WireTensor
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.collective.messages import Form, Slot, slot_of
 from mlx_ring.worker.collective.ways import Way
+from mlx_ring.worker.ending import end_process
 
 log = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 2.0
-"""For the one whose fault it is to be found first, where two ends lose each other."""
-
 OnError = Callable[[Exception], None]
-
-
-def end_process(error: Exception) -> None:
-    """End this worker: in its group the next collective would wait for ever."""
-    log.error("this worker ends, for a collective failed: %s", error)
-    time.sleep(_LAST_WORDS_S)
-    logging.shutdown()
-    os._exit(1)
 
 
 class CollectiveSender:

@@ -8,7 +8,7 @@ from typing import cast
 import mlx.core as mx
 from mlx import nn
 
-from mlx_ring.core.tensor_shares import Extent
+from mlx_ring.core.types import MemberRange
 from mlx_ring.worker.overrides import override
 from mlx_ring.worker.tensor.group import Group
 from mlx_ring.worker.tensor.slices import keep_rows, rows_of
@@ -19,7 +19,7 @@ _OF_QUANTIZATION = ("group_size", "bits", "mode")
 class SplitHead:
     """Puts together what the ranks' heads give: (..., own tokens of the vocabulary) each."""
 
-    def __init__(self, group: Group, vocabulary: Sequence[Extent]) -> None:
+    def __init__(self, group: Group, vocabulary: Sequence[MemberRange]) -> None:
         """`vocabulary` is every rank's part, in order."""
         self._group = group
         self._widths = [len(extent) for extent in vocabulary]
@@ -41,7 +41,7 @@ class SplitHead:
         return mx.take_along_axis(found[:, 1], first, axis=0)[0]
 
 
-def split_head(model: nn.Module, own: Extent, *, looks_up: bool) -> None:
+def split_head(model: nn.Module, own: MemberRange, *, looks_up: bool) -> None:
     """Have the head give this rank's part of the logits.
 
     Where the embedding serves as the head it stays whole for looking tokens up, and the head takes a view of it;
@@ -58,7 +58,7 @@ def split_head(model: nn.Module, own: Extent, *, looks_up: bool) -> None:
         keep_rows(embedding, own)
 
 
-def _turn_round(embedding: nn.Module, own: Extent) -> None:
+def _turn_round(embedding: nn.Module, own: MemberRange) -> None:
     part = nn.Module()  # in no tree, so that its matrices are nobody's parameters
     for name in _OF_QUANTIZATION:
         if hasattr(embedding, name):

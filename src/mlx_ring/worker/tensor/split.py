@@ -14,7 +14,8 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ring.core.errors import ModelUnsupported, PlanError
-from mlx_ring.core.tensor_shares import SPLIT_FAMILIES, Extent, TensorShare, splittable
+from mlx_ring.core.tensor_shares import SPLIT_FAMILIES, TensorShare, splittable
+from mlx_ring.core.types import MemberRange
 from mlx_ring.worker.overrides import override
 from mlx_ring.worker.tensor.group import Group
 from mlx_ring.worker.tensor.head import SplitHead, split_head
@@ -123,7 +124,7 @@ def _head_dim(attention: nn.Module) -> int:
     return rows // (sizes.n_heads + 2 * sizes.n_kv_heads if fused else sizes.n_heads)
 
 
-def _split_mlp(mlp: nn.Module, rows: Extent) -> None:
+def _split_mlp(mlp: nn.Module, rows: MemberRange) -> None:
     if "gate_up_proj" in mlp:
         both = cast("nn.Module", mlp["gate_up_proj"])
         keep_rows(both, rows, rows.shifted(cast("Any", both).weight.shape[0] // 2))
