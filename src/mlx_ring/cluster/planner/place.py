@@ -17,7 +17,7 @@ from mlx_ring.cluster.planner.cuts import (
     steadiest_costs,
 )
 from mlx_ring.cluster.planner.grants import lone_stream
-from mlx_ring.cluster.planner.plan import Aim, LeftOut, Plan, Prediction, StagePlan, Strategy
+from mlx_ring.cluster.planner.plan import Aim, LeftOut, Plan, Prediction, RankPlan, StagePlan, Strategy
 from mlx_ring.cluster.planner.profiles import UNREACHABLE, ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.cluster.planner.shares import given_counts, proportional_counts
 from mlx_ring.cluster.planner.stage_tables import Demand, StageTables, Table
@@ -209,15 +209,22 @@ class _Planner:
 
     def _stage(self, piece: Piece, token_s: float) -> StagePlan:
         node = self._nodes[piece.node]
-        weights = self._costs.weight_bytes(node, piece.first, piece.end)
+        alone = RankPlan(
+            node=node.name,
+            share=1.0,
+            weight_bytes=self._costs.weight_bytes(node, piece.first, piece.end),
+            memory_bytes=int(self._costs.memory(node)[piece.first, piece.end]),
+            usable_bytes=node.usable_bytes,
+        )
         return StagePlan(
             node=node.name,
             layers=LayerRange(piece.first, piece.end),
-            weight_bytes=weights,
-            memory_bytes=int(self._costs.memory(node)[piece.first, piece.end]),
-            usable_bytes=node.usable_bytes,
+            weight_bytes=alone.weight_bytes,
+            memory_bytes=alone.memory_bytes,
+            usable_bytes=alone.usable_bytes,
             token_s=token_s,
             why=self._why(piece, node),
+            ranks=(alone,),
         )
 
     def _why(self, piece: Piece, node: NodeProfile) -> str:
