@@ -24,7 +24,7 @@ _FROM_THE_FILE = {
 }
 FOR_AGENTS = (
     *("log_level", "blas", "blas_threads", "weights_limit", "model_load_timeout", "file_descriptor_limit"),
-    "run_dir",
+    *("run_dir", "trusted_interface"),
 )
 """Of the settings under `serve`, those that `join` takes too: they hold for every machine. Others are the head's alone,
 or reach the machines with what they are told to load."""
