@@ -31,7 +31,8 @@ LONG = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "temperature":
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    """Every token id means something, so that answers tell their tokens."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", vocabulary=258)
 
 
 @pytest.fixture(scope="module")
