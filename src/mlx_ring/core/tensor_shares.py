@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
@@ -109,9 +108,12 @@ class Divisible:
 
     def is_near(self, proportions: Sequence[float]) -> bool:
         """Whether each rank can have its proportion to within a pack, and at least one."""
-        counts = _apportion(self.packs, proportions)
-        quotas = _quotas(self.packs, proportions)
-        return all(abs(count - quota) < 1 for count, quota in zip(counts, quotas, strict=True))
+        counts, weights = _apportion(self.packs, proportions), _weights(proportions)
+        total = sum(weights)
+        return all(
+            abs(count * total - self.packs * weight) < total
+            for count, weight in zip(counts, weights, strict=True)
+        )
 
 
 def read_tensor_sizes(folder: ModelFolder) -> TensorSizes:
@@ -206,18 +208,21 @@ def _words(proportions: Sequence[float]) -> str:
     return ":".join(f"{number:g}" for number in proportions)
 
 
-def _quotas(packs: int, proportions: Sequence[float]) -> list[Fraction]:
-    exact = [Fraction(number) for number in proportions]
-    return [packs * number / sum(exact) for number in exact]
+def _weights(proportions: Sequence[float]) -> list[int]:
+    """Whole numbers in exactly these proportions."""
+    exact = [number.as_integer_ratio() for number in proportions]
+    scale = math.lcm(*(below for _, below in exact))
+    return [above * (scale // below) for above, below in exact]
 
 
 def _apportion(packs: int, proportions: Sequence[float]) -> list[int]:
     """Whole numbers that add up to `packs`, at least 1 each, by largest remainders."""
-    quotas = _quotas(packs, proportions)
-    counts = [max(1, math.floor(quota)) for quota in quotas]
+    weights = _weights(proportions)
+    total = sum(weights)
+    counts = [max(1, packs * weight // total) for weight in weights]
 
-    def lacks(rank: int) -> Fraction:
-        return quotas[rank] - counts[rank]
+    def lacks(rank: int) -> int:
+        return packs * weights[rank] - counts[rank] * total
 
     while sum(counts) < packs:
         counts[max(range(len(counts)), key=lacks)] += 1

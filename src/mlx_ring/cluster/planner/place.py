@@ -20,12 +20,11 @@ from mlx_ring.cluster.planner.grants import lone_stream
 from mlx_ring.cluster.planner.plan import Aim, LeftOut, Plan, Prediction, RankPlan, StagePlan, Strategy
 from mlx_ring.cluster.planner.profiles import UNREACHABLE, ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.cluster.planner.shares import given_counts, proportional_counts
-from mlx_ring.cluster.planner.stage_tables import Demand, StageTables, Table
+from mlx_ring.cluster.planner.stage_tables import CHUNK_TOKENS, Demand, StageTables, Table
 from mlx_ring.cluster.planner.timetable import Timetable
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 
-_CHUNK_TOKENS = 512
 _SHORTEST_CONTEXT = 256
 MOST_NODES = 8
 _KV_BITS = (8, 4)
@@ -331,12 +330,12 @@ class _Planner:
 
     def _first_token_s(self, pieces: Sequence[Piece]) -> float:
         tokens = self._wish.prompt_tokens
-        chunks = -(-tokens // _CHUNK_TOKENS)
+        chunks = -(-tokens // CHUNK_TOKENS)
         times = [
             self._costs.prefill_seconds(self._nodes[piece.node], piece.first, piece.end, tokens) / chunks
             for piece in pieces
         ]
-        hops = self._around(pieces, min(tokens, _CHUNK_TOKENS))
+        hops = self._around(pieces, min(tokens, CHUNK_TOKENS))
         return sum(times) + (chunks - 1) * max(times) + hops + self._lone_stream(pieces)[1]
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from mlx_ring.core.types import LayerRange
 
-Strategy = Literal["auto", "uniform", "memory", "compute", "balanced", "custom"]
+Strategy = Literal["auto", "uniform", "memory", "compute", "balanced", "custom", "tensor", "hybrid"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Aim = Literal["latency", "throughput"]
 AIMS: tuple[Aim, ...] = get_args(Aim)
