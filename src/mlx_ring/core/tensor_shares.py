@@ -77,6 +77,11 @@ class TensorSizes:
             Divisible("tokens of the vocabulary", self.vocabulary, _rows_in_pack(self.vocabulary)),
         )
 
+    @property
+    def most_ranks(self) -> int:
+        """How many can have a share."""
+        return min(kind.packs for kind in self.divisibles if kind.total)
+
     def _heads_in_pack(self) -> int:
         width = self.queries_per_kv_head * self.head_dim
         if width * self.kv_heads % self.group_size:
@@ -181,7 +186,7 @@ def share_out(sizes: TensorSizes, proportions: Sequence[float]) -> tuple[TensorS
 
 def nearest_proportions(sizes: TensorSizes, proportions: Sequence[float]) -> tuple[int, ...]:
     """The proportions nearest to these that can be made; for fewer ranks where there are not packs enough."""
-    packs = min(kind.packs for kind in sizes.divisibles if kind.total)
+    packs = sizes.most_ranks
     counts = _apportion(packs, proportions[:packs])
     divisor = math.gcd(*counts)
     return tuple(count // divisor for count in counts)

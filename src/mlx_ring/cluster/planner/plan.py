@@ -85,6 +85,13 @@ class Plan:
     prediction: Prediction
     remarks: tuple[str, ...]
 
+    @property
+    def kind(self) -> str:
+        """What the machines do: `single`, `pipeline`, `tensor` or `hybrid`."""
+        if any(stage.is_shared for stage in self.stages):
+            return "tensor" if len(self.stages) == 1 else "hybrid"
+        return "single" if len(self.stages) == 1 else "pipeline"
+
     def as_json(self) -> dict[str, Any]:
         """For `--json`: names as here, units in them."""
-        return asdict(self)
+        return {**asdict(self), "kind": self.kind}

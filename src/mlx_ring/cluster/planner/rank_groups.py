@@ -52,9 +52,7 @@ class SharedModel:
 
     @property
     def most_ranks(self) -> int:
-        if self.sizes is None:
-            return _PARTS
-        return min(kind.packs for kind in self.sizes.divisibles if kind.total)
+        return _PARTS if self.sizes is None else self.sizes.most_ranks
 
     def costs(self, node: NodeProfile, part: Fractions) -> RankCosts:
         return RankCosts(self.on(node), self.demand, node, part)

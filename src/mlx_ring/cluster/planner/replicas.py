@@ -11,10 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from mlx_ring.cluster.planner.cuts import steadiest_costs
-from mlx_ring.cluster.planner.place import MOST_NODES, Wish, place
+from mlx_ring.cluster.planner.place import place
 from mlx_ring.cluster.planner.plan import Plan
 from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.cluster.planner.shared_plans import MOST_NODES
 from mlx_ring.cluster.planner.timetable import Timetable
+from mlx_ring.cluster.planner.wish import Wish
 from mlx_ring.core.errors import PlanError
 
 _WORTH = 1.02

@@ -55,6 +55,8 @@ class SharedWay:
     """Stages, of which one has several ranks at least."""
 
     stages: tuple[GroupStage, ...]
+    stage_s: tuple[float, ...]
+    """Of each, one token of one stream."""
     prediction: Prediction
     cost: float
 
@@ -84,7 +86,7 @@ class SharedLayers:
     def is_possible(self) -> bool:
         """Whether any two machines may exchange, and the model can be split."""
         return (self._shared.sizes is not None or self._trusting) and any(
-            self._rings.among(pair) for pair in combinations(self._places, 2)
+            self._rings.among(pair) is not None for pair in combinations(self._places, 2)
         )
 
     def tensor(self, *, of_all: bool = False) -> SharedWay | None:
@@ -132,8 +134,10 @@ class SharedLayers:
         return fitting_group(self._shared, nodes, ring, 0, self._layers, self._rows(1))
 
     def _told(self, stages: Sequence[GroupStage]) -> SharedWay:
-        prediction = GroupPipeline(self._cluster, stages).prediction(self._promise.prompt_tokens)
-        return SharedWay(tuple(stages), prediction, self._promise.cost(prediction))
+        pipeline = GroupPipeline(self._cluster, stages)
+        prediction = pipeline.prediction(self._promise.prompt_tokens)
+        each = tuple(pipeline.lone_stream(self._shared.context_tokens)[0])
+        return SharedWay(tuple(stages), each, prediction, self._promise.cost(prediction))
 
     def _rows(self, stages: int) -> int:
         """Of a step, for which plans are made."""
