@@ -8,7 +8,7 @@ from typing import cast
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site, deploy
-from mlx_ring.cluster.placement import even_split, make_assignments
+from mlx_ring.cluster.placement import Cut, even_split, make_assignments
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
@@ -44,7 +44,12 @@ def test_each_stage_knows_which_other_nodes_are_next_to_it() -> None:
     here, there = _Node(), _Node()
     first, second = here.site("a"), there.site("b")
     assignments = make_assignments(
-        even_split(3, 3), instance="one", epoch=1, dtype="auto", model_digest="model", max_model_len=64
+        Cut.alike(even_split(3, 3)),
+        instance="one",
+        epoch=1,
+        dtype="auto",
+        model_digest="model",
+        max_model_len=64,
     )
     asyncio.run(deploy([first, first, second], assignments, make_hello(), lambda _progress: None))
     told = [(one.previous_node, one.next_node, one.first_node) for one in (*here.loaded, *there.loaded)]
@@ -55,7 +60,7 @@ def test_stages_that_a_collective_links_are_told_where_all_of_them_listen() -> N
     node = _Node()
     site = node.site("a")
     assignments = make_assignments(
-        even_split(4, 2),
+        Cut.alike(even_split(4, 2)),
         instance="one",
         epoch=1,
         dtype="auto",

@@ -135,18 +135,16 @@ async def _together(work: Iterable[Awaitable[Result]]) -> list[Result]:
 def _filled(
     assignment: worker_pb2.StageAssignment, site: Site, workers: _Started
 ) -> worker_pb2.StageAssignment:
-    """With where its stage's ranks listen, and with the stages that are on other nodes: the next, the first, and the one before."""
+    """With where its group's ranks listen, and where it reaches those of the next stage and of the first."""
     filled = worker_pb2.StageAssignment()
     filled.CopyFrom(assignment)
     following = workers.get((assignment.stage + 1, 0))
-    if following is not None and following[1] is not site:
+    if following is not None:
         filled.next_address, filled.next_node = _reached_from(site, *following)
         filled.next_bytes_per_s = site.bytes_per_s.get(filled.next_node, 0.0)
         filled.next_ranks.extend(_other_ranks(site, assignment.stage + 1, workers))
-    first = workers[0, 0]
-    if first[1] is not site:
-        filled.first_address, filled.first_node = _reached_from(site, *first)
-        filled.first_ranks.extend(_other_ranks(site, 0, workers))
+    filled.first_address, filled.first_node = _reached_from(site, *workers[0, 0])
+    filled.first_ranks.extend(_other_ranks(site, 0, workers))
     before = workers[(assignment.stage - 1) % assignment.stages, 0][1]
     if before is not site:
         filled.previous_node = before.node
@@ -155,7 +153,7 @@ def _filled(
 
 
 def _other_ranks(site: Site, stage: int, workers: _Started) -> Iterator[worker_pb2.RankEnd]:
-    """Of a stage on another node, behind rank 0."""
+    """Of a stage, behind rank 0."""
     for rank in itertools.count(1):
         if (stage, rank) not in workers:
             return
@@ -170,6 +168,9 @@ def _group_address(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> 
 
 
 def _reached_from(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> tuple[str, str]:
+    """The address, and whose certificate answers there: nobody's on one machine."""
+    if other is site:
+        return worker.address, ""
     return address_of(other.host_for(site.node), worker.port), other.node
 
 

@@ -16,7 +16,7 @@ from mlx_ring.cluster.deployment import Site, address_of
 from mlx_ring.cluster.found_links import FoundLink, hops_told, link_profiles
 from mlx_ring.cluster.link_survey import LinkEnd, LinkSurvey
 from mlx_ring.cluster.membership import Member, Membership
-from mlx_ring.cluster.placement import balanced_split, even_split
+from mlx_ring.cluster.placement import Cut, balanced_split, even_split
 from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
@@ -25,7 +25,7 @@ from mlx_ring.cluster.planner.plan import Plan
 from mlx_ring.cluster.planner.profiles import ClusterProfile, LinkProfile, NodeProfile
 from mlx_ring.cluster.planner.replicas import place_replicas
 from mlx_ring.cluster.planner.stage_tables import Demand
-from mlx_ring.core.config import Settings
+from mlx_ring.core.config import Settings, rank_shares
 from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.core.model_folder import ModelFolder
@@ -33,6 +33,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.kv_limits import KEPT_TOKENS
 from mlx_ring.engine.served_model import ServedModel, widens_half_precision
+from mlx_ring.node.seats import Stage, seats_of_plan, seats_on
 from mlx_ring.node.wishes import proportional_stages, wished
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.tls.names import node_name
@@ -46,8 +47,8 @@ class Arrangement:
     """The stages, in the pipeline's order."""
 
     ranges: tuple[LayerRange, ...]
-    sites: tuple[Site, ...]
-    """Of each stage."""
+    seats: tuple[Stage, ...]
+    """Of each stage's ranks."""
     plan: Plan | None
     """Why; None on one machine, and where it goes on with what an earlier head has loaded."""
     forecast: Forecast | None = None
@@ -56,7 +57,12 @@ class Arrangement:
     @property
     def nodes(self) -> tuple[Site, ...]:
         """Each site once."""
-        return tuple({site.node: site for site in self.sites}.values())
+        return tuple({seat.site.node: seat.site for stage in self.seats for seat in stage}.values())
+
+    @property
+    def cut(self) -> Cut:
+        """Which layers each stage has, and how its ranks share them."""
+        return Cut(self.ranges, tuple(tuple(seat.share for seat in stage) for stage in self.seats))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +96,13 @@ def arrange_here(
 ) -> Arrangement:
     """Everything on this machine, as many stages as were asked for; with a profile it is told what to expect."""
     ranges = cut_layers(served.folder, settings)
-    sites = (site,) * len(ranges)
+    shares = rank_shares(settings)
+    seats = seats_on((site,) * (len(ranges) * len(shares)), [shares] * len(ranges))
     if profile is None:
-        return Arrangement(ranges, sites, None)
+        return Arrangement(ranges, seats, None)
     node = measured_node(profile, site.node, reserve_share=1.0 - settings.memory_utilization)
-    return Arrangement(
-        ranges,
-        sites,
-        None,
-        _forecast(_wish(settings, served), served, ClusterProfile((node,)), ranges, sites),
-    )
+    forecast = _forecast(_wish(settings, served), served, ClusterProfile((node,)), ranges, seats)
+    return Arrangement(ranges, seats, None, forecast)
 
 
 def arrange_as_loaded(
@@ -111,11 +114,12 @@ def arrange_as_loaded(
     sites: tuple[Site, ...],
     links: Mapping[frozenset[str], LinkProfile],
 ) -> Arrangement:
-    """As an earlier head has loaded it."""
+    """As an earlier head has loaded it; `sites` are of its workers, in order of stage and rank."""
     cluster = ClusterProfile(tuple(_nodes(control, membership, {})), links)
-    expected = _forecast(_wish_of(order), order.served, cluster, found.ranges, sites)
+    seats = seats_on(sites, found.cut.shares)
+    expected = _forecast(_wish_of(order), order.served, cluster, found.cut.ranges, seats)
     plan = plan_of_cut(order, others, control, membership, found, links)
-    return Arrangement(found.ranges, sites, plan, expected)
+    return Arrangement(found.cut.ranges, seats, plan, expected)
 
 
 def _forecast(
@@ -123,15 +127,17 @@ def _forecast(
     served: ServedModel,
     cluster: ClusterProfile,
     ranges: Sequence[LayerRange],
-    sites: Sequence[Site],
+    seats: Sequence[Stage],
 ) -> Forecast | None:
     """What is to be expected of these stages; None where the sizes of the model's layers are not known."""
+    if any(seat.site is not stage[0].site for stage in seats for seat in stage):
+        return None
     by_name = {node.name: node for node in cluster.nodes}
     try:
         model = profile_folder(served.folder, served.names[0])
     except ModelUnsupported:
         return None
-    stages = [(by_name[site.node], layers) for site, layers in zip(sites, ranges, strict=True)]
+    stages = [(by_name[stage[0].site.node], layers) for stage, layers in zip(seats, ranges, strict=True)]
     return Forecast(model, wish.demand, cluster, stages)
 
 
@@ -159,23 +165,26 @@ async def arrange_cluster(
     cluster = ClusterProfile(tuple(apart or allowed or nodes), links)
     plan = await asyncio.to_thread(_plan, order, cluster)
     plan = replace(plan, remarks=(*plan.remarks, *hops_told([stage.node for stage in plan.stages], links)))
-    by_node = {site.node: with_throughput(site, found) for site in sites}
-    chosen = [by_node[stage.node] for stage in plan.stages]
+    seats = seats_of_plan(plan, {site.node: with_throughput(site, found) for site in sites})
     ranges = tuple(stage.layers for stage in plan.stages)
-    expected = _forecast(_wish_of(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, chosen)
-    return Arrangement(ranges, tuple(chosen), plan, expected)
+    expected = _forecast(_wish_of(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, seats)
+    return Arrangement(ranges, seats, plan, expected)
 
 
 async def offered(arrangement: Arrangement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Arrangement:
     """With weights that other machines can fetch, where they have stages: `offer` makes them available."""
-    if all(site.is_local for site in arrangement.sites):
+    if all(site.is_local for site in arrangement.nodes):
         return arrangement
     digest = (await offer()).digest
-    sites = tuple(
-        site if site.is_local else replace(site, source=replace(site.source, weights=digest))
-        for site in arrangement.sites
+    # A node's ranks have one site, by which they are known to be together.
+    fetching = {
+        site.node: site if site.is_local else replace(site, source=replace(site.source, weights=digest))
+        for site in arrangement.nodes
+    }
+    seats = tuple(
+        tuple(replace(seat, site=fetching[seat.site.node]) for seat in stage) for stage in arrangement.seats
     )
-    return replace(arrangement, sites=sites)
+    return replace(arrangement, seats=seats)
 
 
 def plan_replicas(
@@ -209,9 +218,11 @@ def plan_of_cut(
     links: Mapping[frozenset[str], LinkProfile],
 ) -> Plan | None:
     """What is to be expected of stages that are loaded already; None where they are not what would be promised now."""
+    if any(len(stage) > 1 for stage in found.nodes):
+        return None
     by_name = {node.name: node for node in _nodes(control, membership, others.taken)}
-    nodes = tuple(by_name[node] for node in found.nodes)
-    wish = replace(_wish_of(order), strategy="custom", counts=tuple(map(len, found.ranges)))
+    nodes = tuple(by_name[node] for (node,) in found.nodes)
+    wish = replace(_wish_of(order), strategy="custom", counts=tuple(map(len, found.cut.ranges)))
     try:
         return place(
             profile_folder(order.served.folder, order.served.names[0]), ClusterProfile(nodes, links), wish

@@ -59,8 +59,8 @@ class InstanceView:
     layers: int
     """Of the whole model."""
     ranges: Sequence[LayerRange]
-    nodes: Sequence[str]
-    """Of each stage."""
+    nodes: Sequence[Sequence[str]]
+    """Of each stage's ranks."""
     plan: Plan | None
     forecast: Forecast | None
     workers: Sequence[WorkerInfo]
@@ -96,7 +96,7 @@ def _stage(view: InstanceView, stage: int) -> StageStatus:
     layers = view.ranges[stage]
     return StageStatus(
         stage=stage,
-        node=view.nodes[stage],
+        node=view.nodes[stage][0],
         layers=(layers.start, layers.end),
         why=view.plan.stages[stage].why if view.plan else None,
         pid=worker.pid if worker else None,
@@ -315,8 +315,8 @@ def _stages_on(node: str, instances: Sequence[InstanceView]) -> list[str]:
     return [
         f"{view.name}/{stage}"
         for view in instances
-        for stage, place in enumerate(view.nodes)
-        if place == node
+        for stage, places in enumerate(view.nodes)
+        if node in places
     ]
 
 
@@ -324,11 +324,10 @@ def _memory(member: Member, instances: Sequence[InstanceView]) -> NodeMemory:
     total = member.profile.memory_bytes
     usable = int(total * member.memory_utilization)
     promised = [
-        view.forecast.memory(stage).total_bytes
+        nbytes
         for view in instances
-        if view.forecast is not None
-        for stage, place in enumerate(view.nodes)
-        if place == member.node
+        for stage in range(len(view.ranges))
+        for nbytes in _promised_on(view, stage, member.node)
     ]
     used = [worker.rss_bytes for view in instances for worker in view.workers if worker.node == member.node]
     return NodeMemory(
@@ -341,6 +340,15 @@ def _memory(member: Member, instances: Sequence[InstanceView]) -> NodeMemory:
         used_bytes=sum(used),
         free_bytes=member.memory_free_bytes or None,
     )
+
+
+def _promised_on(view: InstanceView, stage: int, node: str) -> list[int]:
+    """Bytes that a stage is counted to take there; nothing where it is not there, or nothing is known of it."""
+    if node not in view.nodes[stage]:
+        return []
+    if view.plan is not None:
+        return [rank.memory_bytes for rank in view.plan.stages[stage].ranks if rank.node == node]
+    return [] if view.forecast is None else [view.forecast.memory(stage).total_bytes]
 
 
 def _profile(profile: MachineProfile) -> ProfileStatus:
