@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_ring.cluster.planner.profiles import LOCAL, ClusterProfile, LinkProfile
+from mlx_ring.cluster.planner.profiles import ClusterProfile, LinkProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,6 @@ class Ring:
 
     def _round_s(self, nbytes: float) -> float:
         return max(link.collective_seconds(nbytes) for link in self.links)
-
-
-def ring_here(ranks: int) -> Ring:
-    """Of ranks on one machine."""
-    return Ring((0,) * ranks, (LOCAL,))
 
 
 class Rings:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.cluster.planner.collectives import Ring
-from mlx_ring.cluster.planner.profiles import ModelProfile, NodeProfile
+from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.cluster.planner.rank_costs import Fractions, LayerKinds, RankCosts
 from mlx_ring.cluster.planner.stage_tables import CHUNK_TOKENS, Demand, Table, Times, times_on
 from mlx_ring.core.errors import PlanError
@@ -147,6 +147,16 @@ class RankGroup:
         exchanged = whole * self.exchange_s(CHUNK_TOKENS)[0] + bool(rest) * self.exchange_s(rest)[0]
         return computing + (end - first) * exchanged
 
+    def chunk_seconds(self, first: int, end: int, tokens: int, context_tokens: int) -> float:
+        """One step with so many tokens of a prompt, behind so many others."""
+        computing = max(
+            member.costs.prefill_s(first, end, context_tokens + tokens)
+            - member.costs.prefill_s(first, end, context_tokens)
+            + member.node.costs.step_s / (member.node.grant.share if member.node.grant else 1.0)
+            for member in self.members
+        )
+        return computing + (end - first) * self.exchange_s(tokens)[0]
+
     def fits(self, first: int, end: int) -> bool:
         return all(
             member.costs.memory_bytes(first, end) <= member.node.usable_bytes for member in self.members
@@ -168,6 +178,18 @@ def group_of(
         for node, share, part in zip(nodes, made, parts, strict=True)
     ]
     return RankGroup(shared, members, ring, max(part.vocabulary for part in parts))
+
+
+def given_group(
+    shared: SharedModel, cluster: ClusterProfile, ranks: Sequence[tuple[NodeProfile, float]]
+) -> RankGroup:
+    """Ranks as they are arranged already, in their order; several on one machine share what it computes."""
+    names = [node.name for node, _ in ranks]
+    around = zip(names, [*names[1:], names[0]], strict=True)
+    ring = Ring(tuple(range(len(ranks))), tuple({cluster.link(one, other) for one, other in around}))
+    nodes = [crowded(node, names.count(node.name)) for node, _ in ranks]
+    whole = sum(share for _, share in ranks)
+    return group_of(shared, nodes, [share / whole for _, share in ranks], ring)
 
 
 def fitting_group(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -101,10 +100,12 @@ class SharedLayers:
         if len(self._places) < 2 or self._layers < 2:  # noqa: PLR2004 - stages
             return None
         found: list[SharedWay] = []
-        if all(len(members) == 1 for members in self._candidates):
+        # Where all are to have a part, it may be one that does not pay.
+        candidates = [one for one in self._sets(1) if len(one) == 1 or self._is_worth(one, even_so=of_all)]
+        if all(len(members) == 1 for members in candidates):
             return None
-        for way in sorted(self._search.ways(of_all=of_all), key=self._weight):
-            groups = [self._candidates[candidate] for candidate in way.candidates]
+        for way in sorted(self._search(candidates).ways(of_all=of_all), key=self._weight):
+            groups = [candidates[candidate] for candidate in way.candidates]
             if all(len(members) == 1 for members in groups):
                 continue
             made = self._cut(groups)
@@ -146,15 +147,11 @@ class SharedLayers:
 
     # ---- pipelines of groups
 
-    @cached_property
-    def _candidates(self) -> list[tuple[int, ...]]:
-        return [members for members in self._sets(1) if len(members) == 1 or self._is_worth(members)]
-
-    def _is_worth(self, members: tuple[int, ...]) -> bool:
+    def _is_worth(self, members: tuple[int, ...], *, even_so: bool) -> bool:
         """Whether they are quicker together than the slowest of them is alone: one behind the other would be no worse."""
         groups = self._quick(members)
-        if not groups:
-            return False
+        if not groups or even_so:
+            return bool(groups)
         together = self._all_layers_s(groups[0])
         return together < max(self._all_layers_s(self._quick((place,))[0]) for place in members)
 
@@ -162,17 +159,14 @@ class SharedLayers:
         """Whether memory does or not."""
         return group.stage_seconds(0, self._layers, self._rows(2), self._shared.context_tokens).steady
 
-    @cached_property
-    def _search(self) -> GroupSearch:
+    def _search(self, candidates: Sequence[tuple[int, ...]]) -> GroupSearch:
         ends, adds = block_ends(self._layers), self._promise.aim == "latency"
-        tables = [
-            _seconds(self._quick(members), self._rows(2), ends, adds=adds) for members in self._candidates
-        ]
-        hops = self._hops(self._candidates)
+        tables = [_seconds(self._quick(members), self._rows(2), ends, adds=adds) for members in candidates]
+        hops = self._hops(candidates)
         back = self._hops([(place,) for place in self._places])
         if not adds:
             hops, back = (np.where(np.isfinite(table), 0.0, np.inf) for table in (hops, back))
-        bits = [sum(1 << place for place in members) for members in self._candidates]
+        bits = [sum(1 << place for place in members) for members in candidates]
         return GroupSearch(bits, tables, hops, back, adds=adds)
 
     def _hops(self, candidates: Sequence[tuple[int, ...]]) -> Table:

@@ -49,7 +49,7 @@ def weigh(model: ModelProfile, cluster: ClusterProfile, wish: Wish, apart: Plan 
         reason = _reason(best, wish, None if apart is None else apart.prediction)
         return _plan(model, cluster, wish, best, reason)
     told = _times(best.prediction, wish)
-    return _with_remark(apart, f"If {_sharing(best)}, it would be {told} instead.")
+    return _with_remark(apart, f"If {_groups(best)} computed {_what(best)} together, it would be {told}.")
 
 
 def place_shared(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> Plan:
@@ -129,7 +129,7 @@ def _left_undone(model: ModelProfile, cluster: ClusterProfile, wish: Wish, apart
     why = _UNSPLIT if model.shared is None else _UNTRUSTED
     if model.shared is not None and SharedLayers(model, cluster, promise).is_possible:
         why = _UNSERVED
-    return f"If {_sharing(way)}, it would be {_times(way.prediction, wish)}, but {why}."
+    return f"If {_groups(way)} computed {_what(way)} together, it would be {_times(way.prediction, wish)}, but {why}."
 
 
 def _with_remark(plan: Plan, remark: str) -> Plan:
@@ -137,20 +137,17 @@ def _with_remark(plan: Plan, remark: str) -> Plan:
 
 
 def _reason(way: SharedWay, wish: Wish, apart: Prediction | None) -> str:
-    done = _sharing(way)
-    told = f"{done[0].upper()}{done[1:]}: {_times(way.prediction, wish)}"
+    told = f"{_groups(way)} compute {_what(way)} together: {_times(way.prediction, wish)}"
     return f"{told}; with layers of their own, {_times(apart, wish)}." if apart is not None else f"{told}."
 
 
-def _sharing(way: SharedWay) -> str:
-    """Who shares what, as the beginning of a sentence."""
+def _groups(way: SharedWay) -> str:
     groups = [stage.group for stage in way.stages if len(stage.group.members) > 1]
-    together = " and ".join("+".join(node.name for node in group.nodes) for group in groups)
-    return (
-        f"{together} shared every layer"
-        if len(way.stages) == 1
-        else f"{together} shared the layers of a stage"
-    )
+    return " and ".join("+".join(node.name for node in group.nodes) for group in groups)
+
+
+def _what(way: SharedWay) -> str:
+    return "every layer" if len(way.stages) == 1 else "the layers of a stage"
 
 
 def _times(prediction: Prediction, wish: Wish) -> str:
@@ -212,4 +209,4 @@ def _rank(member: Member, stage: GroupStage) -> RankPlan:
 def _why(ranks: Sequence[RankPlan], layers: str) -> str:
     if len(ranks) == 1:
         return f"{layers}, alone"
-    return f"{layers}, each shared so that all take as long, or as near to it as memory allows"
+    return f"{layers} together; shares by speed, as far as memory allows"
