@@ -151,7 +151,8 @@ class Settings(BaseSettings):
         50051, description="Port for other machines of the cluster; the one after it is for those that join."
     )
     strategy: Annotated[
-        Literal["auto", "uniform", "memory", "compute", "balanced", "custom"], BeforeValidator(_strategy)
+        Literal["auto", "uniform", "memory", "compute", "balanced", "custom", "tensor", "hybrid"],
+        BeforeValidator(_strategy),
     ] = Field("auto", description="How layers are shared out among machines; auto is what is fastest.")
     proportions: Annotated[tuple[str, ...], BeforeValidator(_shares)] = Field(
         (),

@@ -134,15 +134,14 @@ def _forecast(
     seats: Sequence[Stage],
 ) -> Forecast | None:
     """What is to be expected of these stages; None where the sizes of the model's layers are not known."""
-    if any(seat.site is not stage[0].site for stage in seats for seat in stage):
-        return None
     by_name = {node.name: node for node in cluster.nodes}
     try:
         model = profile_folder(served.folder, served.names[0])
     except ModelUnsupported:
         return None
     stages = [(by_name[stage[0].site.node], layers) for stage, layers in zip(seats, ranges, strict=True)]
-    return Forecast(model, wish.demand, cluster, stages)
+    ranks = [[(by_name[seat.site.node], seat.share) for seat in stage] for stage in seats]
+    return Forecast(model, wish.demand, cluster, stages, ranks)
 
 
 async def arrange_cluster(
@@ -370,7 +369,7 @@ def _wish(settings: Settings, served: ServedModel) -> Wish:
         promised, sequences = _PROMISED_TOKENS_EACH, settings.max_num_seqs
     context = settings.max_model_len or min(promised, served.folder.context_length)
     demand = Demand(context, sequences, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
-    return Wish(demand, strategy=settings.strategy, aim=settings.aim)
+    return Wish(demand, strategy=settings.strategy, aim=settings.aim, shares_layers=False)
 
 
 def _wish_of(order: Order) -> Wish:

@@ -103,11 +103,16 @@ def _stage(view: InstanceView, stage: int) -> StageStatus:
         alive=worker.alive if worker else None,
         loading=_loading(view.loading, rank, worker),
         memory=StageMemory(
-            promised=_promised(view.forecast, stage), used=_used(worker) if worker is not None else None
+            promised=_promised(view.forecast, rank), used=_used(worker) if worker is not None else None
         ),
         ranks=[
             RankStatus(
-                rank=worker.rank, node=worker.node, pid=worker.pid, alive=worker.alive, used=_used(worker)
+                rank=worker.rank,
+                node=worker.node,
+                pid=worker.pid,
+                alive=worker.alive,
+                promised=_promised(view.forecast, RankId(stage, worker.rank)),
+                used=_used(worker),
             )
             for worker in view.workers
             if worker.stage == stage
@@ -130,10 +135,10 @@ def _loading(progress: LoadingProgress, rank: RankId, worker: WorkerInfo | None)
     )
 
 
-def _promised(forecast: Forecast | None, stage: int) -> PromisedMemory | None:
+def _promised(forecast: Forecast | None, rank: RankId) -> PromisedMemory | None:
     if forecast is None:
         return None
-    memory = forecast.memory(stage)
+    memory = forecast.memory_of_ranks(rank.stage)[rank.rank]
     return PromisedMemory(
         weight_bytes=memory.weight_bytes,
         kv_bytes=memory.kv_bytes,
@@ -348,7 +353,10 @@ def _promised_on(view: InstanceView, stage: int, node: str) -> list[int]:
         return []
     if view.plan is not None:
         return [rank.memory_bytes for rank in view.plan.stages[stage].ranks if rank.node == node]
-    return [] if view.forecast is None else [view.forecast.memory(stage).total_bytes]
+    if view.forecast is None:
+        return []
+    each = zip(view.forecast.memory_of_ranks(stage), view.nodes[stage], strict=True)
+    return [memory.total_bytes for memory, place in each if place == node]
 
 
 def _profile(profile: MachineProfile) -> ProfileStatus:

@@ -173,6 +173,8 @@ class RankStatus(_Said):
     node: str
     pid: int
     alive: bool
+    promised: PromisedMemory | None
+    """Null where no profile tells."""
     used: UsedMemory
 
 

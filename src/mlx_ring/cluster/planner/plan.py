@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from mlx_ring.core.types import LayerRange
 
-Strategy = Literal["auto", "uniform", "memory", "compute", "balanced", "custom"]
+Strategy = Literal["auto", "uniform", "memory", "compute", "balanced", "custom", "tensor", "hybrid"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Aim = Literal["latency", "throughput"]
 AIMS: tuple[Aim, ...] = get_args(Aim)
@@ -85,6 +85,13 @@ class Plan:
     prediction: Prediction
     remarks: tuple[str, ...]
 
+    @property
+    def kind(self) -> str:
+        """What the machines do: `single`, `pipeline`, `tensor` or `hybrid`."""
+        if any(stage.is_shared for stage in self.stages):
+            return "tensor" if len(self.stages) == 1 else "hybrid"
+        return "single" if len(self.stages) == 1 else "pipeline"
+
     def as_json(self) -> dict[str, Any]:
         """For `--json`: names as here, units in them."""
-        return asdict(self)
+        return {**asdict(self), "kind": self.kind}
