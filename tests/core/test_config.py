@@ -172,6 +172,7 @@ def test_a_file_of_keys_without_any_is_an_error(tmp_path: Path, text: str | None
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ({"strategy": "tensor"}, "The strategy tensor has machines share layers, and --nodes is 1: --tp 2"),
         ({"strategy": "custom"}, "The strategy custom needs --proportions, as 0.7,0.3."),
         ({"proportions": "0.7,0.3"}, "--proportions goes with --strategy custom, and the strategy is auto."),
         (
