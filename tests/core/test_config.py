@@ -172,7 +172,6 @@ def test_a_file_of_keys_without_any_is_an_error(tmp_path: Path, text: str | None
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"strategy": "tensor"}, "The strategy tensor has machines share layers, and --nodes is 1: --tp 2"),
         ({"strategy": "custom"}, "The strategy custom needs --proportions, as 0.7,0.3."),
         ({"proportions": "0.7,0.3"}, "--proportions goes with --strategy custom, and the strategy is auto."),
         (
@@ -183,6 +182,13 @@ def test_a_file_of_keys_without_any_is_an_error(tmp_path: Path, text: str | None
 )
 def test_proportions_go_with_the_strategy_custom(flags: dict[str, object], said: str) -> None:
     assert message(**flags) == said
+
+
+def test_machines_that_share_layers_are_several() -> None:
+    assert message(strategy="tensor").startswith(
+        "The strategy tensor has machines share layers, and --nodes is 1: "
+    )
+    assert load_settings({"strategy": "hybrid", "nodes": 3}).strategy == "hybrid"
 
 
 def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> None:
