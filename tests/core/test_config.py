@@ -202,9 +202,14 @@ def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> No
     ("flags", "said"),
     [
         ({"link": "ring"}, "--link ring carries activations between stages, and there is one"),
-        ({"link": "ring", "nodes": "2"}, "neither encrypted nor authenticated"),
+        ({"link": "ring", "nodes": "2"}, "neither encrypted nor authenticated.*--trusted-interface"),
+        ({"link": "mpi", "nodes": "2"}, "--link mpi joins stages on one machine only"),
+        (
+            {"link": "allreduce", "nodes": "3", "trusted_interface": "eth0"},
+            "joins two stages, and 3 were asked",
+        ),
         ({"link": "ring", "stages": "2", "tp": "2"}, "--tp 2 needs it for the ranks of each"),
-        ({"link": "allreduce", "stages": "3"}, "so it joins two stages, and --stages is 3"),
+        ({"link": "allreduce", "stages": "3"}, "so it joins two stages, and 3 were asked for"),
         ({"link": "nccl", "stages": "3"}, "so it joins two stages"),
         ({"link": "mpi", "stages": "3"}, "so it joins two stages"),
     ],
@@ -214,6 +219,14 @@ def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, s
         check_link(load_settings(flags))
 
 
-@pytest.mark.parametrize("flags", [{}, {"link": "allreduce", "stages": "2"}, {"link": "ring", "stages": "3"}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"link": "allreduce", "stages": "2"},
+        {"link": "ring", "stages": "3"},
+        {"link": "ring", "nodes": "3", "trusted_interface": "thunderbolt0,10.0.8.0/24"},
+    ],
+)
 def test_a_link_that_joins_the_stages_is_taken(flags: dict[str, str]) -> None:
     check_link(load_settings(flags))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlx_ring.agent.attendance import Attendant, attend_for_ever
@@ -18,6 +18,7 @@ from mlx_ring.agent.links import LinkFront, make_responder
 from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
 from mlx_ring.agent.profiling import ProfileOptions
 from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
+from mlx_ring.agent.trust import Trust
 from mlx_ring.agent.weights.serving import WeightsFront
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.addresses import HeadAddress
@@ -59,6 +60,8 @@ class MemberOptions:
     """What fetched models may take on disk."""
     memory_limit_bytes: int | None = None
     """What plans may count on at most, whatever is measured."""
+    trust: Trust = field(default_factory=Trust)
+    """Where collectives may go to other machines."""
 
 
 async def serve_as_member(options: MemberOptions) -> None:
@@ -113,7 +116,7 @@ async def serve_as_member(options: MemberOptions) -> None:
             guard.end_refused()
             probes_guard.end_refused()
 
-    who = Attendant(options.node, port, profile, options.memory_utilization, links_port)
+    who = Attendant(options.node, port, profile, options.memory_utilization, links_port, options.trust)
     attending = asyncio.create_task(
         attend_for_ever(options.head, credentials, who, revoke), name="attendance"
     )
@@ -152,6 +155,7 @@ def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:
             blas_threads=options.blas_threads,
             credentials=credentials,
             listen=options.listen,
+            trust=options.trust,
         )
     )
 

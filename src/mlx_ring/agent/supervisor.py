@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 
 from mlx_ring.agent.silence import Silence
+from mlx_ring.agent.trust import Trust
 from mlx_ring.agent.worker_environment import worker_environment
 from mlx_ring.core.child import GRACE_S, ChildProcess
 from mlx_ring.core.config import speaking_environment
@@ -45,6 +46,8 @@ class WorkerOptions:
     """The node's, for workers that other machines reach; None: nobody else's."""
     listen: str = "[::]"
     """Address for other machines."""
+    trust: Trust = field(default_factory=Trust)
+    """Where collectives may go to other machines."""
 
 
 @dataclass(slots=True)
@@ -119,6 +122,11 @@ class Supervisor:
         """Serials of certificates that workers refuse; told with each question."""
 
     @property
+    def trusted(self) -> Trust:
+        """Where collectives may go to other machines."""
+        return self._options.trust
+
+    @property
     def workers(self) -> tuple[Worker, ...]:
         return tuple(self._workers)
 
@@ -148,6 +156,7 @@ class Supervisor:
                 *("--blas", options.blas, "--blas-threads", str(options.blas_threads)),
                 *_reach_arguments(options),
                 *(["--in-group"] if joined_ranks(assignment) else []),
+                *(["--group-host", assignment.group_host] if assignment.group_host else []),
             ],
             name=f"worker-{assignment.stage}-{assignment.rank}",
             rank=assignment.rank,

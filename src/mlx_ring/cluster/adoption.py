@@ -21,6 +21,8 @@ _FREE = (
     "previous_node",
     "next_bytes_per_s",
     "group",
+    "group_host",
+    "group_from",
     "next_ranks",
     "first_ranks",
 )

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
 from mlx_ring.core.errors import RingError
+from mlx_ring.core.trusted_interfaces import TrustedInterface
 from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 _STOP_WAIT_S = 8.0
-_LOOPBACK = "127.0.0.1"
 
 Result = TypeVar("Result")
 Place = tuple[int, int]
@@ -41,6 +41,10 @@ class Site:
     """That its owner grants, where that is less than it has."""
     bytes_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """That it sends to other nodes, by their id, as measured."""
+    trusted: tuple[TrustedInterface, ...] = ()
+    """Where its owner lets collectives go to other nodes."""
+    trusted_problem: str = ""
+    """Why one that was named is not among them."""
 
     def host_for(self, node: str) -> str:
         return self.hosts.get(node) or self.hosts.get("", "")
@@ -86,6 +90,12 @@ async def deploy(
             node: [_filled(assignment, site, workers) for assignment in own]
             for node, (site, own) in by_site.items()
         }
+        if _waits_for_others(assignments, sites):
+            await _together(
+                _load(site, filled[node], hello, report, only_fetch=True)
+                for node, (site, _) in by_site.items()
+                if site.source.weights
+            )
         await _together(_load(site, filled[node], hello, report) for node, (site, _) in by_site.items())
     except BaseException:
         await asyncio.gather(*(site.link.stop(instance, _STOP_WAIT_S) for site, _ in by_site.values()))
@@ -104,11 +114,22 @@ async def _start(
     return {(worker.stage, worker.rank): (worker, site) for worker in workers}
 
 
+def _waits_for_others(assignments: Sequence[worker_pb2.StageAssignment], sites: Sequence[Site]) -> bool:
+    """Whether MLX joins ranks of several nodes: they look for each other for a while only, so all must be ready to load at once."""
+    on = {(one.stage, one.rank): site.node for one, site in zip(assignments, sites, strict=True)}
+    return any(len({on[place] for place in joined_ranks(one)}) > 1 for one in assignments)
+
+
 async def _load(
-    site: Site, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello, report: Report
+    site: Site,
+    assignments: Sequence[worker_pb2.StageAssignment],
+    hello: hello_pb2.Hello,
+    report: Report,
+    *,
+    only_fetch: bool = False,
 ) -> None:
     with _blaming(site):
-        await site.link.load(hello, site.source, assignments, report)
+        await site.link.load(hello, site.source, assignments, report, only_fetch=only_fetch)
 
 
 @contextlib.contextmanager
@@ -148,7 +169,7 @@ def _filled(
     before = workers[(assignment.stage - 1) % assignment.stages, 0][1]
     if before is not site:
         filled.previous_node = before.node
-    filled.group.extend(_group_address(site, *workers[place]) for place in joined_ranks(assignment))
+    filled.group.extend(_group_address(workers[place][0]) for place in joined_ranks(assignment))
     return filled
 
 
@@ -161,10 +182,9 @@ def _other_ranks(site: Site, stage: int, workers: _Started) -> Iterator[worker_p
         yield worker_pb2.RankEnd(address=address, node=node)
 
 
-def _group_address(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> str:
-    """Where a rank listens for those of its stage."""
-    host = _LOOPBACK if other is site else other.host_for(site.node)
-    return f"{host}:{worker.group_port}"
+def _group_address(worker: agent_pb2.StartedWorker) -> str:
+    """Where a rank listens for those that MLX joins with it."""
+    return f"{worker.group_host}:{worker.group_port}"
 
 
 def _reached_from(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> tuple[str, str]:

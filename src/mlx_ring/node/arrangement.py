@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import psutil
 
@@ -25,15 +25,17 @@ from mlx_ring.cluster.planner.plan import Plan
 from mlx_ring.cluster.planner.profiles import ClusterProfile, LinkProfile, NodeProfile
 from mlx_ring.cluster.planner.replicas import place_replicas
 from mlx_ring.cluster.planner.stage_tables import Demand
-from mlx_ring.core.config import Settings, rank_shares
+from mlx_ring.core.config import Settings, rank_shares, shared_stages
 from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.kv_limits import KEPT_TOKENS
 from mlx_ring.engine.served_model import ServedModel, widens_half_precision
-from mlx_ring.node.seats import Stage, seats_of_plan, seats_on
+from mlx_ring.node.seats import Stage, seats_of_plan, seats_on, with_ways
+from mlx_ring.node.shared_stages import check_memory, share_stages
 from mlx_ring.node.wishes import proportional_stages, wished
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.tls.names import node_name
@@ -53,6 +55,8 @@ class Arrangement:
     """Why; None on one machine, and where it goes on with what an earlier head has loaded."""
     forecast: Forecast | None = None
     """What is expected of the stages; None where no profile tells."""
+    counted: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Bytes of memory by node, where there is no plan and they were counted."""
 
     @property
     def nodes(self) -> tuple[Site, ...]:
@@ -162,12 +166,36 @@ async def arrange_cluster(
     apart = [node for node in allowed or nodes if node.name not in others.siblings]
     links = link_profiles(found)
     cluster = ClusterProfile(tuple(apart or allowed or nodes), links)
+    by_node = {site.node: with_throughput(site, found) for site in sites}
+    if len(rank_shares(order.settings)) > 1:
+        return await asyncio.to_thread(_arrange_shared, order, cluster, by_node)
     plan = await asyncio.to_thread(_plan, order, cluster)
     plan = replace(plan, remarks=(*plan.remarks, *hops_told([stage.node for stage in plan.stages], links)))
-    seats = seats_of_plan(plan, {site.node: with_throughput(site, found) for site in sites})
+    seats = with_ways(seats_of_plan(plan, by_node), order.settings.link)
     ranges = tuple(stage.layers for stage in plan.stages)
     expected = _forecast(_wish_of(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, seats)
     return Arrangement(ranges, seats, plan, expected)
+
+
+def _arrange_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Site]) -> Arrangement:
+    """As `--tp` has it: on as many machines as can have as many ranks each, and hold them."""
+    settings, served = order.settings, order.served
+    stages = shared_stages(settings)
+    cut = Cut.alike(
+        cut_layers(served.folder, settings.model_copy(update={"stages": stages})), rank_shares(settings)
+    )
+    share_out(read_tensor_sizes(served.folder), cut.shares[0])
+    nodes = {node.name: node for node in cluster.nodes}
+    model = profile_folder(served.folder, served.names[0])
+    demand, problem = _wish_of(order).demand, None
+    least = min(order.nodes, len(nodes))
+    for seats in share_stages(cut, settings.link, [sites[node] for node in nodes], least):
+        try:
+            counted = check_memory(seats, cut, model, demand, nodes)
+            return Arrangement(cut.ranges, seats, None, counted=counted)
+        except PlanError as error:
+            problem = problem or error
+    raise problem or PlanError("There is no machine to plan for.")
 
 
 async def offered(arrangement: Arrangement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Arrangement:
@@ -257,7 +285,13 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
             source = Source(peers=_weights_peers(member, others, head_port))
         reserve_share = 1.0 - member.memory_utilization
         limit = member.profile.memory_bytes
-        sites.append(Site(member.node, link, is_local, hosts, source, reserve_share, limit))
+        sites.append(
+            Site(
+                *(member.node, link, is_local, hosts, source, reserve_share, limit),
+                trusted=member.trusted,
+                trusted_problem=member.trusted_problem,
+            )
+        )
     return sites
 
 

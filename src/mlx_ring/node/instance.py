@@ -30,6 +30,7 @@ from mlx_ring.engine.step_deadlines import Predict, StepSize
 from mlx_ring.node.arrangement import Arrangement
 from mlx_ring.node.instance_service import InstanceService
 from mlx_ring.node.kv_shares import KvShares
+from mlx_ring.node.seats import tell_ways
 from mlx_ring.node.stuck import LOOK_S, StuckWatch
 from mlx_ring.node.tenants import Claim, Tenant
 from mlx_ring.rpc.hello import make_hello
@@ -115,6 +116,7 @@ class Instance:
         assignments = assign(
             self._settings, self._served, epoch.instance, epoch.number, epoch.arrangement.cut
         )
+        tell_ways(assignments, epoch.arrangement.seats)
         hello = _head_hello(assignments[0], epoch.node)
         async with contextlib.AsyncExitStack() as cleanup:
             cleanup.callback(self._shares.leave, epoch.instance)

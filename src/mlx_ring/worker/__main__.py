@@ -12,6 +12,7 @@ from types import FrameType
 
 from mlx_ring.core.lifeline import watch_lifeline
 from mlx_ring.core.logs import configure_logging
+from mlx_ring.core.stacks import tell_stacks_on_signal
 from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.methods import LOAD, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         level=options.log_level,
         log_dir=options.log_dir,
     )
+    tell_stacks_on_signal()
     watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     take_long_turns()
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from mlx_ring.worker.group import GroupPort  # noqa: PLC0415 - the same
 
     reach = Reach(None if options.credentials is None else load_credentials(options.credentials))
-    reach.group = GroupPort() if options.in_group else None
+    reach.group = GroupPort(options.group_host) if options.in_group else None
     front = WorkerFront(WorkerIdentity(options.node, options.stage, options.rank, blas), reach)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -84,6 +86,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--in-group", action="store_true", help="other ranks share the stage")
+    parser.add_argument("--group-host", default="127.0.0.1", help="the one address to listen on for them")
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     return parser.parse_args(arguments)

@@ -18,18 +18,20 @@ from mlx_ring.core.config import set_for_libraries
 from mlx_ring.core.errors import ConfigError, WorkerLost
 from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.worker.neighbour import check_neighbour
 from mlx_ring.worker.tensor import Group
 
 log = logging.getLogger(__name__)
 
 
 class GroupPort:
-    """A port that is kept until the group is made there."""
+    """A port of one address that is kept until the group is made there."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
+        self.host = host
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("", 0))
+        self._socket.bind((host, 0))
         self.number = int(self._socket.getsockname()[1])
 
     def release(self) -> None:
@@ -87,5 +89,7 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
             f"{backend} made this worker rank {group.rank()} of {group.size()}, and it is rank {place} of {len(places)}: "
             f"set what {backend} reads of the environment, or leave --link out."
         )
+    if backend == "ring" and port is not None:
+        check_neighbour(port.number, assignment.group_from)
     log.info("rank %d of %d, joined in %.2f s", group.rank(), group.size(), time.monotonic() - started)
     return group
