@@ -184,6 +184,13 @@ def test_proportions_go_with_the_strategy_custom(flags: dict[str, object], said:
     assert message(**flags) == said
 
 
+def test_machines_that_share_layers_are_several() -> None:
+    assert message(strategy="tensor").startswith(
+        "The strategy tensor has machines share layers, and --nodes is 1: "
+    )
+    assert load_settings({"strategy": "hybrid", "nodes": 3}).strategy == "hybrid"
+
+
 def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> None:
     (tmp_path / "ring.yaml").write_text("strategy: custom\nproportions: [0.7, 0.3]\nmemory-limit: 16GiB\n")
     settings = load_settings({}, config=tmp_path / "ring.yaml")

@@ -221,13 +221,12 @@ def test_tiny_clusters_get_the_best_of_all_ways(seed: int) -> None:
 
 
 def test_hybrid_finds_the_two_pairs_that_have_a_quick_link() -> None:
-    nodes = [node_of(name, 6) for name in "abcd"]
+    nodes = [node_of(name, 4) for name in "abcd"]
     links = {frozenset("ac"): replace(QUICK, trusted=True), frozenset("bd"): replace(QUICK, trusted=True)}
     cluster = replace(cluster_of(*nodes, link=SLOW), links=links)
     plan = place(shared_model(40, layer_bytes=250_000_000), cluster, wish())
     assert plan.kind == "hybrid"
     assert sorted([rank.node for rank in stage.ranks] for stage in plan.stages) == [["a", "c"], ["b", "d"]]
-    assert [len(stage.layers) for stage in plan.stages] == pytest.approx([20, 20], abs=2)
 
 
 def test_a_rank_that_has_everything_takes_what_a_stage_does() -> None:
@@ -280,11 +279,11 @@ def test_ranks_hold_their_heads_and_rows_and_all_of_what_is_whole() -> None:
 def test_replicas_and_sharing_are_weighed_by_the_tokens_of_all() -> None:
     model, cluster = shared_model(12), trusting(*PAIR, link=QUICK)
     asked = wish(aim="throughput", demand=Demand(1024, 2))
-    given_plans = place_replicas(model, cluster, asked, None)
-    twice = place_replicas(model, cluster, asked, 2)
-    assert sum(plan.prediction.tokens_per_s for plan in given_plans) >= sum(
-        plan.prediction.tokens_per_s for plan in twice
-    )
+
+    def speed(count: int | None) -> float:
+        return sum(plan.prediction.tokens_per_s for plan in place_replicas(model, cluster, asked, count))
+
+    assert speed(None) * 1.02 >= max(speed(1), speed(2))
 
 
 def test_no_group_has_machines_that_do_not_reach_each_other() -> None:

@@ -201,6 +201,8 @@ def fitting_group(
     rows: int = 1,
 ) -> RankGroup | None:
     """With shares by which all ranks take as long, or as near to it as memory allows; None where it does not allow any."""
+    if len(nodes) > shared.most_ranks:
+        return None
     bounds = [shared.bounds(node) for node in nodes]
     caps = np.array([_most(none, whole, first, end) for none, whole in bounds])
     fixed, each = _seconds(shared, nodes, first, end, rows)

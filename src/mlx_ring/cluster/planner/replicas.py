@@ -59,7 +59,7 @@ def place_replicas(
         )
     each = replace(wish, demand=replace(wish.demand, sequences=_share(wish, len(best[1]))))
     plans = tuple(place(model, _among(cluster, members), each) for members in best[1])
-    if count is None and len(plans) > 1 and wish.shares_layers:
+    if count is None and wish.shares_layers:
         with suppress(PlanError):
             plans = _unless_better(plans, place(model, cluster, wish))
     return plans
@@ -78,7 +78,7 @@ def _check(cluster: ClusterProfile, wish: Wish, count: int | None) -> None:
 
 
 def _unless_better(plans: tuple[Plan, ...], whole: Plan) -> tuple[Plan, ...]:
-    """One plan over all machines, where those that share layers give more than all replicas."""
+    """One plan in which machines share layers, where that gives more than all replicas."""
     together = sum(plan.prediction.tokens_per_s for plan in plans)
     is_shared = any(stage.is_shared for stage in whole.stages)
     return (whole,) if is_shared and whole.prediction.tokens_per_s > together else plans

@@ -210,4 +210,4 @@ def _rank(member: Member, stage: GroupStage) -> RankPlan:
 def _why(ranks: Sequence[RankPlan], layers: str) -> str:
     if len(ranks) == 1:
         return f"{layers}, alone"
-    return f"{layers} together; shares by speed, as far as memory allows"
+    return f"{layers} together; shares by speed and memory"
