@@ -42,10 +42,10 @@ def whole(model: Path) -> WholeModel:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
-    """Three machines: the head, one that trusts the second network, and one that trusts none."""
+    """Five machines. All but the last, once they have joined, trust the second network."""
     skip_without_namespaces()
     with ExitStack() as stack:
-        cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 3, fast=True)
+        cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 5, fast=True)
         for machine in cluster.machines:
             give_profile(machine.state)
         cluster.join_flags = TRUSTED
@@ -149,10 +149,23 @@ def test_stages_on_two_machines_are_linked_over_that_network(
     assert ring.stop() == 0
 
 
+def test_two_stages_are_shared_by_two_machines_each(
+    cluster: LanCluster, server: Server, whole: WholeModel
+) -> None:
+    server.stop()
+    hybrid = cluster.serve(4, "--tp-shares", "1,1", *FLAGS, joining=cluster.machines[2:4])
+    check_captured(cluster, hybrid, whole)
+    (instance,) = cluster.get(hybrid, "/cluster/status")["instances"]
+    on = [[rank["node"] for rank in stage["ranks"]] for stage in instance["stages"]]
+    assert len({node for stage in on for node in stage}) == 4
+    assert [len(stage) for stage in on] == [2, 2]
+    assert hybrid.stop() == 0
+
+
 def test_a_machine_that_trusts_no_interface_is_joined_to_no_group(
     cluster: LanCluster, server: Server
 ) -> None:
     server.stop()
     cluster.join_flags = ()
     with pytest.raises(AssertionError, match=r"names none\. Start it with --trusted-interface"):
-        cluster.serve(3, "--strategy", "uniform", "--link", "ring", *FLAGS, joining=[cluster.machines[2]])
+        cluster.serve(5, "--strategy", "uniform", "--link", "ring", *FLAGS, joining=cluster.machines[4:])
