@@ -75,15 +75,17 @@ def tokens_of(cluster: LanCluster, server: Server, count: int = 48) -> list[int]
     return cluster.tokens(server, {"prompt": PROMPT, "max_tokens": count})
 
 
-def check_captured(cluster: LanCluster, server: Server, whole: WholeModel) -> None:
+def check_captured(cluster: LanCluster, server: Server, whole: WholeModel, machines: int = 2) -> None:
     """What the model says is mlx-lm's, and what its machines say for it in the clear stays on the second network."""
-    head, other = cluster.machines[:2]
-    connections = collectives_of(head)
-    assert connections == collectives_of(other) != set()
-    with capturing(head) as here, capturing(other) as there:
+    ends = [(machine, found) for machine in cluster.machines if (found := collectives_of(machine))]
+    connections = set[Ports]().union(*(found for _, found in ends))
+    assert len(ends) == machines
+    assert sum(len(found) for _, found in ends) == 2 * len(connections)
+    with ExitStack() as stack:
+        captures = [stack.enter_context(capturing(machine)) for machine, _ in ends]
         tokens = tokens_of(cluster, server)
     assert whole.strays(PROMPT, tokens) == []
-    for capture in (here, there):
+    for capture in captures:
         assert capture.bytes_on("fast0", connections) > len(tokens) * 100
         assert capture.bytes_elsewhere("fast0", connections) == 0
 
@@ -154,7 +156,7 @@ def test_two_stages_are_shared_by_two_machines_each(
 ) -> None:
     server.stop()
     hybrid = cluster.serve(4, "--tp-shares", "1,1", *FLAGS, joining=cluster.machines[2:4])
-    check_captured(cluster, hybrid, whole)
+    check_captured(cluster, hybrid, whole, machines=4)
     (instance,) = cluster.get(hybrid, "/cluster/status")["instances"]
     on = [[rank["node"] for rank in stage["ranks"]] for stage in instance["stages"]]
     assert len({node for stage in on for node in stage}) == 4
