@@ -115,6 +115,7 @@ def test_tokens_equal_the_whole_models_however_it_is_split(
     _hold(asyncio.run(run()), PROMPTS * TOKENS, record_property)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("stages", "shares"), [(1, (1.0, 1.0)), (1, (3.0, 1.0)), (2, (1.0, 1.0))])
 def test_tokens_equal_the_whole_models_however_its_layers_are_shared(
