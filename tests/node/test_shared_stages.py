@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
-from tests.cluster.planner.clusters import model_of, node_of
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.placement import Cut, even_split
-from mlx_ring.cluster.planner.stage_tables import Demand
+from mlx_ring.cluster.planner.profiles import UNREACHABLE
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.trusted_interfaces import TrustedInterface
 from mlx_ring.node.seats import Stage
-from mlx_ring.node.shared_stages import check_memory, share_stages
+from mlx_ring.node.shared_stages import share_stages, with_trust
 
 LAYERS = 28
 
@@ -63,13 +63,8 @@ def test_as_many_machines_as_were_asked_for_are_taken_or_the_one_that_trusts_not
         share_stages(cut(1, 1, 1), "grpc", [site("a"), site("b", trusts=False)], 2)
 
 
-def test_each_rank_is_counted_by_its_share_of_its_stage() -> None:
-    nodes = {"a": node_of("a", gb_s=100), "b": node_of("b", gb_s=100)}
-    split, model, demand = cut(1, 3, 1), model_of(LAYERS), Demand(4096, 1)
-    (seats, *_) = share_stages(split, "grpc", [site("a"), site("b")], 2)
-    counted = check_memory(seats, split, model, demand, nodes)
-    own = nodes["a"].process_bytes
-    assert counted["a"] - own == pytest.approx(3 * (counted["b"] - own), rel=1e-6)
-    small = nodes | {"b": node_of("b", gb_s=100, gigabytes=0.1)}
-    with pytest.raises(PlanError, match=r"The workers on b need .* GB for"):
-        check_memory(seats, split, model, demand, small)
+def test_a_link_is_trusted_where_both_ends_trust_an_interface_in_one_network() -> None:
+    apart = replace(site("c"), trusted=(TrustedInterface("en5", "10.0.9.1", "10.0.9.0/24"),))
+    broken = {frozenset("ad"): UNREACHABLE}
+    links = with_trust(broken, [site("a"), site("b"), apart, site("d"), site("e", trusts=False)])
+    assert {"".join(sorted(pair)) for pair, link in links.items() if link.trusted} == {"ab", "bd"}

@@ -386,6 +386,11 @@ def check_ranks(settings: Settings) -> None:
                 "machine of the plan is a stage: leave --stages out."
             )
         return
+    if settings.strategy not in {"auto", "custom"}:
+        raise ConfigError(
+            f"--strategy {settings.strategy} says which machine has what, and so does --tp {ranks} beside --nodes {nodes}: "
+            "leave one of them out."
+        )
     stages = shared_stages(settings)
     if stages * ranks % nodes:
         near = ", ".join(str(number) for number in range(1, 9) if (stages * ranks) % number == 0)

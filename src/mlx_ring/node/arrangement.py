@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -18,6 +18,7 @@ from mlx_ring.cluster.link_survey import LinkEnd, LinkSurvey
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.cluster.placement import Cut, balanced_split, even_split
 from mlx_ring.cluster.planner.forecast import Forecast
+from mlx_ring.cluster.planner.given_plans import plan_given
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
 from mlx_ring.cluster.planner.place import Wish, place
@@ -35,9 +36,10 @@ from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.kv_limits import KEPT_TOKENS
 from mlx_ring.engine.served_model import ServedModel, widens_half_precision
 from mlx_ring.node.seats import Stage, seats_of_plan, seats_on, with_ways
-from mlx_ring.node.shared_stages import check_memory, share_stages
+from mlx_ring.node.shared_stages import share_stages, with_trust
 from mlx_ring.node.wishes import proportional_stages, wished
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
+from mlx_ring.rpc.joined_ranks import GRPC
 from mlx_ring.rpc.tls.names import node_name
 
 _PROMISED_TOKENS_EACH = 2048
@@ -55,8 +57,6 @@ class Arrangement:
     """Why; None on one machine, and where it goes on with what an earlier head has loaded."""
     forecast: Forecast | None = None
     """What is expected of the stages; None where no profile tells."""
-    counted: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Bytes of memory by node, where there is no plan and they were counted."""
 
     @property
     def nodes(self) -> tuple[Site, ...]:
@@ -164,7 +164,7 @@ async def arrange_cluster(
     allowed = [node for node in nodes if order.only is None or node.name in order.only]
     # Where siblings have every node, they share them.
     apart = [node for node in allowed or nodes if node.name not in others.siblings]
-    links = link_profiles(found)
+    links = with_trust(link_profiles(found), sites)
     cluster = ClusterProfile(tuple(apart or allowed or nodes), links)
     by_node = {site.node: with_throughput(site, found) for site in sites}
     if len(rank_shares(order.settings)) > 1:
@@ -185,17 +185,30 @@ def _arrange_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, S
         cut_layers(served.folder, settings.model_copy(update={"stages": stages})), rank_shares(settings)
     )
     share_out(read_tensor_sizes(served.folder), cut.shares[0])
-    nodes = {node.name: node for node in cluster.nodes}
-    model = profile_folder(served.folder, served.names[0])
-    demand, problem = _wish_of(order).demand, None
-    least = min(order.nodes, len(nodes))
-    for seats in share_stages(cut, settings.link, [sites[node] for node in nodes], least):
+    nodes, problem = [sites[node.name] for node in cluster.nodes], None
+    for seats in share_stages(cut, settings.link, nodes, min(order.nodes, len(nodes))):
+        places = [[seat.site.node for seat in stage] for stage in seats]
         try:
-            counted = check_memory(seats, cut, model, demand, nodes)
-            return Arrangement(cut.ranges, seats, None, counted=counted)
+            plan = _plan_given(order, cluster, cut, places, "Ranks are as --tp asks for them.")
         except PlanError as error:
             problem = problem or error
+            continue
+        forecast = _forecast(_wish_of(order), served, cluster, cut.ranges, seats)
+        return Arrangement(cut.ranges, seats, plan, forecast)
     raise problem or PlanError("There is no machine to plan for.")
+
+
+def _plan_given(
+    order: Order, cluster: ClusterProfile, cut: Cut, places: Sequence[Sequence[str]], reason: str
+) -> Plan:
+    """Of ranks that have their nodes. Raises `PlanError` where one has not room for its own."""
+    by_name = {node.name: node for node in cluster.nodes}
+    stages = [
+        (layers, [(by_name[node], share) for node, share in zip(nodes, shares, strict=True)])
+        for layers, nodes, shares in zip(cut.ranges, places, cut.shares, strict=True)
+    ]
+    model = profile_folder(order.served.folder, order.served.names[0])
+    return plan_given(model, cluster, _wish_of(order), stages, reason)
 
 
 async def offered(arrangement: Arrangement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Arrangement:
@@ -245,9 +258,13 @@ def plan_of_cut(
     links: Mapping[frozenset[str], LinkProfile],
 ) -> Plan | None:
     """What is to be expected of stages that are loaded already; None where they are not what would be promised now."""
-    if any(len(stage) > 1 for stage in found.nodes):
-        return None
     by_name = {node.name: node for node in _nodes(control, membership, others.taken)}
+    if any(len(stage) > 1 for stage in found.nodes):
+        cluster = ClusterProfile(tuple(by_name.values()), links)
+        try:
+            return _plan_given(order, cluster, found.cut, found.nodes, "Ranks are as they were loaded.")
+        except PlanError:
+            return None
     nodes = tuple(by_name[node] for (node,) in found.nodes)
     wish = replace(_wish_of(order), strategy="custom", counts=tuple(map(len, found.cut.ranges)))
     try:
@@ -369,7 +386,7 @@ def _wish(settings: Settings, served: ServedModel) -> Wish:
         promised, sequences = _PROMISED_TOKENS_EACH, settings.max_num_seqs
     context = settings.max_model_len or min(promised, served.folder.context_length)
     demand = Demand(context, sequences, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
-    return Wish(demand, strategy=settings.strategy, aim=settings.aim, shares_layers=False)
+    return Wish(demand, strategy=settings.strategy, aim=settings.aim, shares_layers=settings.link == GRPC)
 
 
 def _wish_of(order: Order) -> Wish:

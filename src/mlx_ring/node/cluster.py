@@ -372,7 +372,7 @@ class _Live:
 
 
 def _live(order: Order, arrangement: Arrangement) -> _Live:
-    promised = Counter(arrangement.counted)
+    promised = Counter[str]()
     for stage in () if arrangement.plan is None else arrangement.plan.stages:
         for rank in stage.ranks:
             promised[rank.node] += rank.memory_bytes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
 
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.placement import Cut
-from mlx_ring.cluster.planner.profiles import ModelProfile, NodeProfile
-from mlx_ring.cluster.planner.stage_tables import Demand, StageTables
+from mlx_ring.cluster.planner.profiles import ETHERNET, UNREACHABLE, LinkProfile
 from mlx_ring.core.errors import PlanError
 from mlx_ring.node.seats import Stage, even_numbers, seats_on, spread_evenly, with_ways
 
@@ -52,25 +52,15 @@ def _choices(sites: Sequence[Site], number: int) -> list[Sequence[Site]]:
     return choices
 
 
-def check_memory(
-    seats: Sequence[Stage], cut: Cut, model: ModelProfile, demand: Demand, nodes: Mapping[str, NodeProfile]
-) -> Mapping[str, int]:
-    """What ranks take by node, counted by their shares. Bytes.
-
-    Raises:
-        PlanError: it is more than a node may use.
-    """
-    tables, taken = StageTables(model, demand), Counter[str]()
-    for layers, stage in zip(cut.ranges, seats, strict=True):
-        whole = sum(seat.share for seat in stage)
-        for seat in stage:
-            node = nodes[seat.site.node]
-            held = float(tables.memory(node)[layers.start, layers.end]) - node.process_bytes
-            taken[node.name] += int(held * seat.share / whole) + node.process_bytes
-    for name, nbytes in taken.items():
-        if nbytes > nodes[name].usable_bytes:
-            raise PlanError(
-                f"The workers on {name} need {nbytes / 1e9:.1f} GB for {model.name} with {demand.context_tokens} tokens of context, and "
-                f"it has {nodes[name].usable_bytes / 1e9:.1f} GB for them: use more machines, a smaller --max-model-len, or --kv-bits 8."
-            )
-    return taken
+def with_trust(
+    links: Mapping[frozenset[str], LinkProfile], sites: Sequence[Site]
+) -> dict[frozenset[str], LinkProfile]:
+    """Links, with those trusted over which collectives may go: both ends trust an interface, in one network."""
+    known = dict(links)
+    for one, other in combinations(sites, 2):
+        networks = {trusted.network for trusted in one.trusted}
+        pair = frozenset((one.node, other.node))
+        link = known.get(pair, ETHERNET)
+        if link != UNREACHABLE and networks & {trusted.network for trusted in other.trusted}:
+            known[pair] = replace(link, trusted=True)
+    return known

@@ -69,7 +69,7 @@ def test_a_model_that_cannot_be_split_is_not_and_the_plan_says_so() -> None:
 def test_what_cannot_be_served_is_not_planned_and_the_plan_says_so() -> None:
     plan = place(shared_model(40), trusting(*PAIR, link=QUICK), wish(shares_layers=False))
     assert plan.kind == "single"
-    assert "not served yet" in plan.remarks[-1]
+    assert "leaves a process no group" in plan.remarks[-1]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ MOST_NODES = 8
 _UNSPLIT, _UNTRUSTED, _UNSERVED = (
     "the model's layers cannot be split",
     "sums of layers are neither encrypted nor authenticated, and no interface between these machines is trusted",
-    "machines that share layers are planned only and not served yet",
+    "a link over collectives leaves a process no group for the ranks of its stage",
 )
 
 
@@ -47,7 +47,7 @@ def weigh(model: ModelProfile, cluster: ClusterProfile, wish: Wish, apart: Plan 
         return apart
     if apart is None or best.cost < promise.cost(apart.prediction):
         reason = _reason(best, wish, None if apart is None else apart.prediction)
-        return _plan(model, cluster, wish, best, reason)
+        return plan_of(model, cluster, wish, best, reason)
     told = _times(best.prediction, wish)
     return _with_remark(apart, f"If {_groups(best)} computed {_what(best)} together, it would be {told}.")
 
@@ -64,7 +64,7 @@ def place_shared(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> Pl
     way = (search.tensor if wish.strategy == "tensor" else search.hybrid)(of_all=True)
     if way is None:
         raise PlanError(_why_none(model, cluster, wish))
-    return _plan(model, cluster, wish, way, _reason(way, wish, None))
+    return plan_of(model, cluster, wish, way, _reason(way, wish, None))
 
 
 def _promise(wish: Wish) -> Promise:
@@ -162,7 +162,8 @@ def _times(prediction: Prediction, wish: Wish) -> str:
 # ---- a plan of a way
 
 
-def _plan(model: ModelProfile, cluster: ClusterProfile, wish: Wish, way: SharedWay, reason: str) -> Plan:
+def plan_of(model: ModelProfile, cluster: ClusterProfile, wish: Wish, way: SharedWay, reason: str) -> Plan:
+    """As it is told."""
     told = "no plan with it gives more" if wish.aim == "throughput" else "no plan with it answers sooner"
     demand, used = wish.demand, set(way.nodes)
     return Plan(
