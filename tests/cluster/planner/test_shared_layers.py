@@ -31,7 +31,8 @@ PAIR = (node_of("a"), node_of("b"))
 
 
 def wish(**options: Any) -> Wish:
-    return Wish(**{"demand": SMALL, **options})
+    given_options: dict[str, Any] = {"demand": SMALL, **options}
+    return Wish(**given_options)
 
 
 def weight(plan: Plan, asked: Wish) -> float:
