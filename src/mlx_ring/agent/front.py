@@ -103,6 +103,7 @@ class AgentFront:
         try:
             async for progress in self._fetch(instance, request):
                 yield progress
+            await self._supervisor.give_places(instance, request.assignments)
             async for progress in load_workers(workers, request, self._load_timeout_s):
                 yield progress
         except (RingError, OSError) as error:
@@ -202,4 +203,5 @@ def _started(worker: Worker) -> agent_pb2.StartedWorker:
         address=worker.address,
         port=told.port,
         group_port=told.group_port,
+        means=told.means,
     )

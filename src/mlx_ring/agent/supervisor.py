@@ -12,13 +12,14 @@ from pathlib import Path
 
 import grpc
 
+from mlx_ring.agent.mpi.places import give_places
 from mlx_ring.agent.silence import Silence
 from mlx_ring.agent.worker_environment import worker_environment
 from mlx_ring.core.child import GRACE_S, ChildProcess
 from mlx_ring.core.config import speaking_environment
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.channels import open_aio_channel
-from mlx_ring.rpc.joined_ranks import joined_ranks
+from mlx_ring.rpc.joined_ranks import asked_backend, joined_ranks
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import told_by_library
@@ -112,6 +113,8 @@ class Supervisor:
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         self._workers: list[Worker] = []
+        self._places: dict[str, list[ChildProcess]] = {}
+        """By instance, what tells its ranks of MPI their places, for as long as they live."""
         self._watchers: set[asyncio.Event] = set()
         self._serial = count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -147,7 +150,7 @@ class Supervisor:
                 *("--log-dir", str(options.log_dir), "--log-level", options.log_level),
                 *("--blas", options.blas, "--blas-threads", str(options.blas_threads)),
                 *_reach_arguments(options),
-                *(["--in-group"] if joined_ranks(assignment) else []),
+                *(["--in-group", asked_backend(assignment)] if joined_ranks(assignment) else []),
             ],
             name=f"worker-{assignment.stage}-{assignment.rank}",
             rank=assignment.rank,
@@ -163,6 +166,14 @@ class Supervisor:
         self._tell()
         return worker
 
+    async def give_places(self, instance: str, assignments: Iterable[worker_pb2.StageAssignment]) -> None:
+        """Fill in what workers need that MPI is to join.
+
+        Raises:
+            RingError: it cannot join them.
+        """
+        self._places[instance] = await give_places(assignments, self._options.run_dir)
+
     async def _report_end(self, worker: Worker) -> None:
         reason = await worker.child.wait()
         if worker in self._workers:
@@ -176,6 +187,10 @@ class Supervisor:
         for worker in leaving:
             log.info("stopping %s, pid %d", worker.child.name, worker.child.pid)
         await asyncio.gather(*(worker.child.stop(worker.grace_s) for worker in leaving))
+        places = [
+            child for name in [*self._places] if instance in ("", name) for child in self._places.pop(name)
+        ]
+        await asyncio.gather(*(child.stop() for child in places))
         for worker in leaving:
             await worker.channel.close()
             worker.socket.unlink(missing_ok=True)

@@ -42,6 +42,7 @@ _CHOICES = (
     "prefix_cache",
     "kv_bits",
     "link",
+    "backend",
     "link_compression",
 )
 _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
@@ -68,6 +69,7 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "weights_limit": "SIZE",
     "kv_bits": "BITS",
     "link": "KIND",
+    "backend": "NAME",
     "link_compression": "MODE",
     "request_timeout_s": "SECONDS",
     "step_deadline_s": "SECONDS",
@@ -148,6 +150,7 @@ def serve(
     kv_bits: Annotated[str | None, setting("kv_bits")] = None,
     link_compression: Annotated[str | None, setting("link_compression")] = None,
     link: Annotated[str | None, setting("link")] = None,
+    backend: Annotated[str | None, setting("backend")] = None,
     request_timeout_s: Annotated[str | None, setting("request_timeout_s")] = None,
     step_deadline_s: Annotated[str | None, setting("step_deadline_s")] = None,
     max_request_mb: Annotated[str | None, setting("max_request_mb")] = None,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
+from mlx_ring.cluster.group_backend import settle_backend
 from mlx_ring.core.errors import RingError
 from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
@@ -150,7 +151,9 @@ def _filled(
     before = workers[(assignment.stage - 1) % assignment.stages, 0][1]
     if before is not site:
         filled.previous_node = before.node
-    filled.group.extend(_group_address(site, *workers[place]) for place in joined_ranks(assignment))
+    joined = [workers[place] for place in joined_ranks(assignment)]
+    filled.group.extend(_group_address(site, *found) for found in joined)
+    settle_backend(filled, [(worker, other.node) for worker, other in joined])
     return filled
 
 

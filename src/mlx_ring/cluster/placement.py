@@ -122,6 +122,7 @@ def make_assignments(
     kv_bits: int = 0,
     link_compression: str = "auto",
     link: str = "",
+    backend: str = "",
     wishes: str = "",
     shares: Sequence[float] = (1.0,),
 ) -> tuple[worker_pb2.StageAssignment, ...]:
@@ -148,6 +149,7 @@ def make_assignments(
             kv_bits=kv_bits,
             link_compression=link_compression,
             link=link,
+            backend=backend,
         )
         for stage, layers in enumerate(ranges)
         for rank in range(len(shares))

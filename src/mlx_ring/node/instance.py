@@ -15,6 +15,7 @@ from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
 from mlx_ring.cluster.placement import cut_wishes, make_assignments
 from mlx_ring.cluster.planner.forecast import Forecast
+from mlx_ring.core.backends import AUTO
 from mlx_ring.core.config import Settings, rank_shares
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
@@ -300,6 +301,7 @@ def assign(
         kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
         link_compression=settings.link_compression,
         link=settings.link,
+        backend=settings.backend if settings.backend != AUTO else "",
         wishes=cut_wishes(settings),
         shares=shares,
     )
