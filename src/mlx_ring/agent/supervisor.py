@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 import grpc
 
+from mlx_ring.agent.lending import LentChild, lent_at
 from mlx_ring.agent.mpi.places import give_places
 from mlx_ring.agent.silence import Silence
 from mlx_ring.agent.worker_environment import worker_environment
@@ -19,7 +20,7 @@ from mlx_ring.core.child import GRACE_S, ChildProcess
 from mlx_ring.core.config import speaking_environment
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.channels import open_aio_channel
-from mlx_ring.rpc.joined_ranks import asked_backend, joined_ranks
+from mlx_ring.rpc.joined_ranks import asked_backend, joined_ranks, rank_in_group
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import told_by_library
@@ -46,6 +47,8 @@ class WorkerOptions:
     """The node's, for workers that other machines reach; None: nobody else's."""
     listen: str = "[::]"
     """Address for other machines."""
+    lent: Path | None = None
+    """Folder where processes listen that are parents of workers behind the first of a group; None: this one is."""
 
 
 @dataclass(slots=True)
@@ -54,7 +57,7 @@ class Worker:
 
     assignment: worker_pb2.StageAssignment
     socket: Path
-    child: ChildProcess
+    child: ChildProcess | LentChild
     channel: grpc.aio.Channel
     status: worker_pb2.WorkerStatus | None = None
     silence: Silence = field(init=False)
@@ -142,8 +145,8 @@ class Supervisor:
     async def _start_one(self, assignment: worker_pb2.StageAssignment) -> Worker:
         options = self._options
         socket = options.run_dir / f"worker-{next(self._serial)}.sock"
-        child = await ChildProcess.start(
-            WORKER_MODULE,
+        child = await self._start_process(
+            assignment,
             [
                 *("--socket", str(socket), "--node", options.node),
                 *("--stage", str(assignment.stage), "--rank", str(assignment.rank)),
@@ -152,10 +155,6 @@ class Supervisor:
                 *_reach_arguments(options),
                 *(["--in-group", asked_backend(assignment)] if joined_ranks(assignment) else []),
             ],
-            name=f"worker-{assignment.stage}-{assignment.rank}",
-            rank=assignment.rank,
-            environment=_environment(options),
-            word=told_by_library,
         )
         worker = Worker(assignment, socket, child, open_aio_channel(f"unix:{socket}"))
         self._workers.append(worker)
@@ -165,6 +164,30 @@ class Supervisor:
         log.info("started %s for %s, pid %d", child.name, assignment.instance, child.pid)
         self._tell()
         return worker
+
+    async def _start_process(
+        self, assignment: worker_pb2.StageAssignment, arguments: Sequence[str]
+    ) -> ChildProcess | LentChild:
+        """As a child of this process, or of the one that is there for the worker's rank in its group."""
+        options, name = self._options, f"worker-{assignment.stage}-{assignment.rank}"
+        place = rank_in_group(assignment)
+        if options.lent is None or not place:
+            return await ChildProcess.start(
+                WORKER_MODULE,
+                arguments,
+                name=name,
+                rank=assignment.rank,
+                environment=_environment(options),
+                word=told_by_library,
+            )
+        return await LentChild.start(
+            lent_at(options.lent, place),
+            WORKER_MODULE,
+            arguments,
+            name=name,
+            rank=assignment.rank,
+            blas_threads=options.blas_threads,
+        )
 
     async def give_places(self, instance: str, assignments: Iterable[worker_pb2.StageAssignment]) -> None:
         """Fill in what workers need that MPI is to join.

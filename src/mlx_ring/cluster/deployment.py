@@ -152,7 +152,8 @@ def _filled(
     if before is not site:
         filled.previous_node = before.node
     joined = [workers[place] for place in joined_ranks(assignment)]
-    filled.group.extend(_group_address(site, *found) for found in joined)
+    if not filled.group:
+        filled.group.extend(_group_address(site, *found) for found in joined)
     settle_backend(filled, [(worker, other.node) for worker, other in joined])
     return filled
 

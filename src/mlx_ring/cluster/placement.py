@@ -123,12 +123,14 @@ def make_assignments(
     link_compression: str = "auto",
     link: str = "",
     backend: str = "",
+    group: Sequence[str] = (),
     wishes: str = "",
     shares: Sequence[float] = (1.0,),
 ) -> tuple[worker_pb2.StageAssignment, ...]:
     """A plan's stages as messages, in order of stage and rank.
 
-    Addresses are filled in when workers are there; `wishes` is from `cut_wishes`, `shares` are those of `core.config.rank_shares`.
+    Addresses are filled in when workers are there; `wishes` is from `cut_wishes`, `shares` are those of `core.config.rank_shares`,
+    `group` is where workers are to listen for those that MLX joins them with, where that is asked for.
     """
     digest = plan_digest(ranges, dtype, model_digest, kv_bits, wishes, shares)
     return tuple(
@@ -150,6 +152,7 @@ def make_assignments(
             link_compression=link_compression,
             link=link,
             backend=backend,
+            group=group,
         )
         for stage, layers in enumerate(ranges)
         for rank in range(len(shares))

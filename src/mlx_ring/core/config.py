@@ -224,6 +224,10 @@ class Settings(BaseSettings):
         "auto",
         description="MLX's backend for workers that share layers or are linked by collectives; auto is the best that they have.",
     )
+    hostfile: Path | None = Field(
+        None,
+        description="One of MLX's hostfiles: as many workers as it has hosts, which are this machine, at the ports that it names.",
+    )
     request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = Field(
         None, description="Seconds that a request may take in all; it then ends with an error."
     )

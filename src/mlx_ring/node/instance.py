@@ -18,6 +18,7 @@ from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.core.backends import AUTO
 from mlx_ring.core.config import Settings, rank_shares
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.named_group import named_addresses
 from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
@@ -302,6 +303,7 @@ def assign(
         link_compression=settings.link_compression,
         link=settings.link,
         backend=settings.backend if settings.backend != AUTO else "",
+        group=named_addresses(settings),
         wishes=cut_wishes(settings),
         shares=shares,
     )

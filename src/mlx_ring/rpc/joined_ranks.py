@@ -31,6 +31,12 @@ def joined_ranks(assignment: worker_pb2.StageAssignment) -> list[tuple[int, int]
     return []
 
 
+def rank_in_group(assignment: worker_pb2.StageAssignment) -> int:
+    """Its place among those that are joined with it; 0 where none is."""
+    joined = joined_ranks(assignment)
+    return joined.index((assignment.stage, assignment.rank)) if joined else 0
+
+
 def backend_of(assignment: worker_pb2.StageAssignment) -> str:
     """MLX's name for what carries the group's collectives: as chosen, else as the kind of link has it."""
     if assignment.backend not in {"", AUTO}:

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_ring.core.config import set_for_libraries
 from mlx_ring.core.errors import WorkerLost
-from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks
+from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks, rank_in_group
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.group_variables import group_variables
 from mlx_ring.worker.tensor import Group
@@ -59,7 +59,7 @@ def join_stages(
 def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.distributed.Group:
     """The ranks find each other by what the backend reads of the environment."""
     backend, places = backend_of(assignment), joined_ranks(assignment)
-    place = places.index((assignment.stage, assignment.rank))
+    place = rank_in_group(assignment)
     if port is not None:
         port.release()
     started = time.monotonic()
