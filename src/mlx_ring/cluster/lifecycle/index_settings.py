@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -74,6 +75,7 @@ def _is_there(value: str) -> bool:
     return Path(value).exists() if value.startswith("/") else True
 
 
+@functools.cache
 def _pip_config() -> str:
     """Of this environment's pip, else of the one on the PATH; empty where there is none."""
     for pip in ((sys.executable, "-m", "pip"), ("pip3",)):

@@ -168,10 +168,8 @@ def why_not(said: str, python: Python) -> str:
     """What uv said, as one sentence without its end."""
     text = _DRAWN.sub(" ", said).strip()
     if match := _NO_WHEEL.search(text):
-        others = _OTHERS.search(text)
-        told = f" (there are wheels for {others[1].replace('`', '').rstrip(', ')})" if others else ""
         return (
-            f"{match[1]} {match[2]} has no wheel for {python}{told}: use another Python or another system there, "
+            f"{match[1]} {match[2]} has no wheel for {python}{_others(text)}: use another Python or another system there, "
             "or install mlx-ring there by hand"
         )
     if match := _NO_VERSION.search(text):
@@ -179,14 +177,27 @@ def why_not(said: str, python: Python) -> str:
             f"{match[1]} {match[2]}, which runs here, is not in the package index: install one here that is there, or give "
             "a folder with its wheel as `wheels` in the file"
         )
-    last = (said.strip().splitlines() or ["it said nothing"])[-1]
-    last = _DRAWN.sub(" ", last).strip().removeprefix("cause: ").rstrip(".")
+    last = _last_cause(said)
     if _NETWORK.search(text):
         return (
             f"packages for {python} cannot be fetched, for the package index is out of reach from here ({last}): go online, "
             "or give a folder with wheels for it as `wheels` in the file"
         )
     return f"packages for {python} cannot be fetched: {last}"
+
+
+def _others(text: str) -> str:
+    """For which other systems there are some."""
+    match = _OTHERS.search(text)
+    names = match[1].replace("`", "").split(", ") if match else []
+    known = ", ".join(name for name in names if name and not name.startswith("win"))
+    return f" (there are some for {known})" if known else ""
+
+
+def _last_cause(said: str) -> str:
+    lines = [_DRAWN.sub(" ", line).strip() for line in said.partition("hint:")[0].splitlines()]
+    last = next((line for line in reversed(lines) if line), "it said nothing")
+    return last.removeprefix("error: ").removeprefix("cause: ").rstrip(".")
 
 
 def _forget_old(folder: Path) -> None:
