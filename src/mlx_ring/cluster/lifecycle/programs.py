@@ -33,15 +33,19 @@ else
     about "$path" "$2" "$3"
   done
 fi
+interpreter() {
+  path=$(command -v "$1") || return 0
+  said=$("$path" -c "$2" 2>/dev/null) || return 0
+  [ -z "$said" ] || printf 'python\t%s\t%s\n' "$path" "$said"
+}
 for version in $4; do
   for name in "python$version" "$5/bin/python$version" "$HOME/.local/bin/python$version" "/opt/homebrew/bin/python$version" \
       "/usr/local/bin/python$version" "$HOME"/.local/share/uv/python/*/bin/"python$version" \
-      "$HOME"/.pyenv/versions/*/bin/"python$version" python3; do
-    path=$(command -v "$name") || continue
-    said=$("$path" -c "$6" 2>/dev/null) || continue
-    [ -z "$said" ] || printf 'python\t%s\t%s\n' "$path" "$said"
+      "$HOME"/.pyenv/versions/*/bin/"python$version"; do
+    interpreter "$name" "$6"
   done
 done
+interpreter python3 "$6"
 exit 0
 """
 _INSTALL = r"""
