@@ -109,6 +109,9 @@ hint: Wheels are available for `mlx` (v0.32.4) on the following platforms: `maco
   \N{MULTIPLICATION SIGN} No solution found when resolving dependencies:
   ╰─▶ Because there is no version of
       mlx==0.32.5+mine and you require mlx==0.32.5+mine""",
+    "mlx 0.32.4+mine, which runs here, is not in the package index": """
+error: No solution found when resolving dependencies
+  cause: Because you require mlx[cpu]>=0.32.4 and mlx{sys_platform == 'linux'}==0.32.4+mine, we can conclude that""",
     "the package index is out of reach from here (dns error)": """
 error: Request failed after 3 retries
   cause: Failed to fetch: https://mine.example/simple/mlx/

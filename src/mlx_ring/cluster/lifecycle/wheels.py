@@ -28,7 +28,7 @@ _IN_USE_S = 3600.0
 """What was asked for within that time may just be being sent."""
 _NAME = r"([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?(?:\{[^}]*\})?"
 _NO_WHEEL = re.compile(rf"{_NAME}==([\w.+!]+) has no (?:usable )?wheels")
-_NO_VERSION = re.compile(rf"there is no version of {_NAME}==([\w.+!]+)")
+_NO_VERSION = re.compile(rf"(?:there is no version of|you require \S.*? and) {_NAME}==([\w.+!]+)")
 _OTHERS = re.compile(r"Wheels are available for [^:]*: ((?:`[^`]+`(?:, )?)+)")
 _NETWORK = re.compile(
     r"Failed to (?:fetch|download)|error sending request|timed out|dns error|network was disabled",
