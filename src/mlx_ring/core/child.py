@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from mlx_ring.core.logs import is_tagged, pass_on
+from mlx_ring.core.stacks import SIGNAL
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 3.0
 """From SIGTERM to SIGKILL."""
+_LAST_WORDS_S = 0.3
 _LINE_LIMIT = 1 << 20
 
 
@@ -93,7 +95,10 @@ class ChildProcess:
         return await asyncio.shield(self._end)
 
     async def stop(self, grace_s: float = GRACE_S) -> str:
-        """End it: SIGTERM, then SIGKILL; returns the reason once the kernel has confirmed that it is gone."""
+        """End it: SIGTERM, then SIGKILL; returns the reason once the kernel has confirmed that it is gone.
+
+        One that does not heed the first is asked where it hangs before the second.
+        """
         if not self._end.done():
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -101,8 +106,15 @@ class ChildProcess:
             log.warning(
                 "%s (pid %d) did not end within %g s of SIGTERM: killing it.", self.name, self.pid, grace_s
             )
+            self._signal(SIGNAL)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wait(), _LAST_WORDS_S)
             self._signal(signal.SIGKILL)
         return await self.wait()
+
+    def tell_stacks(self) -> None:
+        """Have it log where its threads are."""
+        self._signal(SIGNAL)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
