@@ -30,7 +30,11 @@ ALPINE = Python("/usr/bin/python3", "linux", "riscv64", "3.12", "musl", (0, 0))
 def test_a_machine_that_nothing_can_be_sent_to_is_refused_with_what_to_do(
     device: Device, found: Found, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("mlx_ring.cluster.lifecycle.programs.find_program", lambda _place, **_identity: found)
+    def find(_place: Place, *, identity: bool) -> Found:
+        assert identity
+        return found
+
+    monkeypatch.setattr("mlx_ring.cluster.lifecycle.programs.find_program", find)
     store = WheelStore(tmp_path_factory.getbasetemp() / "packages")
     with pytest.raises(HostFailed, match=said):
         make_ready(Place(device, "mini", is_here=False), store=store, tell=lambda _told: None)

@@ -95,4 +95,5 @@ def test_the_python_that_a_copy_runs_on_is_taken_then_one_of_that_version_then_t
     assert best_python([newer, DEBIAN], MINI, (15, 0)) == newer
     assert best_python([newer, newest_known], MINI, (15, 0)) == newest_known
     assert best_python([newest_known, newer], None, (0, 0)) == newer
+    assert best_python([replace(MINI, machine="x86_64", version="3.11"), MINI], DEBIAN, (2, 35)) == MINI
     assert best_python([], DEBIAN, (2, 35)) is None

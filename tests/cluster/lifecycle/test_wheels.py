@@ -98,6 +98,8 @@ def test_what_has_no_wheel_for_a_system_is_named_and_nothing_of_it_is_kept(store
 def test_without_an_index_a_sentence_says_so(store: WheelStore) -> None:
     with pytest.raises(HostFailed, match="the package index is out of reach from here"):
         packages_for(BOARD, Wanted(("zeroconf",)), WheelStore(store.folder))
+    with pytest.raises(HostFailed, match=r"out of reach .*given alone: zeroconf has no wheel there$"):
+        packages_for(BOARD, Wanted(("top", "zeroconf")), store)
 
 
 SAID = {

@@ -85,11 +85,13 @@ def read_python(path: str, told: str) -> Python | None:
 def best_python(pythons: Sequence[Python], here: Python | None, lowest: Release) -> Python | None:
     """Of a machine's interpreters: one that can load a copy, else one of the version here, else the newest."""
 
-    def rank(python: Python) -> tuple[bool, bool, int]:
+    def rank(python: Python) -> tuple[bool, bool, bool, int]:
+        can_load = here is not None and python.can_load(here, lowest)
+        # On Apple silicon too, where it is translated.
+        is_intel_mac = (python.system, python.machine) == ("darwin", "x86_64")
+        is_as_here = here is not None and python.version == here.version
         known = PYTHONS.index(python.version) if python.version in PYTHONS else len(PYTHONS)
-        if here is None:
-            return (True, True, known)
-        return (not python.can_load(here, lowest), python.version != here.version, known)
+        return (not can_load, is_intel_mac, not is_as_here, known)
 
     return min(pythons, key=rank, default=None)
 

@@ -29,6 +29,9 @@ _IN_USE_S = 3600.0
 _NAME = r"([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?(?:\{[^}]*\})?"
 _NO_WHEEL = re.compile(rf"{_NAME}==([\w.+!]+) has no (?:usable )?wheels")
 _NO_VERSION = re.compile(rf"(?:there is no version of|you require \S.*? and) {_NAME}==([\w.+!]+)")
+_UNKNOWN = re.compile(
+    rf"Because {_NAME} was not found in the (?:provided package locations|package registry)"
+)
 _OTHERS = re.compile(r"Wheels are available for [^:]*: ((?:`[^`]+`(?:, )?)+)")
 _NETWORK = re.compile(
     r"Failed to (?:fetch|download)|error sending request|timed out|dns error|network was disabled",
@@ -95,12 +98,17 @@ def _fetch(python: Python, platform: str, wanted: Wanted, given: Path | None, fo
 
 
 def _fetch_into(fresh: Path, python: Python, platform: str, wanted: Wanted, given: Path | None) -> None:
-    links = () if given is None else ("--find-links", str(given.absolute()))
-    if links:
-        with contextlib.suppress(HostFailed):
-            _fetch_from(("--no-index", *links), python, platform, wanted, fresh)
-            return
-    _fetch_from(links, python, platform, wanted, fresh)
+    if given is None:
+        _fetch_from((), python, platform, wanted, fresh)
+        return
+    links = ("--find-links", str(given.absolute()))
+    try:
+        _fetch_from(("--no-index", *links), python, platform, wanted, fresh)
+    except HostFailed as alone:
+        try:
+            _fetch_from(links, python, platform, wanted, fresh)
+        except HostFailed as error:
+            raise HostFailed(f"{error}. In {given} alone: {alone}") from error
 
 
 def _fetch_from(source: Sequence[str], python: Python, platform: str, wanted: Wanted, fresh: Path) -> None:
@@ -177,6 +185,8 @@ def why_not(said: str, python: Python) -> str:
             f"{match[1]} {match[2]}, which runs here, is not in the package index: install one here that is there, or give "
             "a folder with its wheel as `wheels` in the file"
         )
+    if match := _UNKNOWN.search(text):
+        return f"{match[1]} has no wheel there"
     last = _last_cause(said)
     if _NETWORK.search(text):
         return (
