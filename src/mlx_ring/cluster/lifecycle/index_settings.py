@@ -29,12 +29,18 @@ _COMMAS = ("find-links",)
 """Several have commas between them; of others, spaces."""
 
 
-def index_environment() -> dict[str, str]:
-    """What uv is started with, for the index that is used here."""
+def index_environments() -> list[dict[str, str]]:
+    """What uv is started with, for the index that is used here; the second where the first does not do.
+
+    pip takes each file from whatever index has it, and uv all files of a version from one: so the further indexes of pip's
+    come last, lest a wheel for one system there hides all others.
+    """
     environment = inherited_environment({})
     if has_uv_settings(environment):
-        return environment
-    return variables_of(pip_settings(_pip_config()), environment) | environment
+        return [environment]
+    named = variables_of(pip_settings(_pip_config()), environment)
+    main = {name: value for name, value in named.items() if not name.startswith("UV_INDEX")}
+    return [own | environment for own in ([main] if main == named else [main, named])]
 
 
 def has_uv_settings(environment: Mapping[str, str]) -> bool:

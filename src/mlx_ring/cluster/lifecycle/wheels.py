@@ -13,11 +13,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_ring.cluster.lifecycle.index_settings import index_environment
+from mlx_ring.cluster.lifecycle.index_settings import index_environments
 from mlx_ring.cluster.lifecycle.systems import Python, wheel_platform, wheel_variables
 from mlx_ring.core.errors import HostFailed
 from mlx_ring.core.private_files import locked, make_private_folder
@@ -62,6 +62,14 @@ class WheelStore:
     """Of the person's own wheels. What can be had from there alone is, so that no index is needed."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where uv looks."""
+
+    flags: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
 def packages_for(python: Python, wanted: Wanted, store: WheelStore) -> Path:
     """A folder as `site-packages` is to be there; fetched unless it was before.
 
@@ -98,32 +106,33 @@ def _fetch(python: Python, platform: str, wanted: Wanted, given: Path | None, fo
 
 
 def _fetch_into(fresh: Path, python: Python, platform: str, wanted: Wanted, given: Path | None) -> None:
-    if given is None:
-        _fetch_from((), python, platform, wanted, fresh)
-        return
-    links = ("--find-links", str(given.absolute()))
-    try:
-        _fetch_from(("--no-index", *links), python, platform, wanted, fresh)
-    except HostFailed as alone:
+    """From each source in turn, until one has all."""
+    failures: list[str] = []
+    for source in _sources(given):
         try:
-            _fetch_from(links, python, platform, wanted, fresh)
+            _fetch_from(source, python, platform, wanted, fresh)
         except HostFailed as error:
-            raise HostFailed(f"{error}. In {given} alone: {alone}") from error
+            failures.append(str(error))
+        else:
+            return
+    if given is None:
+        raise HostFailed(failures[0])
+    raise HostFailed(f"{failures[1]}. In {given} alone: {failures[0]}")
 
 
-def _fetch_from(source: Sequence[str], python: Python, platform: str, wanted: Wanted, fresh: Path) -> None:
+def _sources(given: Path | None) -> list[_Source]:
+    """The folder alone, then the index with it."""
+    environments = index_environments()
+    links = () if given is None else ("--find-links", str(given.absolute()))
+    alone = [] if given is None else [_Source(("--no-index", *links), environments[0])]
+    return alone + [_Source(links, environment) for environment in environments]
+
+
+def _fetch_from(source: _Source, python: Python, platform: str, wanted: Wanted, fresh: Path) -> None:
     target = (
         *("--python", sys.executable, "--no-python-downloads", "--python-platform", platform),
-        *(
-            "--python-version",
-            python.version,
-            "--only-binary",
-            ":all:",
-            "--quiet",
-            "--color",
-            "never",
-            *source,
-        ),
+        *("--python-version", python.version, "--only-binary", ":all:", "--quiet", "--color", "never"),
+        *source.flags,
     )
     for name, lines in (
         ("wanted.txt", wanted.requirements),
@@ -134,17 +143,17 @@ def _fetch_from(source: Sequence[str], python: Python, platform: str, wanted: Wa
         (fresh / name).write_text("".join(f"{line}\n" for line in lines), "utf-8")
     plain = ("--no-annotate", "--no-header")
     out = ("--constraints", "exact.txt", "--output-file", "versions.txt")
-    _run_uv(("pip", "compile", "wanted.txt", *out, *plain, *target), python, fresh)
+    _run_uv(("pip", "compile", "wanted.txt", *out, *plain, *target), python, source, fresh)
     into = ("--target", "packages", "--no-deps")
-    _run_uv(("pip", "install", "--requirements", "versions.txt", *into, *target), python, fresh)
+    _run_uv(("pip", "install", "--requirements", "versions.txt", *into, *target), python, source, fresh)
 
 
-def _run_uv(words: Sequence[str], python: Python, folder: Path) -> None:
+def _run_uv(words: Sequence[str], python: Python, source: _Source, folder: Path) -> None:
     try:
         done = subprocess.run(
             [_uv(), *words],
             cwd=folder,
-            env=index_environment() | wheel_variables(python),
+            env={**source.environment, **wheel_variables(python)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
