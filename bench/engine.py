@@ -2,7 +2,7 @@
 
     python bench/engine.py [ROW ...] [--rounds 3] [--quick] [--json FILE]
 
-Rows: loop, server, streams, prompt, stream, prefix, lookup, latency. Each runs its contestants in turn, several rounds, and
+Rows: loop, server, streams, prompt, stream, prefix, lookup, latency, tensor, launch. Each runs its contestants in turn, several rounds, and
 prints the medians of their ratios beside the target. Every worker has a core of its own and one BLAS thread. In the rows that
 compare stages, head, agent and load generator share the core of stage 0, in both arms alike, and weights have 4 bits with
 float32 activations, so that computation binds and not the memory, of which two cores have no more than one.

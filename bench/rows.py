@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import tensor_rows
 from contestants import Stock
 from copying_model import make_copying
 from measuring import (
@@ -319,4 +320,5 @@ ROWS: dict[str, Callable[[Bench], list[Ratio]]] = {
     "prefix": row_prefix,
     "lookup": row_lookup,
     "latency": row_latency,
+    **tensor_rows.rows(quantized),
 }

@@ -54,14 +54,19 @@ class Server:
     def pid(self) -> int:
         return self._process.pid
 
+    def processes(self) -> list[psutil.Process]:
+        """All that belongs to it."""
+        return [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+
     def stop(self) -> None:
         if self._process.poll() is None:
+            family = self.processes()
             self._process.send_signal(signal.SIGINT)
-            try:
-                self._process.wait(_STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            _, left = psutil.wait_procs(family, _STOP_LIMIT_S)
+            for process in left:  # ranks under mlx.launch stay when it ends
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self._process.wait()
         self._output.close()
 
     def _wait(self, address: str) -> None:
@@ -85,25 +90,28 @@ class RingServer(Server):
         model: Path,
         *flags: str,
         stages: int = 1,
+        ranks: int = 1,
         counts: Sequence[int] = (),
         cores: Sequence[int],
         head_core: int | None,
     ) -> None:
-        """With `counts` each stage has so many layers; the server cuts as it likes otherwise."""
+        """With `counts` each stage has so many layers; the server cuts as it likes otherwise. A stage has so many ranks."""
         port = free_port()
         stages = len(counts) or stages
         self._logs = tempfile.TemporaryDirectory(prefix="mlx-ring-bench-")
         command = [*_program(counts), "serve", str(model), "--stages", str(stages), "--port", str(port)]
         command += ["--blas-threads", "1", "--log-dir", self._logs.name, "--log-level", "warning", *flags]
-        super().__init__(f"mlx-ring, {stages} stage{'s' * (stages > 1)}", command, port, "/health/ready")
-        self._pin(stages, cores, head_core)
+        command += ["--tp", str(ranks)] if ranks > 1 else []
+        name = f"mlx-ring, {ranks} ranks" if ranks > 1 else f"mlx-ring, {stages} stage{'s' * (stages > 1)}"
+        super().__init__(name, command, port, "/health/ready")
+        self._pin(stages * ranks, cores, head_core)
 
-    def _pin(self, stages: int, cores: Sequence[int], head_core: int | None) -> None:
-        processes = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+    def _pin(self, count: int, cores: Sequence[int], head_core: int | None) -> None:
+        processes = self.processes()
         workers = [process for process in processes if _WORKER in process.cmdline()]
-        if len(workers) != stages:
-            raise SystemExit(f"{self.name} runs {len(workers)} workers, not {stages}.")
-        order = sorted(workers, key=lambda process: _stage(process.cmdline()))
+        if len(workers) != count:
+            raise SystemExit(f"{self.name} runs {len(workers)} workers, not {count}.")
+        order = sorted(workers, key=lambda process: _place(process.cmdline()))
         self._workers = order
         for index, worker in enumerate(order if cores else []):
             pin(worker.pid, cores[index % len(cores)])
@@ -144,6 +152,23 @@ class MlxLmServer(Server):
             pin(self.pid, core)
 
 
+class LaunchedServer(Server):
+    """`mlx_lm.server` with our BLAS under `mlx.launch`: rank i on `cores[i]`, sharing every layer."""
+
+    def __init__(self, model: Path, *, ranks: int, cores: Sequence[int]) -> None:
+        port = free_port()
+        launch = str(Path(sys.executable).with_name("mlx.launch"))
+        server = str(Path(__file__).with_name("mlx_lm_server.py"))
+        command = [launch, "-n", str(ranks), "--backend", "ring", "--", sys.executable, server]
+        command += ["--model", str(model), "--port", str(port)]
+        super().__init__(f"mlx_lm.server, {ranks} ranks", command, port, "/health")
+        self.target = Target(self.url, "default_model", None, ignores_eos=False)
+        for process in self.processes() if cores else []:
+            rank = process.environ().get("MLX_RANK")
+            if rank is not None:
+                pin(process.pid, cores[int(rank) % len(cores)])
+
+
 def pin_self(core: int | None) -> None:
     """Pin this process, which is the load generator."""
     if core is not None:
@@ -156,5 +181,5 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _stage(command: Sequence[str]) -> int:
-    return int(command[command.index("--stage") + 1])
+def _place(command: Sequence[str]) -> tuple[int, ...]:
+    return tuple(int(command[command.index(name) + 1]) for name in ("--stage", "--rank"))

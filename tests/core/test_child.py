@@ -15,7 +15,19 @@ from mlx_ring.core.child import ChildProcess
 from mlx_ring.core.config import inherited_environment
 
 UNTIL_LIFELINE = "import os, sys; print('up', flush=True)\nwhile os.read(int(sys.argv[-1]), 1): pass\n"
-DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+DEAF = """
+import signal
+from mlx_ring.core.stacks import tell_stacks_on_signal
+
+def hang():
+    print('up', flush=True)
+    while True:
+        signal.pause()
+
+tell_stacks_on_signal()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+hang()
+"""
 PATIENT = "import signal; print('up', flush=True); signal.pause()"
 
 
@@ -89,11 +101,12 @@ def test_a_child_that_obeys_is_ended_by_sigterm(tmp_path: Path) -> None:
     with_child(tmp_path, PATIENT, use)
 
 
-def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+def test_a_child_that_ignores_sigterm_says_where_it_hangs_and_is_killed(tmp_path: Path) -> None:
     async def use(child: ChildProcess, heard: Heard) -> None:
         await heard.first.wait()
         assert await child.stop(grace_s=0.1) == "ended by signal 9 (SIGKILL)"
         assert not psutil.pid_exists(child.pid)
+        assert any(record.getMessage().endswith("in hang") for record in heard.records)
 
     with_child(tmp_path, DEAF, use)
 

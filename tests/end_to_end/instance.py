@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import shutil
 import tempfile
@@ -14,7 +16,9 @@ from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.placement import even_split
 from mlx_ring.core.child import ChildProcess
 from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.errors import WorkerStuck
 from mlx_ring.core.model_folder import ModelFolder, read_model_folder
+from mlx_ring.core.stacks import SIGNAL
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
@@ -30,6 +34,10 @@ from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import worker_pb2
 
 _ROOMY = 4096
+_HANGS_S, _LOOK_S = 90.0, 1.0
+"""Without an answer that takes milliseconds; how often that is looked at."""
+_LONGEST_ANSWER_S = 300.0
+"""Among others, on a machine that is busy with other things."""
 NO_TEXT = Vocabulary(decode=lambda _tokens: "", special=frozenset(), size=1 << 30)
 """Tests that compare tokens need no text."""
 
@@ -128,20 +136,58 @@ async def running_engine(
     """
     folder = read_model_folder(path)
     limits = Limits(folder.context_length, folder.vocab_size, folder.eos_token_ids)
-    async with running_agent(log_dir) as (_, address):
-        workers = await start_workers(address, folder, stages, dtype, kv_bits, shares, link, backend)
-        executor = await GrpcExecutor.connect(
-            [RankAddress(rank, address) for rank, (address, _) in workers.items()],
-            make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages", fencing_id=os.getpid()),
-        )
-        kv = await _kv_of({rank: address for rank, (address, _) in workers.items()}, kv_blocks or _ROOMY)
+    async with running_agent(log_dir) as (agent, address):
+        async with _or_told_where([agent.pid]):
+            workers = await start_workers(address, folder, stages, dtype, kv_bits, shares, link, backend)
+            pids = [pid for _, pid in workers.values()]
+            executor = await GrpcExecutor.connect(
+                [RankAddress(rank, address) for rank, (address, _) in workers.items()],
+                make_hello(
+                    model_digest=folder.digest, plan_digest=f"{stages} stages", fencing_id=os.getpid()
+                ),
+            )
+            addresses = {rank: address for rank, (address, _) in workers.items()}
+            kv = await _kv_of(addresses, kv_blocks or _ROOMY)
         policy = policy or Policy(max_num_seqs=max_num_seqs)
         engine = Engine(executor, NO_TEXT, limits, instance="test", epoch=1, policy=policy, kv=kv)
+        watching = asyncio.create_task(_watch(engine, [agent.pid, *pids]), name="watch")
         try:
-            yield engine, [pid for _, pid in workers.values()]
+            yield engine, pids
         finally:
+            watching.cancel()
             await engine.close()
             await executor.close()
+
+
+@asynccontextmanager
+async def _or_told_where(pids: Sequence[int]) -> AsyncGenerator[None]:
+    """What takes far too long fails, and processes say where they are."""
+    try:
+        async with asyncio.timeout(_HANGS_S):
+            yield
+    except TimeoutError:
+        await _tell_stacks(pids)
+        raise
+
+
+async def _watch(engine: Engine, pids: Sequence[int]) -> None:
+    """Ends what a step's answer is awaited for too long for, with all that can be known of it."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        owed = engine.oldest_unanswered()
+        if owed is not None and owed.waited_s > _HANGS_S:
+            await _tell_stacks(pids)
+            for task in asyncio.all_tasks():
+                task.print_stack()
+            engine.fail(WorkerStuck(f"{owed}; {engine.stats()}"))
+
+
+async def _tell_stacks(pids: Sequence[int]) -> None:
+    """Into the agent's output, which this process passes on to stderr."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, SIGNAL)
+    await asyncio.sleep(_LOOK_S)
 
 
 async def _kv_of(workers: dict[RankId, str], blocks: int) -> dict[RankId, RankKv]:
@@ -174,6 +220,13 @@ async def generate(
 ) -> list[int]:
     """The answer to `request`, whole."""
     tokens: list[int] = []
-    async for delta in engine.submit(request(prompt, count, sampling)):
-        tokens += delta.token_ids
+    try:
+        async with asyncio.timeout(_LONGEST_ANSWER_S):
+            async for delta in engine.submit(request(prompt, count, sampling)):
+                tokens += delta.token_ids
+    except TimeoutError as error:
+        error.add_note(
+            f"{len(tokens)} of {count} tokens came; {engine.oldest_unanswered()}; {engine.stats()}"
+        )
+        raise
     return tokens

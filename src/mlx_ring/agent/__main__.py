@@ -14,6 +14,7 @@ from mlx_ring.agent.front import AgentFront
 from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
 from mlx_ring.core.lifeline import watch_lifeline
 from mlx_ring.core.logs import configure_logging
+from mlx_ring.core.stacks import tell_stacks_on_signal
 from mlx_ring.rpc.channels import make_aio_server
 
 log = logging.getLogger("mlx_ring.agent")
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     configure_logging(
         process="agent", node=options.node, rank=None, level=options.log_level, log_dir=options.log_dir
     )
+    tell_stacks_on_signal()
     try:
         asyncio.run(_serve(options))
     finally:

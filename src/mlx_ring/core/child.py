@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from mlx_ring.core.logs import is_tagged, pass_on
+from mlx_ring.core.stacks import SIGNAL
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 3.0
 """From SIGTERM to SIGKILL."""
+_LAST_WORDS_S = 0.3
 _LINE_LIMIT = 1 << 20
 
 
@@ -92,8 +94,11 @@ class ChildProcess:
         """Its end, with the reason. Any number may wait."""
         return await asyncio.shield(self._end)
 
-    async def stop(self, grace_s: float = GRACE_S) -> str:
-        """End it: SIGTERM, then SIGKILL; returns the reason once the kernel has confirmed that it is gone."""
+    async def stop(self, grace_s: float = GRACE_S, *, asks_where: bool = True) -> str:
+        """End it: SIGTERM, then SIGKILL; returns the reason once the kernel has confirmed that it is gone.
+
+        With `asks_where` one that does not heed the first is asked where it hangs before the second.
+        """
         if not self._end.done():
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -101,6 +106,10 @@ class ChildProcess:
             log.warning(
                 "%s (pid %d) did not end within %g s of SIGTERM: killing it.", self.name, self.pid, grace_s
             )
+            if asks_where:
+                self._signal(SIGNAL)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.wait(), _LAST_WORDS_S)
             self._signal(signal.SIGKILL)
         return await self.wait()
 

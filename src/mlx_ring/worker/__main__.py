@@ -12,6 +12,7 @@ from types import FrameType
 
 from mlx_ring.core.lifeline import watch_lifeline
 from mlx_ring.core.logs import configure_logging
+from mlx_ring.core.stacks import tell_stacks_on_signal
 from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.methods import LOAD, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         level=options.log_level,
         log_dir=options.log_dir,
     )
+    tell_stacks_on_signal()
     watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     take_long_turns()

@@ -33,6 +33,7 @@ from mlx_ring.rpc.tls.peers import Revoked, address_of_call, is_local, peer_of_c
 from mlx_ring.worker.device import device_memory, device_name
 from mlx_ring.worker.ending import end_process
 from mlx_ring.worker.group import GroupPort
+from mlx_ring.worker.jobs import Jobs
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.stage import build_stage
 from mlx_ring.worker.work import monotonic_us
@@ -91,7 +92,7 @@ class WorkerFront:
     def __init__(self, identity: WorkerIdentity, reach: Reach | None = None) -> None:
         self._identity = identity
         self._reach = reach or Reach()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: Jobs[Callable[[], None]] = Jobs()
         self._runner: StageRunner | None = None
         self._request: worker_pb2.LoadRequest | None = None
         self._inbox: Inbox | None = None
@@ -115,19 +116,17 @@ class WorkerFront:
 
     def compute(self) -> None:
         """Run jobs in the calling thread until `stop`."""
-        for job in iter(self._next_job, None):
-            job()
+        while not self._stopping:
+            self._next_job()()
 
-    def _next_job(self) -> Callable[[], None] | None:
+    def _next_job(self) -> Callable[[], None]:
         """What comes next; while a step is under way, it is answered unless the next job comes very soon."""
-        if self._stopping:
-            return None
         runner = self._runner
         if runner is not None and runner.is_under_way:
-            try:
-                return self._jobs.get(timeout=runner.patience_s)
-            except queue.Empty:
-                self._answer(runner.finish())
+            job = self._jobs.get_within(runner.patience_s)
+            if job is not None:
+                return job
+            self._answer(runner.finish())
         return self._jobs.get()
 
     def stop(self) -> None:
@@ -135,7 +134,7 @@ class WorkerFront:
         self._stopping = True
         if self._inbox is not None:
             self._inbox.break_off(NotReady("This worker is ending."))
-        self._jobs.put(None)
+        self._jobs.put(lambda: None)
 
     def hello(self) -> hello_pb2.Hello:
         """Who this worker is, what it has loaded and how far it has come."""

@@ -1,0 +1,112 @@
+"""Rows of `engine.py` for workers that share every layer: decode, prefill, and mlx_lm.server under `mlx.launch` beside them.
+
+Bound by computation: weights of 4 bits with float32 activations, which two cores with a memory of one still compute twice as fast.
+The output head, of 32,768 tokens, is a fifth of the model. A worker that waits for the other's sum keeps its core busy, and the
+head that takes the answer out has the first worker's core, in all arms alike.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from measuring import Bench, Ratio, decode_speed, jobs_of, load, note_round, running, ttft
+from random_model import Shape
+from servers import LaunchedServer, RingServer, Server, pin_self
+
+TENSOR = Shape(layers=8, hidden=1024, vocabulary=32768, dtype="float32")
+_PLAIN = ("--prefix-cache", "off", "--draft-tokens", "0")
+_PROMPT = 512
+
+
+def rows(quantized: Callable[[Shape], Any]) -> dict[str, Callable[[Bench], list[Ratio]]]:
+    """By name; `quantized` makes the model."""
+
+    def row_tensor(bench: Bench) -> list[Ratio]:
+        """Two ranks over one: one stream, and a prompt of 512 tokens."""
+        tokens = 32 if bench.quick else 96
+        decode: list[float] = []
+        prefill: list[float] = []
+        with _one_and_two(bench, quantized(TENSOR)) as (one, two):
+            for number in range(bench.rounds + 1):
+                (job,) = jobs_of(number, 1, _PROMPT, tokens, TENSOR.vocabulary)
+                single, double = (load(server, [job], 1)[0] for server in (one, two))
+                note_round(
+                    number,
+                    {
+                        "one tok/s": decode_speed(single),
+                        "two": decode_speed(double),
+                        "one s": ttft(single),
+                        "two s": ttft(double),
+                    },
+                )
+                decode.append(decode_speed(double) / decode_speed(single))
+                prefill.append(ttft(single) / ttft(double))
+        return [
+            Ratio("tensor", "one stream, decode of two ranks over one", decode[1:], at_least=1.6),
+            Ratio("tensor", f"{_PROMPT}-token prompt, TTFT of one rank over two", prefill[1:], at_least=1.7),
+        ]
+
+    def row_launch(bench: Bench) -> list[Ratio]:
+        """Two ranks over two of mlx_lm.server under `mlx.launch`: one stream."""
+        model, tokens = quantized(TENSOR), 32 if bench.quick else 96
+        decode: list[float] = []
+        prefill: list[float] = []
+        pin_self(bench.shared)
+        with running(
+            lambda: RingServer(model, *_PLAIN, ranks=2, cores=bench.cores, head_core=bench.shared),
+            lambda: LaunchedServer(model, ranks=2, cores=bench.cores),
+        ) as (ours, theirs):
+            for number in range(bench.rounds + 1):
+                job_for_us, job_for_them = (
+                    jobs_of(number, 1, _PROMPT, tokens, vocabulary)[0]
+                    for vocabulary in (TENSOR.vocabulary, None)
+                )
+                with paused(theirs):
+                    own = load(ours, [job_for_us], 1)[0]
+                with paused(ours):
+                    other = load(theirs, [job_for_them], 1)[0]
+                note_round(
+                    number,
+                    {
+                        "mlx-ring tok/s": decode_speed(own),
+                        "mlx_lm.server": decode_speed(other),
+                        "s to the first": ttft(own),
+                        "theirs": ttft(other),
+                    },
+                )
+                decode.append(decode_speed(own) / decode_speed(other))
+                prefill.append(ttft(other) / ttft(own))
+        return [
+            Ratio("launch", "one stream, two ranks over mlx_lm.server's two", decode[1:], at_least=1.0),
+            Ratio("launch", "  its time to the first token over ours", prefill[1:], at_least=1.0),
+        ]
+
+    return {"tensor": row_tensor, "launch": row_launch}
+
+
+@contextmanager
+def _one_and_two(bench: Bench, model: Any) -> Iterator[list[Any]]:
+    pin_self(bench.shared)
+    with running(
+        *(
+            lambda ranks=ranks: RingServer(
+                model, *_PLAIN, ranks=ranks, cores=bench.cores, head_core=bench.shared
+            )
+            for ranks in (1, 2)
+        )
+    ) as servers:
+        yield servers
+
+
+@contextmanager
+def paused(server: Server) -> Iterator[None]:
+    """Nothing of the server runs meanwhile: ranks of mlx_lm.server use a core each while they have nothing to do."""
+    processes = server.processes()
+    with ExitStack() as resumed:
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+            resumed.callback(process.send_signal, signal.SIGCONT)
+        yield
