@@ -23,7 +23,13 @@ class _Node:
         self, _hello: object, assignments: Sequence[worker_pb2.StageAssignment]
     ) -> Sequence[agent_pb2.StartedWorker]:
         return [
-            agent_pb2.StartedWorker(stage=one.stage, address="unix:w", port=4000, group_port=5000 + one.stage)
+            agent_pb2.StartedWorker(
+                stage=one.stage,
+                address="unix:w",
+                port=4000,
+                group_port=5000 + one.stage,
+                means=worker_pb2.GroupMeans(backends=["ring"]),
+            )
             for one in assignments
         ]
 
@@ -65,3 +71,4 @@ def test_stages_that_a_collective_links_are_told_where_all_of_them_listen() -> N
     )
     asyncio.run(deploy([site, site], assignments, make_hello(), lambda _progress: None))
     assert [list(one.group) for one in node.loaded] == [["127.0.0.1:5000", "127.0.0.1:5001"]] * 2
+    assert {(one.backend, one.backend_why) for one in node.loaded} == {("ring", "asked for")}
