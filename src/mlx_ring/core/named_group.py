@@ -56,6 +56,10 @@ def _check(settings: Settings, hosts: Hostfile) -> None:
             f"{told} names {', '.join(elsewhere)}, and `serve` starts workers at 127.0.0.1 alone: for other machines use "
             f"`mlx-ring cluster start -c {settings.hostfile} --model {settings.model}`."
         )
+    if hosts.rdma is not None:
+        raise ConfigError(
+            f"{told}: rdma leads to other machines, and all hosts are this one: leave `rdma` out."
+        )
     if settings.nodes > 1:
         raise ConfigError(
             f"{told} names workers of this machine, and --nodes is {settings.nodes}: leave one of them out."
