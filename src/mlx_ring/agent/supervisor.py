@@ -16,6 +16,7 @@ from mlx_ring.agent.gpus import own_gpu
 from mlx_ring.agent.lending import LentChild, lent_at
 from mlx_ring.agent.mpi.places import give_places
 from mlx_ring.agent.silence import Silence
+from mlx_ring.agent.trust import Trust
 from mlx_ring.agent.worker_environment import worker_environment
 from mlx_ring.core.child import GRACE_S, ChildProcess
 from mlx_ring.core.config import speaking_environment
@@ -48,6 +49,8 @@ class WorkerOptions:
     """The node's, for workers that other machines reach; None: nobody else's."""
     listen: str = "[::]"
     """Address for other machines."""
+    trust: Trust = field(default_factory=Trust)
+    """Where collectives may go to other machines."""
     lent: Path | None = None
     """Folder where processes listen that are parents of workers behind the first of a group; None: this one is."""
 
@@ -130,6 +133,11 @@ class Supervisor:
         """Serials of certificates that workers refuse; told with each question."""
 
     @property
+    def trusted(self) -> Trust:
+        """Where collectives may go to other machines."""
+        return self._options.trust
+
+    @property
     def workers(self) -> tuple[Worker, ...]:
         return tuple(self._workers)
 
@@ -159,6 +167,7 @@ class Supervisor:
                 *("--blas", options.blas, "--blas-threads", str(options.blas_threads)),
                 *_reach_arguments(options),
                 *(["--in-group", asked_backend(assignment)] if joined_ranks(assignment) else []),
+                *(["--group-host", assignment.group_host] if assignment.group_host else []),
             ],
         )
         worker = Worker(assignment, socket, child, open_aio_channel(f"unix:{socket}"))

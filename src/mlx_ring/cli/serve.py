@@ -16,9 +16,9 @@ from mlx_ring.core.config import (
     Settings,
     allowed_values,
     check_link,
+    check_ranks,
     flag_name,
     let_grpc_speak,
-    rank_shares,
     state_folder,
 )
 from mlx_ring.core.errors import ConfigError
@@ -51,6 +51,7 @@ _CHOICES = (
 _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "host": "ADDRESS",
     "cluster_host": "ADDRESS",
+    "trusted_interface": "NAME,...",
     "strategy": "NAME",
     "aim": "NAME",
     "more_models": "NAME,...",
@@ -137,6 +138,7 @@ def serve(
     weights_limit: Annotated[str | None, setting("weights_limit")] = None,
     cluster_host: Annotated[str | None, setting("cluster_host")] = None,
     cluster_port: Annotated[str | None, setting("cluster_port")] = None,
+    trusted_interface: Annotated[str | None, setting("trusted_interface")] = None,
     host: Annotated[str | None, setting("host")] = None,
     port: Annotated[str | None, setting("port")] = None,
     dtype: Annotated[str | None, setting("dtype")] = None,
@@ -228,17 +230,7 @@ def _leading(launch: Launch | None) -> contextlib.AbstractContextManager[None]:
 def _check(settings: Settings) -> None:
     """Raises `ConfigError` for settings that do not go together."""
     check_link(settings)
-    ranks = len(rank_shares(settings))
-    if settings.nodes > 1 and ranks > 1:
-        raise ConfigError(
-            f"--tp {ranks} shares every layer among workers of one machine, and --nodes {settings.nodes} gives each machine layers of "
-            "its own: leave one of the two out."
-        )
-    if settings.nodes > 1 and settings.stages > 1:
-        raise ConfigError(
-            f"--stages {settings.stages} splits the layers over processes of one machine, and with --nodes {settings.nodes} each "
-            "machine of the plan is a stage: leave --stages out."
-        )
+    check_ranks(settings)
 
 
 def _run(settings: Settings, listener: socket.socket, *, invites: bool) -> None:

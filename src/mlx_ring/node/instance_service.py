@@ -72,7 +72,7 @@ class InstanceService:
             reason=None if error is None else str(error),
             layers=self._layers,
             ranges=arrangement.ranges,
-            nodes=[site.node for site in arrangement.sites],
+            nodes=[[seat.site.node for seat in stage] for stage in arrangement.seats],
             plan=arrangement.plan,
             forecast=arrangement.forecast,
             workers=workers_of(self),

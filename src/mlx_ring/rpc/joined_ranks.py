@@ -19,7 +19,7 @@ _RING: Final = "ring"
 
 def has_collective_link(assignment: worker_pb2.StageAssignment) -> bool:
     """Whether activations go from stage to stage over a group."""
-    return assignment.link not in {"", GRPC}
+    return assignment.stages > 1 and assignment.link not in {"", GRPC}
 
 
 def joined_ranks(assignment: worker_pb2.StageAssignment) -> list[tuple[int, int]]:

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     reach = Reach(None if options.credentials is None else load_credentials(options.credentials))
     if options.in_group:
-        reach.group, reach.means = GroupPort(), group_means(options.in_group)
+        reach.group, reach.means = GroupPort(options.group_host), group_means(options.in_group)
     front = WorkerFront(WorkerIdentity(options.node, options.stage, options.rank, blas), reach)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -90,6 +90,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--in-group", metavar="BACKEND", help="MLX joins it with others, by this backend or `auto`"
     )
+    parser.add_argument("--group-host", default="127.0.0.1", help="the one address to listen on for them")
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     return parser.parse_args(arguments)

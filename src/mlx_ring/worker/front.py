@@ -351,6 +351,7 @@ class WorkerFront:
             port=self._reach.port,
             sends=self._sends(),
             group_port=self._reach.group.number if self._reach.group else 0,
+            group_host=self._reach.group.host if self._reach.group else "",
             means=self._reach.means,
             group=self._group(),
         )

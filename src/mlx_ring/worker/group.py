@@ -18,18 +18,20 @@ from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks, rank_in_group
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.group_variables import group_variables
+from mlx_ring.worker.neighbour import check_neighbour
 from mlx_ring.worker.tensor import Group
 
 log = logging.getLogger(__name__)
 
 
 class GroupPort:
-    """A port that is kept until the group is made there."""
+    """A port of one address that is kept until the group is made there."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
+        self.host = host
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("", 0))
+        self._socket.bind((host, 0))
         self.number = int(self._socket.getsockname()[1])
 
     def release(self) -> None:
@@ -77,5 +79,7 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
             f"{backend} made this worker rank {group.rank()} of {group.size()}, and it is rank {place} of {len(places)}: "
             f"use another --backend than {backend}."
         )
+    if backend == "ring" and port is not None and assignment.group[place] == f"{port.host}:{port.number}":
+        check_neighbour(port.number, assignment.group_from)
     log.info("rank %d of %d of %s, joined in %.2f s", place, len(places), backend, time.monotonic() - started)
     return group

@@ -27,7 +27,8 @@ from mlx_ring.core.old_names import strategy_of_today
 _COORDINATOR, _WORKER = ("coordinator", "head", "master"), ("worker", "node")
 _FIELDS = frozenset({"devices", "model", "sharding", "serve"})
 _DEVICE_FIELDS = SHARE_FIELDS | {
-    *("device_id", "hostname", "port", "role", "capabilities", "ssh", "address", "program", "state_dir")
+    *("device_id", "hostname", "port", "role", "capabilities", "ssh", "address", "program", "state_dir"),
+    "trusted_interface",
 }
 _CAPABILITIES = SHARE_FIELDS | {"memory_gb", "gpu_cores"}
 _SHARDING_FIELDS = frozenset({"strategy", "custom_proportions"})
@@ -56,6 +57,8 @@ class Device:
     memory_utilization: float | None = None
     """Share of that which plans may fill; the usual one where it is None."""
     gpu_cores: int | None = None
+    trusted_interface: str = ""
+    """On which collectives may go to others; that of `serve` where it is empty."""
     program: str = ""
     """Where `mlx-ring` lies there; looked for where it is empty."""
     state_dir: str = ""
@@ -184,6 +187,7 @@ def _read_device(entry: object, where: str) -> Device:
         ssh=ssh,
         is_coordinator=_is_coordinator(fields.get("role"), name, where),
         address=_text(fields, "address", where),
+        trusted_interface=_text(fields, "trusted_interface", where),
         port=_port(fields.get("port", CLUSTER_PORT), name, where),
         memory_gb=_positive(capabilities, "memory_gb", where),
         memory_utilization=read_share(name, where, fields, capabilities),

@@ -1,0 +1,45 @@
+"""What an agent refuses of collectives, whatever a head asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_ring.agent.trust import Trust, check_hosts, check_ways
+from mlx_ring.core.errors import PlanError
+from mlx_ring.rpc.protos import worker_pb2
+
+NOWHERE = "198.51.100.7"
+"""An address that documents are written with."""
+
+
+def rank(host: str, *group: str) -> worker_pb2.StageAssignment:
+    return worker_pb2.StageAssignment(
+        instance="one", stages=1, tp_size=2, rank=0, group_host=host, group=group
+    )
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_loopback_needs_no_trust(host: str) -> None:
+    check_hosts([rank(host)], Trust())
+    check_ways([rank(host, "127.0.0.1:1", "127.0.0.1:2")], Trust())
+
+
+@pytest.mark.parametrize("trust", [Trust(), Trust(("lo",)), Trust(("nothing0",))])
+def test_a_rank_does_not_listen_where_nothing_was_named(trust: Trust) -> None:
+    with pytest.raises(PlanError, match=f"were to be spoken on {NOWHERE}, which no --trusted-interface"):
+        check_hosts([rank(NOWHERE)], trust)
+
+
+def test_a_rank_does_not_reach_the_next_by_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [rank("", "127.0.0.1:1", "127.0.0.2:2")]
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_ring.agent.trust.source_address", lambda _host: "127.0.0.1")
+        with pytest.raises(PlanError, match=r"way to 127\.0\.0\.2, .*, leaves by 127\.0\.0\.1, which no"):
+            check_ways(asked, Trust())
+        check_ways(asked, Trust(("127.0.0.0/8",)))
+
+
+def test_an_interface_that_is_gone_is_a_problem_and_no_end() -> None:
+    found, problem = Trust(("127.0.0.1", "nothing0")).now()
+    assert [one.address for one in found] == ["127.0.0.1"]
+    assert "names nothing0, and this machine has no such interface" in problem
