@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests import alone
 
 from mlx_ring.core.config import quieten_grpc
 from mlx_ring.worker.blas import install_fast_blas
 
+pytest_runtest_protocol = alone.pytest_runtest_protocol
 quieten_grpc()
 install_fast_blas()
 """The tests' own products, mlx-lm's among them, need not wait for the reference BLAS."""

@@ -24,6 +24,7 @@ from mlx_ring.engine.grpc_executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.policy import Policy
 from mlx_ring.rpc.hello import make_hello
 
+pytestmark = pytest.mark.alone
 KINDS = ("ring", "allreduce")
 TOKENS = 48
 LENGTHS = (1, 7, 20, 33, 70)

@@ -15,6 +15,7 @@ from tests.end_to_end.equality import TIE, Agreement, ScoreGap, compare
 from tests.end_to_end.instance import generate, running_engine
 from tests.end_to_end.reference import WholeModel
 from tests.worker.random_models import QWEN3, QWEN3_MOE, write_random_model
+from tests.worker.tensor.models import write_family
 
 from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.model_source import find_model
@@ -115,6 +116,7 @@ def test_tokens_equal_the_whole_models_however_it_is_split(
     _hold(asyncio.run(run()), PROMPTS * TOKENS, record_property)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("stages", "shares"), [(1, (1.0, 1.0)), (1, (3.0, 1.0)), (2, (1.0, 1.0))])
 def test_tokens_equal_the_whole_models_however_its_layers_are_shared(
@@ -143,6 +145,53 @@ def test_tokens_equal_the_whole_models_however_its_layers_are_shared(
             }
 
     _hold(asyncio.run(run()), FEW * SHORT, record_property)
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("family", "bits", "shares"),
+    [
+        ("qwen3", 4, (5.0, 3.0)),
+        ("llama", 8, (1.0, 1.0, 1.0, 1.0)),
+        ("qwen3_moe", 4, (3.0, 1.0)),
+    ],
+)
+def test_tokens_equal_the_whole_models_however_quantized_layers_are_shared(
+    family: str,
+    bits: int,
+    shares: tuple[float, ...],
+    tmp_path: Path,
+    record_property: Callable[[str, Any], None],
+) -> None:
+    """Of 8 KV heads, with a head of its own and with a tied one, dense and with experts."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_family(folder, family, bits)
+    whole, numbers = WholeModel(folder), random.Random(7)
+    prompts = [tuple(numbers.randrange(509) for _ in range(numbers.randint(1, 40))) for _ in range(FEW)]
+
+    async def ask(
+        shares: tuple[float, ...], use: Callable[[Engine], Awaitable[dict[str, Agreement]]]
+    ) -> dict[str, Agreement]:
+        async with running_engine(folder, 1, tmp_path, max_num_seqs=FEW, shares=shares) as (engine, _):
+            return await use(engine)
+
+    some = Expected(folder, whole, prompts, [whole.greedy(prompt, SHORT) for prompt in prompts], 0, [])
+
+    async def alone(engine: Engine) -> dict[str, Agreement]:
+        answers = (generate(engine, prompt, SHORT, SEEDED) for prompt in prompts)
+        some.seeded.extend(await asyncio.gather(*answers))
+        return {}
+
+    async def shared(engine: Engine) -> dict[str, Agreement]:
+        return {
+            "greedy, against mlx-lm": await _agree(engine, some, GREEDY),
+            "seeded, against one worker": await _agree(engine, some, SEEDED),
+        }
+
+    asyncio.run(ask((1.0,), alone))
+    _hold(asyncio.run(ask(shares, shared)), FEW * SHORT, record_property)
 
 
 def _hold(found: dict[str, Agreement], tokens: int, record_property: Callable[[str, Any], None]) -> None:

@@ -117,6 +117,7 @@ def test_tokens_are_those_that_each_request_gets_alone(
     hold_all(model, stages, (1.0,), seed, tmp_path, record_property)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["demo", "qwen3"], indirect=True)
 def test_they_are_where_ranks_share_layers(

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from tests.processes import POLL_S, Server, serving
 
+pytestmark = pytest.mark.alone
 _LONG = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "stream": True}
 
 

@@ -94,6 +94,10 @@ class Worker:
         """How long it may take to end: a rank that waits for another in a collective hears of nothing."""
         return _RANK_GRACE_S if self.assignment.tp_size > 1 else GRACE_S
 
+    async def stop(self) -> None:
+        """Where a rank hangs is known: it waits for another that has ended."""
+        await self.child.stop(self.grace_s, asks_where=self.assignment.tp_size == 1)
+
     def state(self) -> agent_pb2.WorkerState:
         return agent_pb2.WorkerState(
             instance=self.instance,
@@ -184,7 +188,7 @@ class Supervisor:
         self._workers = [worker for worker in self._workers if worker not in leaving]
         for worker in leaving:
             log.info("stopping %s, pid %d", worker.child.name, worker.child.pid)
-        await asyncio.gather(*(worker.child.stop(worker.grace_s) for worker in leaving))
+        await asyncio.gather(*(worker.stop() for worker in leaving))
         for worker in leaving:
             await worker.channel.close()
             worker.socket.unlink(missing_ok=True)

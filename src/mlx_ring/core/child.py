@@ -94,10 +94,10 @@ class ChildProcess:
         """Its end, with the reason. Any number may wait."""
         return await asyncio.shield(self._end)
 
-    async def stop(self, grace_s: float = GRACE_S) -> str:
+    async def stop(self, grace_s: float = GRACE_S, *, asks_where: bool = True) -> str:
         """End it: SIGTERM, then SIGKILL; returns the reason once the kernel has confirmed that it is gone.
 
-        One that does not heed the first is asked where it hangs before the second.
+        With `asks_where` one that does not heed the first is asked where it hangs before the second.
         """
         if not self._end.done():
             self._signal(signal.SIGTERM)
@@ -106,15 +106,12 @@ class ChildProcess:
             log.warning(
                 "%s (pid %d) did not end within %g s of SIGTERM: killing it.", self.name, self.pid, grace_s
             )
-            self._signal(SIGNAL)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.wait(), _LAST_WORDS_S)
+            if asks_where:
+                self._signal(SIGNAL)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.wait(), _LAST_WORDS_S)
             self._signal(signal.SIGKILL)
         return await self.wait()
-
-    def tell_stacks(self) -> None:
-        """Have it log where its threads are."""
-        self._signal(SIGNAL)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -55,7 +55,7 @@ class StageForward:
         rows = range(len(step.rows))
         hidden = [row for row in rows if step.rows[row].wants.hidden]
         if not hidden:
-            self._build(step, rows, "logits", passes)
+            self._build(step, rows, "own logits" if step.only_draws else "logits", passes)
             return
         logits = [row for row in rows if not step.rows[row].wants.hidden]
         if logits:

@@ -7,7 +7,7 @@ choose them, too: whatever else a model does behind its last layer has seen all 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import cast
 
 import mlx.core as mx
 from mlx import nn
@@ -34,19 +34,20 @@ class HeadTap:
         self,
         forward: Callable[[], mx.array],
         positions: mx.array | None,
-        output: Literal["logits", "hidden"],
+        *,
+        hidden_only: bool,
     ) -> mx.array:
-        """A lazy pass; with "hidden" the head's own product is never evaluated.
+        """A lazy pass.
 
         Args:
             forward: gives (batch, n, vocabulary) logits.
             positions: (p,) or (batch, p) offsets into n whose results are wanted; None: all.
-            output: which results.
+            hidden_only: what enters the head is wanted, and its own product is never evaluated.
         """
         self._positions, self._entered = positions, None
         logits = forward()
         entered, self._entered = self._entered, None
-        if output == "hidden":
+        if hidden_only:
             if entered is None:
                 raise ModelUnsupported(
                     f"{type(self._model).__module__} gives no access to its hidden states: its head was not found."

@@ -44,6 +44,11 @@ class StepInput:
     rows: list[RowInput]
     hidden: mx.array | None
 
+    @property
+    def only_draws(self) -> bool:
+        """Whether nobody wants more of the logits than the tokens that are drawn from them."""
+        return not any(row.wants.looks or row.state.opened.sampling.logprobs for row in self.rows)
+
     def begins(self) -> list[int]:
         """Where each row begins in the flat activations."""
         begins: list[int] = []

@@ -12,7 +12,7 @@ from mlx_ring.worker.forward import Pass
 from mlx_ring.worker.inputs import RowInput, StepInput
 from mlx_ring.worker.sampler import LazyLogprobs, LazySample, prompt_logprobs
 from mlx_ring.worker.sequences import LazyToken
-from mlx_ring.worker.tensor import Group
+from mlx_ring.worker.tensor import Group, SplitHead
 from mlx_ring.worker.tensors import to_message
 from mlx_ring.worker.wants import Want, offsets_of
 
@@ -56,8 +56,17 @@ class DrawnRow:
 class StepDraws:
     """The tokens that a step draws: lazy until `read`."""
 
-    def __init__(self, step: StepInput, passes: Sequence[Pass], group: Group | None = None) -> None:
-        """In a group rank 0's tokens are everybody's: ranks on unlike hardware may differ in bits."""
+    def __init__(
+        self,
+        step: StepInput,
+        passes: Sequence[Pass],
+        group: Group | None = None,
+        head: SplitHead | None = None,
+    ) -> None:
+        """In a group rank 0's tokens are everybody's: ranks on unlike hardware may differ in bits.
+
+        With `head` the passes' values are each rank's part of the logits.
+        """
         self._draws: list[_Draw] = []
         parts = [part for item in passes if (part := self._take(step, item)) is not None]
         self._sample: LazySample | None = None
@@ -70,8 +79,8 @@ class StepDraws:
             for draw in self._draws
             for offset in draw.row.wants.draws
         ]
-        self._sample = LazySample(logits, rows)
-        if group is not None:
+        self._sample = LazySample(logits, rows, head)
+        if group is not None and not self._sample.is_agreed:
             self._sample.tokens = group.from_first(self._sample.tokens)
         self._logits = logits
         self._logprobs = self._look(self._sample.tokens)

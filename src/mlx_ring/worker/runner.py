@@ -194,7 +194,8 @@ class StageRunner:
         work.inputs = self._inputs.feed(step, work.message, work.failed)
         self._forward.build(work.inputs, work.passes)
         if self._model.is_last:
-            work.draws = StepDraws(work.inputs, work.passes, self._group)
+            head = self._model.head if work.inputs.only_draws else None
+            work.draws = StepDraws(work.inputs, work.passes, self._group, head)
             return
         work.activations = flat_activations(work.passes) if work.passes else None
         if self._model.is_first and step.hand_over_tokens:

@@ -22,8 +22,9 @@ from mlx_ring.worker.cache_slots import CacheSlots, find_cache_slots
 from mlx_ring.worker.dry_run import LayerCalls, Place, take, watch_layers
 from mlx_ring.worker.head_tap import HeadTap, find_heads
 from mlx_ring.worker.overrides import override
+from mlx_ring.worker.tensor import SplitHead
 
-Output = Literal["logits", "hidden"]
+Output = Literal["logits", "own logits", "hidden"]
 _ACTIVATION_AXES = 3
 
 
@@ -125,8 +126,8 @@ class StageModel:
         self._slots: CacheSlots = find_cache_slots(calls, layers, self._make_caches)
         self._cut(originals, calls)
         self._tap = HeadTap(model, self._heads) if self.is_last else None
-        self.gather: Callable[[mx.array], mx.array] | None = None
-        """Makes of the head's output the logits of the whole vocabulary, where other ranks compute parts of them."""
+        self.head: SplitHead | None = None
+        """Puts together what the ranks' heads give, where other ranks compute parts of the logits."""
 
     def needs(self, path: str) -> bool:
         """Whether the stage computes with the parameter at `path`, as `model.parameters()` names it."""
@@ -178,11 +179,11 @@ class StageModel:
             caches: one for each of `make_layer_caches`, with mlx-lm's cache interface.
             positions: (p,) or (batch, p) offsets into n whose results are wanted; None: all. Last stage only.
             offset: position of the first token, one for all rows or (batch,).
-            output: on the last stage, logits or what enters the model's head.
+            output: on the last stage, logits, those of this rank's tokens alone, or what enters the model's head.
 
         Returns:
-            (batch, n, hidden) activations; on the last stage (batch, p, vocabulary) logits or
-            (batch, p, hidden).
+            (batch, n, hidden) activations; on the last stage (batch, p, vocabulary) logits,
+            (batch, p, own tokens of the vocabulary) of them, or (batch, p, hidden).
         """
         passage = self._passage
         passage.hidden = None if hidden is None else hidden.astype(self.dtype)
@@ -190,14 +191,14 @@ class StageModel:
             full = self._slots.complete(caches, offset)
             run = cast("Callable[..., Any]", self.model)
             result = (
-                self._tap.run(lambda: run(tokens, cache=full), positions, output)
+                self._tap.run(lambda: run(tokens, cache=full), positions, hidden_only=output == "hidden")
                 if self._tap is not None
                 else run(tokens, cache=full)
             )
             if passage.taken is None or passage.entered != (hidden is not None):
                 raise ModelUnsupported(f"{type(self.model).__module__} does not call its layers one by one.")
             if self.is_last:
-                return result if self.gather is None or output == "hidden" else self.gather(result)
+                return self.head.logits(result) if self.head is not None and output == "logits" else result
             if passage.taken.ndim != _ACTIVATION_AXES:
                 raise ModelUnsupported(
                     f"{type(self.model).__module__} hands on arrays of shape {passage.taken.shape} between its layers, "

@@ -194,8 +194,7 @@ def _join_links(
 
 def _divide(shares: Sequence[TensorShare], group: Group, stage: StageModel) -> None:
     """Leave the stage this rank's part."""
-    head = split(stage.model, shares, group, looks_up=stage.is_first)
-    stage.gather = head.logits
+    stage.head = split(stage.model, shares, group, looks_up=stage.is_first)
 
 
 def _warm_up(model: StageModel, kv: KVStore) -> None:

@@ -24,9 +24,10 @@ from mlx_lm.utils import load_model  # noqa: E402 # pyright: ignore[reportUnknow
 
 from mlx_ring.core.model_folder import ModelFolder, read_model_folder  # noqa: E402
 from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out  # noqa: E402
-from mlx_ring.core.types import LayerRange  # noqa: E402
+from mlx_ring.core.types import LayerRange, MemberRange  # noqa: E402
 from mlx_ring.worker.kv import KVStore  # noqa: E402
 from mlx_ring.worker.loading import load_stage  # noqa: E402
+from mlx_ring.worker.sampler import LazySample, Parameters, SamplerRow  # noqa: E402
 from mlx_ring.worker.shard import StageModel  # noqa: E402
 from mlx_ring.worker.tensor import Group, SplitHead, split  # noqa: E402
 
@@ -84,10 +85,9 @@ def _run_split(case: dict[str, Any], group: Group, note: Callable[[Any], None]) 
     head, arrays = stages.heads[-1], dict[str, mx.array]()
     for number, rows in enumerate(case["steps"]):
         own = stages.step(rows)
-        arrays |= {f"logits{number}": head.logits(own), f"best{number}": head.best(own)}
-        # Neither hangs on the other, so that no order is given to them.
-        mx.eval(arrays[f"logits{number}"])
-        mx.eval(arrays[f"best{number}"])
+        together = {f"logits{number}": head.logits(own), f"best{number}": head.best(own)}
+        mx.eval(together)
+        arrays |= together
     return arrays
 
 
@@ -120,14 +120,38 @@ def _run_group(group: Group) -> Arrays:
     }
     for dtype in (mx.int32, mx.uint32, mx.float32, mx.float16, mx.bfloat16):
         arrays[f"first {dtype}"] = group.from_first(number.astype(dtype))
-    for array in arrays.values():
-        mx.eval(array)
-    return arrays
+    mx.eval(arrays)
+    return arrays | _draws(group)
 
 
-def _neighbours(widths: Sequence[int]) -> list[Any]:
-    from mlx_ring.core.types import MemberRange  # noqa: PLC0415
+def _draws(group: Group) -> Arrays:
+    """Tokens that are drawn from parts of the logits, and from all of them."""
+    vocabulary, heads = 300, _neighbours([10, *[290 // (group.size - 1)] * (group.size - 1)])
+    heads[-1] = MemberRange(heads[-1].start, vocabulary)
+    mx.random.seed(3)
+    logits, own = mx.random.normal((len(_ROWS), vocabulary)), heads[group.rank]
+    parts = LazySample(logits[:, own.start : own.end], _ROWS, SplitHead(group, heads))
+    return {"drawn": mx.array(parts.read()[0]), "drawn alone": mx.array(LazySample(logits, _ROWS).read()[0])}
 
+
+def _row(**parameters: Any) -> SamplerRow:
+    history = [17, 250, 250, 4]
+    return SamplerRow(Parameters(**parameters), 5, len(history), history, 1, frozenset({9, 299}))
+
+
+_ROWS = [
+    _row(),
+    _row(temperature=1.0),
+    _row(logit_bias=((299, 50.0),)),
+    _row(temperature=0.7, top_p=0.8),
+    _row(logit_bias=((299, 50.0),), min_tokens=9, frequency_penalty=1.5),
+    _row(logit_bias=((3, 50.0),), repetition_penalty=1.5),
+    _row(temperature=1.2, top_k=30, min_p=0.01),
+]
+"""Of every kind; a bias makes sure that the first, or the last, rank has the best token."""
+
+
+def _neighbours(widths: Sequence[int]) -> list[MemberRange]:
     begins = [sum(widths[:index]) for index in range(len(widths))]
     return [MemberRange(begin, begin + width) for begin, width in zip(begins, widths, strict=True)]
 

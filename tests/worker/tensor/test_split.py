@@ -232,6 +232,17 @@ def test_every_rank_gets_the_array_of_the_first(ran: Ran, size: int) -> None:
     assert all(array.tolist() == [1] for array in found.values())
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_of_every_kind_draw_from_parts_of_the_logits_what_they_draw_from_all(
+    ran: Ran, size: int
+) -> None:
+    found = ran.arrays(GROUP, size)
+    alone = cast("list[int]", found["drawn alone"].tolist())
+    assert found["drawn"].tolist() == alone
+    assert (alone[2], alone[5]) == (299, 3)
+    assert alone[4] != 299
+
+
 def expected_bytes(folder: ModelFolder, share: TensorShare, *, tied: bool) -> float:
     """What of a model's tensors a rank must hold."""
     sizes = read_tensor_sizes(folder)

@@ -28,8 +28,8 @@ class _Edits:
     barred: list[bool] = field(default_factory=list[bool])
 
 
-def adjust(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
-    """Applies to (rows, vocabulary) float32, in this order and for each row alone.
+def adjust(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.array:
+    """Applies to (rows, tokens) float32, in this order and for each row alone; `first` is the first token's id.
 
     - Logit bias is added (OpenAI).
     - The logits of tokens in prompt and answer are divided by the repetition penalty where positive, else
@@ -38,13 +38,13 @@ def adjust(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
       0, are subtracted (OpenAI).
     - The EOS set is -inf while the answer is shorter than `min_tokens`.
 
-    Tokens that the vocabulary does not have are passed over.
+    Tokens that have no logit there are passed over.
     """
-    vocabulary = logits.shape[1]
+    width = logits.shape[1]
     edits = _Edits()
     for index, row in enumerate(rows):
         if _changes(row):
-            _collect(edits, index * vocabulary, vocabulary, row)
+            _collect(edits, index * width - first, range(first, first + width), row)
     if not edits.place:
         return logits
     flat = mx.flatten(logits)
@@ -63,7 +63,7 @@ def _changes(row: SamplerRow) -> bool:
     return sampling.penalises or bool(sampling.logit_bias) or bool(sampling.min_tokens and row.eos)
 
 
-def _collect(edits: _Edits, offset: int, vocabulary: int, row: SamplerRow) -> None:
+def _collect(edits: _Edits, offset: int, ids: range, row: SamplerRow) -> None:
     sampling = row.sampling
     bias = dict(sampling.logit_bias)
     barred = row.eos if row.position - row.prompt_length < sampling.min_tokens else frozenset[int]()
@@ -74,7 +74,7 @@ def _collect(edits: _Edits, offset: int, vocabulary: int, row: SamplerRow) -> No
     if sampling.repetition_penalty != 1.0:
         repeated.update(row.tokens[: row.position])
     changed = repeated | answer.keys() | bias.keys() | barred
-    tokens = [token for token in changed if 0 <= token < vocabulary]
+    tokens = [token for token in changed if token in ids]
     edits.place += [offset + token for token in tokens]
     edits.bias += [bias.get(token, 0.0) for token in tokens]
     edits.factor += [sampling.repetition_penalty if token in repeated else 1.0 for token in tokens]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mlx_ring.worker.sampler.parameters import SamplerRow
+    from mlx_ring.worker.tensor import SplitHead
 
     _Draw = Callable[[mx.array, Sequence[SamplerRow]], mx.array]
 
@@ -43,13 +44,22 @@ class LazySample:
     `read` draws it again, and what was computed from its lazy token is void.
     """
 
-    def __init__(self, logits: mx.array, rows: Sequence[SamplerRow]) -> None:
+    def __init__(self, logits: mx.array, rows: Sequence[SamplerRow], head: SplitHead | None = None) -> None:
+        """With `head` the logits are this rank's part of the vocabulary; all of it is only put together for rows with noise."""
         self._in_doubt: _InDoubt | None = None
-        adjusted = adjust(logits.astype(mx.float32), rows)
+        adjusted = adjust(logits.astype(mx.float32), rows, head.first if head is not None else 0)
         parts: list[tuple[list[int], mx.array]] = []
-        for kind, chosen in _kinds(rows, logits.shape[1]).items():
+        kinds = _kinds(rows, head.vocabulary if head is not None else logits.shape[1])
+        self.is_agreed = head is not None and kinds.keys() == {draw.greedy}
+        """Whether every rank has the same tokens, whatever it runs on: they come of comparisons alone."""
+        for kind, chosen in kinds.items():
             theirs = draw.take(adjusted, chosen)
             members = [rows[index] for index in chosen]
+            if head is not None and kind is draw.greedy:
+                parts.append((chosen, head.best(theirs)))
+                continue
+            if head is not None:
+                theirs = head.logits(theirs)
             if kind is draw.among_largest:
                 tokens, settled = draw.among_few(theirs, members)
                 if settled is not None:

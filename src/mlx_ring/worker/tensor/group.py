@@ -1,7 +1,9 @@
 """The ranks of one stage, and what they do together.
 
-Everything here is lazy, and matches by order: each rank must build the same collectives and have them evaluated in the
-same order. Where one fails the group is of no use any more; a process that was in it ends.
+Everything here is lazy, and matches by order: each rank must build the same collectives in the same order. They are
+computed in that order too, for each waits for the one that was built before it: MLX alone orders what hangs together,
+and two graphs that differ in a node may be walked in different ways. Where a collective fails the group is of no use any
+more; a process that was in it ends.
 """
 
 from __future__ import annotations
@@ -19,10 +21,16 @@ class Group:
         self._joined = joined
         self.rank = joined.rank()
         self.size = joined.size()
+        self._last: mx.array | None = None
+        """What the last collective that was built gives."""
 
     def all_sum(self, array: mx.array) -> mx.array:
         """The sum of all ranks' arrays, bit for bit the same on each."""
-        return mx.distributed.all_sum(array, group=self._joined)
+        self._last = mx.distributed.all_sum(self._in_turn(array), group=self._joined)
+        return self._last
+
+    def _in_turn(self, array: mx.array) -> mx.array:
+        return array if self._last is None else cast("mx.array", mx.depends(array, self._last))
 
     def all_gather(self, array: mx.array, widths: Sequence[int]) -> mx.array:
         """All ranks' arrays side by side along the last axis, in rank order.
@@ -39,11 +47,9 @@ class Group:
 
     def stack(self, array: mx.array) -> mx.array:
         """(ranks, ...): all ranks' arrays, which have one shape."""
-        return mx.distributed.all_gather(array[None], group=self._joined)
+        self._last = mx.distributed.all_gather(self._in_turn(array[None]), group=self._joined)
+        return self._last
 
     def from_first(self, array: mx.array) -> mx.array:
         """Rank 0's array. Others give one of the same shape and type, whose content does not matter."""
-        if self.rank:
-            # What it stands for must come first here too, with the collectives in it: they match by order.
-            array = cast("mx.array", mx.depends(mx.zeros_like(array), array))
-        return self.all_sum(array)
+        return self.all_sum(mx.zeros_like(array) if self.rank else array)

@@ -23,7 +23,9 @@ class SplitHead:
         """`vocabulary` is every rank's part, in order."""
         self._group = group
         self._widths = [len(extent) for extent in vocabulary]
-        self._begin = vocabulary[group.rank].start
+        self.first = vocabulary[group.rank].start
+        """This rank's first token."""
+        self.vocabulary = vocabulary[-1].end
 
     def logits(self, own: mx.array) -> mx.array:
         """(..., vocabulary), on every rank."""
@@ -34,7 +36,7 @@ class SplitHead:
 
         Two numbers a rank and position go round, where `logits` takes the whole vocabulary.
         """
-        ids = mx.argmax(own, axis=-1).astype(mx.int32) + self._begin
+        ids = mx.argmax(own, axis=-1).astype(mx.int32) + self.first
         values = mx.max(own, axis=-1).astype(mx.float32)
         found = self._group.stack(mx.stack([values.view(mx.int32), ids]))
         first = mx.argmax(found[:, 0].view(mx.float32), axis=0, keepdims=True)
