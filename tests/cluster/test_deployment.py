@@ -31,6 +31,7 @@ class _Node:
                 port=4000 + one.rank,
                 group_port=5000 + one.stage + one.rank,
                 group_host=one.group_host or "127.0.0.1",
+                means=worker_pb2.GroupMeans(backends=["ring"]),
             )
             for one in assignments
         ]

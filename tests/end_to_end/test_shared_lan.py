@@ -42,10 +42,10 @@ def whole(model: Path) -> WholeModel:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
-    """Three machines: the head, one that trusts the second network, and one that trusts none."""
+    """Five machines. All but the last, once they have joined, trust the second network."""
     skip_without_namespaces()
     with ExitStack() as stack:
-        cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 3, fast=True)
+        cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 5, fast=True)
         for machine in cluster.machines:
             give_profile(machine.state)
         cluster.join_flags = TRUSTED
@@ -75,15 +75,17 @@ def tokens_of(cluster: LanCluster, server: Server, count: int = 48) -> list[int]
     return cluster.tokens(server, {"prompt": PROMPT, "max_tokens": count})
 
 
-def check_captured(cluster: LanCluster, server: Server, whole: WholeModel) -> None:
+def check_captured(cluster: LanCluster, server: Server, whole: WholeModel, machines: int = 2) -> None:
     """What the model says is mlx-lm's, and what its machines say for it in the clear stays on the second network."""
-    head, other = cluster.machines[:2]
-    connections = collectives_of(head)
-    assert connections == collectives_of(other) != set()
-    with capturing(head) as here, capturing(other) as there:
+    ends = [(machine, found) for machine in cluster.machines if (found := collectives_of(machine))]
+    connections = set[Ports]().union(*(found for _, found in ends))
+    assert len(ends) == machines
+    assert sum(len(found) for _, found in ends) == 2 * len(connections)
+    with ExitStack() as stack:
+        captures = [stack.enter_context(capturing(machine)) for machine, _ in ends]
         tokens = tokens_of(cluster, server)
     assert whole.strays(PROMPT, tokens) == []
-    for capture in (here, there):
+    for capture in captures:
         assert capture.bytes_on("fast0", connections) > len(tokens) * 100
         assert capture.bytes_elsewhere("fast0", connections) == 0
 
@@ -149,10 +151,23 @@ def test_stages_on_two_machines_are_linked_over_that_network(
     assert ring.stop() == 0
 
 
+def test_two_stages_are_shared_by_two_machines_each(
+    cluster: LanCluster, server: Server, whole: WholeModel
+) -> None:
+    server.stop()
+    hybrid = cluster.serve(4, "--tp-shares", "1,1", *FLAGS, joining=cluster.machines[2:4])
+    check_captured(cluster, hybrid, whole, machines=4)
+    (instance,) = cluster.get(hybrid, "/cluster/status")["instances"]
+    on = [[rank["node"] for rank in stage["ranks"]] for stage in instance["stages"]]
+    assert len({node for stage in on for node in stage}) == 4
+    assert [len(stage) for stage in on] == [2, 2]
+    assert hybrid.stop() == 0
+
+
 def test_a_machine_that_trusts_no_interface_is_joined_to_no_group(
     cluster: LanCluster, server: Server
 ) -> None:
     server.stop()
     cluster.join_flags = ()
     with pytest.raises(AssertionError, match=r"names none\. Start it with --trusted-interface"):
-        cluster.serve(3, "--strategy", "uniform", "--link", "ring", *FLAGS, joining=[cluster.machines[2]])
+        cluster.serve(5, "--strategy", "uniform", "--link", "ring", *FLAGS, joining=cluster.machines[4:])

@@ -108,6 +108,7 @@ class AgentFront:
             if request.only_fetch:
                 return
             check_ways(request.assignments, self._supervisor.trusted)
+            await self._supervisor.give_places(instance, request.assignments)
             async for progress in load_workers(workers, request, self._load_timeout_s):
                 yield progress
         except (RingError, OSError) as error:
@@ -208,4 +209,5 @@ def _started(worker: Worker) -> agent_pb2.StartedWorker:
         port=told.port,
         group_port=told.group_port,
         group_host=told.group_host,
+        means=told.means,
     )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mlx_ring.agent.fetched_models import FetchedModels
 from mlx_ring.agent.front import AgentFront
 from mlx_ring.agent.link_store import LinkStore
 from mlx_ring.agent.links import LinkFront, make_responder
+from mlx_ring.agent.orphans import end_orphans
 from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
 from mlx_ring.agent.profiling import ProfileOptions
 from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
@@ -109,7 +111,11 @@ async def serve_as_member(options: MemberOptions) -> None:
     await server.start()
     responder.start()
 
+    heard_s = time.monotonic()
+
     def revoke(serials: tuple[str, ...]) -> None:
+        nonlocal heard_s
+        heard_s = time.monotonic()
         if serials != supervisor.revoked:
             supervisor.revoke(serials)
             revoked.replace(serials)
@@ -120,12 +126,15 @@ async def serve_as_member(options: MemberOptions) -> None:
     attending = asyncio.create_task(
         attend_for_ever(options.head, credentials, who, revoke), name="attendance"
     )
-    renewing = asyncio.create_task(_renew_in_time(options.head, folder), name="renewal")
+    beside = (
+        asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
+        asyncio.create_task(end_orphans(supervisor, lambda: heard_s), name="orphans"),
+    )
     try:
         await _until_asked_or_done(attending, front.asked_to_stop)
     finally:
-        attending.cancel()
-        renewing.cancel()
+        for task in (attending, *beside):
+            task.cancel()
         await supervisor.stop()
         responder.stop(None)
         await server.stop(grace=0.5)

@@ -7,7 +7,7 @@ to the next rank leaves by such a one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlx_ring.core.errors import ConfigError, PlanError
@@ -63,7 +63,7 @@ def check_hosts(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust)
 
 def check_ways(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) -> None:
     """Raises `PlanError` where a rank would reach the next one of its group by another interface than a trusted one."""
-    nexts = {host for one in assignments if (host := _next_host(one)) not in {"", LOOPBACK}}
+    nexts = {host for one in assignments for host in _next_hosts(one)} - {LOOPBACK}
     if not nexts:
         return
     allowed = {one.address for one in trust.now()[0]}
@@ -74,17 +74,19 @@ def check_ways(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) 
             raise PlanError(
                 f"This machine has no way to {host}, where the next rank listens: {error.strerror}."
             ) from error
-        if source not in allowed:
+        # To an address of this machine itself nothing leaves it.
+        if source not in {host, *allowed}:
             raise PlanError(
                 f"This machine's way to {host}, where the next rank listens, leaves by {source}, which no {FLAG} names: "
                 "see its routes, and that no two interfaces have the same network."
             )
 
 
-def _next_host(assignment: worker_pb2.StageAssignment) -> str:
-    """Of the rank that this one connects to."""
-    places: Sequence[tuple[int, int]] = joined_ranks(assignment)
-    if not places:
-        return ""
+def _next_hosts(assignment: worker_pb2.StageAssignment) -> set[str]:
+    """Of the rank that this one connects to; between commas where it has several."""
+    places = joined_ranks(assignment)
+    if not places or not assignment.group:
+        return set()
     own = places.index((assignment.stage, assignment.rank))
-    return assignment.group[(own + 1) % len(places)].rpartition(":")[0] if assignment.group else ""
+    listens = assignment.group[(own + 1) % len(places)]
+    return {address.rpartition(":")[0] for address in listens.split(",")}

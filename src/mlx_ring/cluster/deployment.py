@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
+from mlx_ring.cluster.group_backend import settle_backend
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.trusted_interfaces import TrustedInterface
 from mlx_ring.rpc.joined_ranks import joined_ranks
@@ -169,7 +170,10 @@ def _filled(
     before = workers[(assignment.stage - 1) % assignment.stages, 0][1]
     if before is not site:
         filled.previous_node = before.node
-    filled.group.extend(_group_address(workers[place][0]) for place in joined_ranks(assignment))
+    joined = [workers[place] for place in joined_ranks(assignment)]
+    if not filled.group:
+        filled.group.extend(_group_address(worker) for worker, _ in joined)
+    settle_backend(filled, [(worker, other.node) for worker, other in joined])
     return filled
 
 

@@ -138,11 +138,14 @@ def make_assignments(
     kv_bits: int = 0,
     link_compression: str = "auto",
     link: str = "",
+    backend: str = "",
+    group: Sequence[str] = (),
     wishes: str = "",
 ) -> tuple[worker_pb2.StageAssignment, ...]:
     """A plan's stages as messages, in order of stage and rank.
 
-    Addresses are filled in when workers are there; `wishes` is from `cut_wishes`.
+    Addresses are filled in when workers are there; `wishes` is from `cut_wishes`, `group` is where workers are to listen for those that
+    MLX joins them with, where that is asked for.
     """
     digest = plan_digest(cut, dtype, model_digest, kv_bits, wishes)
     return tuple(
@@ -163,6 +166,8 @@ def make_assignments(
             kv_bits=kv_bits,
             link_compression=link_compression,
             link=link,
+            backend=backend,
+            group=group,
         )
         for stage, (layers, shares) in enumerate(zip(cut.ranges, cut.shares, strict=True))
         for rank in range(len(shares))

@@ -28,6 +28,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from mlx_ring.core.backends import BACKENDS
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.old_names import strategy_of_today
 
@@ -224,6 +225,14 @@ class Settings(BaseSettings):
         "grpc",
         description="What carries activations from stage to stage: gRPC, or a collective of MLX's (allreduce is a sum over its ring).",
     )
+    backend: Literal["auto", "ring", "mpi", "jaccl", "nccl"] = Field(
+        "auto",
+        description="MLX's backend for workers that share layers or are linked by collectives; auto is the best that they have.",
+    )
+    hostfile: Path | None = Field(
+        None,
+        description="One of MLX's hostfiles: as many workers as it has hosts, which are this machine, at the ports that it names.",
+    )
     request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = Field(
         None, description="Seconds that a request may take in all; it then ends with an error."
     )
@@ -413,6 +422,7 @@ def _check_trust(settings: Settings, wish: str) -> None:
 def check_link(settings: Settings) -> None:
     """Raises `ConfigError` where stages cannot be linked as asked."""
     link, stages, ranks = settings.link, settings.stages, len(rank_shares(settings))
+    _check_backend(settings, ranks)
     if link == "grpc":
         return
     if settings.nodes > 1:
@@ -437,6 +447,36 @@ def check_link(settings: Settings) -> None:
             f"--link {link} {_LINKS_OF_TWO[link]}, so it joins two stages, and {stages} were asked for: "
             "use --link ring or grpc."
         )
+
+
+def _check_backend(settings: Settings, ranks: int) -> None:
+    """Raises `ConfigError` where MLX would join nothing, or the link is another backend's."""
+    backend, link = settings.backend, settings.link
+    if backend == "auto":
+        return
+    if ranks == 1 and link == "grpc":
+        raise ConfigError(
+            f"--backend {backend} joins workers that share layers, or stages that collectives link, and there are none: "
+            "add --tp 2 or --link allreduce, or leave --backend out."
+        )
+    if link in BACKENDS and link != backend:
+        raise ConfigError(
+            f"--link {link} is over MLX's backend {link}, and --backend is {backend}: leave one of them out."
+        )
+    if link == "allreduce" and backend == "jaccl":
+        raise ConfigError(
+            "--link allreduce is for backends that cannot send, and jaccl can: use --link jaccl."
+        )
+    if settings.nodes > 1 and backend in {"mpi", "nccl"}:
+        raise ConfigError(
+            f"--backend {backend} joins workers of one machine, and --nodes is {settings.nodes}: use ring or jaccl, or leave "
+            "--backend out."
+        )
+
+
+def library_variable(name: str) -> str:
+    """What a library of this process would read of the environment; empty where nothing is set."""
+    return os.environ.get(name, "")
 
 
 def set_for_libraries(variables: Mapping[str, str]) -> None:

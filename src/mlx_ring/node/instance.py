@@ -15,8 +15,10 @@ from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
 from mlx_ring.cluster.placement import Cut, cut_wishes, make_assignments
 from mlx_ring.cluster.planner.forecast import Forecast
+from mlx_ring.core.backends import AUTO
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.named_group import named_addresses
 from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
@@ -306,6 +308,8 @@ def assign(
         kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
         link_compression=settings.link_compression,
         link=settings.link,
+        backend=settings.backend if settings.backend != AUTO else "",
+        group=named_addresses(settings),
         wishes=cut_wishes(settings),
     )
 

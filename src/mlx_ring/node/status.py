@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlx_ring.api.ops.status import (
+    GroupStatus,
     InstanceState,
     InstanceStatus,
     LeftOutStatus,
@@ -117,6 +118,9 @@ def _stage(view: InstanceView, stage: int) -> StageStatus:
             for worker in view.workers
             if worker.stage == stage
         ],
+        group=GroupStatus(backend=worker.group.backend, why=worker.group.why)
+        if worker and worker.group
+        else None,
         times=_times(view.forecast, stage, view.times),
     )
 

@@ -178,6 +178,14 @@ class RankStatus(_Said):
     used: UsedMemory
 
 
+class GroupStatus(_Said):
+    """What joins a stage's workers, or the stages, where they share layers or links are collectives."""
+
+    backend: str
+    """MLX's name for it."""
+    why: str
+
+
 class StageStatus(_Said):
     """A half-open range of layers, on a node. What is told of one worker is told of the first."""
 
@@ -193,6 +201,8 @@ class StageStatus(_Said):
     memory: StageMemory
     ranks: list[RankStatus]
     """Every worker of the stage that is there; several share its layers."""
+    group: GroupStatus | None
+    """Null where MLX joins no workers."""
     times: StageTimesStatus
     """While nothing was measured, the prediction for one row stands alone, with 0 steps."""
 

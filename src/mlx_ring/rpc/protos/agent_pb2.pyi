@@ -26,7 +26,7 @@ class StartReply(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[StartedWorker, _Mapping]]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class StartedWorker(_message.Message):
-    __slots__ = ("stage", "rank", "pid", "address", "port", "group_port", "group_host")
+    __slots__ = ("stage", "rank", "pid", "address", "port", "group_port", "group_host", "means")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class StartedWorker(_message.Message):
     PORT_FIELD_NUMBER: _ClassVar[int]
     GROUP_PORT_FIELD_NUMBER: _ClassVar[int]
     GROUP_HOST_FIELD_NUMBER: _ClassVar[int]
+    MEANS_FIELD_NUMBER: _ClassVar[int]
     stage: int
     rank: int
     pid: int
@@ -41,7 +42,8 @@ class StartedWorker(_message.Message):
     port: int
     group_port: int
     group_host: str
-    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., port: _Optional[int] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ...) -> None: ...
+    means: _worker_pb2.GroupMeans
+    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., port: _Optional[int] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., means: _Optional[_Union[_worker_pb2.GroupMeans, _Mapping]] = ...) -> None: ...
 
 class LoadStagesRequest(_message.Message):
     __slots__ = ("hello", "model_path", "assignments", "weights", "peers", "only_fetch")
