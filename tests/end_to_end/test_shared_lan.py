@@ -96,6 +96,8 @@ def test_two_machines_share_every_layer_and_speak_of_it_on_the_network_that_both
     check_captured(cluster, server, whole)
     (instance,) = cluster.get(server, "/cluster/status")["instances"]
     (stage,) = instance["stages"]
+    told = {node["id"]: node["trusted"] for node in cluster.get(server, "/cluster/status")["nodes"]}
+    assert told[cluster.machines[1].node] == ["fast0 (10.88.0.2)"]
     nodes = [machine.node for machine in cluster.machines[:2]]
     assert [rank["node"] for rank in stage["ranks"]] == nodes
     assert "go over fast0 (10.88.0.1) in the clear" in cluster.head.log("agent")

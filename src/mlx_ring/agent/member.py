@@ -154,6 +154,8 @@ async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
 
 
 def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:
+    if problem := options.trust.now()[1]:
+        log.warning("%s It may come later.", problem)
     return Supervisor(
         WorkerOptions(
             node=options.node,

@@ -298,6 +298,7 @@ def _node(
         stages=_stages_on(member.node, instances),
         memory=_memory(member, instances),
         profile=_profile(member.profile),
+        trusted=[*map(str, member.trusted), *([member.trusted_problem] if member.trusted_problem else [])],
         versions=dict(member.versions),
     )
 
@@ -316,6 +317,7 @@ def _alone(own: str, instances: Sequence[InstanceView], versions: Mapping[str, s
         stages=_stages_on(own, instances),
         memory=None,
         profile=None,
+        trusted=[],
         versions=dict(versions),
     )
 

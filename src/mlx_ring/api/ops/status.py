@@ -84,6 +84,8 @@ class NodeStatus(_Said):
     memory: NodeMemory | None
     """Null where no profile is kept."""
     profile: ProfileStatus | None
+    trusted: list[str]
+    """Interfaces with their addresses on which its owner lets MLX's collectives go to other machines, or why one is not there."""
     versions: dict[str, str]
     """Of packages, by name."""
 
