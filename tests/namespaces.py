@@ -88,10 +88,11 @@ class Host:
         """Pull a cable."""
         _ip("-n", self.namespace, "link", "set", cable, "down")
 
-    def mend(self) -> None:
-        """Put its cable back. Its IPv6 address went with it."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "up")
-        _ip("-n", self.namespace, "addr", "replace", f"{self.address6}/64", "dev", "eth0")
+    def mend(self, cable: str = "eth0") -> None:
+        """Put a cable back. The IPv6 address went with it."""
+        _ip("-n", self.namespace, "link", "set", cable, "up")
+        if cable == "eth0":
+            _ip("-n", self.namespace, "addr", "replace", f"{self.address6}/64", "dev", cable)
 
 
 def skip_without_namespaces() -> None:

@@ -115,7 +115,12 @@ def cut_off(cluster: LanCluster) -> None:
     cluster.machines[1].host.cut()
 
 
-@pytest.mark.parametrize("trouble", [kill, stop, cut_off])
+def pull_the_trusted_cable(cluster: LanCluster) -> None:
+    """Both machines go on attending; what they say to each other of layers does not arrive."""
+    cluster.machines[1].host.cut("fast0")
+
+
+@pytest.mark.parametrize("trouble", [kill, stop, cut_off, pull_the_trusted_cable])
 def test_a_rank_or_a_machine_that_is_lost_in_mid_answer_takes_the_group_along_and_all_comes_back(
     cluster: LanCluster, server: Server, whole: WholeModel, trouble: Callable[[LanCluster], None]
 ) -> None:
@@ -133,7 +138,8 @@ def test_a_rank_or_a_machine_that_is_lost_in_mid_answer_takes_the_group_along_an
     assert error["code"] in {"worker_lost", "worker_stuck", "node_lost"}, error
     wait_for_health(cluster, server, 200)
     assert whole.strays(PROMPT, tokens_of(cluster, server)) == []
-    cluster.machines[1].host.mend()
+    for cable in ("eth0", "fast0"):
+        cluster.machines[1].host.mend(cable)
     assert not psutil.wait_procs(before, timeout=60)[1], "nothing of the group is left"
 
 
