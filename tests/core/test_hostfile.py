@@ -10,7 +10,7 @@ import pytest
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.hostfile import load_hostfile, read_hostfile
-from mlx_ring.core.named_group import named_addresses, with_named_group
+from mlx_ring.core.named_group import named_addresses, named_machines, with_named_group
 from mlx_ring.core.rdma import as_json, part_of
 
 PAIR: list[dict[str, object]] = [
@@ -123,6 +123,17 @@ def test_there_are_as_many_ranks_as_hosts_at_the_ports_that_the_file_names(tmp_p
     assert (free.tp, free.backend, named_addresses(free)) == (2, "mpi", ())
 
 
+def test_a_cluster_takes_devices_and_the_backend_of_a_file_and_no_ranks(tmp_path: Path) -> None:
+    given = settings(tmp_path, {"backend": "jaccl", "hosts": PAIR}, nodes=2, tp=2)
+    found = with_named_group(given)
+    assert (found.tp, found.backend, named_addresses(found)) == (2, "jaccl", ())
+    machines = named_machines(found)
+    assert machines is not None
+    assert machines.rdma == (((), ("rdma_en2",)), (("rdma_en3",), ()))
+    assert with_named_group(given.model_copy(update={"tp": 1})).backend == "auto", "nothing is joined"
+    assert named_machines(settings(tmp_path, RING)) is None
+
+
 @pytest.mark.parametrize(
     ("content", "more", "said"),
     [
@@ -134,7 +145,13 @@ def test_there_are_as_many_ranks_as_hosts_at_the_ports_that_the_file_names(tmp_p
             "rdma leads to other machines",
         ),
         (HERE, {"tp": 3}, "names 2 ranks, and 3 are asked for"),
-        (HERE, {"nodes": 2}, "names workers of this machine, and --nodes is 2"),
+        (RING, {"nodes": 2}, "names workers of this machine, and --nodes is 2"),
+        (HERE, {"nodes": 2}, "tells neither `rdma` nor `backend`"),
+        (
+            {"hosts": PAIR, "envs": ["A=1"]},
+            {"nodes": 2},
+            "has A under `envs`, which reaches no other machine",
+        ),
         (RING, {"more_models": "b"}, "names ports for one group of workers, and there would be 2"),
         (RING, {"stages": 2, "tp": 2}, "names ports for one group of workers, and there would be 2"),
     ],
