@@ -68,6 +68,7 @@ class RankCosts:
         self._head_bytes = round(layers.model.head_bytes * part.vocabulary)
         weights = self._by_layer([layer.weight_bytes for layer in self._kinds])
         kv = self._by_layer([held_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
+        self._seconds: dict[tuple[int, int], Table] = {}
         self._weights_before, self._kv_before = _before(weights), _before(kv)
 
     def _by_layer(self, values: list[float]) -> Table:
@@ -75,6 +76,11 @@ class RankCosts:
 
     def seconds_before(self, rows: int, context_tokens: int) -> Table:
         """By layer: computing all before it, what the model ends with as if it stood in the last one."""
+        if (rows, context_tokens) not in self._seconds:
+            self._seconds[rows, context_tokens] = self._sum_seconds(rows, context_tokens)
+        return self._seconds[rows, context_tokens]
+
+    def _sum_seconds(self, rows: int, context_tokens: int) -> Table:
         model, rate = self._model, self.node.rate(self._model.weights)
         each = self._by_layer(
             [

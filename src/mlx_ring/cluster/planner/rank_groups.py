@@ -226,7 +226,11 @@ def quick_group(
 ) -> RankGroup:
     """With shares by which all ranks take as long, or in proportion to memory, whatever the layers."""
     if by_memory:
-        room = np.array([float(max(1, node.usable_bytes - node.process_bytes)) for node in nodes])
+        layers = len(shared.model.layers)
+        whole = [shared.bounds(node)[0].memory_bytes(0, layers) for node in nodes]
+        room = np.array(
+            [float(max(1, node.usable_bytes - held)) for node, held in zip(nodes, whole, strict=True)]
+        )
         return group_of(shared, nodes, _in_parts(room / room.sum()), ring)
     layers = len(shared.model.layers)
     shares = _even_times(

@@ -128,7 +128,11 @@ class SharedLayers:
             yield from combinations(self._places, size)
 
     def _whole(self, members: Sequence[int]) -> RankGroup | None:
-        ring = self._rings.among(members) if 1 < len(members) <= self._shared.most_ranks else None
+        if not 1 < len(members) <= self._shared.most_ranks:
+            return None
+        if (quick := self._quick(tuple(members))) and quick[0].fits(0, self._layers):
+            return quick[0]
+        ring = self._rings.among(members)
         if ring is None:
             return None
         nodes = [self._cluster.nodes[place] for place in ring.nodes]
