@@ -18,6 +18,10 @@ def rank(host: str, *group: str) -> worker_pb2.StageAssignment:
     )
 
 
+def loopback(_host: str) -> str:
+    return "127.0.0.1"
+
+
 @pytest.mark.parametrize("host", ["", "127.0.0.1"])
 def test_loopback_needs_no_trust(host: str) -> None:
     check_hosts([rank(host)], Trust())
@@ -31,12 +35,16 @@ def test_a_rank_does_not_listen_where_nothing_was_named(trust: Trust) -> None:
 
 
 def test_a_rank_does_not_reach_the_next_by_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [rank("", "127.0.0.1:1", "127.0.0.2:2")]
-    with monkeypatch.context() as patch:
-        patch.setattr("mlx_ring.agent.trust.source_address", lambda _host: "127.0.0.1")
-        with pytest.raises(PlanError, match=r"way to 127\.0\.0\.2, .*, leaves by 127\.0\.0\.1, which no"):
-            check_ways(asked, Trust())
-        check_ways(asked, Trust(("127.0.0.0/8",)))
+    monkeypatch.setattr("mlx_ring.agent.trust.source_address", loopback)
+    asked = [rank("", "127.0.0.1:1", f"{NOWHERE}:2")]
+    with pytest.raises(PlanError, match=rf"way to {NOWHERE}, .*, leaves by 127\.0\.0\.1, which no"):
+        check_ways(asked, Trust())
+    check_ways(asked, Trust(("127.0.0.0/8",)))
+
+
+def test_a_rank_is_not_loaded_to_listen_elsewhere_than_it_was_started_for() -> None:
+    with pytest.raises(PlanError, match=f"A rank was to listen on {NOWHERE}"):
+        check_ways([rank("127.0.0.1", f"{NOWHERE}:1,127.0.0.1:3", "localhost:2")], Trust(("lo",)))
 
 
 def test_an_interface_that_is_gone_is_a_problem_and_no_end() -> None:

@@ -212,6 +212,13 @@ def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> No
         ({"link": "allreduce", "stages": "3"}, "so it joins two stages, and 3 were asked for"),
         ({"link": "nccl", "stages": "3"}, "so it joins two stages"),
         ({"link": "mpi", "stages": "3"}, "so it joins two stages"),
+        ({"backend": "ring"}, "--backend ring joins workers that share layers"),
+        (
+            {"backend": "mpi", "link": "ring", "stages": "2"},
+            "--link ring is over MLX's backend ring, and --backend is mpi",
+        ),
+        ({"backend": "jaccl", "link": "allreduce", "stages": "2"}, "use --link jaccl"),
+        ({"backend": "mpi", "link": "allreduce", "nodes": "2"}, "--backend mpi joins workers of one machine"),
     ],
 )
 def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, str], said: str) -> None:

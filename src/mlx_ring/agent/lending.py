@@ -80,7 +80,10 @@ async def _run_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 async def _obey(reader: asyncio.StreamReader, child: ChildProcess) -> None:
     """End the child when that is asked for, or nobody is there any more to ask for it."""
     order = await _next(reader)
-    await child.stop(GRACE_S if order is None else order["stop"])
+    if order is None:
+        await child.stop()
+    else:
+        await child.stop(order["stop"], asks_where=order["asks_where"])
 
 
 class LentChild:
@@ -126,11 +129,11 @@ class LentChild:
         """Its end, with the reason. Any number may wait."""
         return await asyncio.shield(self._end)
 
-    async def stop(self, grace_s: float = GRACE_S) -> str:
-        """End it; returns the reason once it is gone."""
+    async def stop(self, grace_s: float = GRACE_S, *, asks_where: bool = True) -> str:
+        """End it; returns the reason once it is gone. With `asks_where` one that hangs is asked where."""
         if not self._end.done():
             with contextlib.suppress(ConnectionError):
-                await _say(self._writer, stop=grace_s)
+                await _say(self._writer, stop=grace_s, asks_where=asks_where)
         return await self.wait()
 
     async def _hear(self, reader: asyncio.StreamReader) -> str:

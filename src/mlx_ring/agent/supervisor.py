@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 
+from mlx_ring.agent.gpus import own_gpu
 from mlx_ring.agent.lending import LentChild, lent_at
 from mlx_ring.agent.mpi.places import give_places
 from mlx_ring.agent.silence import Silence
@@ -190,7 +191,7 @@ class Supervisor:
                 arguments,
                 name=name,
                 rank=assignment.rank,
-                environment=_environment(options),
+                environment=_environment(options) | (own_gpu(assignment) if joined_ranks(assignment) else {}),
                 word=told_by_library,
             )
         return await LentChild.start(

@@ -6,8 +6,9 @@ to the next rank leaves by such a one.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlx_ring.core.errors import ConfigError, PlanError
@@ -61,12 +62,14 @@ def check_hosts(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust)
         )
 
 
-def check_ways(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) -> None:
-    """Raises `PlanError` where a rank would reach the next one of its group by another interface than a trusted one."""
-    nexts = {host for one in assignments for host in _next_hosts(one)} - {LOOPBACK}
-    if not nexts:
+def check_ways(assignments: Sequence[worker_pb2.StageAssignment], trust: Trust) -> None:
+    """Raises `PlanError` where a rank would listen elsewhere, or reach the next one of its group by another interface."""
+    own, nexts = _hosts(assignments, 0), _hosts(assignments, 1)
+    if not own | nexts:
         return
     allowed = {one.address for one in trust.now()[0]}
+    if strange := sorted(own - allowed):
+        raise PlanError(f"A rank was to listen on {strange[0]}, which no {FLAG} of this machine names.")
     for host in sorted(nexts):
         try:
             source = source_address(host)
@@ -82,11 +85,21 @@ def check_ways(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) 
             )
 
 
-def _next_hosts(assignment: worker_pb2.StageAssignment) -> set[str]:
-    """Of the rank that this one connects to; between commas where it has several."""
-    places = joined_ranks(assignment)
-    if not places or not assignment.group:
-        return set()
-    own = places.index((assignment.stage, assignment.rank))
-    listens = assignment.group[(own + 1) % len(places)]
-    return {address.rpartition(":")[0] for address in listens.split(",")}
+def _hosts(assignments: Iterable[worker_pb2.StageAssignment], further: int) -> set[str]:
+    """Where ranks listen that come so many places after these, but for loopback."""
+    return {
+        host
+        for assignment in assignments
+        if (places := joined_ranks(assignment)) and assignment.group
+        for address in assignment.group[
+            (places.index((assignment.stage, assignment.rank)) + further) % len(places)
+        ].split(",")
+        if not _is_loopback(host := address.rpartition(":")[0])
+    }
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -23,6 +23,8 @@ _FREE = (
     "group",
     "group_host",
     "group_from",
+    "group_environment",
+    "rdma",
     "next_ranks",
     "first_ranks",
 )

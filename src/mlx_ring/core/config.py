@@ -467,10 +467,10 @@ def _check_backend(settings: Settings, ranks: int) -> None:
         raise ConfigError(
             "--link allreduce is for backends that cannot send, and jaccl can: use --link jaccl."
         )
-    if settings.nodes > 1 and backend in {"mpi", "nccl"}:
+    if settings.nodes > 1 and link == "allreduce" and backend in {"mpi", "nccl"}:
         raise ConfigError(
-            f"--backend {backend} joins workers of one machine, and --nodes is {settings.nodes}: use ring or jaccl, or leave "
-            "--backend out."
+            f"--backend {backend} joins workers of one machine, and with --nodes {settings.nodes} each is on one of its own: "
+            "use --backend ring."
         )
 
 
@@ -498,7 +498,7 @@ def speaking_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return dict(environment) | told
 
 
-_LINKS_OF_MACHINES = ("ring", "allreduce")
+_LINKS_OF_MACHINES = ("ring", "allreduce", "jaccl")
 """That join stages on several."""
 _LINKS_OF_TWO = {
     "allreduce": "is a sum in which every stage would take part for every other's activations",

@@ -23,7 +23,8 @@ from mlx_ring.core.rdma import Matrix, read_matrix
 _FIELDS: Final = frozenset({"backend", "envs", "hosts"})
 _HOST_FIELDS: Final = frozenset({"ssh", "ips", "rdma"})
 _BACKENDS: Final = ("", "ring", "mpi", "nccl", "jaccl", "jaccl-ring")
-_RING_OF_JACCL: Final = {"jaccl-ring": {"MLX_JACCL_RING": "1"}}
+RING_OF_JACCL: Final = "MLX_JACCL_RING"
+"""Has jaccl join neighbours alone, though every two are connected."""
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _MOST_PORT: Final = 65535
 
@@ -113,7 +114,9 @@ def _read_object(content: Mapping[str, object], where: str) -> Hostfile:
     if not isinstance(hosts, list) or not hosts:
         raise ConfigError(f"{where}: hosts is {hosts!r}; it must be a list with one or more hosts.")
     read = _read_hosts(cast("list[object]", hosts), where)
-    variables = _read_variables(content.get("envs", []), where) | _RING_OF_JACCL.get(backend, {})
+    variables = _read_variables(content.get("envs", []), where) | (
+        {RING_OF_JACCL: "1"} if backend == "jaccl-ring" else {}
+    )
     return Hostfile(read.hosts, backend.removesuffix("-ring"), variables, read.rdma)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlx_ring.core.backends import AUTO, BACKENDS
 from mlx_ring.core.config import Settings, rank_shares, set_for_libraries
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.hostfile import Hostfile, load_hostfile
+from mlx_ring.core.hostfile import RING_OF_JACCL, Hostfile, load_hostfile
 from mlx_ring.core.launched import read_launch
 
 
@@ -18,6 +18,9 @@ def with_named_group(settings: Settings) -> Settings:
     hosts = _named(settings)
     if hosts is None:
         return settings
+    if settings.nodes > 1:
+        _check_machines(settings, hosts)
+        return settings.model_copy(update=_backend_of(settings, hosts))
     _check(settings, hosts)
     set_for_libraries(hosts.variables)
     size, ranks, changes = len(hosts.hosts), len(rank_shares(settings)), dict[str, object]()
@@ -29,14 +32,43 @@ def with_named_group(settings: Settings) -> Settings:
         raise ConfigError(
             f"{_told(settings)} names {size} ranks, and {asked} are asked for: ask for as many, or leave --tp and --stages out."
         )
-    if hosts.backend and settings.backend == AUTO and settings.link not in BACKENDS:
-        changes["backend"] = hosts.backend
-    return settings.model_copy(update=changes)
+    return settings.model_copy(update=changes | _backend_of(settings, hosts))
+
+
+def named_machines(settings: Settings) -> Hostfile | None:
+    """The hostfile, where it is of the cluster's machines and tells which RDMA device of each leads to which."""
+    hosts = _named(settings) if settings.nodes > 1 else None
+    return None if hosts is None or hosts.rdma is None else hosts
+
+
+def _backend_of(settings: Settings, hosts: Hostfile) -> dict[str, object]:
+    is_open = settings.backend == AUTO and settings.link not in BACKENDS
+    is_wanted = settings.link != "grpc" or len(rank_shares(settings)) > 1
+    return (
+        {"backend": hosts.backend} if hosts.backend and is_open and (is_wanted or settings.nodes == 1) else {}
+    )
+
+
+def _check_machines(settings: Settings, hosts: Hostfile) -> None:
+    """Of a cluster's machines the file tells RDMA devices and the backend: who joins is no matter of it."""
+    told = _told(settings)
+    if any(host.listens for host in hosts.hosts):
+        raise ConfigError(
+            f"{told} names workers of this machine, and --nodes is {settings.nodes}: leave one of them out."
+        )
+    if hosts.rdma is None and not hosts.backend:
+        raise ConfigError(
+            f"{told} tells neither `rdma` nor `backend`, which is all that a cluster takes of it: leave it out."
+        )
+    if foreign := sorted(hosts.variables.keys() - {RING_OF_JACCL}):
+        raise ConfigError(
+            f"{told} has {foreign[0]} under `envs`, which reaches no other machine: set it where they are started."
+        )
 
 
 def named_addresses(settings: Settings) -> tuple[str, ...]:
     """Where each rank listens, several addresses with commas between them; none where nothing names them."""
-    hosts = _named(settings)
+    hosts = _named(settings) if settings.nodes == 1 else None
     if hosts is None or not all(host.listens for host in hosts.hosts):
         return ()
     return tuple(",".join(host.listens) for host in hosts.hosts)
@@ -56,9 +88,9 @@ def _check(settings: Settings, hosts: Hostfile) -> None:
             f"{told} names {', '.join(elsewhere)}, and `serve` starts workers at 127.0.0.1 alone: for other machines use "
             f"`mlx-ring cluster start -c {settings.hostfile} --model {settings.model}`."
         )
-    if settings.nodes > 1:
+    if hosts.rdma is not None:
         raise ConfigError(
-            f"{told} names workers of this machine, and --nodes is {settings.nodes}: leave one of them out."
+            f"{told}: rdma leads to other machines, and all hosts are this one: leave `rdma` out."
         )
     groups = (settings.replicas or 1) * (1 + len(settings.more_models))
     groups *= settings.stages if settings.link == "grpc" and len(rank_shares(settings)) > 1 else 1

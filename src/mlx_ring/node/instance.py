@@ -18,7 +18,7 @@ from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.core.backends import AUTO
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
-from mlx_ring.core.named_group import named_addresses
+from mlx_ring.core.named_group import named_addresses, named_machines
 from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
@@ -32,6 +32,7 @@ from mlx_ring.engine.step_deadlines import Predict, StepSize
 from mlx_ring.node.arrangement import Arrangement
 from mlx_ring.node.instance_service import InstanceService
 from mlx_ring.node.kv_shares import KvShares
+from mlx_ring.node.rdma_ways import tell_rdma
 from mlx_ring.node.seats import tell_ways
 from mlx_ring.node.stuck import LOOK_S, StuckWatch
 from mlx_ring.node.tenants import Claim, Tenant
@@ -119,6 +120,8 @@ class Instance:
             self._settings, self._served, epoch.instance, epoch.number, epoch.arrangement.cut
         )
         tell_ways(assignments, epoch.arrangement.seats)
+        if (machines := named_machines(self._settings)) is not None:
+            tell_rdma(assignments, epoch.arrangement.seats, machines)
         hello = _head_hello(assignments[0], epoch.node)
         async with contextlib.AsyncExitStack() as cleanup:
             cleanup.callback(self._shares.leave, epoch.instance)
