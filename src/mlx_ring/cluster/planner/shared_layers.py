@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import cast
 
 import numpy as np
 
@@ -256,4 +257,4 @@ def _seconds(groups: Sequence[RankGroup], rows: int, ends: Ends, *, adds: bool, 
         return best
     # Between those by speed and those by memory.
     others = np.max([table(group, any_shares=True) for group in groups], axis=0)
-    return np.where(np.isfinite(best), best, others)
+    return cast("Table", np.where(np.isfinite(best), best, others))
