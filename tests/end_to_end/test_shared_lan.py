@@ -159,6 +159,22 @@ def test_stages_on_two_machines_are_linked_over_that_network(
     assert ring.stop() == 0
 
 
+def test_a_plan_in_which_two_machines_share_layers_is_served_as_it_says(
+    cluster: LanCluster, server: Server, whole: WholeModel
+) -> None:
+    server.stop()
+    planned = cluster.serve(2, "--strategy", "tensor", *FLAGS)
+    assert whole.strays(PROMPT, tokens_of(cluster, planned)) == []
+    (instance,) = cluster.get(planned, "/cluster/status")["instances"]
+    (stage,) = instance["stages"]
+    nodes = [machine.node for machine in cluster.machines[:2]]
+    assert [rank["node"] for rank in stage["ranks"]] == nodes
+    assert instance["remarks"][0].startswith(f"{'+'.join(nodes)} compute every layer together: ")
+    for rank in stage["ranks"]:
+        assert rank["used"]["weight_bytes"] == pytest.approx(rank["promised"]["weight_bytes"], rel=0.05)
+    assert planned.stop() == 0
+
+
 def test_two_stages_are_shared_by_two_machines_each(
     cluster: LanCluster, server: Server, whole: WholeModel
 ) -> None:

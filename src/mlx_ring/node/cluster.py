@@ -43,6 +43,7 @@ from mlx_ring.node.arrangement import (
 )
 from mlx_ring.node.instance import Epoch, assign
 from mlx_ring.node.machines import Declared, HeedLoss, new_instance
+from mlx_ring.node.shared_stages import with_trust
 from mlx_ring.node.status import Standing
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
@@ -113,7 +114,8 @@ class Cluster:
                 declared.settings.replicas is None and declared.settings.aim == "latency"
             ):
                 return [None]
-            links = link_profiles(await self._survey.take(link_ends(membership, sites)))
+            found = await self._survey.take(link_ends(membership, sites))
+            links = with_trust(link_profiles(found), sites)
         finally:
             await _close(sites)
         plans = await self._steadily(
@@ -128,7 +130,7 @@ class Cluster:
                 links,
             ),
         )
-        return [frozenset(stage.node for stage in plan.stages) for plan in plans]
+        return [frozenset(rank.node for stage in plan.stages for rank in stage.ranks) for plan in plans]
 
     def _adoptable(self, served: ServedModel, membership: Membership) -> list[Adoptable]:
         """What is left of a model, as far as every node of it is there."""

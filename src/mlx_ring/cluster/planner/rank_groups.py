@@ -112,18 +112,31 @@ class RankGroup:
         logits = rows * model.vocabulary * self._longest_head * self.number_bytes
         return layer, self.ring.gather_s(logits) + self.ring.sum_s(_TOKEN_BYTES * rows)
 
-    def times(self, rows: int, context_tokens: int, ends: Ends) -> Times[Table]:
-        """One step of every stage between two of the ends; infinite where memory ends."""
+    def times(self, rows: int, context_tokens: int, ends: Ends, *, any_shares: bool = False) -> Times[Table]:
+        """One step of every stage between two of the ends; infinite where memory ends, with `any_shares` that for other shares."""
         layer_s, last_s = self.exchange_s(rows)
         exchanged = (ends[None, :] - ends[:, None]) * layer_s
         exchanged[:, -1] += last_s
         each = [self._computing(member, rows, context_tokens, ends) for member in self.members]
-        fits = ends[:, None] < ends[None, :]
-        for member in self.members:
-            fits &= member.costs.memory_table(ends) <= member.node.usable_bytes
+        fits = (ends[:, None] < ends[None, :]) & (
+            self._holds_somehow(ends) if any_shares else self._holds(ends)
+        )
         unhindered = np.max([times.unhindered for times in each], axis=0) + exchanged
         steady = np.max([times.steady for times in each], axis=0) + exchanged
         return Times(np.where(fits, unhindered, np.inf), np.where(fits, steady, np.inf))
+
+    def _holds(self, ends: Ends) -> NDArray[np.bool_]:
+        rooms = [member.costs.memory_table(ends) <= member.node.usable_bytes for member in self.members]
+        return np.logical_and.reduce(rooms)
+
+    def _holds_somehow(self, ends: Ends) -> NDArray[np.bool_]:
+        """Whether the largest shares that memory allows each rank make a whole together."""
+        parts = np.zeros((len(ends), len(ends)))
+        for node in self.nodes:
+            least, whole = (costs.memory_table(ends) for costs in self.shared.bounds(node))
+            room = (node.usable_bytes - least) / np.maximum(1.0, whole - least)
+            parts += np.where(room > 0, np.minimum(room, 1.0), -np.inf)
+        return parts >= 1.0
 
     def _computing(self, member: Member, rows: int, context_tokens: int, ends: Ends) -> Times[Table]:
         before = member.costs.seconds_before(rows, context_tokens)[ends]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import cast
 
 import numpy as np
 
@@ -30,8 +31,11 @@ from mlx_ring.cluster.planner.stage_tables import Demand, Table
 from mlx_ring.core.types import LayerRange
 
 _ANSWER_TOKENS = 256
-_LOOKED_AT, _CUTS = 6, 2
+_LOOKED_AT = 6
 """Of the ways through groups, how many are told in full."""
+_FEW_LAYERS = 12
+_CUTS = (True, False)
+"""Layers are cut with any shares that memory allows, and once more with those that were then found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,9 @@ class SharedLayers:
         if len(self._places) < 2 or self._layers < 2:  # noqa: PLR2004 - stages
             return None
         found: list[SharedWay] = []
-        # Where all are to have a part, it may be one that does not pay.
-        candidates = [one for one in self._sets(1) if len(one) == 1 or self._is_worth(one, even_so=of_all)]
+        # Where all are to have a part it may be one that does not pay, and few layers leave few ways to cut them.
+        even_so = of_all or self._layers <= _FEW_LAYERS
+        candidates = [one for one in self._sets(1) if len(one) == 1 or self._is_worth(one, even_so=even_so)]
         if all(len(members) == 1 for members in candidates):
             return None
         for way in sorted(self._search(candidates).ways(of_all=of_all), key=self._weight):
@@ -165,7 +170,10 @@ class SharedLayers:
 
     def _search(self, candidates: Sequence[tuple[int, ...]]) -> GroupSearch:
         ends, adds = block_ends(self._layers), self._promise.aim == "latency"
-        tables = [_seconds(self._quick(members), self._rows(2), ends, adds=adds) for members in candidates]
+        tables = [
+            _seconds(self._quick(members), self._rows(2), ends, adds=adds, any_shares=True)
+            for members in candidates
+        ]
         hops = self._hops(candidates)
         back = self._hops([(place,) for place in self._places])
         if not adds:
@@ -209,11 +217,11 @@ class SharedLayers:
         ends, adds = np.arange(self._layers + 1), self._promise.aim == "latency"
         rows = self._rows(len(members))
         choices, found = [self._quick(each) for each in members], list[SharedWay]()
-        for _ in range(_CUTS):
-            pieces = cut([_seconds(groups, rows, ends, adds=adds) for groups in choices], adds=adds)
-            made = self._all_fitted(choices, pieces or [], rows)
+        for any_shares in _CUTS:
+            tables = [_seconds(groups, rows, ends, adds=adds, any_shares=any_shares) for groups in choices]
+            made = self._all_fitted(choices, cut(tables, adds=adds) or [], rows)
             if not made:
-                break
+                continue
             found.append(self._told(made))
             choices = [[stage.group] for stage in made]
         return min(found, key=lambda way: way.cost, default=None)
@@ -237,8 +245,16 @@ class SharedLayers:
         return None if group is None else GroupStage(group, LayerRange(first, end))
 
 
-def _seconds(groups: Sequence[RankGroup], rows: int, ends: Ends, *, adds: bool) -> Table:
-    """What a stage takes with the best of the shares, by its ends."""
-    context = groups[0].shared.context_tokens
-    times = [group.times(rows, context, ends) for group in groups]
-    return np.min([each.unhindered if adds else each.steady for each in times], axis=0)
+def _seconds(groups: Sequence[RankGroup], rows: int, ends: Ends, *, adds: bool, any_shares: bool) -> Table:
+    """What a stage takes with the best of the shares, by its ends; with `any_shares` about, where others will have to do."""
+
+    def table(group: RankGroup, *, any_shares: bool = False) -> Table:
+        times = group.times(rows, group.shared.context_tokens, ends, any_shares=any_shares)
+        return times.unhindered if adds else times.steady
+
+    best = np.min([table(group) for group in groups], axis=0)
+    if not any_shares or len(groups) == 1:
+        return best
+    # Between those by speed and those by memory.
+    others = np.max([table(group, any_shares=True) for group in groups], axis=0)
+    return cast("Table", np.where(np.isfinite(best), best, others))
