@@ -10,7 +10,7 @@ import contextlib
 import shutil
 import subprocess
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,11 @@ from tests.namespaces import Host
 from tests.processes import clean_environment
 
 _FETCHED = Path(__file__).parent.parent / ".debian" / "root"
-_ENTER = 'mount --bind "$1" /etc/passwd && mount -t tmpfs none /run && mkdir /run/sshd && shift && exec "$@"'
+_ENTER = """
+mount --bind "$1" /etc/passwd && mount -t tmpfs none /run && mkdir /run/sshd || exit 1
+for path in $2; do mount --bind /dev/null "$path" || exit 1; done
+shift 2 && exec "$@"
+"""
 _SSHD = """
 Port 22
 HostKey {folder}/host_key
@@ -45,6 +49,8 @@ class SshHost:
 
     host: Host
     folder: Path
+    hidden: tuple[Path, ...] = ()
+    """Files that are not to be found in it."""
 
     @property
     def home(self) -> Path:
@@ -57,7 +63,8 @@ class SshHost:
 
     def command(self, *arguments: str) -> list[str]:
         """What runs `arguments` in this host."""
-        return self.host.command("sh", "-c", _ENTER, "sh", str(self.folder / "passwd"), *arguments)
+        hidden = " ".join(map(str, self.hidden))
+        return self.host.command("sh", "-c", _ENTER, "sh", str(self.folder / "passwd"), hidden, *arguments)
 
     def run(
         self, *arguments: str, folder: Path, timeout_s: float = 600.0
@@ -97,12 +104,13 @@ def skip_without_sshd() -> None:
 
 
 @contextlib.contextmanager
-def ssh_hosts(hosts: Sequence[Host], folder: Path) -> Generator[list[SshHost]]:
-    """Each of the hosts with a running sshd, and trusted by all of them."""
+def ssh_hosts(hosts: Sequence[Host], folder: Path, hidden: Sequence[Path] = ()) -> Generator[list[SshHost]]:
+    """Each of the hosts with a running sshd, and trusted by all of them; the last one without the files `hidden`."""
     keys = folder / "keys"
     keys.mkdir()
     _make_key(keys / "user_key")
     made = [SshHost(host, folder / f"host{number}") for number, host in enumerate(hosts, start=1)]
+    made[-1] = replace(made[-1], hidden=tuple(hidden))
     for host in made:
         _furnish(host, keys)
     known = [f"{host.host.address} {(host.folder / 'host_key.pub').read_text()}" for host in made]

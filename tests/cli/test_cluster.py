@@ -30,6 +30,11 @@ from mlx_ring.cli.cluster import speed
             "blas under `serve` is fast; it must be auto or off.",
         ),
         (
+            "{devices: [{hostname: nowhere.invalid}], model: demo, wheels: missing}",
+            ("start",),
+            "cluster.json: wheels is missing, which is no folder here",
+        ),
+        (
             "{devices: [{hostname: nowhere.invalid, gpu_memory_utilization: 90}], model: demo}",
             ("stop",),
             "cluster.json: gpu_memory_utilization of nowhere.invalid is 90; it must be a number above 0, at most 1.",

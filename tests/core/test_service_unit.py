@@ -126,6 +126,11 @@ def test_launchd_reads_every_argument_as_it_was_given() -> None:
     assert "UserName" not in plistlib.loads(launchd_plist(JOIN).encode())
 
 
+def test_launchd_is_given_no_log_lines_for_a_file_that_nobody_rotates() -> None:
+    read = plistlib.loads(launchd_plist(JOIN).encode())
+    assert read["EnvironmentVariables"]["MLX_RING_LOG_STDERR"] == "off"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -69,6 +69,16 @@ def test_the_environment_may_name_the_file(monkeypatch: pytest.MonkeyPatch, tmp_
     assert load_settings({}).port == 9
 
 
+def test_a_file_may_have_the_names_that_the_command_line_takes_too(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("pipeline-parallel-size: 2\nenable_prefix_caching: off\n")
+    settings = load_settings({}, config=path)
+    assert (settings.stages, settings.prefix_cache) == (2, "off")
+    path.write_text("stages: 2\npipeline-parallel-size: 3\n")
+    with pytest.raises(ConfigError, match="'stages' twice, under two spellings"):
+        load_settings({}, config=path)
+
+
 def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_RING_PORT", "")
     assert load_settings({}).port == 8100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,11 +18,14 @@ from rich.table import Table
 
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
+from mlx_ring.core.cluster_folders import packages_folder
+from mlx_ring.core.config import state_folder
 from mlx_ring.core.errors import ConfigError, HostFailed
 from mlx_ring.core.settings_sources import load_settings, names_in_dotenv, names_in_environment
 
 if TYPE_CHECKING:
     from mlx_ring.cluster.lifecycle.verbs import Standing
+    from mlx_ring.cluster.lifecycle.wheels import WheelStore
     from mlx_ring.cluster.planner.devices_file import DevicesFile
 
 app = typer.Typer(help="Start, stop and watch the machines of one file, over ssh.", no_args_is_help=True)
@@ -58,7 +62,8 @@ def start(
             f"The environment reaches no other machine ({', '.join(names)}): give settings under `serve` in {config}."
         )
     wanted, beside = _model(file, model, config), (Path.cwd(), config.resolve().parent)
-    started = verbs.start(file, wanted, tell=_tell, timeout_s=timeout, folders=beside)
+    store = _store(file, beside, config)
+    started = verbs.start(file, wanted, tell=_tell, timeout_s=timeout, store=store, folders=beside)
     show_status(started.status, _console())
     print(f"\nServing {started.status.get('model')} at {started.url} on {file.coordinator.name}")
 
@@ -229,6 +234,22 @@ def _model(file: DevicesFile, given: str | None, config: Path) -> str:
     if not wanted:
         raise ConfigError(f"{config} names no model: give --model.")
     return wanted
+
+
+def _store(file: DevicesFile, folders: Sequence[Path], config: Path) -> WheelStore:
+    """Of packages for machines of other systems; the file's folder is sought where you are, and beside the file."""
+    from mlx_ring.cluster.lifecycle.wheels import WheelStore  # noqa: PLC0415 - as above
+
+    kept = packages_folder(state_folder(load_settings({}, folder=Path(os.devnull))))
+    if not file.wheels:
+        return WheelStore(kept)
+    named = Path(file.wheels).expanduser()
+    given = next((path for folder in folders if (path := folder / named).is_dir()), None)
+    if given is None:
+        raise ConfigError(
+            f"{config}: wheels is {file.wheels}, which is no folder here: give one of this machine that has wheels in it."
+        )
+    return WheelStore(kept, given)
 
 
 def _ask_url(url: str, api_key: str | None) -> Any:

@@ -28,14 +28,8 @@ from mlx_ring.core.machine import listen, node_name
 from mlx_ring.core.named_group import with_named_group
 from mlx_ring.core.running import recorded
 from mlx_ring.core.settings_sources import load_settings
+from mlx_ring.core.vllm_names import PREFIX_CACHING_FLAG, VLLM_FLAGS
 
-_VLLM_NAMES = {
-    "stages": ("--pipeline-parallel-size", "-pp"),
-    "tp": ("--tensor-parallel-size", "-tp"),
-    "memory_utilization": ("--gpu-memory-utilization",),
-    "replicas": ("--data-parallel-size", "-dp"),
-    "prefill_chunk": ("--max-num-batched-tokens",),
-}
 _CHOICES = (
     "dtype",
     "strategy",
@@ -85,7 +79,7 @@ _CONFIG = typer.Option(
 )
 
 _PREFIX_CACHING = typer.Option(
-    "--enable-prefix-caching/--no-enable-prefix-caching",
+    f"{PREFIX_CACHING_FLAG}/--no-{PREFIX_CACHING_FLAG[2:]}",
     " /--no-prefix-cache",
     help="The same as --prefix-cache on or off.",
     show_default=False,
@@ -106,7 +100,7 @@ def setting(name: str) -> Any:
     default = "" if field.default in (None, ()) else f" [default: {field.default}]"
     return typer.Option(
         flag_name(name),
-        *_VLLM_NAMES.get(name, ()),
+        *VLLM_FLAGS.get(name, ()),
         help=f"{field.description}{choices}{default}".replace("[", "\\["),
         metavar=_METAVARS.get(name, "N"),
         show_default=False,

@@ -25,6 +25,11 @@ def manifests_folder(state: Path) -> Path:
     return state / "manifests"
 
 
+def packages_folder(state: Path) -> Path:
+    """Packages that were fetched for machines of other systems; what is lost there is fetched again."""
+    return state / "packages"
+
+
 def running_folder(state: Path) -> Path:
     """A note of each head and agent that runs here."""
     return state / "running"

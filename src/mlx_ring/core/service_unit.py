@@ -191,7 +191,8 @@ def launchd_plist(service: Service) -> str:
         "Label": unit_name("launchd", service.verb),
         "ProgramArguments": [*service.program, *service.arguments],
         "WorkingDirectory": str(service.folder),
-        "EnvironmentVariables": {"PYTHONUNBUFFERED": "1"},
+        # Nobody rotates the file below: what is logged goes to those of --log-dir, which are.
+        "EnvironmentVariables": {"PYTHONUNBUFFERED": "1", "MLX_RING_LOG_STDERR": "off"},
         "RunAtLoad": True,
         "KeepAlive": True,
         "ThrottleInterval": _RESTART_S,

@@ -17,6 +17,7 @@ from pydantic_settings import DotEnvSettingsSource, EnvSettingsSource
 from mlx_ring.core.config import ENVIRONMENT_PREFIX, Settings, allowed_values, flag_name
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.old_names import is_old, of_today
+from mlx_ring.core.vllm_names import field_of_key
 
 log = logging.getLogger(__name__)
 
@@ -141,13 +142,11 @@ def _from_old_names(old: Mapping[str, str], path: Path, given_anew: set[str]) ->
 def _from_file(path: Path) -> dict[str, _Given]:
     given: dict[str, _Given] = {}
     for key, value in _read_file(path).items():
-        name = str(key).replace("-", "_")
+        name = field_of_key(str(key))
         if name not in Settings.model_fields:
             raise ConfigError(f"{path} has the key {key!r}, which is no setting{_suggest(name, '')}")
         if name in given:
-            raise ConfigError(
-                f"{path} gives {flag_name(name)[2:]!r} twice, with a dash and with an underscore."
-            )
+            raise ConfigError(f"{path} gives {flag_name(name)[2:]!r} twice, under two spellings of its name.")
         if value is not None:
             given[name] = _Given(value, f"{str(key)!r} in {path}")
     return given

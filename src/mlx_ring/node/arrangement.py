@@ -189,7 +189,7 @@ def _arrange_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, S
     for seats in share_stages(cut, settings.link, nodes, min(order.nodes, len(nodes))):
         places = [[seat.site.node for seat in stage] for stage in seats]
         try:
-            plan = _plan_given(order, cluster, cut, places, "Ranks are as --tp asks for them.")
+            plan = _plan_given(order, cluster, cut, places, "as --tp asks for them")
         except PlanError as error:
             problem = problem or error
             continue
@@ -199,7 +199,7 @@ def _arrange_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, S
 
 
 def _plan_given(
-    order: Order, cluster: ClusterProfile, cut: Cut, places: Sequence[Sequence[str]], reason: str
+    order: Order, cluster: ClusterProfile, cut: Cut, places: Sequence[Sequence[str]], how: str
 ) -> Plan:
     """Of ranks that have their nodes. Raises `PlanError` where one has not room for its own."""
     by_name = {node.name: node for node in cluster.nodes}
@@ -208,7 +208,7 @@ def _plan_given(
         for layers, nodes, shares in zip(cut.ranges, places, cut.shares, strict=True)
     ]
     model = profile_folder(order.served.folder, order.served.names[0])
-    return plan_given(model, cluster, _wish_of(order), stages, reason)
+    return plan_given(model, cluster, _wish_of(order), stages, how)
 
 
 async def offered(arrangement: Arrangement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Arrangement:
@@ -262,7 +262,7 @@ def plan_of_cut(
     if any(len(stage) > 1 for stage in found.nodes):
         cluster = ClusterProfile(tuple(by_name.values()), links)
         try:
-            return _plan_given(order, cluster, found.cut, found.nodes, "Ranks are as they were loaded.")
+            return _plan_given(order, cluster, found.cut, found.nodes, "as they were loaded")
         except PlanError:
             return None
     nodes = tuple(by_name[node] for (node,) in found.nodes)

@@ -115,7 +115,17 @@ def test_stages_are_asked_for_where_there_is_one_machine() -> None:
 
 
 def test_a_setting_that_is_written_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the key log_level twice, with a dash and with an underscore"):
+    with pytest.raises(ConfigError, match="the key log_level twice, under two spellings"):
         head_arguments(
             DevicesFile((HEAD,), serve={"log-level": "info", "log_level": "info"}), "demo", "/s", IDS
         )
+
+
+def test_a_setting_is_known_by_the_name_that_the_command_line_takes_too() -> None:
+    serve = {"enable-prefix-caching": False, "max_num_batched_tokens": 64, "pipeline-parallel-size": 2}
+    words = head_arguments(DevicesFile((HEAD,), serve=serve), "demo", "/s", IDS)
+    assert words[-6:] == ["--prefix-cache", "off", "--prefill-chunk", "64", "--stages", "2"]
+    with pytest.raises(ConfigError, match="pipeline-parallel-size, which the plan says"):
+        head_arguments(DevicesFile((HEAD, MINI), serve=serve), "demo", "/s", IDS)
+    with pytest.raises(ConfigError, match="the key pipeline-parallel-size twice"):
+        head_arguments(DevicesFile((HEAD,), serve={"stages": 2, **serve}), "demo", "/s", IDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +11,12 @@ from mlx_ring.cluster.lifecycle import verbs
 from mlx_ring.cluster.lifecycle.about import About
 from mlx_ring.cluster.lifecycle.places import Place
 from mlx_ring.cluster.lifecycle.programs import Ready
+from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.cluster.planner.devices_file import Device, DevicesFile
 from mlx_ring.core.errors import HostFailed, HostUnreached
 from mlx_ring.core.running import Running
 
+STORE = WheelStore(Path("packages"))
 FILE = DevicesFile((Device("a", "a", is_coordinator=True), Device("b", "b"), Device("c", "c")))
 
 
@@ -39,8 +42,8 @@ class Machines:
     def find_places(self, devices: Sequence[Device]) -> list[Place]:
         return [Place(one, one.name, is_here=False) for one in devices]
 
-    def make_ready(self, place: Place, tell: Callable[[str], None]) -> Ready:
-        del tell
+    def make_ready(self, place: Place, store: WheelStore, tell: Callable[[str], None]) -> Ready:
+        del store, tell
         return Ready(place, ("mlx-ring",), About({}, "/s", place.name, self.running))
 
     def find_program(self, place: Place) -> str:
@@ -48,7 +51,7 @@ class Machines:
 
     def any_program(self, place: Place, found: str) -> Ready:
         del found
-        return self.make_ready(place, print)
+        return self.make_ready(place, STORE, print)
 
     def run_on(self, place: Place, words: Sequence[str]) -> str:
         return f"token of {place.name} by {words[0]}"
@@ -62,7 +65,7 @@ class Machines:
 
 
 def start() -> verbs.Started:
-    return verbs.start(FILE, "demo", tell=lambda _: None, timeout_s=60.0)
+    return verbs.start(FILE, "demo", tell=lambda _: None, store=STORE, timeout_s=60.0)
 
 
 def test_a_machine_that_cannot_be_ended_keeps_no_other_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +80,7 @@ def test_why_it_does_not_start_is_told_also_where_ending_fails(monkeypatch: pyte
     machines = Machines(monkeypatch, failing)
     told: list[str] = []
     with pytest.raises(HostFailed, match=r"^b has no room\.$"):
-        verbs.start(FILE, "demo", tell=told.append, timeout_s=60.0)
+        verbs.start(FILE, "demo", tell=told.append, store=STORE, timeout_s=60.0)
     assert machines.told.count(("b", "stop")) == 2
     assert told[-1] == "Not all of it was ended: c is gone."
 

@@ -21,7 +21,7 @@ def plan_on(places: str, *, gigabytes: float = 16) -> Plan:
     nodes = {"a": NODES[0], "b": node_of("b", gigabytes), "c": NODES[2]}
     ranks = [(nodes[place], share) for place, share in zip(places, (0.75, 0.25), strict=True)]
     return plan_given(
-        model_of(28), cluster_of(*nodes.values()), WISH, [(LayerRange(0, 28), ranks)], "As asked."
+        model_of(28), cluster_of(*nodes.values()), WISH, [(LayerRange(0, 28), ranks)], "as asked"
     )
 
 
@@ -32,7 +32,7 @@ def test_each_rank_has_its_share_of_the_weights_and_who_has_none_is_left_out() -
     assert [(rank.node, rank.share) for rank in stage.ranks] == [("a", 0.75), ("b", 0.25)]
     assert large == 3 * small
     assert [left.node for left in plan.left_out] == ["c"]
-    assert plan.kind == "tensor"
+    assert (plan.kind, stage.why) == ("tensor", "28 of 28 layers: as asked")
     assert plan.prediction.token_s > 0
 
 

@@ -10,6 +10,7 @@ from mlx_ring.core.addresses import HeadAddress, bracketed
 from mlx_ring.core.config import Settings, flag_name
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.settings_sources import check_values
+from mlx_ring.core.vllm_names import field_of_key
 
 _FROM_THE_FILE = {
     "model": "`model`",
@@ -107,10 +108,10 @@ def _more_settings(file: DevicesFile) -> dict[str, str]:
     """By field of `Settings`, as flags have them."""
     found: dict[str, str] = {}
     for key, value in file.serve.items():
-        name = str(key).replace("-", "_")
+        name = field_of_key(str(key))
         _check_key(str(key), name, value, several=len(file.devices) > 1)
         if name in found:
-            raise ConfigError(f"`serve` has the key {key} twice, with a dash and with an underscore.")
+            raise ConfigError(f"`serve` has the key {key} twice, under two spellings of its name.")
         found[name] = _text(value)
     check_values(found, " under `serve`")
     return found

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from mlx_ring.cluster.lifecycle.about import PACKAGES, About, Found, different, read_found
 from mlx_ring.cluster.lifecycle.places import Place
 from mlx_ring.cluster.lifecycle.shell import run_on, send_to
-from mlx_ring.cluster.lifecycle.shipping import platform_of_here, python_version, write_archive
+from mlx_ring.cluster.lifecycle.shipping import lowest_here, python_here, wanted_here, write_archive
+from mlx_ring.cluster.lifecycle.systems import PYTHONS, TELL_PYTHON, Python, best_python
+from mlx_ring.cluster.lifecycle.wheels import WheelStore, packages_for
 from mlx_ring.core.errors import HostFailed
 from mlx_ring.rpc.hello import package_version
 
@@ -30,12 +33,19 @@ else
     about "$path" "$2" "$3"
   done
 fi
-for name in "python$4" "$5/bin/python$4" "$HOME/.local/bin/python$4" "/opt/homebrew/bin/python$4" \
-    "/usr/local/bin/python$4" "$HOME"/.local/share/uv/python/*/bin/"python$4" python3; do
-  path=$(command -v "$name") || continue
-  "$path" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$4')" 2>/dev/null || continue
-  printf 'python\t%s\t%s\n' "$path" "$("$path" -c 'import platform, sys; print(sys.platform, platform.machine())')"
+interpreter() {
+  path=$(command -v "$1") || return 0
+  said=$("$path" -c "$2" 2>/dev/null) || return 0
+  [ -z "$said" ] || printf 'python\t%s\t%s\n' "$path" "$said"
+}
+for version in $4; do
+  for name in "python$version" "$5/bin/python$version" "$HOME/.local/bin/python$version" "/opt/homebrew/bin/python$version" \
+      "/usr/local/bin/python$version" "$HOME"/.local/share/uv/python/*/bin/"python$version" \
+      "$HOME"/.pyenv/versions/*/bin/"python$version"; do
+    interpreter "$name" "$6"
+  done
 done
+interpreter python3 "$6"
 exit 0
 """
 _INSTALL = r"""
@@ -91,7 +101,7 @@ def find_program(place: Place, *, identity: bool = False) -> Found:
         said = run_on(place, (*OWN_PROGRAM, *ON_HOST, "about", *state, *((flag,) if flag else ())))
         return read_found([f"program\there\t{said.strip()}"])
     script = ("sh", "-c", _PROBE, "sh", place.device.program, place.device.state_dir, flag)
-    return read_found(run_on(place, (*script, python_version(), sys.base_prefix)).splitlines())
+    return read_found(run_on(place, (*script, " ".join(PYTHONS), sys.base_prefix, TELL_PYTHON)).splitlines())
 
 
 def ready(place: Place, found: Found, versions: Mapping[str, str]) -> Ready | None:
@@ -110,8 +120,13 @@ def any_program(place: Place, found: Found) -> Ready | None:
     return Ready(place, OWN_PROGRAM if place.is_here else (program.path,), program.about)
 
 
-def make_ready(place: Place, *, tell: Callable[[str], None]) -> Ready:
+def make_ready(place: Place, *, store: WheelStore, tell: Callable[[str], None]) -> Ready:
     """The machine with the same versions as here: as found, or sent over ssh.
+
+    Args:
+        place: the machine.
+        store: of packages for other systems.
+        tell: what is being done.
 
     Raises:
         HostFailed: it cannot be reached, or not be made alike; why, and what to do.
@@ -122,14 +137,19 @@ def make_ready(place: Place, *, tell: Callable[[str], None]) -> Ready:
     known = ready(place, found, versions)
     if known is not None:
         return known
-    _check_can_be_sent(place, found, versions)
+    python = _python_to_send_for(place, found, versions)
+    packages = _packages(place, python, store, tell)
     running = any_program(place, found)
     if running is not None:
         running.on_host("stop")
     tell(
         f"{place.name}: {different(found, versions)}; sending mlx-ring {versions['mlx-ring']} with all it needs"
     )
-    send_to(place, ("sh", "-c", _INSTALL, "sh", found.python, python_version()), write_archive)
+    send_to(
+        place,
+        ("sh", "-c", _INSTALL, "sh", python.path, python.version),
+        lambda stream: write_archive(stream, packages),
+    )
     known = ready(place, find_program(place, identity=True), versions)
     if known is None:
         raise HostFailed(
@@ -138,17 +158,30 @@ def make_ready(place: Place, *, tell: Callable[[str], None]) -> Ready:
     return known
 
 
-def _check_can_be_sent(place: Place, found: Found, versions: Mapping[str, str]) -> None:
-    """Binaries run on their own platform and version of Python only."""
-    by_hand = ", ".join(f"{name} {version}" for name, version in versions.items())
+def _packages(place: Place, python: Python, store: WheelStore, tell: Callable[[str], None]) -> Path | None:
+    """Those that are to go there; None where the ones of here run there too."""
+    here = python_here()
+    if here is not None and python.can_load(here, lowest_here(here)):
+        return None
+    tell(f"{place.name}: it is {python}; fetching packages for that")
+    try:
+        return packages_for(python, wanted_here(), store)
+    except HostFailed as error:
+        raise HostFailed(f"{place.name}: {error}.") from error
+
+
+def _python_to_send_for(place: Place, found: Found, versions: Mapping[str, str]) -> Python:
+    """Binaries run on their own system and version of Python only."""
     if place.device.program:
+        by_hand = ", ".join(f"{name} {version}" for name, version in versions.items())
         raise HostFailed(
             f"{place.name}: {different(found, versions)}, and here it is {by_hand}: install these there."
         )
-    if not found.python or found.platform != platform_of_here():
-        has = f"it is {found.platform}" if found.python else f"no Python {python_version()} was found there"
+    here = python_here()
+    python = best_python(found.pythons, here, (0, 0) if here is None else lowest_here(here))
+    if python is None:
         raise HostFailed(
-            f"{place.name}: {different(found, versions)}, and nothing can be sent from here, which is "
-            f"{platform_of_here()} with Python {python_version()}: {has}. Install {by_hand} there, and give `program` "
-            "in the file where it is in none of the usual places."
+            f"{place.name}: {different(found, versions)}, and no Python from {PYTHONS[-1]} to {PYTHONS[0]} was found there: "
+            "install one, by the system's packages or with `uv python install`; all else is sent from here."
         )
+    return python

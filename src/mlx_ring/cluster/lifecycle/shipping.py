@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import platform
+import functools
+import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -14,19 +15,44 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import mlx_ring
+from mlx_ring.cluster.lifecycle.about import PACKAGES
+from mlx_ring.cluster.lifecycle.systems import TELL_PYTHON, Python, Release, lowest_release, read_python
+from mlx_ring.cluster.lifecycle.wheels import Wanted
 from mlx_ring.core.errors import ConfigError
 
 _OWN = "mlx-ring"
+_FETCHERS = ("uv",)
+"""Large, and of use only where there is internet."""
+_NO_PACKAGES = ("bin", ".lock")
+"""What uv leaves in a folder that is no package's."""
 
 
-def platform_of_here() -> str:
-    """What machines must have in common to run the same binaries."""
-    return f"{sys.platform} {platform.machine()}"
+@functools.cache
+def python_here() -> Python | None:
+    """The interpreter that runs this; None where it is of a kind that others do not have."""
+    done = subprocess.run([sys.executable, "-c", TELL_PYTHON], capture_output=True, text=True, check=False)
+    return read_python(sys.executable, done.stdout)
 
 
-def python_version() -> str:
-    """Binaries are for one minor version."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
+def lowest_here(here: Python) -> Release:
+    """Of the C library or of macOS, with which all that is installed here runs."""
+    return max(lowest_release(_tags(found)) or here.release for found in needed_distributions())
+
+
+def _tags(found: Distribution) -> list[str]:
+    lines = (found.read_text("WHEEL") or "").splitlines()
+    return [line.removeprefix("Tag: ") for line in lines if line.startswith("Tag: ")]
+
+
+def wanted_here() -> Wanted:
+    """What a machine of another system needs to run the same."""
+    versions = {canonicalize_name(found.name): found.version for found in needed_distributions()}
+    exact = tuple(f"{name}=={versions[canonicalize_name(name)]}" for name in PACKAGES if name != _OWN)
+    requirements = [
+        text for text in distribution(_OWN).requires or () if Requirement(text).name not in _FETCHERS
+    ]
+    preferred = (f"{name}=={version}" for name, version in sorted(versions.items()) if name != _OWN)
+    return Wanted(tuple(requirements), exact, tuple(preferred))
 
 
 def needed_distributions(name: str = _OWN) -> list[Distribution]:
@@ -40,20 +66,26 @@ def needed_distributions(name: str = _OWN) -> list[Distribution]:
         known = found.setdefault(entry[0], distribution(entry[0]))
         for text in known.requires or ():
             requirement = Requirement(text)
+            if requirement.name in _FETCHERS:
+                continue
             if requirement.marker is None or requirement.marker.evaluate({"extra": entry[1]}):
                 key = canonicalize_name(requirement.name)
                 waiting += [(key, extra) for extra in ("", *requirement.extras)]
     return list(found.values())
 
 
-def write_archive(stream: IO[bytes]) -> None:
+def write_archive(stream: IO[bytes], packages: Path | None = None) -> None:
     """A tar of what lies in `site-packages`.
+
+    Args:
+        stream: to write to.
+        packages: those that go with the program; what it has here otherwise.
 
     Raises:
         ConfigError: something that is needed was not installed as packages are.
     """
     with tarfile.open(fileobj=stream, mode="w|") as archive:
-        for name, path in archived_files():
+        for name, path in archived_files(packages):
             archive.add(path, name, recursive=False, filter=of_nobody)
 
 
@@ -65,14 +97,23 @@ def of_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     return entry
 
 
-def archived_files() -> Iterator[tuple[str, Path]]:
+def archived_files(packages: Path | None = None) -> Iterator[tuple[str, Path]]:
     """Each file's name in the archive, and where it lies here."""
     package = Path(next(iter(mlx_ring.__path__)))
-    for path in sorted(package.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
-            yield str(PurePosixPath("mlx_ring", path.relative_to(package))), path
-    for found in needed_distributions():
+    for name, path in _files_in(package):
+        yield str(PurePosixPath("mlx_ring", name)), path
+    for found in needed_distributions() if packages is None else [distribution(_OWN)]:
         yield from _files_of(found, only_metadata=canonicalize_name(found.name) == _OWN)
+    if packages is not None:
+        for name, path in _files_in(packages):
+            if name.parts[0] not in _NO_PACKAGES:
+                yield str(name), path
+
+
+def _files_in(folder: Path) -> Iterator[tuple[PurePosixPath, Path]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            yield PurePosixPath(path.relative_to(folder)), path
 
 
 def _files_of(found: Distribution, *, only_metadata: bool) -> Iterator[tuple[str, Path]]:

@@ -13,6 +13,7 @@ from mlx_ring.cluster.lifecycle.arguments import agent_arguments, head_arguments
 from mlx_ring.cluster.lifecycle.places import Place, find_places, head_host
 from mlx_ring.cluster.lifecycle.programs import Ready, any_program, find_program, make_ready
 from mlx_ring.cluster.lifecycle.shell import on_all, run_on
+from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.cluster.planner.devices_file import DevicesFile
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.errors import HostFailed, HostUnreached
@@ -47,7 +48,13 @@ class Standing:
 
 
 def start(
-    file: DevicesFile, model: str, *, tell: Tell, timeout_s: float, folders: Sequence[Path] = ()
+    file: DevicesFile,
+    model: str,
+    *,
+    tell: Tell,
+    timeout_s: float,
+    store: WheelStore,
+    folders: Sequence[Path] = (),
 ) -> Started:
     """Have everything run as the file says. What does already stays; otherwise what runs is ended, and all is started.
 
@@ -56,6 +63,7 @@ def start(
         model: to serve. A folder is one of the coordinator's; one without a whole path is at home there.
         tell: what is being done.
         timeout_s: how long loading may take.
+        store: of packages for machines of other systems.
         folders: where a model's folder may lie too, where the coordinator is this machine.
 
     Raises:
@@ -63,7 +71,7 @@ def start(
     """
     # What is wrong in the file is told before any machine is touched.
     head_arguments(file, model, "", {device.name: device.name for device in file.devices})
-    readies = on_all(find_places(file.devices), lambda place: make_ready(place, tell=tell))
+    readies = on_all(find_places(file.devices), lambda place: make_ready(place, store=store, tell=tell))
     run = _Run(file, _on_coordinator(readies, model, folders), readies)
     if run.is_as_wished():
         tell("Everything runs already, as the file says.")

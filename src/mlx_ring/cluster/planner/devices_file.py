@@ -25,7 +25,7 @@ from mlx_ring.core.hostfile import Hostfile, is_hostfile, read_hostfile
 from mlx_ring.core.old_names import strategy_of_today
 
 _COORDINATOR, _WORKER = ("coordinator", "head", "master"), ("worker", "node")
-_FIELDS = frozenset({"devices", "model", "sharding", "serve"})
+_FIELDS = frozenset({"devices", "model", "sharding", "serve", "wheels"})
 _DEVICE_FIELDS = SHARE_FIELDS | {
     *("device_id", "hostname", "port", "role", "capabilities", "ssh", "address", "program", "state_dir"),
     "trusted_interface",
@@ -75,6 +75,8 @@ class DevicesFile:
     proportions: tuple[float, ...] = ()
     serve: Mapping[str, object] = field(default_factory=dict[str, object])
     """More settings of `mlx-ring serve`, without the share of memory: each device has its own."""
+    wheels: str = ""
+    """A folder of packages, where machines of another system are sent some; empty where there is none."""
     notes: tuple[str, ...] = ()
     """What stands in the file and does nothing here, in sentences."""
     hosts: Hostfile | None = None
@@ -143,6 +145,7 @@ def _read_file(content: object, where: str) -> DevicesFile:
         strategy=strategy,
         proportions=proportions,
         serve={key: value for key, value in serve.items() if not is_share(key)},
+        wheels=_text(fields, "wheels", where),
         notes=tuple(_notes(chosen, fields.get("sharding") or {}, strategy)),
     )
 

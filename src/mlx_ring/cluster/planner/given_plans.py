@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mlx_ring.cluster.planner.group_pipeline import GroupPipeline, GroupStage
 from mlx_ring.cluster.planner.plan import Plan
@@ -20,7 +21,7 @@ GivenStage = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
 
 
 def plan_given(
-    model: ModelProfile, cluster: ClusterProfile, wish: Wish, stages: Sequence[GivenStage], reason: str
+    model: ModelProfile, cluster: ClusterProfile, wish: Wish, stages: Sequence[GivenStage], how: str
 ) -> Plan:
     """Their plan.
 
@@ -29,7 +30,7 @@ def plan_given(
         cluster: for the links, and to say who is left out.
         wish: what is promised.
         stages: in the pipeline's order.
-        reason: for the plan.
+        how: they came to have them.
 
     Raises:
         PlanError: they need more memory than a machine has for them.
@@ -39,9 +40,11 @@ def plan_given(
     pipeline = GroupPipeline(cluster, groups)
     prediction = pipeline.prediction(wish.prompt_tokens)
     stage_s = tuple(pipeline.lone_stream(shared.context_tokens)[0])
-    plan = plan_of(model, cluster, wish, SharedWay(tuple(groups), stage_s, prediction, 0.0), reason)
+    plan = plan_of(model, cluster, wish, SharedWay(tuple(groups), stage_s, prediction, 0.0), "")
     _check_memory(plan)
-    return plan
+    told = f"of {len(model.layers)} layers: {how}"
+    given = tuple(replace(stage, why=f"{len(stage.layers)} {told}") for stage in plan.stages)
+    return replace(plan, stages=given, remarks=())
 
 
 def _check_memory(plan: Plan) -> None:

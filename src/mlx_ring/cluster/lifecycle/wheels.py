@@ -1,0 +1,231 @@
+"""Packages for a machine of another system, fetched here: it needs no internet itself.
+
+uv does it. It evaluates what a package requires for the system that it is told, where pip does so for the one that it runs on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_ring.cluster.lifecycle.index_settings import index_environments
+from mlx_ring.cluster.lifecycle.systems import Python, wheel_platform, wheel_variables
+from mlx_ring.core.errors import HostFailed
+from mlx_ring.core.private_files import locked, make_private_folder
+
+_FETCH_S = 1800.0
+_MOST_KEPT = 4
+_IN_USE_S = 3600.0
+"""What was asked for within that time may just be being sent."""
+_NAME = r"([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?(?:\{[^}]*\})?"
+_NO_WHEEL = re.compile(rf"{_NAME}==([\w.+!]+) has no (?:usable )?wheels")
+_NO_VERSION = re.compile(rf"(?:there is no version of|you require \S.*? and) {_NAME}==([\w.+!]+)")
+_UNKNOWN = re.compile(
+    rf"Because {_NAME} was not found in the (?:provided package locations|package registry)"
+)
+_OTHERS = re.compile(r"Wheels are available for [^:]*: ((?:`[^`]+`(?:, )?)+)")
+_NETWORK = re.compile(
+    r"Failed to (?:fetch|download)|error sending request|timed out|dns error|network was disabled",
+    re.IGNORECASE,
+)
+_DRAWN = re.compile(r"[\s\u00d7\u2500-\u25b6]+")
+"""Spaces, and lines and arrows that some versions of uv draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Packages, as those of this machine are."""
+
+    requirements: tuple[str, ...]
+    """With markers, which are evaluated for the machine that gets them."""
+    exact: tuple[str, ...] = ()
+    """Versions that it must have: `mlx==0.32.4`."""
+    preferred: tuple[str, ...] = ()
+    """Versions that it has unless there are none for its system."""
+
+
+@dataclass(frozen=True, slots=True)
+class WheelStore:
+    """Where packages are kept, once they were fetched, and where they may come from beside the index."""
+
+    folder: Path
+    given: Path | None = None
+    """Of the person's own wheels. What can be had from there alone is, so that no index is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where uv looks."""
+
+    flags: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def packages_for(python: Python, wanted: Wanted, store: WheelStore) -> Path:
+    """A folder as `site-packages` is to be there; fetched unless it was before.
+
+    Raises:
+        HostFailed: something has no wheel for that system, or the index cannot be reached: which, why, what to do.
+    """
+    platform = wheel_platform(python)
+    make_private_folder(store.folder)
+    folder = store.folder / _key(python, platform, wanted, store.given)
+    with locked(store.folder):
+        if not folder.is_dir():
+            _fetch(python, platform, wanted, store.given, folder)
+        os.utime(folder)
+        _forget_old(store.folder)
+    return folder
+
+
+def _key(python: Python, platform: str, wanted: Wanted, given: Path | None) -> str:
+    names = sorted(path.name for path in given.glob("*.whl")) if given else []
+    lines = [platform, repr(wheel_variables(python)), python.version]
+    lines += [*wanted.requirements, "", *wanted.exact, "", *wanted.preferred, "", *names]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
+
+
+def _fetch(python: Python, platform: str, wanted: Wanted, given: Path | None, folder: Path) -> None:
+    fresh = folder.with_suffix(".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    try:
+        _fetch_into(fresh, python, platform, wanted, given)
+        (fresh / "packages").rename(folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _fetch_into(fresh: Path, python: Python, platform: str, wanted: Wanted, given: Path | None) -> None:
+    """From each source in turn, until one has all."""
+    failures: list[str] = []
+    for source in _sources(given):
+        try:
+            _fetch_from(source, python, platform, wanted, fresh)
+        except HostFailed as error:
+            failures.append(str(error))
+        else:
+            return
+    if given is None:
+        raise HostFailed(failures[0])
+    raise HostFailed(f"{failures[1]}. In {given} alone: {failures[0]}")
+
+
+def _sources(given: Path | None) -> list[_Source]:
+    """The folder alone, then the index with it."""
+    environments = index_environments()
+    links = () if given is None else ("--find-links", str(given.absolute()))
+    alone = [] if given is None else [_Source(("--no-index", *links), environments[0])]
+    return alone + [_Source(links, environment) for environment in environments]
+
+
+def _fetch_from(source: _Source, python: Python, platform: str, wanted: Wanted, fresh: Path) -> None:
+    target = (
+        *("--python", sys.executable, "--no-python-downloads", "--python-platform", platform),
+        *("--python-version", python.version, "--only-binary", ":all:", "--quiet", "--color", "never"),
+        *source.flags,
+    )
+    for name, lines in (
+        ("wanted.txt", wanted.requirements),
+        ("exact.txt", wanted.exact),
+        # uv keeps to the versions that stand in the file it writes.
+        ("versions.txt", wanted.preferred),
+    ):
+        (fresh / name).write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    plain = ("--no-annotate", "--no-header")
+    out = ("--constraints", "exact.txt", "--output-file", "versions.txt")
+    _run_uv(("pip", "compile", "wanted.txt", *out, *plain, *target), python, source, fresh)
+    into = ("--target", "packages", "--no-deps")
+    _run_uv(("pip", "install", "--requirements", "versions.txt", *into, *target), python, source, fresh)
+
+
+def _run_uv(words: Sequence[str], python: Python, source: _Source, folder: Path) -> None:
+    try:
+        done = subprocess.run(
+            [_uv(), *words],
+            cwd=folder,
+            env={**source.environment, **wheel_variables(python)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_FETCH_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise HostFailed(f"packages for {python} were not fetched within {_FETCH_S:g} s") from error
+    if done.returncode:
+        raise HostFailed(why_not(done.stderr, python))
+
+
+def _uv() -> str:
+    """A program that was itself sent here has none with it."""
+    with contextlib.suppress(ImportError, FileNotFoundError):
+        from uv import find_uv_bin  # noqa: PLC0415 - as said
+
+        return find_uv_bin()
+    found = shutil.which("uv")
+    if found is None:
+        raise HostFailed(
+            "packages for another system are fetched by uv, which is not installed here: install it"
+        )
+    return found
+
+
+def why_not(said: str, python: Python) -> str:
+    """What uv said, as one sentence without its end."""
+    text = _DRAWN.sub(" ", said).strip()
+    if match := _NO_WHEEL.search(text):
+        return (
+            f"{match[1]} {match[2]} has no wheel for {python}{_others(text)}: use another Python or another system there, "
+            "or install mlx-ring there by hand"
+        )
+    if match := _NO_VERSION.search(text):
+        return (
+            f"{match[1]} {match[2]}, which runs here, is not in the package index: install one here that is there, or give "
+            "a folder with its wheel as `wheels` in the file"
+        )
+    if match := _UNKNOWN.search(text):
+        return f"{match[1]} has no wheel there"
+    last = _last_cause(said)
+    if _NETWORK.search(text):
+        return (
+            f"packages for {python} cannot be fetched, for the package index is out of reach from here ({last}): go online, "
+            "or give a folder with wheels for it as `wheels` in the file"
+        )
+    return f"packages for {python} cannot be fetched: {last}"
+
+
+def _others(text: str) -> str:
+    """For which other systems there are some."""
+    match = _OTHERS.search(text)
+    names = match[1].replace("`", "").split(", ") if match else []
+    known = ", ".join(name for name in names if name and not name.startswith("win"))
+    return f" (there are some for {known})" if known else ""
+
+
+def _last_cause(said: str) -> str:
+    lines = [_DRAWN.sub(" ", line).strip() for line in said.partition("hint:")[0].splitlines()]
+    last = next((line for line in reversed(lines) if line), "it said nothing")
+    return last.removeprefix("error: ").removeprefix("cause: ").rstrip(".")
+
+
+def _forget_old(folder: Path) -> None:
+    """Keep those that were used last."""
+    kept = sorted(
+        (path for path in folder.iterdir() if path.is_dir()),
+        key=lambda path: path.stat().st_mtime,
+        reverse=True,
+    )
+    for path in kept[_MOST_KEPT:]:
+        if time.time() - path.stat().st_mtime > _IN_USE_S:
+            shutil.rmtree(path, ignore_errors=True)

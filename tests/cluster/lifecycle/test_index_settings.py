@@ -1,0 +1,64 @@
+"""pip's settings, for uv."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_ring.cluster.lifecycle import index_settings
+from mlx_ring.cluster.lifecycle.index_settings import has_uv_settings, pip_settings, variables_of
+
+TOLD = """
+:env:.find-links='/nowhere /etc'
+global.index-url='https://mine.example/simple'
+global.extra-index-url='https://more.example/simple\\nfile:///nowhere/simple'
+global.find-links='/usr'
+install.index-url='https://install.example/simple'
+list.format='columns'
+WARNING: something else
+"""
+
+
+def test_what_pip_is_set_to_reaches_uv_without_folders_that_are_none() -> None:
+    assert variables_of(pip_settings(TOLD), {}) == {
+        "UV_DEFAULT_INDEX": "https://install.example/simple",
+        "UV_INDEX": "https://more.example/simple",
+        "UV_FIND_LINKS": "/etc",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+    assert variables_of(pip_settings(""), {}) == {}
+
+
+def test_what_the_environment_says_already_stays() -> None:
+    settings = {"cert": "/etc", "index-url": "https://mine.example/simple"}
+    assert variables_of(settings, {"SSL_CERT_FILE": "/own"}) == {
+        "UV_DEFAULT_INDEX": "https://mine.example/simple"
+    }
+
+
+def test_settings_of_uv_are_its_variables_or_its_file(tmp_path: Path) -> None:
+    nothing = {"XDG_CONFIG_HOME": str(tmp_path)}
+    if not Path("/etc/uv/uv.toml").exists():
+        assert not has_uv_settings(nothing)
+    assert has_uv_settings({**nothing, "UV_DEFAULT_INDEX": "https://mine.example/simple"})
+    (tmp_path / "uv").mkdir()
+    (tmp_path / "uv" / "uv.toml").touch()
+    assert has_uv_settings(nothing)
+
+
+def test_further_indexes_of_pip_come_into_it_only_where_the_main_one_does_not_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(index_settings, "_pip_config", lambda: TOLD)
+    if Path("/etc/uv/uv.toml").exists():
+        pytest.skip("this machine's uv has settings of its own")
+    first, second = index_settings.index_environments()
+    assert first["UV_DEFAULT_INDEX"] == second["UV_DEFAULT_INDEX"] == "https://install.example/simple"
+    assert "UV_INDEX" not in first
+    assert second["UV_INDEX"] == "https://more.example/simple"
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "https://own.example/simple")
+    assert [one["UV_DEFAULT_INDEX"] for one in index_settings.index_environments()] == [
+        "https://own.example/simple"
+    ]

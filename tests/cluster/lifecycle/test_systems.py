@@ -1,0 +1,99 @@
+"""Which binaries an interpreter can load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from mlx_ring.cluster.lifecycle.systems import (
+    TELL_PYTHON,
+    Python,
+    best_python,
+    lowest_release,
+    read_python,
+    wheel_platform,
+    wheel_variables,
+)
+from mlx_ring.core.errors import HostFailed
+
+
+def told(words: str) -> Python:
+    python = read_python(f"/bin/{words.split()[2]}", words)
+    assert python is not None
+    return python
+
+
+DEBIAN = told("linux x86_64 3.11 glibc 2.36")
+MINI = told("darwin arm64 3.13 macos 15.3.1")
+
+
+def test_an_interpreter_tells_what_it_is_and_anything_else_is_none() -> None:
+    done = subprocess.run([sys.executable, "-c", TELL_PYTHON], capture_output=True, text=True, check=True)
+    here = read_python(sys.executable, done.stdout)
+    assert here is not None
+    assert (here.system, here.version) == (sys.platform, f"{sys.version_info.major}.{sys.version_info.minor}")
+    assert read_python("python3", "Welcome to mini") is None
+    assert str(MINI) == "macOS 15.3 on arm64, with Python 3.13"
+    assert str(told("linux aarch64 3.12 musl 0.0")) == "Linux with musl on aarch64, with Python 3.12"
+
+
+@pytest.mark.parametrize(
+    ("words", "platform"),
+    [
+        ("linux x86_64 3.11 glibc 2.36", "x86_64-manylinux_2_36"),
+        ("linux aarch64 3.14 glibc 2.35", "aarch64-manylinux_2_35"),
+        ("linux x86_64 3.12 glibc 2.44", "x86_64-manylinux_2_40"),
+        ("linux x86_64 3.12 glibc 2.29", "x86_64-manylinux_2_28"),
+        ("linux aarch64 3.12 musl 0.0", "aarch64-unknown-linux-musl"),
+        ("darwin arm64 3.13 macos 15.3", "aarch64-apple-darwin"),
+        ("darwin x86_64 3.13 macos 13.6", "x86_64-apple-darwin"),
+    ],
+)
+def test_its_platform_is_named_as_uv_names_it(words: str, platform: str) -> None:
+    assert wheel_platform(told(words)) == platform
+
+
+def test_a_system_without_any_wheels_is_refused_by_name() -> None:
+    with pytest.raises(HostFailed, match=r"no wheels for freebsd15 with libc 0\.0 on amd64"):
+        wheel_platform(told("freebsd15 amd64 3.12 libc 0.0"))
+    with pytest.raises(HostFailed, match=r"no wheels for Linux with glibc 2\.41 on riscv64"):
+        wheel_platform(told("linux riscv64 3.12 glibc 2.41"))
+
+
+def test_wheels_for_a_mac_are_for_its_own_macos() -> None:
+    assert wheel_variables(MINI) == {"MACOSX_DEPLOYMENT_TARGET": "15.3"}
+    assert wheel_variables(DEBIAN) == {}
+
+
+def test_a_copy_runs_on_the_same_system_unless_its_library_is_too_old() -> None:
+    assert replace(DEBIAN, release=(2, 35)).can_load(DEBIAN, (2, 35))
+    assert not replace(DEBIAN, release=(2, 31)).can_load(DEBIAN, (2, 35))
+    for changed in ({"machine": "aarch64"}, {"version": "3.12"}, {"library": "musl"}, {"system": "darwin"}):
+        assert not replace(DEBIAN, **changed).can_load(DEBIAN, (2, 35))
+
+
+def test_a_wheel_asks_for_the_least_of_its_tags_and_one_that_was_built_here_does_not_say() -> None:
+    assert lowest_release(["cp311-cp311-manylinux_2_28_x86_64", "cp311-cp311-manylinux_2_27_x86_64"]) == (
+        2,
+        27,
+    )
+    assert lowest_release(["cp312-cp312-macosx_15_0_arm64"]) == (15, 0)
+    assert lowest_release(["cp312-cp312-manylinux2014_x86_64"]) == (0, 0)
+    assert lowest_release(["py3-none-any"]) == (0, 0)
+    assert lowest_release(["cp311-cp311-linux_x86_64"]) is None
+    assert lowest_release([]) is None
+
+
+def test_the_python_that_a_copy_runs_on_is_taken_then_one_of_that_version_then_the_newest() -> None:
+    newer = told("linux x86_64 3.14 glibc 2.36")
+    newest_known, unknown = told("linux x86_64 3.13 glibc 2.36"), told("linux x86_64 3.19 glibc 2.36")
+    assert best_python([newer, DEBIAN], DEBIAN, (2, 35)) == DEBIAN
+    assert best_python([unknown, newest_known, newer], DEBIAN, (2, 35)) == newer
+    assert best_python([newer, DEBIAN], MINI, (15, 0)) == newer
+    assert best_python([newer, newest_known], MINI, (15, 0)) == newest_known
+    assert best_python([newest_known, newer], None, (0, 0)) == newer
+    assert best_python([replace(MINI, machine="x86_64", version="3.11"), MINI], DEBIAN, (2, 35)) == MINI
+    assert best_python([], DEBIAN, (2, 35)) is None

@@ -1,0 +1,149 @@
+"""Packages for other systems, by the real uv: from a folder of wheels, and once from the package index."""
+
+from __future__ import annotations
+
+import os
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mlx_ring.cluster.lifecycle.shipping import archived_files, wanted_here
+from mlx_ring.cluster.lifecycle.systems import Python
+from mlx_ring.cluster.lifecycle.wheels import Wanted, WheelStore, packages_for, why_not
+from mlx_ring.core.errors import HostFailed
+
+BOARD = Python("/bin/python3", "linux", "aarch64", "3.12", "glibc", (2, 36))
+MINI = Python("/bin/python3", "darwin", "arm64", "3.13", "macos", (15, 3))
+WANTED = Wanted(
+    ("top", "on-linux; sys_platform == 'linux'", "on-mac; sys_platform == 'darwin'", "gone; python_version < '3.12'"),
+    exact=("top==1.0",),
+    preferred=("low==1.0", "only-new==1.0"),
+)  # fmt: skip
+
+
+def write_wheel(folder: Path, name: str, version: str, tag: str, *requires: str) -> None:
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {text}" for text in requires]
+    metadata = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"tag = {tag!r}")
+        wheel.writestr(f"{metadata}/METADATA", "\n".join(lines) + "\n")
+        wheel.writestr(
+            f"{metadata}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag.replace('.', ' ')}\n"
+        )
+        wheel.writestr(f"{metadata}/RECORD", "")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelStore:
+    """A folder with wheels of a few packages; no index can be reached."""
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
+    given = tmp_path / "given"
+    given.mkdir()
+    for version in ("1.0", "2.0"):
+        write_wheel(given, "top", version, "py3-none-any", "low")
+        write_wheel(given, "low", version, "cp312-cp312-manylinux_2_28_aarch64", "only_new")
+        write_wheel(given, "low", version, "cp313-cp313-macosx_15_0_arm64", "only_new")
+    write_wheel(given, "only_new", "1.0", "cp311-cp311-manylinux_2_28_aarch64")
+    write_wheel(given, "only_new", "1.1", "py3-none-any")
+    write_wheel(given, "on_linux", "1.0", "py3-none-any")
+    write_wheel(given, "on_mac", "1.0", "py3-none-macosx_14_0_arm64")
+    return WheelStore(tmp_path / "kept", given)
+
+
+def installed(folder: Path) -> list[str]:
+    return sorted(path.name.removesuffix(".dist-info") for path in folder.glob("*.dist-info"))
+
+
+def test_each_system_gets_what_it_asks_for_in_the_versions_of_here_where_it_has_them(
+    store: WheelStore,
+) -> None:
+    for_board, for_mini = packages_for(BOARD, WANTED, store), packages_for(MINI, WANTED, store)
+    same = ["only_new-1.1", "top-1.0"]
+    assert installed(for_board) == ["low-1.0", "on_linux-1.0", *same]
+    assert installed(for_mini) == ["low-1.0", "on_mac-1.0", *same]
+    assert "aarch64" in (for_board / "low.py").read_text()
+    sent = dict(archived_files(for_board))
+    assert sent["low.py"] == for_board / "low.py"
+    assert "mlx_ring/cli/main.py" in sent
+    assert not any(name.startswith(("mlx/", "bin/", ".")) for name in sent)
+
+
+def test_what_was_fetched_is_fetched_no_more_and_what_was_not_used_for_long_goes(store: WheelStore) -> None:
+    assert store.given is not None
+    wanted = Wanted(("on-linux",))
+    first = packages_for(BOARD, wanted, store)
+    (store.given / "on_linux-1.0-py3-none-any.whl").rename(store.folder / "elsewhere")
+    for number in range(4):
+        other = store.folder / f"older-{number}"
+        other.mkdir()
+        os.utime(other, (0, time.time() - 10_000 * (number + 1)))
+    (store.folder / "elsewhere").rename(store.given / "on_linux-1.0-py3-none-any.whl")
+    assert packages_for(BOARD, wanted, store) == first
+    kept = {path.name for path in store.folder.iterdir() if path.is_dir()}
+    assert kept == {first.name, "older-0", "older-1", "older-2"}
+
+
+def test_what_has_no_wheel_for_a_system_is_named_and_nothing_of_it_is_kept(store: WheelStore) -> None:
+    old = Python("/bin/python3", "darwin", "arm64", "3.13", "macos", (14, 5))
+    with pytest.raises(HostFailed) as caught:
+        packages_for(old, Wanted(("low==1.0",)), store)
+    assert str(caught.value).startswith("low 1.0 has no wheel for macOS 14.5 on arm64, with Python 3.13")
+    assert [path for path in store.folder.iterdir() if path.is_dir()] == []
+
+
+def test_without_an_index_a_sentence_says_so(store: WheelStore) -> None:
+    with pytest.raises(HostFailed, match="the package index is out of reach from here"):
+        packages_for(BOARD, Wanted(("zeroconf",)), WheelStore(store.folder))
+    with pytest.raises(HostFailed, match=r"out of reach .*given alone: zeroconf has no wheel there$"):
+        packages_for(BOARD, Wanted(("top", "zeroconf")), store)
+
+
+SAID = {
+    "mlx 0.32.4 has no wheel for Linux with glibc 2.36 on aarch64, with Python 3.12 (there are some for macosx_14_0_arm64):": """
+error: No solution found when resolving dependencies
+  cause: Because mlx[cpu]==0.32.4 has no wheels with a matching platform tag (e.g., `manylinux_2_36_aarch64`)
+hint: Wheels are available for `mlx` (v0.32.4) on the following platforms: `macosx_14_0_arm64`, `win_amd64`""",
+    "mlx 0.32.5+mine, which runs here, is not in the package index": """
+  \N{MULTIPLICATION SIGN} No solution found when resolving dependencies:
+  ╰─▶ Because there is no version of
+      mlx==0.32.5+mine and you require mlx==0.32.5+mine""",
+    "mlx 0.32.4+mine, which runs here, is not in the package index": """
+error: No solution found when resolving dependencies
+  cause: Because you require mlx[cpu]>=0.32.4 and mlx{sys_platform == 'linux'}==0.32.4+mine, we can conclude that""",
+    "the package index is out of reach from here (dns error)": """
+error: Request failed after 3 retries
+  cause: Failed to fetch: https://mine.example/simple/mlx/
+  cause: dns error""",
+    "cannot be fetched: something new": "error: something new.\n\nhint: read",
+    "cannot be fetched: it said nothing": "",
+}
+
+
+@pytest.mark.parametrize("sentence", SAID)
+def test_what_uv_says_becomes_a_sentence(sentence: str) -> None:
+    told = why_not(SAID[sentence], BOARD)
+    assert sentence in told
+    assert "\n" not in told
+
+
+@pytest.mark.timeout(300)
+def test_mlx_for_another_processor_and_python_comes_from_the_index(tmp_path: Path) -> None:
+    wanted = wanted_here()
+    board = Python("/bin/python3", "linux", "aarch64", "3.13", "glibc", (2, 39))
+    mlx = tuple(text for text in wanted.requirements if text.startswith("mlx") and "mlx-lm" not in text)
+    folder = packages_for(board, Wanted(mlx, ("mlx==0.32.4",)), WheelStore(tmp_path))
+    assert [name.partition("-")[0] for name in installed(folder)] == ["mlx", "mlx_cpu"]
+    libraries = [path for path in folder.rglob("*.so*") if path.is_file()]
+    assert {elf_machine(path) for path in libraries} == {183}, "EM_AARCH64"
+    assert any("cpython-313-aarch64" in path.name for path in libraries)
+
+
+def elf_machine(path: Path) -> int:
+    """The field e_machine of the header; see elf(5)."""
+    header = path.read_bytes()[:20]
+    assert header[:4] == b"\x7fELF"
+    return int.from_bytes(header[18:20], "little")

@@ -1,0 +1,85 @@
+"""`mlx-ring cluster start` for a machine that has another Python only, and no way to the package index."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.namespaces import lan, skip_without_namespaces
+from tests.processes import MLX_RING
+from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
+
+from mlx_ring.cluster.lifecycle.shipping import python_here, wanted_here
+from mlx_ring.cluster.lifecycle.systems import PYTHONS, TELL_PYTHON, Python, read_python
+from mlx_ring.cluster.lifecycle.wheels import WheelStore, packages_for
+from mlx_ring.core.cluster_folders import packages_folder
+
+_FOLDERS = ("/usr/local/bin", "/usr/bin", f"{sys.base_prefix}/bin")
+
+
+def other_python() -> Python:
+    """An interpreter of another version: of the system, or beside this one, where version managers keep all of theirs."""
+    here = python_here()
+    assert here is not None
+    beside = Path(sys.base_prefix).parent.glob("*/bin/python3.*")
+    for path in (*beside, *(Path(folder, f"python{one}") for folder in _FOLDERS for one in PYTHONS)):
+        if path.name.removeprefix("python") in PYTHONS and here.version not in path.name and path.exists():
+            done = subprocess.run([path, "-c", TELL_PYTHON], capture_output=True, text=True, check=False)
+            if (python := read_python(str(path), done.stdout)) is not None:
+                return python
+    pytest.skip("there is no second version of Python from 3.11 on: `uv python install` fetches one")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Generator[list[SshHost]]:
+    """The last has no Python as here."""
+    skip_without_namespaces()
+    skip_without_sshd()
+    own = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    hidden = {path.resolve() for folder in _FOLDERS if (path := Path(folder, own)).exists()}
+    with ExitStack() as stack:
+        made = stack.enter_context(ssh_hosts(stack.enter_context(lan(2)), tmp_path, sorted(hidden)))
+        yield made
+    for host in made:
+        shutil.rmtree(host.home)
+
+
+@pytest.mark.timeout(600)
+def test_a_machine_with_another_python_is_sent_packages_for_it_and_serves(
+    hosts: list[SshHost], tmp_path: Path
+) -> None:
+    first, second = hosts
+    python = other_python()
+    managed = second.home / ".local" / "share" / "uv" / "python"
+    managed.mkdir(parents=True)
+    (managed / "other").symlink_to(Path(python.path).parent.parent)
+    # Neither host reaches an index: the first is one that has fetched them before.
+    packages_for(python, wanted_here(), WheelStore(packages_folder(first.state)))
+    (tmp_path / "cluster.json").write_text(
+        json.dumps(
+            {
+                "devices": [{"device_id": "second", "hostname": second.host.address}],
+                "model": "demo",
+                "serve": {"max-model-len": 64},
+            }
+        )
+    )
+
+    def cluster(verb: str) -> subprocess.CompletedProcess[str]:
+        return first.run(*MLX_RING, "cluster", verb, "-c", str(tmp_path / "cluster.json"), folder=first.home)
+
+    started = cluster("start")
+    assert "Serving demo" in started.stdout, started.stdout + started.stderr
+    assert f"second: it is {python}; fetching packages for that" in started.stderr
+    programs = {psutil.Process(pid).cmdline()[0] for pid in second.processes()}
+    assert str(second.home / ".local/share/mlx-ring/env/bin/python") in programs
+    made_of = (second.home / ".local/share/mlx-ring/env/pyvenv.cfg").read_text()
+    assert f"version = {python.version}." in made_of
+    assert cluster("stop").returncode == 0
