@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,28 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.namespaces import lan, skip_without_namespaces
+from tests.other_python import FOLDERS, OWN, other_python
 from tests.processes import MLX_RING
 from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
 
-from mlx_ring.cluster.lifecycle.shipping import python_here, wanted_here
-from mlx_ring.cluster.lifecycle.systems import PYTHONS, TELL_PYTHON, Python, read_python
+from mlx_ring.cluster.lifecycle.shipping import wanted_here
 from mlx_ring.cluster.lifecycle.wheels import WheelStore, packages_for
 from mlx_ring.core.cluster_folders import packages_folder
-
-_FOLDERS = ("/usr/local/bin", "/usr/bin", f"{sys.base_prefix}/bin")
-
-
-def other_python() -> Python:
-    """An interpreter of another version: of the system, or beside this one, where version managers keep all of theirs."""
-    here = python_here()
-    assert here is not None
-    beside = Path(sys.base_prefix).parent.glob("*/bin/python3.*")
-    for path in (*beside, *(Path(folder, f"python{one}") for folder in _FOLDERS for one in PYTHONS)):
-        if path.name.removeprefix("python") in PYTHONS and here.version not in path.name and path.exists():
-            done = subprocess.run([path, "-c", TELL_PYTHON], capture_output=True, text=True, check=False)
-            if (python := read_python(str(path), done.stdout)) is not None:
-                return python
-    pytest.skip("there is no second version of Python from 3.11 on: `uv python install` fetches one")
 
 
 @pytest.fixture
@@ -42,8 +26,7 @@ def hosts(tmp_path: Path) -> Generator[list[SshHost]]:
     """The last has no Python as here."""
     skip_without_namespaces()
     skip_without_sshd()
-    own = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    hidden = {path.resolve() for folder in _FOLDERS if (path := Path(folder, own)).exists()}
+    hidden = {path.resolve() for folder in FOLDERS if (path := Path(folder, OWN)).exists()}
     with ExitStack() as stack:
         made = stack.enter_context(ssh_hosts(stack.enter_context(lan(2)), tmp_path, sorted(hidden)))
         yield made
@@ -57,6 +40,7 @@ def test_a_machine_with_another_python_is_sent_packages_for_it_and_serves(
 ) -> None:
     first, second = hosts
     python = other_python()
+    assert python is not None
     managed = second.home / ".local" / "share" / "uv" / "python"
     managed.mkdir(parents=True)
     (managed / "other").symlink_to(Path(python.path).parent.parent)

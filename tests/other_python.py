@@ -1,0 +1,27 @@
+"""A Python of another minor version than the one that runs the tests, where the machine has one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mlx_ring.cluster.lifecycle.systems import PYTHONS, TELL_PYTHON, Python, read_python
+
+FOLDERS = ("/usr/local/bin", "/usr/bin", f"{sys.base_prefix}/bin")
+OWN = f"python{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def other_python() -> Python | None:
+    """Of the system, or beside this one, where version managers keep all of theirs; None where there is none."""
+    return next(_found(), None)
+
+
+def _found() -> Iterator[Python]:
+    beside = Path(sys.base_prefix).parent.glob("*/bin/python3.*")
+    for path in (*beside, *(Path(folder, f"python{one}") for folder in FOLDERS for one in PYTHONS)):
+        if path.name.removeprefix("python") in PYTHONS and path.name != OWN and path.exists():
+            done = subprocess.run([path, "-c", TELL_PYTHON], capture_output=True, text=True, check=False)
+            if (python := read_python(str(path), done.stdout)) is not None:
+                yield python
