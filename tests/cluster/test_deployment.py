@@ -83,6 +83,7 @@ def test_stages_that_a_collective_links_are_told_where_all_of_them_listen() -> N
     )
     asyncio.run(deploy([site, site], assignments, make_hello(), lambda _progress: None))
     assert [list(one.group) for one in node.loaded] == [["127.0.0.1:5000", "127.0.0.1:5001"]] * 2
+    assert {(one.backend, one.backend_why) for one in node.loaded} == {("ring", "asked for")}
 
 
 def test_ranks_of_two_machines_are_loaded_when_all_weights_are_there_and_reach_each_end_by_itself() -> None:
