@@ -30,6 +30,15 @@ def test_what_pip_is_set_to_reaches_uv_without_folders_that_are_none() -> None:
     assert variables_of(pip_settings(""), {}) == {}
 
 
+def test_a_file_may_have_spaces_in_its_name(tmp_path: Path) -> None:
+    cert = tmp_path / "ours and theirs.pem"
+    cert.touch()
+    assert variables_of({"cert": str(cert), "trusted-host": "a.example b.example"}, {}) == {
+        "SSL_CERT_FILE": str(cert),
+        "UV_INSECURE_HOST": "a.example b.example",
+    }
+
+
 def test_what_the_environment_says_already_stays() -> None:
     settings = {"cert": "/etc", "index-url": "https://mine.example/simple"}
     assert variables_of(settings, {"SSL_CERT_FILE": "/own"}) == {

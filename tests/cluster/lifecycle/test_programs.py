@@ -36,8 +36,11 @@ def test_a_machine_that_nothing_can_be_sent_to_is_refused_with_what_to_do(
         assert identity
         return Found(())
 
+    def find_interpreters(_place: Place) -> list[Python]:
+        return pythons
+
     monkeypatch.setattr("mlx_ring.cluster.lifecycle.programs.find_program", find)
-    monkeypatch.setattr("mlx_ring.cluster.lifecycle.programs.find_pythons", lambda _place: pythons)
+    monkeypatch.setattr("mlx_ring.cluster.lifecycle.programs.find_pythons", find_interpreters)
     store = WheelStore(tmp_path_factory.getbasetemp() / "packages")
     with pytest.raises(HostFailed, match=said):
         make_ready(Place(device, "mini", is_here=False), store=store, tell=lambda _told: None)

@@ -25,8 +25,8 @@ _NAMES = {
     "cert": "SSL_CERT_FILE",
     "proxy": "ALL_PROXY",
 }
-_COMMAS = ("find-links",)
-"""Several have commas between them; of others, spaces."""
+_SEVERAL = {"extra-index-url": " ", "find-links": ",", "trusted-host": " "}
+"""What there may be several of, and what uv wants between them; pip has spaces."""
 
 
 def index_environments() -> list[dict[str, str]]:
@@ -66,8 +66,10 @@ def variables_of(settings: Mapping[str, str], environment: Mapping[str, str]) ->
     """What pip is set to, by the names of the variables that uv reads."""
     found: dict[str, str] = {}
     for key, name in _NAMES.items():
-        if values := [value for value in settings.get(key, "").split() if _is_there(value)]:
-            found[name] = ("," if key in _COMMAS else " ").join(values)
+        told = settings.get(key, "").strip()
+        values = told.split() if key in _SEVERAL else [told]
+        if there := [value for value in values if value and _is_there(value)]:
+            found[name] = _SEVERAL.get(key, "").join(there)
     if "UV_INDEX" in found:
         # pip takes the best of all indexes, uv the first that has a package.
         found["UV_INDEX_STRATEGY"] = "unsafe-best-match"
