@@ -14,6 +14,8 @@ from urllib.parse import unquote, urlsplit
 from mlx_ring.core.config import inherited_environment
 
 _PIP_S = 60.0
+_SYSTEM = Path("/etc")
+"""Where uv's settings for everybody lie."""
 _SECTIONS = ("global", "install", "download", ":env:")
 """Of pip's settings, those that count; the later ones more."""
 _UV_INDEX_NAMES = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
@@ -48,7 +50,7 @@ def has_uv_settings(environment: Mapping[str, str]) -> bool:
     if any(environment.get(name) for name in (*_UV_INDEX_NAMES, "UV_CONFIG_FILE")):
         return True
     own = Path(environment.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return any((folder / "uv" / "uv.toml").is_file() for folder in (own, Path("/etc")))
+    return any((folder / "uv" / "uv.toml").is_file() for folder in (own, _SYSTEM))
 
 
 def pip_settings(told: str) -> dict[str, str]:
