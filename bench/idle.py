@@ -1,6 +1,6 @@
 """How much processor time an idle server takes: head, agent and workers together.
 
-    python bench/idle.py [--stages 2] [--seconds 20]
+    python bench/idle.py [--stages 2] [--tp 1] [--seconds 20]
 
 Starts `mlx-ring serve` on the built-in demo, answers one request so that everything is warm, then
 lets it idle and adds up what every process of it was given.
@@ -26,10 +26,11 @@ READY_WITHIN_S = 120.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()
     command = [str(Path(sys.executable).with_name("mlx-ring")), "serve", "demo"]
-    command += ["--stages", str(options.stages), "--port", str(PORT)]
+    command += ["--stages", str(options.stages), "--tp", str(options.tp), "--port", str(PORT)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _answer_once()

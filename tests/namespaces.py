@@ -40,11 +40,13 @@ true
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One host: a network namespace with a loopback and `eth0`."""
+    """One host: a network namespace with a loopback and `eth0`, and with `fast0` where there is a second switch."""
 
     namespace: str
     address: str
     address6: str
+    fast_address: str = ""
+    """On the second switch."""
 
     def command(self, *arguments: str) -> list[str]:
         """What runs `arguments` in this host."""
@@ -82,9 +84,9 @@ class Host:
         with ThreadPoolExecutor(count, initializer=_enter, initargs=(self.namespace,)) as pool:
             yield pool
 
-    def cut(self) -> None:
-        """Pull its cable."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "down")
+    def cut(self, cable: str = "eth0") -> None:
+        """Pull a cable."""
+        _ip("-n", self.namespace, "link", "set", cable, "down")
 
     def mend(self) -> None:
         """Put its cable back. Its IPv6 address went with it."""
@@ -99,17 +101,28 @@ def skip_without_namespaces() -> None:
 
 
 @contextlib.contextmanager
-def lan(count: int) -> Generator[Sequence[Host]]:
-    """So many hosts on one switch: 10.77.0.1, 10.77.0.2 and so on, and fd77::1, fd77::2 and so on."""
+def lan(count: int, *, fast: bool = False) -> Generator[Sequence[Host]]:
+    """So many hosts on one switch: 10.77.0.1, 10.77.0.2 and so on, and fd77::1, fd77::2 and so on.
+
+    With `fast` they are on a second one too, as on Thunderbolt cables: 10.88.0.1 and so on.
+    """
     run = f"ring{os.getpid():x}{secrets.token_hex(2)}"
     switch = f"{run}s"
     hosts = [
-        Host(f"{run}h{number}", f"10.77.0.{number}", f"fd77::{number:x}") for number in range(1, count + 1)
+        Host(
+            f"{run}h{number}",
+            f"10.77.0.{number}",
+            f"fd77::{number:x}",
+            f"10.88.0.{number}" if fast else "",
+        )
+        for number in range(1, count + 1)
     ]
     with _removed_afterwards([switch, *(host.namespace for host in hosts)]):
         _make_switch(switch)
         for number, host in enumerate(hosts):
             _make_host(host, switch, f"port{number}")
+        if fast:
+            _add_fast_switch(switch, hosts)
         yield hosts
 
 
@@ -136,10 +149,25 @@ def _removed_afterwards(names: Sequence[str]) -> Generator[None]:
         watcher.communicate(timeout=_STEP_S)
 
 
-def _make_switch(name: str) -> None:
-    _ip("netns", "add", name)
-    _ip("-n", name, "link", "add", "switch", "type", "bridge", "mcast_snooping", "0")
-    _ip("-n", name, "link", "set", "switch", "up")
+def _make_switch(namespace: str) -> None:
+    _ip("netns", "add", namespace)
+    _add_switch(namespace, "switch")
+
+
+def _add_switch(namespace: str, name: str) -> None:
+    _ip("-n", namespace, "link", "add", name, "type", "bridge", "mcast_snooping", "0")
+    _ip("-n", namespace, "link", "set", name, "up")
+
+
+def _add_fast_switch(namespace: str, hosts: Sequence[Host]) -> None:
+    _add_switch(namespace, "fast")
+    for number, host in enumerate(hosts):
+        port, inside = f"fast{number}", ("-n", host.namespace)
+        plug = ("type", "veth", "peer", "name", "fast0", "netns", host.namespace)
+        _ip("-n", namespace, "link", "add", port, *plug)
+        _ip("-n", namespace, "link", "set", port, "master", "fast", "up")
+        _ip(*inside, "addr", "add", f"{host.fast_address}/24", "dev", "fast0")
+        _ip(*inside, "link", "set", "fast0", "up")
 
 
 def _make_host(host: Host, switch: str, port: str) -> None:

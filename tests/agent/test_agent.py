@@ -16,7 +16,7 @@ import grpc
 import psutil
 import pytest
 
-from mlx_ring.cluster.placement import even_split, make_assignments
+from mlx_ring.cluster.placement import Cut, even_split, make_assignments
 from mlx_ring.core.child import ChildProcess
 from mlx_ring.core.config import inherited_environment
 from mlx_ring.core.model_folder import read_model_folder
@@ -98,7 +98,12 @@ def load_request(model: Path, stages: int = 2, instance: str = "one") -> agent_p
         hello=make_hello(model_digest=folder.digest),
         model_path=str(model),
         assignments=make_assignments(
-            ranges, instance=instance, epoch=1, dtype="auto", model_digest=folder.digest, max_model_len=64
+            Cut.alike(ranges),
+            instance=instance,
+            epoch=1,
+            dtype="auto",
+            model_digest=folder.digest,
+            max_model_len=64,
         ),
     )
 

@@ -64,7 +64,11 @@ def test_a_misspelt_command_is_guessed(typed: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (("--tp", "2", "--nodes", "2"), "--tp 2 shares every layer among workers of one machine"),
+        (("--tp", "2", "--nodes", "2"), "name it with --trusted-interface, here and on each machine"),
+        (
+            ("--tp", "2", "--nodes", "3"),
+            "2 workers, which 3 machines cannot have evenly: use --nodes 1, 2 or",
+        ),
         (("--tp", "2", "--tp-shares", "3,1,1"), "--tp-shares has parts for 3: name as many"),
         (("--tp-shares", "3,0"), "--tp-shares is 3,0; it must be numbers above 0"),
     ],

@@ -36,6 +36,27 @@ def test_a_plan_as_json_has_every_layer_once(tmp_path: Path) -> None:
     ]
 
 
+def test_ranks_that_share_layers_stand_below_each_other_with_the_reason(tmp_path: Path) -> None:
+    machine = "{name: %s, memory_gb: 8, bandwidth_gb_s: %d, tflops: 4, trusted_interface: en5}"
+    (tmp_path / "cluster.yaml").write_text(
+        f"machines: [{machine % ('a', 100)}, {machine % ('b', 300)}]\n"
+        "usual_link: {round_trip_ms: 0.02, gbit_s: 40}\n"
+    )
+    options = ("plan", "demo", "--cluster", "cluster.yaml", "--strategy", "tensor")
+    done = run_cli(*options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0][:3] == ["machine", "layers", "share"]
+    first, second = (next(line for line in lines if line[:1] == [name]) for name in "ab")
+    assert first[1] == second[1]
+    assert "a+b compute every layer together: " in done.stdout
+    told = json.loads(run_cli(*options, "--json", folder=tmp_path).stdout)
+    ranks = told["stages"][0]["ranks"]
+    assert (told["kind"], [rank["node"] for rank in ranks]) == ("tensor", ["a", "b"])
+    assert sum(rank["share"] for rank in ranks) == 1
+    assert [first[2], second[2]] == [f"{rank['share']:.0%}" for rank in ranks]
+
+
 def test_where_throughput_is_the_aim_each_replica_has_a_table(tmp_path: Path) -> None:
     options = (*MINIS, "--aim", "throughput", "--sequences", "8")
     done = run_cli("plan", "demo", *options, folder=tmp_path)

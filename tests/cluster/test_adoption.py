@@ -8,18 +8,16 @@ from functools import partial
 import pytest
 
 from mlx_ring.cluster.adoption import find_adoptable, highest_epoch
-from mlx_ring.cluster.placement import make_assignments
+from mlx_ring.cluster.placement import Cut, make_assignments
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
-CUT = (LayerRange(0, 3), LayerRange(3, 5))
+CUT = Cut.alike((LayerRange(0, 3), LayerRange(3, 5)))
 
 
-def expect(
-    instance: str, ranges: Sequence[LayerRange], wishes: str = "auto"
-) -> Sequence[worker_pb2.StageAssignment]:
+def expect(instance: str, cut: Cut, wishes: str = "auto") -> Sequence[worker_pb2.StageAssignment]:
     return make_assignments(
-        ranges,
+        cut,
         instance=instance,
         epoch=0,
         dtype="auto",
@@ -61,7 +59,7 @@ def loaded(epoch: int = 4) -> list[agent_pb2.AgentEvent]:
 
 def test_an_instance_that_is_there_as_it_would_be_loaded_now_is_gone_on_with() -> None:
     (found,) = find_adoptable(reversed(loaded()), expect)
-    assert (found.instance, found.ranges) == ("one", CUT)
+    assert (found.instance, found.cut) == ("one", CUT)
     assert [(node, state.stage) for node, state in found.workers] == [("a", 0), ("b", 1)]
 
 

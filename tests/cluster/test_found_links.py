@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from mlx_ring.cluster.found_links import FoundLink, hops_told, link_profiles, rounds
-from mlx_ring.cluster.planner.profiles import UNREACHABLE, LinkProfile
+from mlx_ring.cluster.planner.profiles import FRAMES_S, UNREACHABLE, LinkProfile
 
 
 @pytest.mark.parametrize("count", range(9))
@@ -25,7 +25,7 @@ def test_every_pair_is_measured_once_and_no_node_is_in_two_pairs_of_a_round(coun
 
 def test_a_link_is_the_worse_of_its_two_ways() -> None:
     found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "a", 2e-3, 1e8)]
-    assert link_profiles(found) == {frozenset("ab"): LinkProfile(2e-3, 1e8)}
+    assert link_profiles(found) == {frozenset("ab"): LinkProfile(2e-3, 1e8, FRAMES_S)}
     assert link_profiles(reversed(found)) == link_profiles(found)
 
 

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.cluster.placement import balanced_split, cut_wishes, even_split, make_assignments, plan_digest
+from mlx_ring.cluster.placement import (
+    Cut,
+    balanced_split,
+    cut_wishes,
+    even_split,
+    make_assignments,
+    plan_digest,
+)
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.settings_sources import load_settings
 from mlx_ring.core.types import LayerRange
@@ -100,12 +107,15 @@ def test_more_stages_than_layers_cannot_be_balanced_either() -> None:
 
 
 def test_a_plan_s_digest_changes_with_cut_type_model_kv_bits_and_wishes() -> None:
+    halves = Cut.alike([LayerRange(0, 4), LayerRange(4, 8)])
     plans = [
-        ([LayerRange(0, 4), LayerRange(4, 8)], "float32", "m", 0),
-        ([LayerRange(0, 3), LayerRange(3, 8)], "float32", "m", 0),
-        ([LayerRange(0, 4), LayerRange(4, 8)], "bfloat16", "m", 0),
-        ([LayerRange(0, 4), LayerRange(4, 8)], "float32", "n", 0),
-        ([LayerRange(0, 4), LayerRange(4, 8)], "float32", "m", 8),
+        (halves, "float32", "m", 0),
+        (Cut.alike([LayerRange(0, 3), LayerRange(3, 8)]), "float32", "m", 0),
+        (Cut.alike(halves.ranges, (3.0, 1.0)), "float32", "m", 0),
+        (Cut.alike(halves.ranges, (1.0, 1.0)), "float32", "m", 0),
+        (halves, "bfloat16", "m", 0),
+        (halves, "float32", "n", 0),
+        (halves, "float32", "m", 8),
     ]
     wished = {plan_digest(*plans[0], wishes=wishes) for wishes in ("uniform", "custom")}
     assert len({plan_digest(*plan) for plan in plans} | wished) == len(plans) + 2
@@ -120,6 +130,8 @@ def test_a_plan_s_digest_changes_with_cut_type_model_kv_bits_and_wishes() -> Non
         {"replicas": 2},
         {"nodes": 3},
         {"max_model_len": 64},
+        {"tp": 2},
+        {"tp_shares": "3,1"},
     ],
 )
 def test_whoever_asks_for_another_cut_has_other_wishes(flags: dict[str, object]) -> None:
@@ -135,7 +147,7 @@ def test_what_decides_no_cut_changes_no_wishes() -> None:
 
 def test_each_assignment_names_its_place_and_they_share_one_digest() -> None:
     assigned = make_assignments(
-        even_split(8, 3), instance="i", epoch=4, dtype="auto", model_digest="m", max_model_len=100
+        Cut.alike(even_split(8, 3)), instance="i", epoch=4, dtype="auto", model_digest="m", max_model_len=100
     )
     assert [(part.stage, part.first_layer, part.end_layer) for part in assigned] == [
         (0, 0, 3),

@@ -184,6 +184,13 @@ def test_proportions_go_with_the_strategy_custom(flags: dict[str, object], said:
     assert message(**flags) == said
 
 
+def test_machines_that_share_layers_are_several() -> None:
+    assert message(strategy="tensor").startswith(
+        "The strategy tensor has machines share layers, and --nodes is 1: "
+    )
+    assert load_settings({"strategy": "hybrid", "nodes": 3}).strategy == "hybrid"
+
+
 def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> None:
     (tmp_path / "ring.yaml").write_text("strategy: custom\nproportions: [0.7, 0.3]\nmemory-limit: 16GiB\n")
     settings = load_settings({}, config=tmp_path / "ring.yaml")
@@ -195,11 +202,23 @@ def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> No
     ("flags", "said"),
     [
         ({"link": "ring"}, "--link ring carries activations between stages, and there is one"),
-        ({"link": "ring", "nodes": "2"}, "neither encrypted nor authenticated"),
+        ({"link": "ring", "nodes": "2"}, "neither encrypted nor authenticated.*--trusted-interface"),
+        ({"link": "mpi", "nodes": "2"}, "--link mpi joins stages on one machine only"),
+        (
+            {"link": "allreduce", "nodes": "3", "trusted_interface": "eth0"},
+            "joins two stages, and 3 were asked",
+        ),
         ({"link": "ring", "stages": "2", "tp": "2"}, "--tp 2 needs it for the ranks of each"),
-        ({"link": "allreduce", "stages": "3"}, "so it joins two stages, and --stages is 3"),
+        ({"link": "allreduce", "stages": "3"}, "so it joins two stages, and 3 were asked for"),
         ({"link": "nccl", "stages": "3"}, "so it joins two stages"),
         ({"link": "mpi", "stages": "3"}, "so it joins two stages"),
+        ({"backend": "ring"}, "--backend ring joins workers that share layers"),
+        (
+            {"backend": "mpi", "link": "ring", "stages": "2"},
+            "--link ring is over MLX's backend ring, and --backend is mpi",
+        ),
+        ({"backend": "jaccl", "link": "allreduce", "stages": "2"}, "use --link jaccl"),
+        ({"backend": "mpi", "link": "allreduce", "nodes": "2"}, "--backend mpi joins workers of one machine"),
     ],
 )
 def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, str], said: str) -> None:
@@ -207,6 +226,14 @@ def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, s
         check_link(load_settings(flags))
 
 
-@pytest.mark.parametrize("flags", [{}, {"link": "allreduce", "stages": "2"}, {"link": "ring", "stages": "3"}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"link": "allreduce", "stages": "2"},
+        {"link": "ring", "stages": "3"},
+        {"link": "ring", "nodes": "3", "trusted_interface": "thunderbolt0,10.0.8.0/24"},
+    ],
+)
 def test_a_link_that_joins_the_stages_is_taken(flags: dict[str, str]) -> None:
     check_link(load_settings(flags))

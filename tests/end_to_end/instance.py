@@ -49,6 +49,7 @@ def assignments(
     kv_bits: int = 0,
     shares: Sequence[float] = (1.0,),
     link: str = "grpc",
+    backend: str = "",
 ) -> list[worker_pb2.StageAssignment]:
     return [
         worker_pb2.StageAssignment(
@@ -67,6 +68,7 @@ def assignments(
             max_model_len=folder.context_length,
             kv_bits=kv_bits,
             link=link,
+            backend=backend,
         )
         for stage, layers in enumerate(even_split(folder.num_layers, stages))
         for rank in range(len(shares))
@@ -96,12 +98,13 @@ async def start_workers(
     kv_bits: int = 0,
     shares: Sequence[float] = (1.0,),
     link: str = "grpc",
+    backend: str = "",
 ) -> dict[RankId, tuple[str, int]]:
     """Have the agent load the model; returns each rank's address and process id."""
     agent = AgentLink(open_aio_channel(address), "the agent")
     try:
         hello = make_hello(model_digest=folder.digest, plan_digest=f"{stages} stages")
-        wanted = assignments(folder, stages, dtype, kv_bits, shares, link)
+        wanted = assignments(folder, stages, dtype, kv_bits, shares, link, backend)
         workers = await agent.start(hello, wanted)
         ports = {(worker.stage, worker.rank): worker.group_port for worker in workers}
         for assignment in wanted:
@@ -125,6 +128,7 @@ async def running_engine(
     kv_bits: int = 0,
     shares: Sequence[float] = (1.0,),
     link: str = "grpc",
+    backend: str = "",
 ) -> AsyncGenerator[tuple[Engine, list[int]]]:
     """An engine over real worker processes, and their process ids in order of stages and ranks.
 
@@ -134,7 +138,7 @@ async def running_engine(
     limits = Limits(folder.context_length, folder.vocab_size, folder.eos_token_ids)
     async with running_agent(log_dir) as (agent, address):
         async with _or_told_where([agent.pid]):
-            workers = await start_workers(address, folder, stages, dtype, kv_bits, shares, link)
+            workers = await start_workers(address, folder, stages, dtype, kv_bits, shares, link, backend)
             pids = [pid for _, pid in workers.values()]
             executor = await GrpcExecutor.connect(
                 [RankAddress(rank, address) for rank, (address, _) in workers.items()],

@@ -108,6 +108,8 @@ class LanCluster:
     received_before: Sequence[int] = ()
     """Bytes that each machine had received when the plan was shown: by then links have been measured, and nothing loaded."""
     token: str = ""
+    join_flags: Sequence[str] = ()
+    """Of who joins from now on."""
     names: Mapping[str, int] = field(default_factory=dict[str, int])
     """Token ids by what the API calls them."""
 
@@ -125,7 +127,7 @@ class LanCluster:
             if told:
                 self.token = told[1]
                 while waiting:
-                    self.join(waiting.pop())
+                    self.join(waiting.pop(), *self.join_flags)
             if line.startswith("machine "):
                 self.planned = []
                 self.received_before = [machine.received_bytes for machine in self.machines]
@@ -141,14 +143,14 @@ class LanCluster:
             )
         )
 
-    def join(self, machine: Machine) -> None:
+    def join(self, machine: Machine, *flags: str) -> subprocess.Popen[str]:
         """`mlx-ring join` there, with the token that `serve` has printed."""
         node = join_cluster(
-            *(self.head.host.address, "--token", self.token),
+            *(self.head.host.address, "--token", self.token, *flags),
             folder=machine.folder,
             within=machine.command(self.model),
         )
-        self.stack.enter_context(node)
+        return self.stack.enter_context(node)
 
     def get(self, server: Server, path: str) -> Any:
         return self.head.threads.submit(lambda: httpx.get(server.url + path, timeout=_WAIT_S)).result().json()
@@ -184,8 +186,10 @@ def make_cluster(
     folder: Path,
     stack: ExitStack,
     limits: Sequence[tuple[int, float] | tuple[int, float, int] | None],
+    *,
+    fast: bool = False,
 ) -> LanCluster:
-    """Hosts on a LAN, one for each of `limits`; None: the machine's own.
+    """Hosts on a LAN, one for each of `limits`; None: the machine's own. `fast` is that of `lan`.
 
     Limits are bytes of memory, cores' worth of time and, if wished, the microseconds of the period in which that is granted.
     """
@@ -193,7 +197,7 @@ def make_cluster(
         None if limit is None else stack.enter_context(limited(limit[0], limit[1], *limit[2:]))
         for limit in limits
     ]
-    hosts = stack.enter_context(lan(len(limits)))
+    hosts = stack.enter_context(lan(len(limits), fast=fast))
     machines: list[Machine] = []
     for number, (host, group) in enumerate(zip(hosts, groups, strict=True)):
         own = folder / f"machine-{number}"

@@ -73,7 +73,7 @@ def view(**changes: object) -> InstanceView:
         reason=None,
         layers=28,
         ranges=RANGES,
-        nodes=("a", "b"),
+        nodes=(("a",), ("b",)),
         plan=place(model_of(28), cluster, Wish(DEMAND, strategy="uniform")),
         forecast=Forecast(model_of(28), DEMAND, cluster, list(zip(NODES, RANGES, strict=True))),
         workers=(worker(0, "a"), worker(1, "b")),
@@ -196,6 +196,6 @@ def test_a_node_that_is_gone_or_left_out_says_why_and_one_that_came_back_is_no_g
 
 
 def test_a_machine_alone_without_a_profile_is_a_node_all_the_same() -> None:
-    (node,) = node_statuses(Standing("a"), [view(nodes=("a", "a"))], VERSIONS)
+    (node,) = node_statuses(Standing("a"), [view(nodes=(("a",), ("a",)))], VERSIONS)
     assert (node.id, node.is_head, node.memory, node.profile) == ("a", True, None, None)
     assert (node.stages, node.versions) == (["twin-1/0", "twin-1/1"], VERSIONS)

@@ -42,6 +42,7 @@ async def _serve(options: argparse.Namespace) -> None:
             log_level=options.log_level,
             blas=options.blas,
             blas_threads=options.blas_threads,
+            lent=options.lent,
         )
     )
     front = AgentFront(options.node, supervisor, options.load_timeout)
@@ -76,6 +77,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
+    parser.add_argument(
+        "--lent", type=Path, help="folder where processes of other ranks listen, which start their workers"
+    )
     parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")
     return parser.parse_args(arguments)
 

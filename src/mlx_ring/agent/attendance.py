@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import psutil
 
+from mlx_ring.agent.trust import Trust
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.errors import PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.machine import node_name
@@ -45,6 +46,8 @@ class Attendant:
     memory_utilization: float
     links_port: int = 0
     """Where it answers probes of links; 0: nowhere."""
+    trust: Trust = field(default_factory=Trust)
+    """Where collectives may go to other machines."""
 
 
 async def attend_for_ever(
@@ -113,7 +116,7 @@ async def _attendance(
 
 
 async def _messages(head: HeadAddress, who: Attendant) -> AsyncIterator[cluster_pb2.AttendRequest]:
-    yield cluster_pb2.AttendRequest(
+    first = cluster_pb2.AttendRequest(
         hello=make_hello(node=who.node),
         machine=node_name(),
         port=who.port,
@@ -121,14 +124,26 @@ async def _messages(head: HeadAddress, who: Attendant) -> AsyncIterator[cluster_
         profile=who.profile.model_dump_json(),
         memory_utilization=who.memory_utilization,
         links_port=who.links_port,
-        memory_free_bytes=usable_memory().available_bytes,
-        agent_bytes=_own_bytes(),
     )
+    first.MergeFrom(_now(who))
+    yield first
     while True:
         await asyncio.sleep(_BEAT_S)
-        yield cluster_pb2.AttendRequest(
-            memory_free_bytes=usable_memory().available_bytes, agent_bytes=_own_bytes()
-        )
+        yield _now(who)
+
+
+def _now(who: Attendant) -> cluster_pb2.AttendRequest:
+    """What may be another at each message."""
+    trusted, problem = who.trust.now()
+    return cluster_pb2.AttendRequest(
+        memory_free_bytes=usable_memory().available_bytes,
+        agent_bytes=_own_bytes(),
+        trusted=[
+            cluster_pb2.TrustedInterface(name=one.name, address=one.address, network=one.network)
+            for one in trusted
+        ],
+        trusted_problem=problem,
+    )
 
 
 def _own_bytes() -> int:

@@ -11,6 +11,7 @@ import grpc
 from mlx_ring.agent.fetched_models import FetchedModels
 from mlx_ring.agent.loading import failed_load, load_workers, start_workers, told_failure, until_done
 from mlx_ring.agent.supervisor import Supervisor, Worker
+from mlx_ring.agent.trust import check_hosts, check_ways
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.process_limits import usable_memory
@@ -76,6 +77,7 @@ class AgentFront:
         if self._workers_of(instance):
             raise ProtocolError(f"Instance {instance} runs here already: stop it first.")
         set_log_epoch(request.assignments[0].epoch)
+        check_hosts(request.assignments, self._supervisor.trusted)
         return instance
 
     def _check_instance(
@@ -103,6 +105,10 @@ class AgentFront:
         try:
             async for progress in self._fetch(instance, request):
                 yield progress
+            if request.only_fetch:
+                return
+            check_ways(request.assignments, self._supervisor.trusted)
+            await self._supervisor.give_places(instance, request.assignments)
             async for progress in load_workers(workers, request, self._load_timeout_s):
                 yield progress
         except (RingError, OSError) as error:
@@ -202,4 +208,6 @@ def _started(worker: Worker) -> agent_pb2.StartedWorker:
         address=worker.address,
         port=told.port,
         group_port=told.group_port,
+        group_host=told.group_host,
+        means=told.means,
     )

@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     let_grpc_speak()
     # gRPC reads how much to say when it comes in, which it does with these.
     from mlx_ring.agent.member import MemberOptions, serve_as_member  # noqa: PLC0415
+    from mlx_ring.agent.trust import Trust  # noqa: PLC0415
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415
 
     configure_logging(
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             listen=bracketed(given.listen),
             memory_limit_bytes=given.memory_limit,
             weights_limit_bytes=given.weights_limit,
+            trust=Trust(tuple(given.trusted_interface)),
         )
         asyncio.run(serve_as_member(options))
 
@@ -65,6 +67,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory-limit", type=int, help="bytes that plans may count on")
     parser.add_argument("--weights-limit", type=int, help="bytes that fetched tensors may take")
     parser.add_argument("--listen", default="[::]", help="address for other machines")
+    parser.add_argument("--trusted-interface", action="append", default=[], help="for collectives")
     return parser.parse_args(arguments)
 
 

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import signal
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlx_ring.agent.attendance import Attendant, attend_for_ever
@@ -15,9 +16,11 @@ from mlx_ring.agent.fetched_models import FetchedModels
 from mlx_ring.agent.front import AgentFront
 from mlx_ring.agent.link_store import LinkStore
 from mlx_ring.agent.links import LinkFront, make_responder
+from mlx_ring.agent.orphans import end_orphans
 from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
 from mlx_ring.agent.profiling import ProfileOptions
 from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
+from mlx_ring.agent.trust import Trust
 from mlx_ring.agent.weights.serving import WeightsFront
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.addresses import HeadAddress
@@ -59,6 +62,8 @@ class MemberOptions:
     """What fetched models may take on disk."""
     memory_limit_bytes: int | None = None
     """What plans may count on at most, whatever is measured."""
+    trust: Trust = field(default_factory=Trust)
+    """Where collectives may go to other machines."""
 
 
 async def serve_as_member(options: MemberOptions) -> None:
@@ -106,23 +111,30 @@ async def serve_as_member(options: MemberOptions) -> None:
     await server.start()
     responder.start()
 
+    heard_s = time.monotonic()
+
     def revoke(serials: tuple[str, ...]) -> None:
+        nonlocal heard_s
+        heard_s = time.monotonic()
         if serials != supervisor.revoked:
             supervisor.revoke(serials)
             revoked.replace(serials)
             guard.end_refused()
             probes_guard.end_refused()
 
-    who = Attendant(options.node, port, profile, options.memory_utilization, links_port)
+    who = Attendant(options.node, port, profile, options.memory_utilization, links_port, options.trust)
     attending = asyncio.create_task(
         attend_for_ever(options.head, credentials, who, revoke), name="attendance"
     )
-    renewing = asyncio.create_task(_renew_in_time(options.head, folder), name="renewal")
+    beside = (
+        asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
+        asyncio.create_task(end_orphans(supervisor, lambda: heard_s), name="orphans"),
+    )
     try:
         await _until_asked_or_done(attending, front.asked_to_stop)
     finally:
-        attending.cancel()
-        renewing.cancel()
+        for task in (attending, *beside):
+            task.cancel()
         await supervisor.stop()
         responder.stop(None)
         await server.stop(grace=0.5)
@@ -142,6 +154,8 @@ async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
 
 
 def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:
+    if problem := options.trust.now()[1]:
+        log.warning("%s It may come later.", problem)
     return Supervisor(
         WorkerOptions(
             node=options.node,
@@ -152,6 +166,7 @@ def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:
             blas_threads=options.blas_threads,
             credentials=credentials,
             listen=options.listen,
+            trust=options.trust,
         )
     )
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 import grpc
 
+from mlx_ring.agent.gpus import own_gpu
+from mlx_ring.agent.lending import LentChild, lent_at
+from mlx_ring.agent.mpi.places import give_places
 from mlx_ring.agent.silence import Silence
+from mlx_ring.agent.trust import Trust
 from mlx_ring.agent.worker_environment import worker_environment
 from mlx_ring.core.child import GRACE_S, ChildProcess
 from mlx_ring.core.config import speaking_environment
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.channels import open_aio_channel
-from mlx_ring.rpc.joined_ranks import joined_ranks
+from mlx_ring.rpc.joined_ranks import asked_backend, joined_ranks, rank_in_group
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import told_by_library
@@ -45,6 +49,10 @@ class WorkerOptions:
     """The node's, for workers that other machines reach; None: nobody else's."""
     listen: str = "[::]"
     """Address for other machines."""
+    trust: Trust = field(default_factory=Trust)
+    """Where collectives may go to other machines."""
+    lent: Path | None = None
+    """Folder where processes listen that are parents of workers behind the first of a group; None: this one is."""
 
 
 @dataclass(slots=True)
@@ -53,7 +61,7 @@ class Worker:
 
     assignment: worker_pb2.StageAssignment
     socket: Path
-    child: ChildProcess
+    child: ChildProcess | LentChild
     channel: grpc.aio.Channel
     status: worker_pb2.WorkerStatus | None = None
     silence: Silence = field(init=False)
@@ -116,11 +124,18 @@ class Supervisor:
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         self._workers: list[Worker] = []
+        self._places: dict[str, list[ChildProcess]] = {}
+        """By instance, what tells its ranks of MPI their places, for as long as they live."""
         self._watchers: set[asyncio.Event] = set()
         self._serial = count()
         self._tasks: set[asyncio.Task[None]] = set()
         self.revoked: tuple[str, ...] = ()
         """Serials of certificates that workers refuse; told with each question."""
+
+    @property
+    def trusted(self) -> Trust:
+        """Where collectives may go to other machines."""
+        return self._options.trust
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -143,20 +158,17 @@ class Supervisor:
     async def _start_one(self, assignment: worker_pb2.StageAssignment) -> Worker:
         options = self._options
         socket = options.run_dir / f"worker-{next(self._serial)}.sock"
-        child = await ChildProcess.start(
-            WORKER_MODULE,
+        child = await self._start_process(
+            assignment,
             [
                 *("--socket", str(socket), "--node", options.node),
                 *("--stage", str(assignment.stage), "--rank", str(assignment.rank)),
                 *("--log-dir", str(options.log_dir), "--log-level", options.log_level),
                 *("--blas", options.blas, "--blas-threads", str(options.blas_threads)),
                 *_reach_arguments(options),
-                *(["--in-group"] if joined_ranks(assignment) else []),
+                *(["--in-group", asked_backend(assignment)] if joined_ranks(assignment) else []),
+                *(["--group-host", assignment.group_host] if assignment.group_host else []),
             ],
-            name=f"worker-{assignment.stage}-{assignment.rank}",
-            rank=assignment.rank,
-            environment=_environment(options),
-            word=told_by_library,
         )
         worker = Worker(assignment, socket, child, open_aio_channel(f"unix:{socket}"))
         self._workers.append(worker)
@@ -166,6 +178,38 @@ class Supervisor:
         log.info("started %s for %s, pid %d", child.name, assignment.instance, child.pid)
         self._tell()
         return worker
+
+    async def _start_process(
+        self, assignment: worker_pb2.StageAssignment, arguments: Sequence[str]
+    ) -> ChildProcess | LentChild:
+        """As a child of this process, or of the one that is there for the worker's rank in its group."""
+        options, name = self._options, f"worker-{assignment.stage}-{assignment.rank}"
+        place = rank_in_group(assignment)
+        if options.lent is None or not place:
+            return await ChildProcess.start(
+                WORKER_MODULE,
+                arguments,
+                name=name,
+                rank=assignment.rank,
+                environment=_environment(options) | (own_gpu(assignment) if joined_ranks(assignment) else {}),
+                word=told_by_library,
+            )
+        return await LentChild.start(
+            lent_at(options.lent, place),
+            WORKER_MODULE,
+            arguments,
+            name=name,
+            rank=assignment.rank,
+            blas_threads=options.blas_threads,
+        )
+
+    async def give_places(self, instance: str, assignments: Iterable[worker_pb2.StageAssignment]) -> None:
+        """Fill in what workers need that MPI is to join.
+
+        Raises:
+            RingError: it cannot join them.
+        """
+        self._places[instance] = await give_places(assignments, self._options.run_dir)
 
     async def _report_end(self, worker: Worker) -> None:
         reason = await worker.child.wait()
@@ -180,6 +224,10 @@ class Supervisor:
         for worker in leaving:
             log.info("stopping %s, pid %d", worker.child.name, worker.child.pid)
         await asyncio.gather(*(worker.stop() for worker in leaving))
+        places = [
+            child for name in [*self._places] if instance in ("", name) for child in self._places.pop(name)
+        ]
+        await asyncio.gather(*(child.stop() for child in places))
         for worker in leaving:
             await worker.channel.close()
             worker.socket.unlink(missing_ok=True)

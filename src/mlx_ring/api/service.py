@@ -88,6 +88,16 @@ class LinkUse:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupUse:
+    """What joins a worker with others."""
+
+    backend: str
+    """MLX's name for it."""
+    why: str
+    """It is that one."""
+
+
+@dataclass(frozen=True, slots=True)
 class LinkInfo:
     """One way between two nodes, as it was measured."""
 
@@ -124,6 +134,8 @@ class WorkerInfo:
     blas: str = ""
     sends: LinkUse | None = None
     """To the next stage; None where there is none, or nothing is known."""
+    group: GroupUse | None = None
+    """How MLX joined it with others; None where it did not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,10 @@ def join(
     weights_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help=Settings.model_fields["weights_limit"].description)
     ] = None,
+    trusted_interface: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help=Settings.model_fields["trusted_interface"].description),
+    ] = None,
     listen: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on for the cluster.")
     ] = "[::]",
@@ -83,6 +87,7 @@ def join(
             "memory_utilization": memory_utilization,
             "memory_limit": memory_limit,
             "weights_limit": weights_limit,
+            "trusted_interface": trusted_interface,
             "blas": blas,
             "blas_threads": blas_threads,
             "log_level": log_level,
@@ -141,6 +146,7 @@ def _reachable(head: FoundHead) -> HeadAddress:
 def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> None:
     from mlx_ring.agent.identity import open_identity  # noqa: PLC0415 - as above
     from mlx_ring.agent.member import MemberOptions, serve_as_member  # noqa: PLC0415
+    from mlx_ring.agent.trust import Trust  # noqa: PLC0415
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415
 
     node = open_identity(node_folder(state)).node
@@ -169,5 +175,6 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
             listen=bracketed(listen),
             weights_limit_bytes=settings.weights_limit,
             memory_limit_bytes=settings.memory_limit,
+            trust=Trust(settings.trusted_interface),
         )
         asyncio.run(serve_as_member(options))

@@ -180,18 +180,18 @@ def show_plans(made: Sequence[Plan]) -> None:
 def show_plan(made: Plan) -> None:
     """As a table, with what is to be expected."""
     console = Console(soft_wrap=True)
+    are_shared = any(stage.is_shared for stage in made.stages)
     table = Table("machine", "layers", box=None, pad_edge=False)
-    for title in ("weights", "memory", "of", "ms a token"):
+    for title in (*["share"] * are_shared, "weights", "memory", "of", "ms a token"):
         table.add_column(title, justify="right")
     table.add_column("why")
     for stage in made.stages:
-        table.add_row(
-            stage.node,
-            f"{stage.layers.start}-{stage.layers.end - 1}",
-            *(_size(size) for size in (stage.weight_bytes, stage.memory_bytes, stage.usable_bytes)),
-            f"{1e3 * stage.token_s:.1f}",
-            stage.why,
-        )
+        for place, rank in enumerate(stage.ranks):
+            layers = f"{stage.layers.start}-{stage.layers.end - 1}"
+            # What is the stage's stands beside its first rank.
+            told = (f"{1e3 * stage.token_s:.1f}", stage.why) if place == 0 else ("", "")
+            sizes = map(_size, (rank.weight_bytes, rank.memory_bytes, rank.usable_bytes))
+            table.add_row(rank.node, layers, *[f"{rank.share:.0%}"] * are_shared, *sizes, *told)
     console.print(table)
     for left in made.left_out:
         console.print(f"{left.node} gets no layers: {left.why}.", highlight=False)

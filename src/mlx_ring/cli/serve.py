@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +16,16 @@ from mlx_ring.core.config import (
     Settings,
     allowed_values,
     check_link,
+    check_ranks,
     flag_name,
     let_grpc_speak,
-    rank_shares,
     state_folder,
 )
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.launched import Launch, read_launch
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import listen, node_name
+from mlx_ring.core.named_group import with_named_group
 from mlx_ring.core.running import recorded
 from mlx_ring.core.settings_sources import load_settings
 from mlx_ring.core.vllm_names import PREFIX_CACHING_FLAG, VLLM_FLAGS
@@ -36,11 +39,13 @@ _CHOICES = (
     "prefix_cache",
     "kv_bits",
     "link",
+    "backend",
     "link_compression",
 )
 _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "host": "ADDRESS",
     "cluster_host": "ADDRESS",
+    "trusted_interface": "NAME,...",
     "strategy": "NAME",
     "aim": "NAME",
     "more_models": "NAME,...",
@@ -62,6 +67,8 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "weights_limit": "SIZE",
     "kv_bits": "BITS",
     "link": "KIND",
+    "backend": "NAME",
+    "hostfile": "FILE",
     "link_compression": "MODE",
     "request_timeout_s": "SECONDS",
     "step_deadline_s": "SECONDS",
@@ -125,6 +132,7 @@ def serve(
     weights_limit: Annotated[str | None, setting("weights_limit")] = None,
     cluster_host: Annotated[str | None, setting("cluster_host")] = None,
     cluster_port: Annotated[str | None, setting("cluster_port")] = None,
+    trusted_interface: Annotated[str | None, setting("trusted_interface")] = None,
     host: Annotated[str | None, setting("host")] = None,
     port: Annotated[str | None, setting("port")] = None,
     dtype: Annotated[str | None, setting("dtype")] = None,
@@ -142,6 +150,8 @@ def serve(
     kv_bits: Annotated[str | None, setting("kv_bits")] = None,
     link_compression: Annotated[str | None, setting("link_compression")] = None,
     link: Annotated[str | None, setting("link")] = None,
+    backend: Annotated[str | None, setting("backend")] = None,
+    hostfile: Annotated[str | None, setting("hostfile")] = None,
     request_timeout_s: Annotated[str | None, setting("request_timeout_s")] = None,
     step_deadline_s: Annotated[str | None, setting("step_deadline_s")] = None,
     max_request_mb: Annotated[str | None, setting("max_request_mb")] = None,
@@ -173,8 +183,14 @@ def serve(
     flags |= _named(models or [], more_models)
     if prefix_caching is not None:
         flags["prefix_cache"] = _one_switch(prefix_cache, "on" if prefix_caching else "off")
-    settings = load_settings(flags, config=config)
+    settings = with_named_group(load_settings(flags, config=config))
     _check(settings)
+    launch = read_launch()
+    if launch is not None and launch.rank:
+        from mlx_ring.cli.launched import lend_to_first  # noqa: PLC0415 - brings asyncio along
+
+        lend_to_first(settings, launch)
+        return
     listener = listen(settings.host, settings.port)
     configure_logging(
         process="head",
@@ -189,24 +205,26 @@ def serve(
 
     # With one machine nobody is refused; what else gRPC writes is kept from the terminal.
     log_refused_handshakes()
-    with recorded(state_folder(settings), "head", local_url(*listener.getsockname()[:2])):
+    with (
+        _leading(launch),
+        recorded(state_folder(settings), "head", local_url(*listener.getsockname()[:2])),
+    ):
         _run(settings, listener, invites=not no_join_lines)
+
+
+def _leading(launch: Launch | None) -> contextlib.AbstractContextManager[None]:
+    """The processes that mlx.launch has started beside this one live as long as this does."""
+    if launch is None:
+        return contextlib.nullcontext()
+    from mlx_ring.cli.launched import serving_as_first  # noqa: PLC0415 - brings asyncio along
+
+    return serving_as_first(launch)
 
 
 def _check(settings: Settings) -> None:
     """Raises `ConfigError` for settings that do not go together."""
     check_link(settings)
-    ranks = len(rank_shares(settings))
-    if settings.nodes > 1 and ranks > 1:
-        raise ConfigError(
-            f"--tp {ranks} shares every layer among workers of one machine, and --nodes {settings.nodes} gives each machine layers of "
-            "its own: leave one of the two out."
-        )
-    if settings.nodes > 1 and settings.stages > 1:
-        raise ConfigError(
-            f"--stages {settings.stages} splits the layers over processes of one machine, and with --nodes {settings.nodes} each "
-            "machine of the plan is a stage: leave --stages out."
-        )
+    check_ranks(settings)
 
 
 def _run(settings: Settings, listener: socket.socket, *, invites: bool) -> None:

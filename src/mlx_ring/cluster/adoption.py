@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mlx_ring.cluster.placement import Cut
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
-Expect = Callable[[str, Sequence[LayerRange]], Sequence[worker_pb2.StageAssignment]]
-"""What a head would assign now for an instance with these layers in its stages."""
+Expect = Callable[[str, Cut], Sequence[worker_pb2.StageAssignment]]
+"""What a head would assign now for an instance that is cut like this."""
 _FREE = (
     "epoch",
     "next_address",
@@ -20,6 +21,10 @@ _FREE = (
     "previous_node",
     "next_bytes_per_s",
     "group",
+    "group_host",
+    "group_from",
+    "group_environment",
+    "rdma",
     "next_ranks",
     "first_ranks",
 )
@@ -31,14 +36,17 @@ class Adoptable:
     """An instance whose every worker is there and loaded as it would be now."""
 
     instance: str
-    ranges: tuple[LayerRange, ...]
+    cut: Cut
     workers: tuple[tuple[str, agent_pb2.WorkerState], ...]
     """Node and worker of each rank of each stage, in order."""
 
     @property
-    def nodes(self) -> tuple[str, ...]:
-        """Of each stage: its first rank's."""
-        return tuple(node for node, state in self.workers if not state.rank)
+    def nodes(self) -> tuple[tuple[str, ...], ...]:
+        """Of each stage's ranks."""
+        return tuple(
+            tuple(node for node, state in self.workers if state.stage == stage)
+            for stage in range(len(self.cut.ranges))
+        )
 
 
 def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> list[Adoptable]:
@@ -53,14 +61,10 @@ def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> li
         states = [state for _, state in workers]
         if not all(state.alive and state.status.phase == "ready" for state in states):
             continue
-        ranges = tuple(
-            LayerRange(state.assignment.first_layer, state.assignment.end_layer)
-            for state in states
-            if not state.rank
-        )
-        expected = expect(instance, ranges)
+        cut = _cut(state.assignment for state in states if not state.rank)
+        expected = expect(instance, cut)
         if [_what(one) for one in expected] == [_what(state.assignment) for state in states]:
-            found.append(Adoptable(instance, ranges, tuple(workers)))
+            found.append(Adoptable(instance, cut, tuple(workers)))
     return found
 
 
@@ -74,6 +78,12 @@ def highest_epoch(events: Iterable[agent_pb2.AgentEvent]) -> int:
         ),
         default=0,
     )
+
+
+def _cut(stages: Iterable[worker_pb2.StageAssignment]) -> Cut:
+    told = list(stages)
+    ranges = tuple(LayerRange(stage.first_layer, stage.end_layer) for stage in told)
+    return Cut(ranges, tuple(tuple(stage.shares) for stage in told))
 
 
 def _what(assignment: worker_pb2.StageAssignment) -> worker_pb2.StageAssignment:

@@ -65,9 +65,15 @@ class AgentLink:
         return reply.workers
 
     async def load(
-        self, hello: hello_pb2.Hello, source: Source, assignments: Assignments, report: Report
+        self,
+        hello: hello_pb2.Hello,
+        source: Source,
+        assignments: Assignments,
+        report: Report,
+        *,
+        only_fetch: bool = False,
     ) -> None:
-        """Load what was started, from the folder or the peers that `source` names.
+        """Load what was started, from the folder or the peers that `source` names; `only_fetch` has the weights there and no more.
 
         Raises:
             RingError: what a worker could not do; then none of them is left.
@@ -78,6 +84,7 @@ class AgentLink:
             assignments=assignments,
             weights=source.weights,
             peers=[agent_pb2.WeightsPeer(address=peer.address, node=peer.node) for peer in source.peers],
+            only_fetch=only_fetch,
         )
         try:
             async for progress in LOAD_STAGES.aio_unary_stream(self._channel)(request):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
@@ -24,6 +25,7 @@ from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import authority_folder, node_folder
 from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
 from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.core.trusted_interfaces import TrustedInterface
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, hello_versions, make_hello
@@ -40,6 +42,7 @@ SILENCE_S = 3.0
 """A node that says nothing for so long is gone; it speaks every second."""
 _LOOK_S = 0.25
 """From one look for removed nodes to the next: what is looked at is whether a file has changed."""
+_LONGEST_PROBLEM = 400
 _MESSAGE_BYTES = 2 << 20
 """A part of weights is one MiB."""
 
@@ -136,7 +139,14 @@ class Control:
                 async for said in saying:
                     if said is not None:
                         await self._happens(
-                            Told(member.node, member.came, said.memory_free_bytes, said.agent_bytes)
+                            Told(
+                                member.node,
+                                member.came,
+                                said.memory_free_bytes,
+                                said.agent_bytes,
+                                _trusted(said),
+                                said.trusted_problem[:_LONGEST_PROBLEM],
+                            )
                         )
                     yield cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
             reason = "it ended its attendance"
@@ -178,7 +188,21 @@ class Control:
             links_port=first.links_port,
             since_s=time.time(),
             versions=hello_versions(first.hello),
+            trusted=_trusted(first),
+            trusted_problem=first.trusted_problem[:_LONGEST_PROBLEM],
         )
+
+
+def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:
+    """Raises `ProtocolError` where one has no IPv4 address."""
+    told = tuple(TrustedInterface(one.name[:80], one.address, one.network) for one in said.trusted)
+    try:
+        for one in told:
+            ipaddress.IPv4Address(one.address)
+            ipaddress.IPv4Network(one.network)
+    except ValueError as error:
+        raise ProtocolError(f"A node tells of a trusted interface that is none: {error}.") from error
+    return told
 
 
 async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
+from mlx_ring.cluster.group_backend import settle_backend
 from mlx_ring.core.errors import RingError
+from mlx_ring.core.trusted_interfaces import TrustedInterface
 from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 _STOP_WAIT_S = 8.0
-_LOOPBACK = "127.0.0.1"
 
 Result = TypeVar("Result")
 Place = tuple[int, int]
@@ -41,6 +42,10 @@ class Site:
     """That its owner grants, where that is less than it has."""
     bytes_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """That it sends to other nodes, by their id, as measured."""
+    trusted: tuple[TrustedInterface, ...] = ()
+    """Where its owner lets collectives go to other nodes."""
+    trusted_problem: str = ""
+    """Why one that was named is not among them."""
 
     def host_for(self, node: str) -> str:
         return self.hosts.get(node) or self.hosts.get("", "")
@@ -86,6 +91,12 @@ async def deploy(
             node: [_filled(assignment, site, workers) for assignment in own]
             for node, (site, own) in by_site.items()
         }
+        if _waits_for_others(assignments, sites):
+            await _together(
+                _load(site, filled[node], hello, report, only_fetch=True)
+                for node, (site, _) in by_site.items()
+                if site.source.weights
+            )
         await _together(_load(site, filled[node], hello, report) for node, (site, _) in by_site.items())
     except BaseException:
         await asyncio.gather(*(site.link.stop(instance, _STOP_WAIT_S) for site, _ in by_site.values()))
@@ -104,11 +115,22 @@ async def _start(
     return {(worker.stage, worker.rank): (worker, site) for worker in workers}
 
 
+def _waits_for_others(assignments: Sequence[worker_pb2.StageAssignment], sites: Sequence[Site]) -> bool:
+    """Whether MLX joins ranks of several nodes: they look for each other for a while only, so all must be ready to load at once."""
+    on = {(one.stage, one.rank): site.node for one, site in zip(assignments, sites, strict=True)}
+    return any(len({on[place] for place in joined_ranks(one)}) > 1 for one in assignments)
+
+
 async def _load(
-    site: Site, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello, report: Report
+    site: Site,
+    assignments: Sequence[worker_pb2.StageAssignment],
+    hello: hello_pb2.Hello,
+    report: Report,
+    *,
+    only_fetch: bool = False,
 ) -> None:
     with _blaming(site):
-        await site.link.load(hello, site.source, assignments, report)
+        await site.link.load(hello, site.source, assignments, report, only_fetch=only_fetch)
 
 
 @contextlib.contextmanager
@@ -135,27 +157,28 @@ async def _together(work: Iterable[Awaitable[Result]]) -> list[Result]:
 def _filled(
     assignment: worker_pb2.StageAssignment, site: Site, workers: _Started
 ) -> worker_pb2.StageAssignment:
-    """With where its stage's ranks listen, and with the stages that are on other nodes: the next, the first, and the one before."""
+    """With where its group's ranks listen, and where it reaches those of the next stage and of the first."""
     filled = worker_pb2.StageAssignment()
     filled.CopyFrom(assignment)
     following = workers.get((assignment.stage + 1, 0))
-    if following is not None and following[1] is not site:
+    if following is not None:
         filled.next_address, filled.next_node = _reached_from(site, *following)
         filled.next_bytes_per_s = site.bytes_per_s.get(filled.next_node, 0.0)
         filled.next_ranks.extend(_other_ranks(site, assignment.stage + 1, workers))
-    first = workers[0, 0]
-    if first[1] is not site:
-        filled.first_address, filled.first_node = _reached_from(site, *first)
-        filled.first_ranks.extend(_other_ranks(site, 0, workers))
+    filled.first_address, filled.first_node = _reached_from(site, *workers[0, 0])
+    filled.first_ranks.extend(_other_ranks(site, 0, workers))
     before = workers[(assignment.stage - 1) % assignment.stages, 0][1]
     if before is not site:
         filled.previous_node = before.node
-    filled.group.extend(_group_address(site, *workers[place]) for place in joined_ranks(assignment))
+    joined = [workers[place] for place in joined_ranks(assignment)]
+    if not filled.group:
+        filled.group.extend(_group_address(worker) for worker, _ in joined)
+    settle_backend(filled, [(worker, other.node) for worker, other in joined])
     return filled
 
 
 def _other_ranks(site: Site, stage: int, workers: _Started) -> Iterator[worker_pb2.RankEnd]:
-    """Of a stage on another node, behind rank 0."""
+    """Of a stage, behind rank 0."""
     for rank in itertools.count(1):
         if (stage, rank) not in workers:
             return
@@ -163,13 +186,15 @@ def _other_ranks(site: Site, stage: int, workers: _Started) -> Iterator[worker_p
         yield worker_pb2.RankEnd(address=address, node=node)
 
 
-def _group_address(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> str:
-    """Where a rank listens for those of its stage."""
-    host = _LOOPBACK if other is site else other.host_for(site.node)
-    return f"{host}:{worker.group_port}"
+def _group_address(worker: agent_pb2.StartedWorker) -> str:
+    """Where a rank listens for those that MLX joins with it."""
+    return f"{worker.group_host}:{worker.group_port}"
 
 
 def _reached_from(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> tuple[str, str]:
+    """The address, and whose certificate answers there: nobody's on one machine."""
+    if other is site:
+        return worker.address, ""
     return address_of(other.host_for(site.node), worker.port), other.node
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mlx_ring.cluster.planner.profiles import UNREACHABLE, LinkProfile
+from mlx_ring.cluster.planner.profiles import FRAMES_S, UNREACHABLE, LinkProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,12 @@ def link_profiles(found: Iterable[FoundLink]) -> dict[frozenset[str], LinkProfil
     profiles: dict[frozenset[str], LinkProfile] = {}
     for one in found:
         pair = frozenset((one.source, one.target))
-        profile = UNREACHABLE if one.problem else LinkProfile(one.round_trip_s, one.bytes_per_s)
+        profile = UNREACHABLE if one.problem else LinkProfile(one.round_trip_s, one.bytes_per_s, FRAMES_S)
         other = profiles.get(pair, profile)
         profiles[pair] = LinkProfile(
-            max(profile.round_trip_s, other.round_trip_s), min(profile.bandwidth, other.bandwidth)
+            max(profile.round_trip_s, other.round_trip_s),
+            min(profile.bandwidth, other.bandwidth),
+            min(profile.frames_s, other.frames_s),
         )
     return profiles
 

@@ -30,6 +30,7 @@ def ensure_head_member(
     os.close(lock)
     run_dir = () if settings.run_dir is None else ("--run-dir", str(settings.run_dir))
     limit = () if settings.memory_limit is None else ("--memory-limit", str(settings.memory_limit))
+    trusted = [word for name in settings.trusted_interface for word in ("--trusted-interface", name)]
     disk = () if settings.weights_limit is None else ("--weights-limit", str(settings.weights_limit))
     return subprocess.Popen(
         [
@@ -38,7 +39,7 @@ def ensure_head_member(
             *("--blas", settings.blas, "--blas-threads", str(settings.blas_threads or share_cores(1))),
             *("--load-timeout", str(settings.model_load_timeout)),
             *("--memory-utilization", str(settings.memory_utilization), *run_dir),
-            *("--listen", settings.cluster_host, *limit, *disk),
+            *("--listen", settings.cluster_host, *limit, *disk, *trusted),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

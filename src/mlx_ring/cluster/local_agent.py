@@ -7,6 +7,7 @@ from pathlib import Path
 from mlx_ring.cluster.agent_link import AgentLink
 from mlx_ring.core.child import ChildProcess
 from mlx_ring.core.config import Settings, inherited_environment
+from mlx_ring.core.launched import read_launch
 from mlx_ring.rpc.channels import open_aio_channel
 
 AGENT_MODULE = "mlx_ring.agent"
@@ -36,6 +37,7 @@ class LocalAgent:
             run_dir: private and empty; the agent listens on `agent.sock` in it, and removes it when it ends.
             blas_threads: of each worker.
         """
+        launch = read_launch()
         child = await ChildProcess.start(
             AGENT_MODULE,
             [
@@ -43,6 +45,7 @@ class LocalAgent:
                 *("--log-dir", str(settings.log_dir), "--log-level", settings.log_level),
                 *("--blas", settings.blas, "--blas-threads", str(blas_threads)),
                 *("--load-timeout", str(settings.model_load_timeout)),
+                *(["--lent", str(launch.meeting_place)] if launch is not None else []),
             ],
             name="agent",
             rank=None,

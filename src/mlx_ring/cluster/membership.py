@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
 from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.core.trusted_interfaces import TrustedInterface
 
 _GONE = 32
 """So many that went are remembered."""
@@ -38,6 +39,10 @@ class Member:
     """When it came, seconds since the Unix epoch."""
     versions: tuple[tuple[str, str], ...] = ()
     """Of packages, by name."""
+    trusted: tuple[TrustedInterface, ...] = ()
+    """Where its owner lets collectives go to other machines."""
+    trusted_problem: str = ""
+    """Why one that the owner named is not among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,8 @@ class Told:
     came: int
     memory_free_bytes: int
     agent_bytes: int = 0
+    trusted: tuple[TrustedInterface, ...] = ()
+    trusted_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +102,15 @@ class Membership:
             case Came(member):
                 gone = {node: was for node, was in self.gone.items() if node != member.node}
                 return Membership({**self.members, member.node: member}, gone)
-            case Told(node, came, memory_free_bytes, agent_bytes):
+            case Told(node, came):
                 if not self._is_current(node, came):
                     return self
                 told = replace(
-                    self.members[node], memory_free_bytes=memory_free_bytes, agent_bytes=agent_bytes
+                    self.members[node],
+                    memory_free_bytes=event.memory_free_bytes,
+                    agent_bytes=event.agent_bytes,
+                    trusted=event.trusted,
+                    trusted_problem=event.trusted_problem,
                 )
                 return replace(self, members={**self.members, node: told})
             case Went(node, came, reason, at_s):

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from mlx_ring.core.config import Settings
+from mlx_ring.core.config import Settings, rank_shares
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import worker_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which layers each stage has, and how its ranks share them."""
+
+    ranges: tuple[LayerRange, ...]
+    shares: tuple[tuple[float, ...], ...]
+    """Of each stage, by rank."""
+
+    @classmethod
+    def alike(cls, ranges: Sequence[LayerRange], shares: Sequence[float] = (1.0,)) -> Cut:
+        """With the same ranks in every stage."""
+        return cls(tuple(ranges), (tuple(shares),) * len(ranges))
 
 
 def even_split(num_layers: int, stages: int) -> tuple[LayerRange, ...]:
@@ -105,6 +120,7 @@ def cut_wishes(settings: Settings) -> str:
         settings.replicas,
         settings.nodes,
         settings.max_model_len,
+        rank_shares(settings),
         # To a single stream it is no matter how many there may be.
         settings.max_num_seqs if settings.aim == "throughput" else None,
     )
@@ -112,7 +128,7 @@ def cut_wishes(settings: Settings) -> str:
 
 
 def make_assignments(
-    ranges: Sequence[LayerRange],
+    cut: Cut,
     *,
     instance: str,
     epoch: int,
@@ -122,20 +138,22 @@ def make_assignments(
     kv_bits: int = 0,
     link_compression: str = "auto",
     link: str = "",
+    backend: str = "",
+    group: Sequence[str] = (),
     wishes: str = "",
-    shares: Sequence[float] = (1.0,),
 ) -> tuple[worker_pb2.StageAssignment, ...]:
     """A plan's stages as messages, in order of stage and rank.
 
-    Addresses are filled in when workers are there; `wishes` is from `cut_wishes`, `shares` are those of `core.config.rank_shares`.
+    Addresses are filled in when workers are there; `wishes` is from `cut_wishes`, `group` is where workers are to listen for those that
+    MLX joins them with, where that is asked for.
     """
-    digest = plan_digest(ranges, dtype, model_digest, kv_bits, wishes, shares)
+    digest = plan_digest(cut, dtype, model_digest, kv_bits, wishes)
     return tuple(
         worker_pb2.StageAssignment(
             instance=instance,
             epoch=epoch,
             stage=stage,
-            stages=len(ranges),
+            stages=len(cut.ranges),
             rank=rank,
             tp_size=len(shares),
             shares=shares,
@@ -148,22 +166,15 @@ def make_assignments(
             kv_bits=kv_bits,
             link_compression=link_compression,
             link=link,
+            backend=backend,
+            group=group,
         )
-        for stage, layers in enumerate(ranges)
+        for stage, (layers, shares) in enumerate(zip(cut.ranges, cut.shares, strict=True))
         for rank in range(len(shares))
     )
 
 
-def plan_digest(
-    ranges: Sequence[LayerRange],
-    dtype: str,
-    model_digest: str,
-    kv_bits: int = 0,
-    wishes: str = "",
-    shares: Sequence[float] = (1.0,),
-) -> str:
+def plan_digest(cut: Cut, dtype: str, model_digest: str, kv_bits: int = 0, wishes: str = "") -> str:
     """Equal for equal plans: which layers where and shared how, in what type, of which model, with what KV cache, by what wishes."""
-    text = (
-        f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, ranges))} {wishes} {' '.join(map(str, shares))}"
-    )
+    text = f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, cut.ranges))} {wishes} {cut.shares}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -28,6 +28,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from mlx_ring.core.backends import BACKENDS
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.old_names import strategy_of_today
 
@@ -143,11 +144,16 @@ class Settings(BaseSettings):
     cluster_host: Annotated[str, Field(min_length=1)] = Field(
         "[::]", description="Address to listen on for other machines of the cluster."
     )
+    trusted_interface: Names = Field(
+        (),
+        description="Interfaces of this machine, or networks as 10.0.8.0/24, on which MLX's unencrypted collectives may go to other machines.",
+    )
     cluster_port: Annotated[int, Field(ge=1, le=65534)] = Field(
         50051, description="Port for other machines of the cluster; the one after it is for those that join."
     )
     strategy: Annotated[
-        Literal["auto", "uniform", "memory", "compute", "balanced", "custom"], BeforeValidator(_strategy)
+        Literal["auto", "uniform", "memory", "compute", "balanced", "custom", "tensor", "hybrid"],
+        BeforeValidator(_strategy),
     ] = Field("auto", description="How layers are shared out among machines; auto is what is fastest.")
     proportions: Annotated[tuple[str, ...], BeforeValidator(_shares)] = Field(
         (),
@@ -218,6 +224,14 @@ class Settings(BaseSettings):
     link: Literal["grpc", "ring", "mpi", "jaccl", "nccl", "allreduce"] = Field(
         "grpc",
         description="What carries activations from stage to stage: gRPC, or a collective of MLX's (allreduce is a sum over its ring).",
+    )
+    backend: Literal["auto", "ring", "mpi", "jaccl", "nccl"] = Field(
+        "auto",
+        description="MLX's backend for workers that share layers or are linked by collectives; auto is the best that they have.",
+    )
+    hostfile: Path | None = Field(
+        None,
+        description="One of MLX's hostfiles: as many workers as it has hosts, which are this machine, at the ports that it names.",
     )
     request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = Field(
         None, description="Seconds that a request may take in all; it then ends with an error."
@@ -362,16 +376,63 @@ def rank_shares(settings: Settings) -> tuple[float, ...]:
     return shares
 
 
+def shared_stages(settings: Settings) -> int:
+    """Of `--tp` beside `--nodes`: as many stages as are asked for, else so many that each rank has a machine."""
+    if settings.stages > 1:
+        return settings.stages
+    return max(1, settings.nodes // len(rank_shares(settings)))
+
+
+def check_ranks(settings: Settings) -> None:
+    """Raises `ConfigError` where ranks cannot go to machines as asked."""
+    ranks, nodes, stages = len(rank_shares(settings)), settings.nodes, settings.stages
+    if nodes == 1:
+        return
+    if ranks == 1:
+        if stages > 1:
+            raise ConfigError(
+                f"--stages {stages} splits the layers over processes of one machine, and with --nodes {nodes} each "
+                "machine of the plan is a stage: leave --stages out."
+            )
+        return
+    if settings.strategy not in {"auto", "custom"}:
+        raise ConfigError(
+            f"--strategy {settings.strategy} says which machine has what, and so does --tp {ranks} beside --nodes {nodes}: "
+            "leave one of them out."
+        )
+    stages = shared_stages(settings)
+    if stages * ranks % nodes:
+        near = ", ".join(str(number) for number in range(1, 9) if (stages * ranks) % number == 0)
+        raise ConfigError(
+            f"--tp {ranks} makes {stages * ranks} workers, which {nodes} machines cannot have evenly: use --nodes {near} or another --tp."
+        )
+    if stages * ranks // nodes % ranks:
+        _check_trust(settings, f"--tp {ranks} beside --nodes {nodes} has machines share layers")
+
+
+def _check_trust(settings: Settings, wish: str) -> None:
+    """Raises `ConfigError` where no interface is trusted with collectives."""
+    if not settings.trusted_interface:
+        raise ConfigError(
+            f"{wish}. MLX's collectives are neither encrypted nor authenticated, so they go to other machines only where both ends "
+            "trust an interface with it: name it with --trusted-interface, here and on each machine that joins."
+        )
+
+
 def check_link(settings: Settings) -> None:
     """Raises `ConfigError` where stages cannot be linked as asked."""
     link, stages, ranks = settings.link, settings.stages, len(rank_shares(settings))
+    _check_backend(settings, ranks)
     if link == "grpc":
         return
     if settings.nodes > 1:
-        raise ConfigError(
-            f"--link {link} is neither encrypted nor authenticated, so it joins stages on one machine only, and --nodes is "
-            f"{settings.nodes}: leave --link out."
-        )
+        if link not in _LINKS_OF_MACHINES:
+            raise ConfigError(
+                f"--link {link} joins stages on one machine only, and --nodes is {settings.nodes}: use --link ring, or leave it out."
+            )
+        _check_trust(settings, f"--link {link} beside --nodes {settings.nodes} joins machines")
+        # Each machine of the plan is a stage.
+        stages = settings.nodes
     if ranks > 1:
         raise ConfigError(
             f"--link {link} needs MLX's one group of a process for the stages, and --tp {ranks} needs it for the ranks of each: "
@@ -383,9 +444,39 @@ def check_link(settings: Settings) -> None:
         )
     if link in _LINKS_OF_TWO and stages not in {1, 2}:
         raise ConfigError(
-            f"--link {link} {_LINKS_OF_TWO[link]}, so it joins two stages, and --stages is {stages}: "
+            f"--link {link} {_LINKS_OF_TWO[link]}, so it joins two stages, and {stages} were asked for: "
             "use --link ring or grpc."
         )
+
+
+def _check_backend(settings: Settings, ranks: int) -> None:
+    """Raises `ConfigError` where MLX would join nothing, or the link is another backend's."""
+    backend, link = settings.backend, settings.link
+    if backend == "auto":
+        return
+    if ranks == 1 and link == "grpc":
+        raise ConfigError(
+            f"--backend {backend} joins workers that share layers, or stages that collectives link, and there are none: "
+            "add --tp 2 or --link allreduce, or leave --backend out."
+        )
+    if link in BACKENDS and link != backend:
+        raise ConfigError(
+            f"--link {link} is over MLX's backend {link}, and --backend is {backend}: leave one of them out."
+        )
+    if link == "allreduce" and backend == "jaccl":
+        raise ConfigError(
+            "--link allreduce is for backends that cannot send, and jaccl can: use --link jaccl."
+        )
+    if settings.nodes > 1 and link == "allreduce" and backend in {"mpi", "nccl"}:
+        raise ConfigError(
+            f"--backend {backend} joins workers of one machine, and with --nodes {settings.nodes} each is on one of its own: "
+            "use --backend ring."
+        )
+
+
+def library_variable(name: str) -> str:
+    """What a library of this process would read of the environment; empty where nothing is set."""
+    return os.environ.get(name, "")
 
 
 def set_for_libraries(variables: Mapping[str, str]) -> None:
@@ -407,6 +498,8 @@ def speaking_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return dict(environment) | told
 
 
+_LINKS_OF_MACHINES = ("ring", "allreduce", "jaccl")
+"""That join stages on several."""
 _LINKS_OF_TWO = {
     "allreduce": "is a sum in which every stage would take part for every other's activations",
     "nccl": "is a sum in which every stage would take part for every other's activations",
@@ -420,6 +513,9 @@ _IN_WORDS = {
     ),
     ("proportions",): "shares with commas between them, as 0.7,0.3",
     ("tp_shares",): "numbers above 0 with commas between them, as 3,1",
+    (
+        "trusted_interface",
+    ): "names of interfaces or networks with commas between them, as thunderbolt0 or 10.0.8.0/24",
 }
 """What some settings take, which their types do not tell."""
 

@@ -198,6 +198,11 @@ def _check(given: Mapping[str, _Given]) -> Settings:
 
 
 def _check_proportions(settings: Settings) -> None:
+    if settings.strategy in ("tensor", "hybrid") and settings.nodes == 1:
+        raise ConfigError(
+            f"The strategy {settings.strategy} has machines share layers, and --nodes is 1: --tp 2 shares them among "
+            "workers of this machine."
+        )
     if bool(settings.proportions) != (settings.strategy == "custom"):
         raise ConfigError(
             "The strategy custom needs --proportions, as 0.7,0.3."

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
@@ -78,6 +77,11 @@ class TensorSizes:
             Divisible("tokens of the vocabulary", self.vocabulary, _rows_in_pack(self.vocabulary)),
         )
 
+    @property
+    def most_ranks(self) -> int:
+        """How many can have a share."""
+        return min(kind.packs for kind in self.divisibles if kind.total)
+
     def _heads_in_pack(self) -> int:
         width = self.queries_per_kv_head * self.head_dim
         if width * self.kv_heads % self.group_size:
@@ -109,9 +113,12 @@ class Divisible:
 
     def is_near(self, proportions: Sequence[float]) -> bool:
         """Whether each rank can have its proportion to within a pack, and at least one."""
-        counts = _apportion(self.packs, proportions)
-        quotas = _quotas(self.packs, proportions)
-        return all(abs(count - quota) < 1 for count, quota in zip(counts, quotas, strict=True))
+        counts, weights = _apportion(self.packs, proportions), _weights(proportions)
+        total = sum(weights)
+        return all(
+            abs(count * total - self.packs * weight) < total
+            for count, weight in zip(counts, weights, strict=True)
+        )
 
 
 def read_tensor_sizes(folder: ModelFolder) -> TensorSizes:
@@ -179,7 +186,7 @@ def share_out(sizes: TensorSizes, proportions: Sequence[float]) -> tuple[TensorS
 
 def nearest_proportions(sizes: TensorSizes, proportions: Sequence[float]) -> tuple[int, ...]:
     """The proportions nearest to these that can be made; for fewer ranks where there are not packs enough."""
-    packs = min(kind.packs for kind in sizes.divisibles if kind.total)
+    packs = sizes.most_ranks
     counts = _apportion(packs, proportions[:packs])
     divisor = math.gcd(*counts)
     return tuple(count // divisor for count in counts)
@@ -206,18 +213,21 @@ def _words(proportions: Sequence[float]) -> str:
     return ":".join(f"{number:g}" for number in proportions)
 
 
-def _quotas(packs: int, proportions: Sequence[float]) -> list[Fraction]:
-    exact = [Fraction(number) for number in proportions]
-    return [packs * number / sum(exact) for number in exact]
+def _weights(proportions: Sequence[float]) -> list[int]:
+    """Whole numbers in exactly these proportions."""
+    exact = [number.as_integer_ratio() for number in proportions]
+    scale = math.lcm(*(below for _, below in exact))
+    return [above * (scale // below) for above, below in exact]
 
 
 def _apportion(packs: int, proportions: Sequence[float]) -> list[int]:
     """Whole numbers that add up to `packs`, at least 1 each, by largest remainders."""
-    quotas = _quotas(packs, proportions)
-    counts = [max(1, math.floor(quota)) for quota in quotas]
+    weights = _weights(proportions)
+    total = sum(weights)
+    counts = [max(1, packs * weight // total) for weight in weights]
 
-    def lacks(rank: int) -> Fraction:
-        return quotas[rank] - counts[rank]
+    def lacks(rank: int) -> int:
+        return packs * weights[rank] - counts[rank] * total
 
     while sum(counts) < packs:
         counts[max(range(len(counts)), key=lacks)] += 1

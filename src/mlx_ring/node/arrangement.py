@@ -16,8 +16,9 @@ from mlx_ring.cluster.deployment import Site, address_of
 from mlx_ring.cluster.found_links import FoundLink, hops_told, link_profiles
 from mlx_ring.cluster.link_survey import LinkEnd, LinkSurvey
 from mlx_ring.cluster.membership import Member, Membership
-from mlx_ring.cluster.placement import balanced_split, even_split
+from mlx_ring.cluster.placement import Cut, balanced_split, even_split
 from mlx_ring.cluster.planner.forecast import Forecast
+from mlx_ring.cluster.planner.given_plans import plan_given
 from mlx_ring.cluster.planner.measured import measured_node
 from mlx_ring.cluster.planner.model_sizes import profile_folder
 from mlx_ring.cluster.planner.place import Wish, place
@@ -25,16 +26,20 @@ from mlx_ring.cluster.planner.plan import Plan
 from mlx_ring.cluster.planner.profiles import ClusterProfile, LinkProfile, NodeProfile
 from mlx_ring.cluster.planner.replicas import place_replicas
 from mlx_ring.cluster.planner.stage_tables import Demand
-from mlx_ring.core.config import Settings
+from mlx_ring.core.config import Settings, rank_shares, shared_stages
 from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.kv_limits import KEPT_TOKENS
 from mlx_ring.engine.served_model import ServedModel, widens_half_precision
+from mlx_ring.node.seats import Stage, seats_of_plan, seats_on, with_ways
+from mlx_ring.node.shared_stages import share_stages, with_trust
 from mlx_ring.node.wishes import proportional_stages, wished
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
+from mlx_ring.rpc.joined_ranks import GRPC
 from mlx_ring.rpc.tls.names import node_name
 
 _PROMISED_TOKENS_EACH = 2048
@@ -46,8 +51,8 @@ class Arrangement:
     """The stages, in the pipeline's order."""
 
     ranges: tuple[LayerRange, ...]
-    sites: tuple[Site, ...]
-    """Of each stage."""
+    seats: tuple[Stage, ...]
+    """Of each stage's ranks."""
     plan: Plan | None
     """Why; None on one machine, and where it goes on with what an earlier head has loaded."""
     forecast: Forecast | None = None
@@ -56,7 +61,12 @@ class Arrangement:
     @property
     def nodes(self) -> tuple[Site, ...]:
         """Each site once."""
-        return tuple({site.node: site for site in self.sites}.values())
+        return tuple({seat.site.node: seat.site for stage in self.seats for seat in stage}.values())
+
+    @property
+    def cut(self) -> Cut:
+        """Which layers each stage has, and how its ranks share them."""
+        return Cut(self.ranges, tuple(tuple(seat.share for seat in stage) for stage in self.seats))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +100,13 @@ def arrange_here(
 ) -> Arrangement:
     """Everything on this machine, as many stages as were asked for; with a profile it is told what to expect."""
     ranges = cut_layers(served.folder, settings)
-    sites = (site,) * len(ranges)
+    shares = rank_shares(settings)
+    seats = seats_on((site,) * (len(ranges) * len(shares)), [shares] * len(ranges))
     if profile is None:
-        return Arrangement(ranges, sites, None)
+        return Arrangement(ranges, seats, None)
     node = measured_node(profile, site.node, reserve_share=1.0 - settings.memory_utilization)
-    return Arrangement(
-        ranges,
-        sites,
-        None,
-        _forecast(_wish(settings, served), served, ClusterProfile((node,)), ranges, sites),
-    )
+    forecast = _forecast(_wish(settings, served), served, ClusterProfile((node,)), ranges, seats)
+    return Arrangement(ranges, seats, None, forecast)
 
 
 def arrange_as_loaded(
@@ -111,11 +118,12 @@ def arrange_as_loaded(
     sites: tuple[Site, ...],
     links: Mapping[frozenset[str], LinkProfile],
 ) -> Arrangement:
-    """As an earlier head has loaded it."""
+    """As an earlier head has loaded it; `sites` are of its workers, in order of stage and rank."""
     cluster = ClusterProfile(tuple(_nodes(control, membership, {})), links)
-    expected = _forecast(_wish_of(order), order.served, cluster, found.ranges, sites)
+    seats = seats_on(sites, found.cut.shares)
+    expected = _forecast(_wish_of(order), order.served, cluster, found.cut.ranges, seats)
     plan = plan_of_cut(order, others, control, membership, found, links)
-    return Arrangement(found.ranges, sites, plan, expected)
+    return Arrangement(found.cut.ranges, seats, plan, expected)
 
 
 def _forecast(
@@ -123,7 +131,7 @@ def _forecast(
     served: ServedModel,
     cluster: ClusterProfile,
     ranges: Sequence[LayerRange],
-    sites: Sequence[Site],
+    seats: Sequence[Stage],
 ) -> Forecast | None:
     """What is to be expected of these stages; None where the sizes of the model's layers are not known."""
     by_name = {node.name: node for node in cluster.nodes}
@@ -131,8 +139,9 @@ def _forecast(
         model = profile_folder(served.folder, served.names[0])
     except ModelUnsupported:
         return None
-    stages = [(by_name[site.node], layers) for site, layers in zip(sites, ranges, strict=True)]
-    return Forecast(model, wish.demand, cluster, stages)
+    stages = [(by_name[stage[0].site.node], layers) for stage, layers in zip(seats, ranges, strict=True)]
+    ranks = [[(by_name[seat.site.node], seat.share) for seat in stage] for stage in seats]
+    return Forecast(model, wish.demand, cluster, stages, ranks)
 
 
 async def arrange_cluster(
@@ -155,27 +164,67 @@ async def arrange_cluster(
     allowed = [node for node in nodes if order.only is None or node.name in order.only]
     # Where siblings have every node, they share them.
     apart = [node for node in allowed or nodes if node.name not in others.siblings]
-    links = link_profiles(found)
+    links = with_trust(link_profiles(found), sites)
     cluster = ClusterProfile(tuple(apart or allowed or nodes), links)
+    by_node = {site.node: with_throughput(site, found) for site in sites}
+    if len(rank_shares(order.settings)) > 1:
+        return await asyncio.to_thread(_arrange_shared, order, cluster, by_node)
     plan = await asyncio.to_thread(_plan, order, cluster)
     plan = replace(plan, remarks=(*plan.remarks, *hops_told([stage.node for stage in plan.stages], links)))
-    by_node = {site.node: with_throughput(site, found) for site in sites}
-    chosen = [by_node[stage.node] for stage in plan.stages]
+    seats = with_ways(seats_of_plan(plan, by_node), order.settings.link)
     ranges = tuple(stage.layers for stage in plan.stages)
-    expected = _forecast(_wish_of(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, chosen)
-    return Arrangement(ranges, tuple(chosen), plan, expected)
+    expected = _forecast(_wish_of(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, seats)
+    return Arrangement(ranges, seats, plan, expected)
+
+
+def _arrange_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Site]) -> Arrangement:
+    """As `--tp` has it: on as many machines as can have as many ranks each, and hold them."""
+    settings, served = order.settings, order.served
+    stages = shared_stages(settings)
+    cut = Cut.alike(
+        cut_layers(served.folder, settings.model_copy(update={"stages": stages})), rank_shares(settings)
+    )
+    share_out(read_tensor_sizes(served.folder), cut.shares[0])
+    nodes, problem = [sites[node.name] for node in cluster.nodes], None
+    for seats in share_stages(cut, settings.link, nodes, min(order.nodes, len(nodes))):
+        places = [[seat.site.node for seat in stage] for stage in seats]
+        try:
+            plan = _plan_given(order, cluster, cut, places, "as --tp asks for them")
+        except PlanError as error:
+            problem = problem or error
+            continue
+        forecast = _forecast(_wish_of(order), served, cluster, cut.ranges, seats)
+        return Arrangement(cut.ranges, seats, plan, forecast)
+    raise problem or PlanError("There is no machine to plan for.")
+
+
+def _plan_given(
+    order: Order, cluster: ClusterProfile, cut: Cut, places: Sequence[Sequence[str]], how: str
+) -> Plan:
+    """Of ranks that have their nodes. Raises `PlanError` where one has not room for its own."""
+    by_name = {node.name: node for node in cluster.nodes}
+    stages = [
+        (layers, [(by_name[node], share) for node, share in zip(nodes, shares, strict=True)])
+        for layers, nodes, shares in zip(cut.ranges, places, cut.shares, strict=True)
+    ]
+    model = profile_folder(order.served.folder, order.served.names[0])
+    return plan_given(model, cluster, _wish_of(order), stages, how)
 
 
 async def offered(arrangement: Arrangement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Arrangement:
     """With weights that other machines can fetch, where they have stages: `offer` makes them available."""
-    if all(site.is_local for site in arrangement.sites):
+    if all(site.is_local for site in arrangement.nodes):
         return arrangement
     digest = (await offer()).digest
-    sites = tuple(
-        site if site.is_local else replace(site, source=replace(site.source, weights=digest))
-        for site in arrangement.sites
+    # A node's ranks have one site, by which they are known to be together.
+    fetching = {
+        site.node: site if site.is_local else replace(site, source=replace(site.source, weights=digest))
+        for site in arrangement.nodes
+    }
+    seats = tuple(
+        tuple(replace(seat, site=fetching[seat.site.node]) for seat in stage) for stage in arrangement.seats
     )
-    return replace(arrangement, sites=sites)
+    return replace(arrangement, seats=seats)
 
 
 def plan_replicas(
@@ -210,8 +259,14 @@ def plan_of_cut(
 ) -> Plan | None:
     """What is to be expected of stages that are loaded already; None where they are not what would be promised now."""
     by_name = {node.name: node for node in _nodes(control, membership, others.taken)}
-    nodes = tuple(by_name[node] for node in found.nodes)
-    wish = replace(_wish_of(order), strategy="custom", counts=tuple(map(len, found.ranges)))
+    if any(len(stage) > 1 for stage in found.nodes):
+        cluster = ClusterProfile(tuple(by_name.values()), links)
+        try:
+            return _plan_given(order, cluster, found.cut, found.nodes, "as they were loaded")
+        except PlanError:
+            return None
+    nodes = tuple(by_name[node] for (node,) in found.nodes)
+    wish = replace(_wish_of(order), strategy="custom", counts=tuple(map(len, found.cut.ranges)))
     try:
         return place(
             profile_folder(order.served.folder, order.served.names[0]), ClusterProfile(nodes, links), wish
@@ -247,7 +302,13 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
             source = Source(peers=_weights_peers(member, others, head_port))
         reserve_share = 1.0 - member.memory_utilization
         limit = member.profile.memory_bytes
-        sites.append(Site(member.node, link, is_local, hosts, source, reserve_share, limit))
+        sites.append(
+            Site(
+                *(member.node, link, is_local, hosts, source, reserve_share, limit),
+                trusted=member.trusted,
+                trusted_problem=member.trusted_problem,
+            )
+        )
     return sites
 
 
@@ -325,7 +386,7 @@ def _wish(settings: Settings, served: ServedModel) -> Wish:
         promised, sequences = _PROMISED_TOKENS_EACH, settings.max_num_seqs
     context = settings.max_model_len or min(promised, served.folder.context_length)
     demand = Demand(context, sequences, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
-    return Wish(demand, strategy=settings.strategy, aim=settings.aim)
+    return Wish(demand, strategy=settings.strategy, aim=settings.aim, shares_layers=settings.link == GRPC)
 
 
 def _wish_of(order: Order) -> Wish:

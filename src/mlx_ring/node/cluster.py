@@ -22,12 +22,12 @@ from mlx_ring.cluster.found_links import FoundLink, link_profiles
 from mlx_ring.cluster.head_member import ensure_head_member
 from mlx_ring.cluster.link_survey import LinkSurvey
 from mlx_ring.cluster.membership import Came, Event, Membership, Went
+from mlx_ring.cluster.placement import Cut
 from mlx_ring.cluster.quarantine_book import QuarantineBook
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.config import Settings, state_folder
 from mlx_ring.core.errors import PlanError, RingError
-from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.arrangement import (
@@ -284,7 +284,7 @@ class Cluster:
             )
             for node, state in found.workers
         ]
-        own = tuple(by_node[node] for node in found.nodes)
+        own = tuple(by_node[node] for node, _ in found.workers)
         links = link_profiles(self._survey.found)
         others = self._others(order.served.names[0])
         arrangement = arrange_as_loaded(order, others, self._control, membership, found, own, links)
@@ -374,7 +374,8 @@ class _Live:
 def _live(order: Order, arrangement: Arrangement) -> _Live:
     promised = Counter[str]()
     for stage in () if arrangement.plan is None else arrangement.plan.stages:
-        promised[stage.node] += stage.memory_bytes
+        for rank in stage.ranks:
+            promised[rank.node] += rank.memory_bytes
     return _Live(order.served.names[0], frozenset(site.node for site in arrangement.nodes), promised)
 
 
@@ -389,10 +390,8 @@ def _link_info(found: FoundLink) -> LinkInfo:
     )
 
 
-def _expect(
-    declared: Declared, instance: str, ranges: Sequence[LayerRange]
-) -> Sequence[worker_pb2.StageAssignment]:
-    return assign(declared.settings, declared.served, instance, 0, ranges)
+def _expect(declared: Declared, instance: str, cut: Cut) -> Sequence[worker_pb2.StageAssignment]:
+    return assign(declared.settings, declared.served, instance, 0, cut)
 
 
 async def _close(sites: Sequence[Site]) -> None:

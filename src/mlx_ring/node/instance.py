@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
-from mlx_ring.cluster.placement import cut_wishes, make_assignments
+from mlx_ring.cluster.placement import Cut, cut_wishes, make_assignments
 from mlx_ring.cluster.planner.forecast import Forecast
-from mlx_ring.core.config import Settings, rank_shares
+from mlx_ring.core.backends import AUTO
+from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.named_group import named_addresses, named_machines
 from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
-from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
@@ -31,6 +32,8 @@ from mlx_ring.engine.step_deadlines import Predict, StepSize
 from mlx_ring.node.arrangement import Arrangement
 from mlx_ring.node.instance_service import InstanceService
 from mlx_ring.node.kv_shares import KvShares
+from mlx_ring.node.rdma_ways import tell_rdma
+from mlx_ring.node.seats import tell_ways
 from mlx_ring.node.stuck import LOOK_S, StuckWatch
 from mlx_ring.node.tenants import Claim, Tenant
 from mlx_ring.rpc.hello import make_hello
@@ -97,7 +100,11 @@ class Instance:
 
     def heed_loss(self, node: str, reason: str) -> None:
         """A node is gone."""
-        stages = [str(stage) for stage, site in enumerate(self._epoch.arrangement.sites) if site.node == node]
+        stages = [
+            str(stage)
+            for stage, seats in enumerate(self._epoch.arrangement.seats)
+            if any(seat.site.node == node for seat in seats)
+        ]
         if stages:
             error = NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, is gone: {reason}.")
             self.lose(error.blamed_on(node))
@@ -110,8 +117,11 @@ class Instance:
         """
         epoch, started = self._epoch, time.monotonic()
         assignments = assign(
-            self._settings, self._served, epoch.instance, epoch.number, epoch.arrangement.ranges
+            self._settings, self._served, epoch.instance, epoch.number, epoch.arrangement.cut
         )
+        tell_ways(assignments, epoch.arrangement.seats)
+        if (machines := named_machines(self._settings)) is not None:
+            tell_rdma(assignments, epoch.arrangement.seats, machines)
         hello = _head_hello(assignments[0], epoch.node)
         async with contextlib.AsyncExitStack() as cleanup:
             cleanup.callback(self._shares.leave, epoch.instance)
@@ -158,22 +168,24 @@ class Instance:
 
     def _claims(self) -> Mapping[str, Claim]:
         """What is about to be loaded, by node: weights as planned, else alike for all stages."""
-        arrangement, weights = self._epoch.arrangement, Counter[str]()
+        arrangement, weights, workers = self._epoch.arrangement, Counter[str](), Counter[str]()
         whole = memory_for_weights(self._served.folder, self._settings.dtype)
-        for stage, site in enumerate(arrangement.sites):
-            planned = None if arrangement.plan is None else arrangement.plan.stages[stage].weight_bytes
-            weights[site.node] += whole // len(arrangement.sites) if planned is None else planned
-        workers = Counter(site.node for site in arrangement.sites)
+        for number, stage in enumerate(arrangement.seats):
+            planned = None if arrangement.plan is None else arrangement.plan.stages[number].ranks
+            for rank, seat in enumerate(stage):
+                part = seat.share / sum(other.share for other in stage) / len(arrangement.seats)
+                weights[seat.site.node] += (
+                    int(whole * part) if planned is None else planned[rank].weight_bytes
+                )
+                workers[seat.site.node] += 1
         return {node: Claim(nbytes, workers[node]) for node, nbytes in weights.items()}
 
     async def _deploy(
         self, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
     ) -> Sequence[WorkerPlace]:
         """Load all stages. A node that goes meanwhile ends it: what it was asked for is never answered."""
-        sites = self._epoch.arrangement.sites
-        loading = asyncio.ensure_future(
-            deploy([sites[one.stage] for one in assignments], assignments, hello, self._report)
-        )
+        sites = [seat.site for stage in self._epoch.arrangement.seats for seat in stage]
+        loading = asyncio.ensure_future(deploy(sites, assignments, hello, self._report))
         try:
             await asyncio.wait((loading, self._lost), return_when=asyncio.FIRST_COMPLETED)
             if loading.done() and isinstance(loading.exception(), WorkerLost):
@@ -231,7 +243,7 @@ class Instance:
 
     def _stuck(self, owed: Unanswered) -> RingError:
         stage, rank = owed.rank
-        node = self._epoch.arrangement.sites[stage].node
+        node = self._epoch.arrangement.seats[stage][rank].site.node
         error = WorkerStuck(
             f"Stage {stage}, rank {rank} on {node} has made no progress on step {owed.step} for "
             f"{owed.waited_s:.0f} s, where {owed.deadline_s:.0f} s are allowed; its worker is stuck."
@@ -280,18 +292,17 @@ class Instance:
 
 
 def assign(
-    settings: Settings, served: ServedModel, instance: str, epoch: int, ranges: Sequence[LayerRange]
+    settings: Settings, served: ServedModel, instance: str, epoch: int, cut: Cut
 ) -> Sequence[worker_pb2.StageAssignment]:
     """What each rank of each stage is told.
 
     Raises:
         PlanError, ModelUnsupported: the layers cannot be shared as asked.
     """
-    shares = rank_shares(settings)
-    if len(shares) > 1:
+    for shares in {shares for shares in cut.shares if len(shares) > 1}:
         share_out(read_tensor_sizes(served.folder), shares)
     return make_assignments(
-        ranges,
+        cut,
         instance=instance,
         epoch=epoch,
         dtype=settings.dtype,
@@ -300,8 +311,9 @@ def assign(
         kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
         link_compression=settings.link_compression,
         link=settings.link,
+        backend=settings.backend if settings.backend != AUTO else "",
+        group=named_addresses(settings),
         wishes=cut_wishes(settings),
-        shares=shares,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from mlx_ring.api.routes import workers_of
-from mlx_ring.api.service import InstanceInfo, LinkUse, WorkerInfo
+from mlx_ring.api.service import GroupUse, InstanceInfo, LinkUse, WorkerInfo
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.engine import Engine
@@ -72,7 +72,7 @@ class InstanceService:
             reason=None if error is None else str(error),
             layers=self._layers,
             ranges=arrangement.ranges,
-            nodes=[site.node for site in arrangement.sites],
+            nodes=[[seat.site.node for seat in stage] for stage in arrangement.seats],
             plan=arrangement.plan,
             forecast=arrangement.forecast,
             workers=workers_of(self),
@@ -133,6 +133,7 @@ def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) ->
         kv_bytes=status.kv_bytes,
         blas=status.blas,
         sends=_sends(status),
+        group=GroupUse(status.group.backend, status.group.why) if status.HasField("group") else None,
     )
 
 

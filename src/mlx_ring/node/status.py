@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlx_ring.api.ops.status import (
+    GroupStatus,
     InstanceState,
     InstanceStatus,
     LeftOutStatus,
@@ -59,8 +60,8 @@ class InstanceView:
     layers: int
     """Of the whole model."""
     ranges: Sequence[LayerRange]
-    nodes: Sequence[str]
-    """Of each stage."""
+    nodes: Sequence[Sequence[str]]
+    """Of each stage's ranks."""
     plan: Plan | None
     forecast: Forecast | None
     workers: Sequence[WorkerInfo]
@@ -96,22 +97,30 @@ def _stage(view: InstanceView, stage: int) -> StageStatus:
     layers = view.ranges[stage]
     return StageStatus(
         stage=stage,
-        node=view.nodes[stage],
+        node=view.nodes[stage][0],
         layers=(layers.start, layers.end),
         why=view.plan.stages[stage].why if view.plan else None,
         pid=worker.pid if worker else None,
         alive=worker.alive if worker else None,
         loading=_loading(view.loading, rank, worker),
         memory=StageMemory(
-            promised=_promised(view.forecast, stage), used=_used(worker) if worker is not None else None
+            promised=_promised(view.forecast, rank), used=_used(worker) if worker is not None else None
         ),
         ranks=[
             RankStatus(
-                rank=worker.rank, node=worker.node, pid=worker.pid, alive=worker.alive, used=_used(worker)
+                rank=worker.rank,
+                node=worker.node,
+                pid=worker.pid,
+                alive=worker.alive,
+                promised=_promised(view.forecast, RankId(stage, worker.rank)),
+                used=_used(worker),
             )
             for worker in view.workers
             if worker.stage == stage
         ],
+        group=GroupStatus(backend=worker.group.backend, why=worker.group.why)
+        if worker and worker.group
+        else None,
         times=_times(view.forecast, stage, view.times),
     )
 
@@ -130,10 +139,10 @@ def _loading(progress: LoadingProgress, rank: RankId, worker: WorkerInfo | None)
     )
 
 
-def _promised(forecast: Forecast | None, stage: int) -> PromisedMemory | None:
+def _promised(forecast: Forecast | None, rank: RankId) -> PromisedMemory | None:
     if forecast is None:
         return None
-    memory = forecast.memory(stage)
+    memory = forecast.memory_of_ranks(rank.stage)[rank.rank]
     return PromisedMemory(
         weight_bytes=memory.weight_bytes,
         kv_bytes=memory.kv_bytes,
@@ -289,6 +298,7 @@ def _node(
         stages=_stages_on(member.node, instances),
         memory=_memory(member, instances),
         profile=_profile(member.profile),
+        trusted=[*map(str, member.trusted), *([member.trusted_problem] if member.trusted_problem else [])],
         versions=dict(member.versions),
     )
 
@@ -307,6 +317,7 @@ def _alone(own: str, instances: Sequence[InstanceView], versions: Mapping[str, s
         stages=_stages_on(own, instances),
         memory=None,
         profile=None,
+        trusted=[],
         versions=dict(versions),
     )
 
@@ -315,8 +326,8 @@ def _stages_on(node: str, instances: Sequence[InstanceView]) -> list[str]:
     return [
         f"{view.name}/{stage}"
         for view in instances
-        for stage, place in enumerate(view.nodes)
-        if place == node
+        for stage, places in enumerate(view.nodes)
+        if node in places
     ]
 
 
@@ -324,11 +335,10 @@ def _memory(member: Member, instances: Sequence[InstanceView]) -> NodeMemory:
     total = member.profile.memory_bytes
     usable = int(total * member.memory_utilization)
     promised = [
-        view.forecast.memory(stage).total_bytes
+        nbytes
         for view in instances
-        if view.forecast is not None
-        for stage, place in enumerate(view.nodes)
-        if place == member.node
+        for stage in range(len(view.ranges))
+        for nbytes in _promised_on(view, stage, member.node)
     ]
     used = [worker.rss_bytes for view in instances for worker in view.workers if worker.node == member.node]
     return NodeMemory(
@@ -341,6 +351,18 @@ def _memory(member: Member, instances: Sequence[InstanceView]) -> NodeMemory:
         used_bytes=sum(used),
         free_bytes=member.memory_free_bytes or None,
     )
+
+
+def _promised_on(view: InstanceView, stage: int, node: str) -> list[int]:
+    """Bytes that a stage is counted to take there; nothing where it is not there, or nothing is known of it."""
+    if node not in view.nodes[stage]:
+        return []
+    if view.plan is not None:
+        return [rank.memory_bytes for rank in view.plan.stages[stage].ranks if rank.node == node]
+    if view.forecast is None:
+        return []
+    each = zip(view.forecast.memory_of_ranks(stage), view.nodes[stage], strict=True)
+    return [memory.total_bytes for memory, place in each if place == node]
 
 
 def _profile(profile: MachineProfile) -> ProfileStatus:

@@ -45,9 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from mlx_ring.worker.front import Reach, WorkerFront, WorkerIdentity  # noqa: PLC0415 - MLX must load after the BLAS
     from mlx_ring.worker.group import GroupPort  # noqa: PLC0415 - the same
+    from mlx_ring.worker.group_means import group_means  # noqa: PLC0415 - the same
 
     reach = Reach(None if options.credentials is None else load_credentials(options.credentials))
-    reach.group = GroupPort() if options.in_group else None
+    if options.in_group:
+        reach.group, reach.means = GroupPort(options.group_host), group_means(options.in_group)
     front = WorkerFront(WorkerIdentity(options.node, options.stage, options.rank, blas), reach)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -85,7 +87,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--lifeline-fd", type=int, required=True)
-    parser.add_argument("--in-group", action="store_true", help="other ranks share the stage")
+    parser.add_argument(
+        "--in-group", metavar="BACKEND", help="MLX joins it with others, by this backend or `auto`"
+    )
+    parser.add_argument("--group-host", default="127.0.0.1", help="the one address to listen on for them")
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     return parser.parse_args(arguments)

@@ -24,7 +24,7 @@ from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello, make_hello
-from mlx_ring.rpc.joined_ranks import has_collective_link
+from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.links import Inbox, deliver_frames
 from mlx_ring.rpc.methods import LINK, LOAD, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
@@ -67,6 +67,8 @@ class Reach:
     """Where others reach it; 0 while nobody can."""
     group: GroupPort | None = None
     """Where the other ranks of its stage will reach it; None where it has none."""
+    means: worker_pb2.GroupMeans | None = None
+    """With what it can join them."""
     end_refused: Callable[[], object] = lambda: None
     """Ends running calls of machines that are refused by now."""
 
@@ -349,7 +351,16 @@ class WorkerFront:
             port=self._reach.port,
             sends=self._sends(),
             group_port=self._reach.group.number if self._reach.group else 0,
+            group_host=self._reach.group.host if self._reach.group else "",
+            means=self._reach.means,
+            group=self._group(),
         )
+
+    def _group(self) -> worker_pb2.GroupUse | None:
+        assignment = self._request.assignment if self._request else None
+        if assignment is None or not joined_ranks(assignment):
+            return None
+        return worker_pb2.GroupUse(backend=backend_of(assignment), why=assignment.backend_why)
 
 
 def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str) -> None:

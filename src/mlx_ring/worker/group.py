@@ -1,35 +1,37 @@
 """How the ranks of a stage, or all stages, become a group of MLX's collectives: once in a process, which ends with its group.
 
-MLX's ring connects each rank with its neighbours over TCP. Where they listen is told by a file and a variable of the
-environment. While it waits for them nothing else in the process runs, so that whoever started it minds the time.
+While a rank waits for the others nothing else in its process runs, so that whoever started it minds the time.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import tempfile
 import time
+from pathlib import Path
 
 import mlx.core as mx
 
 from mlx_ring.core.config import set_for_libraries
-from mlx_ring.core.errors import ConfigError, WorkerLost
-from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks
+from mlx_ring.core.errors import WorkerLost
+from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks, rank_in_group
 from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.worker.group_variables import group_variables
+from mlx_ring.worker.neighbour import check_neighbour
 from mlx_ring.worker.tensor import Group
 
 log = logging.getLogger(__name__)
 
 
 class GroupPort:
-    """A port that is kept until the group is made there."""
+    """A port of one address that is kept until the group is made there."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
+        self.host = host
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("", 0))
+        self._socket.bind((host, 0))
         self.number = int(self._socket.getsockname()[1])
 
     def release(self) -> None:
@@ -51,30 +53,20 @@ def join_stages(
     """Connect with the other stages; None where links need no group.
 
     Raises:
-        ConfigError: this machine has not the backend that was asked for.
         WorkerLost: they were not found.
     """
     return _join(assignment, port) if has_collective_link(assignment) else None
 
 
 def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.distributed.Group:
-    """In a group on this machine each rank gives its place and where all listen; other backends read more of the environment."""
+    """The ranks find each other by what the backend reads of the environment."""
     backend, places = backend_of(assignment), joined_ranks(assignment)
-    if not mx.distributed.is_available(backend):
-        others = [name for name in ("ring", "jaccl", "mpi", "nccl") if mx.distributed.is_available(name)]
-        wish = f"--tp {assignment.tp_size}" if assignment.tp_size > 1 else f"--link {assignment.link}"
-        raise ConfigError(
-            f"{wish}: MLX's backend {backend} is not available on this machine; "
-            f"{', '.join(others) or 'no other'} would be, and --link grpc always is."
-        )
-    place = places.index((assignment.stage, assignment.rank))
+    place = rank_in_group(assignment)
     if port is not None:
         port.release()
     started = time.monotonic()
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump([[address] for address in assignment.group], file)
-        file.flush()
-        set_for_libraries({"MLX_HOSTFILE": file.name, "MLX_RANK": str(place)})
+    with tempfile.TemporaryDirectory(prefix="mlx-ring-group-") as folder:
+        set_for_libraries(group_variables(backend, place, assignment, Path(folder)))
         try:
             group = mx.distributed.init(strict=True, backend=backend)
         except RuntimeError as error:
@@ -85,7 +77,9 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
     if (group.rank(), group.size()) != (place, len(places)):
         raise WorkerLost(
             f"{backend} made this worker rank {group.rank()} of {group.size()}, and it is rank {place} of {len(places)}: "
-            f"set what {backend} reads of the environment, or leave --link out."
+            f"use another --backend than {backend}."
         )
-    log.info("rank %d of %d, joined in %.2f s", group.rank(), group.size(), time.monotonic() - started)
+    if backend == "ring" and port is not None and assignment.group[place] == f"{port.host}:{port.number}":
+        check_neighbour(port.number, assignment.group_from)
+    log.info("rank %d of %d of %s, joined in %.2f s", place, len(places), backend, time.monotonic() - started)
     return group

@@ -171,10 +171,15 @@ def _join_links(
     def links(
         address: str, node: str, others: Iterable[worker_pb2.RankEnd], packer: Packer | None = None
     ) -> LinkSender:
-        ends = [(address, node), *((other.address, other.node) for other in others)]
+        # A packer is one thread's, so each link that needs one has its own; the first one's is told of.
+        ends = [(address, node, packer)]
+        ends += [
+            (other.address, other.node, Packer(packer.bytes_per_s) if packer and other.node else None)
+            for other in others
+        ]
         opened = [
             GrpcLink(address, hello, trust=trust, name=node_name(node) if node else "", packer=packer)
-            for address, node in ends
+            for address, node, packer in ends
         ]
         return opened[0] if len(opened) == 1 else FanOut(opened)
 

@@ -44,6 +44,15 @@ def test_each_machine_is_told_its_own_share_of_memory() -> None:
     assert "--memory-utilization" not in agent_arguments(file, MINI, HeadAddress("192.168.5.2"), "/s")
 
 
+def test_a_device_s_own_trusted_interface_wins_over_the_one_for_all() -> None:
+    mini = replace(MINI, trusted_interface="thunderbolt0")
+    file = DevicesFile((HEAD, mini), serve={"trusted-interface": ["en5", "10.0.8.0/24"]})
+    head, other = head_arguments(file, "demo", "/s", IDS), agent_arguments(file, mini, HeadAddress("h"), "/s")
+    assert head[head.index("--trusted-interface") + 1] == "en5,10.0.8.0/24"
+    assert other[other.index("--trusted-interface") + 1] == "thunderbolt0"
+    assert other.count("--trusted-interface") == 1
+
+
 def share_in(words: list[str]) -> str:
     return words[words.index("--memory-utilization") + 1]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from mlx_ring.cluster.planner.profiles import (
@@ -11,6 +13,7 @@ from mlx_ring.cluster.planner.profiles import (
     ModelProfile,
     NodeProfile,
 )
+from mlx_ring.core.tensor_shares import TensorSizes
 
 GB = 10**9
 
@@ -29,6 +32,33 @@ def model_of(
         vocabulary=32_000,
         context_tokens=32_768,
     )
+
+
+def shared_model(
+    layers: int = 12, *, layer_bytes: int = 200_000_000, kv_heads: int = 8, hidden: int = 4096
+) -> ModelProfile:
+    """One whose layers can be split: a fifth of each is attention."""
+    layer = LayerProfile(
+        layer_bytes,
+        layer_bytes,
+        2 * layer_bytes,
+        kv_bytes_per_token=512 * kv_heads,
+        query_width=hidden,
+        attention_bytes=layer_bytes // 5,
+        whole_bytes=4 * hidden,
+    )
+    return replace(
+        model_of(layers, head_bytes=100_000_000),
+        layers=(layer,) * layers,
+        is_tied=False,
+        hidden_size=hidden,
+        shared=TensorSizes(kv_heads, 4 * kv_heads, 128, 16_384, 0, 32_000),
+    )
+
+
+def trusting(*nodes: NodeProfile, link: LinkProfile) -> ClusterProfile:
+    """A cluster whose machines each have an interface that is trusted."""
+    return cluster_of(*(replace(node, trusted=True) for node in nodes), link=link)
 
 
 def node_of(name: str, gigabytes: float = 16, *, gb_s: float = 100, tflops: float = 4) -> NodeProfile:

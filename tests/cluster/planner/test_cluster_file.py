@@ -51,6 +51,18 @@ def test_every_known_machine_can_be_named_with_every_size() -> None:
             )
 
 
+def test_links_and_interfaces_are_trusted_where_the_file_says_so() -> None:
+    machine = "{name: %s, memory_gb: 8, bandwidth_gb_s: 100, tflops: 4%s}"
+    interface, numbers = ", trusted_interface: en5", "round_trip_ms: 1, gbit_s: 1"
+    cluster = read_cluster(
+        f"machines: [{machine % ('a', interface)}, {machine % ('b', interface)}, {machine % ('c', '')}]\n"
+        f"links: [{{between: [b, c], {numbers}, trusted: true}}, {{between: [a, c], {numbers}}}]",
+        "cluster.yaml",
+    )
+    a, b, c = cluster.nodes
+    assert (cluster.trusts(a, b), cluster.trusts(b, c), cluster.trusts(a, c)) == (True, True, False)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -76,6 +88,14 @@ def test_every_known_machine_can_be_named_with_every_size() -> None:
         ("machines: [m4-mac-mini-16]\nlinks: [{between: [a, b]}]", "must be `between` two of m4-mac-mini-16"),
         ("machines: [m4-mac-mini-16]\nusual_link: {gbit_s: 1}", "round_trip_ms is None"),
         ("machines: [m4-mac-mini-16]\nusual_link: fast", "a link is 'fast'"),
+        (
+            "machines: [{machine: m4-mac-mini-16, trusted_interface: true}]",
+            "is True; it must be an interface's name",
+        ),
+        (
+            "machines: [m4-mac-mini-16]\nusual_link: {round_trip_ms: 1, gbit_s: 1, trusted: 'yes'}",
+            "trusted of a link is 'yes'; it must be true or false",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_told(text: str, sentence: str) -> None:

@@ -110,7 +110,7 @@ def with_device(**changes: Any) -> str:
         ("[{ssh: a, ips: b}]", "ips of a is 'b'"),
         ("[{ssh: a, port: 2}]", "a host has the field port, which is none; fields are ips, rdma, ssh"),
         ("[{ssh: a, rdma: [x]}]", "a list of 1 with null at place 0, its own"),
-        ("[a]", "a host is 'a'"),
+        ("[a]", "host 0 is 'a'; it must have fields"),
         ("devices: []", "`devices` must be a list"),
         ("devices: [{device_id: a}]", "the device a has no `hostname`"),
         (changed(extra=1), "the file has the field extra"),

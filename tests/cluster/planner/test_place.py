@@ -103,6 +103,11 @@ def test_memory_is_never_exceeded_and_every_layer_has_one_place(
     )
     assert all(stage.memory_bytes <= stage.usable_bytes for stage in plan.stages)
     assert sum(stage.weight_bytes for stage in plan.stages) >= model.weight_bytes
+    for stage in plan.stages:
+        assert stage.ranks[0].node == stage.node
+        assert sum(rank.share for rank in stage.ranks) == pytest.approx(1)
+        assert sum(rank.weight_bytes for rank in stage.ranks) == stage.weight_bytes
+        assert all(rank.memory_bytes <= rank.usable_bytes for rank in stage.ranks)
     assert {stage.node for stage in plan.stages} | {left.node for left in plan.left_out} == {
         node.name for node in nodes
     }

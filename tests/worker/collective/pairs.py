@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from tests.open_mpi import mpi_places
 
 from mlx_ring.core.config import set_for_libraries
 from mlx_ring.rpc.channels import make_server
@@ -28,7 +29,7 @@ from mlx_ring.rpc.links import HIDDEN, GrpcLink, Inbox, LinkKey, WireTensor, del
 from mlx_ring.rpc.methods import LINK, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
-KINDS = ("ring", "allreduce")
+KINDS = ("ring", "allreduce", "mpi")
 _WAIT_S = 60.0
 _HIDDEN = 3
 
@@ -44,17 +45,20 @@ class _Forwarding(Inbox):
         self._link.send(key, WireTensor(message.dtype, message.shape, bytes(message.data), message.tokens))
 
 
-def _end(rank: int, kind: str, hostfile: str, address: str, orders: Connection) -> None:
+def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: Connection) -> None:
     """One of the processes: joins, then does as it is told."""
-    set_for_libraries({"MLX_HOSTFILE": hostfile, "MLX_RANK": str(rank)})
+    set_for_libraries(variables)
     import mlx.core as mx  # noqa: PLC0415 - the test's own process needs none of it
 
     from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender  # noqa: PLC0415
     from mlx_ring.worker.collective.messages import Form  # noqa: PLC0415
     from mlx_ring.worker.collective.ways import way_between  # noqa: PLC0415
+    from mlx_ring.worker.group_means import group_means  # noqa: PLC0415
 
-    group = mx.distributed.init(strict=True, backend="ring")
-    way = way_between(group, "ring", 0, sums=kind == "allreduce")
+    backend = "mpi" if kind == "mpi" else "ring"
+    group_means(backend)
+    group = mx.distributed.init(strict=True, backend=backend)
+    way = way_between(group, backend, 0, sums=kind == "allreduce")
     form = Form(_HIDDEN, "float32", 4)
     end: Any
     if rank == 0:
@@ -126,15 +130,14 @@ def _picklable(tensor: WireTensor) -> WireTensor:
 def joined_pair(kind: str, inbox: Inbox | None = None) -> Generator[Pair]:
     """A pair that has found each other; nothing of it is left afterwards."""
     filed = inbox or Inbox("test", 1)
-    with tempfile.TemporaryDirectory(prefix="pair-") as folder:
+    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory(prefix="pair-") as folder:
         address = f"unix:{folder}/s"
         server = _serve(filed, address)
-        hostfile = Path(folder) / "hosts.json"
-        hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(2)]))
+        variables = stack.enter_context(_variables(kind, Path(folder)))
         spawn = multiprocessing.get_context("spawn")
         pipes = [spawn.Pipe() for _ in range(2)]
         processes = [
-            spawn.Process(target=_end, args=(rank, kind, str(hostfile), address, theirs), daemon=True)
+            spawn.Process(target=_end, args=(rank, kind, variables[rank], address, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         try:
@@ -150,6 +153,18 @@ def joined_pair(kind: str, inbox: Inbox | None = None) -> Generator[Pair]:
                 process.kill()
                 process.join()
             server.stop(None).wait()
+
+
+@contextlib.contextmanager
+def _variables(kind: str, folder: Path) -> Generator[list[dict[str, str]]]:
+    """What each of both reads of the environment."""
+    if kind == "mpi":
+        with mpi_places(2) as places:
+            yield places
+        return
+    hostfile = folder / "hosts.json"
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(2)]))
+    yield [{"MLX_HOSTFILE": str(hostfile), "MLX_RANK": str(rank)} for rank in range(2)]
 
 
 def _serve(inbox: Inbox, address: str) -> grpc.Server:

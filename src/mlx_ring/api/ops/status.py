@@ -84,6 +84,8 @@ class NodeStatus(_Said):
     memory: NodeMemory | None
     """Null where no profile is kept."""
     profile: ProfileStatus | None
+    trusted: list[str]
+    """Interfaces with their addresses on which its owner lets MLX's collectives go to other machines, or why one is not there."""
     versions: dict[str, str]
     """Of packages, by name."""
 
@@ -173,7 +175,17 @@ class RankStatus(_Said):
     node: str
     pid: int
     alive: bool
+    promised: PromisedMemory | None
+    """Null where no profile tells."""
     used: UsedMemory
+
+
+class GroupStatus(_Said):
+    """What joins a stage's workers, or the stages, where they share layers or links are collectives."""
+
+    backend: str
+    """MLX's name for it."""
+    why: str
 
 
 class StageStatus(_Said):
@@ -191,6 +203,8 @@ class StageStatus(_Said):
     memory: StageMemory
     ranks: list[RankStatus]
     """Every worker of the stage that is there; several share its layers."""
+    group: GroupStatus | None
+    """Null where MLX joins no workers."""
     times: StageTimesStatus
     """While nothing was measured, the prediction for one row stands alone, with 0 steps."""
 

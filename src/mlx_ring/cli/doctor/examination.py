@@ -25,6 +25,7 @@ from mlx_ring.cli.doctor.network import (
     check_port,
     check_round_trip,
 )
+from mlx_ring.cli.doctor.rdma import check_rdma
 from mlx_ring.cli.doctor.throughput import check_throughput
 from mlx_ring.core.addresses import CLUSTER_PORT, HeadAddress
 from mlx_ring.core.cluster_folders import node_folder
@@ -55,6 +56,7 @@ def _examine_network(http_port: int) -> Iterator[Finding]:
     addresses = lan_addresses()
     yield check_lan(addresses)
     yield check_fast_links(addresses)
+    yield from check_rdma()
     if http_port:
         yield check_port(http_port, "HTTP")
     yield check_port(CLUSTER_PORT, "members of the cluster")

@@ -111,7 +111,7 @@ def check_wired_limit() -> Sequence[Finding]:
     """How much of a Mac's memory the GPU may hold; other machines have no such setting."""
     if sys.platform != "darwin":
         return ()
-    text = _ask(["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"])
+    text = ask(["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"])
     return (judge_wired_limit(text),)
 
 
@@ -181,7 +181,7 @@ def _rdma_devices(root: Path) -> list[str]:
     """Linux lists them in `/sys`; macOS has a program, from 26.2 on."""
     folder = root / "sys" / "class" / "infiniband"
     devices = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if sys.platform == "darwin" and _ask(["/usr/bin/rdma_ctl", "status"]) == "enabled":
+    if sys.platform == "darwin" and ask(["/usr/bin/rdma_ctl", "status"]) == "enabled":
         devices.append("Thunderbolt")
     return [f"RDMA over {device}" for device in devices]
 
@@ -191,7 +191,7 @@ def _has_thunderbolt(root: Path) -> bool:
     return sys.platform == "darwin" or (folder.is_dir() and any(folder.iterdir()))
 
 
-def _ask(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+def ask(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """What a program writes; nothing where it is not there or fails."""
     try:
         done = subprocess.run(

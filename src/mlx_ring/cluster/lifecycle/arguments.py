@@ -25,7 +25,7 @@ _FROM_THE_FILE = {
 }
 FOR_AGENTS = (
     *("log_level", "blas", "blas_threads", "weights_limit", "model_load_timeout", "file_descriptor_limit"),
-    "run_dir",
+    *("run_dir", "trusted_interface"),
 )
 """Of the settings under `serve`, those that `join` takes too: they hold for every machine. Others are the head's alone,
 or reach the machines with what they are told to load."""
@@ -57,7 +57,7 @@ def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, 
     if several and file.proportions:
         shares = zip(file.devices, file.proportions, strict=True)
         words += ["--proportions", ",".join(f"{ids[device.name]}={share:g}" for device, share in shares)]
-    return [*words, *_memory(device), *_folders(state), *_flags(_more_settings(file))]
+    return [*words, *_memory(device), *_folders(state), *_flags(_more_settings(file) | _trusted(device))]
 
 
 def agent_arguments(file: DevicesFile, device: Device, head: HeadAddress, state: str) -> list[str]:
@@ -68,7 +68,14 @@ def agent_arguments(file: DevicesFile, device: Device, head: HeadAddress, state:
     """
     listen = ("--listen", bracketed(device.address)) if device.address else ()
     shared = {name: value for name, value in _more_settings(file).items() if name in FOR_AGENTS}
-    return ["join", str(head), *listen, *_memory(device), *_folders(state), *_flags(shared)]
+    return [
+        "join",
+        str(head),
+        *listen,
+        *_memory(device),
+        *_folders(state),
+        *_flags(shared | _trusted(device)),
+    ]
 
 
 def logs_folder(state: str) -> str:
@@ -81,6 +88,11 @@ def _memory(device: Device) -> Iterator[str]:
         yield from ("--memory-limit", f"{device.memory_gb:g}GiB")
     if device.memory_utilization is not None:
         yield from ("--memory-utilization", str(device.memory_utilization))
+
+
+def _trusted(device: Device) -> dict[str, str]:
+    """A device's own wins over what holds for all."""
+    return {"trusted_interface": device.trusted_interface} if device.trusted_interface else {}
 
 
 def _folders(state: str) -> list[str]:

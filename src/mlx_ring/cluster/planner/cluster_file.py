@@ -19,8 +19,8 @@ _SMALL_MAC_GB = 36
 _MAC_SHARES = (0.67, 0.75)
 """Of a Mac's memory, what Metal recommends for its working set: up to 36 GB, and above."""
 _MACHINE_NUMBERS = frozenset({"memory_gb", "bandwidth_gb_s", "tflops"})
-_MACHINE_FIELDS = _MACHINE_NUMBERS | SHARE_FIELDS | {"name", "machine", "reserve"}
-_LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s"})
+_MACHINE_FIELDS = _MACHINE_NUMBERS | SHARE_FIELDS | {"name", "machine", "reserve", "trusted_interface"}
+_LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,19 @@ def _read_machine(entry: Any, where: str) -> NodeProfile:
             f"{where}: a machine has no field {unknown[0]}; fields are {', '.join(sorted(_MACHINE_FIELDS))}."
         )
     node = _known_machine(fields, where) if "machine" in fields else _described_machine(fields, where)
+    node = replace(node, trusted=_has_trusted(fields, node.name, where))
     reserve = _read_reserve(fields, node.name, where)
     return node if reserve is None else replace(node, reserve_share=reserve)
+
+
+def _has_trusted(fields: Mapping[str, Any], name: str, where: str) -> bool:
+    """Whether an interface is named over which collectives may run."""
+    interface = fields.get("trusted_interface")
+    if interface is not None and (not isinstance(interface, str) or not interface):
+        raise ConfigError(
+            f"{where}: trusted_interface of {name} is {interface!r}; it must be an interface's name, as en5."
+        )
+    return interface is not None
 
 
 def _known_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
@@ -184,8 +195,13 @@ def _read_link(entry: Any, where: str) -> LinkProfile:
     if not isinstance(entry, dict) or not set(cast("dict[str, Any]", entry)) <= _LINK_FIELDS:
         raise ConfigError(f"{where}: a link is {entry!r}; it must have round_trip_ms and gbit_s.")
     fields = cast("dict[str, Any]", entry)
+    trusted = fields.get("trusted", False)
+    if not isinstance(trusted, bool):
+        raise ConfigError(f"{where}: trusted of a link is {trusted!r}; it must be true or false.")
     return LinkProfile(
-        _positive(fields, "round_trip_ms", where) / 1e3, _positive(fields, "gbit_s", where) * 1e9 / 8
+        _positive(fields, "round_trip_ms", where) / 1e3,
+        _positive(fields, "gbit_s", where) * 1e9 / 8,
+        trusted=trusted,
     )
 
 

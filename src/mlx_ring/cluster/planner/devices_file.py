@@ -21,17 +21,18 @@ from mlx_ring.cluster.planner.plan import STRATEGIES
 from mlx_ring.cluster.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.core.addresses import CLUSTER_PORT
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.hostfile import Hostfile, is_hostfile, read_hostfile
 from mlx_ring.core.old_names import strategy_of_today
 
 _COORDINATOR, _WORKER = ("coordinator", "head", "master"), ("worker", "node")
 _FIELDS = frozenset({"devices", "model", "sharding", "serve", "wheels"})
 _DEVICE_FIELDS = SHARE_FIELDS | {
-    *("device_id", "hostname", "port", "role", "capabilities", "ssh", "address", "program", "state_dir")
+    *("device_id", "hostname", "port", "role", "capabilities", "ssh", "address", "program", "state_dir"),
+    "trusted_interface",
 }
 _CAPABILITIES = SHARE_FIELDS | {"memory_gb", "gpu_cores"}
 _SHARDING_FIELDS = frozenset({"strategy", "custom_proportions"})
 _MODEL_FIELDS = frozenset({"name", "provider"})
-_HOST_FIELDS = frozenset({"ssh", "ips", "rdma"})
 _MOST_PORT, _MOST_NODES = 65534, 8
 _CORE_BANDWIDTH, _CORE_FLOPS = 12e9, 0.42e12
 """Of one core of an M-series GPU: what Apple's chips have of memory bandwidth and of float32, about."""
@@ -56,6 +57,8 @@ class Device:
     memory_utilization: float | None = None
     """Share of that which plans may fill; the usual one where it is None."""
     gpu_cores: int | None = None
+    trusted_interface: str = ""
+    """On which collectives may go to others; that of `serve` where it is empty."""
     program: str = ""
     """Where `mlx-ring` lies there; looked for where it is empty."""
     state_dir: str = ""
@@ -76,6 +79,8 @@ class DevicesFile:
     """A folder of packages, where machines of another system are sent some; empty where there is none."""
     notes: tuple[str, ...] = ()
     """What stands in the file and does nothing here, in sentences."""
+    hosts: Hostfile | None = None
+    """The file, where it is one of MLX's; its hosts are the devices, in their order."""
 
     @property
     def coordinator(self) -> Device:
@@ -84,7 +89,7 @@ class DevicesFile:
 
 def lists_devices(content: object) -> bool:
     """Whether a file's content is of one of the two kinds."""
-    return isinstance(content, list) or (isinstance(content, dict) and "devices" in content)
+    return is_hostfile(content) or (isinstance(content, dict) and "devices" in content)
 
 
 def read_devices(content: object, where: str) -> DevicesFile:
@@ -93,8 +98,8 @@ def read_devices(content: object, where: str) -> DevicesFile:
     Raises:
         ConfigError: what is wrong, by its name and value.
     """
-    if isinstance(content, list):
-        return _read_hostfile(cast("list[object]", content), where)
+    if is_hostfile(content):
+        return _of_hosts(read_hostfile(content, where), where)
     return _read_file(content, where)
 
 
@@ -185,6 +190,7 @@ def _read_device(entry: object, where: str) -> Device:
         ssh=ssh,
         is_coordinator=_is_coordinator(fields.get("role"), name, where),
         address=_text(fields, "address", where),
+        trusted_interface=_text(fields, "trusted_interface", where),
         port=_port(fields.get("port", CLUSTER_PORT), name, where),
         memory_gb=_positive(capabilities, "memory_gb", where),
         memory_utilization=read_share(name, where, fields, capabilities),
@@ -251,34 +257,18 @@ def _read_sharding(entry: object, devices: int, where: str) -> tuple[str, tuple[
 # ---- MLX's hostfiles
 
 
-def _read_hostfile(entries: Sequence[object], where: str) -> DevicesFile:
-    devices = [_read_host(entry, place, len(entries), where) for place, entry in enumerate(entries)]
-    if not devices:
-        raise ConfigError(f"{where} is a hostfile without hosts.")
-    has_rdma = any(isinstance(entry, dict) and "rdma" in entry for entry in entries)
-    note = ("rdma does nothing yet: activations go over TCP, by the first address of `ips`.",) * has_rdma
-    return DevicesFile(_one_coordinator(devices, where), notes=note)
+def _of_hosts(hosts: Hostfile, where: str) -> DevicesFile:
+    devices = [Device(name=host.ssh, ssh=host.ssh, address=next(iter(host.ips), "")) for host in hosts.hosts]
+    return DevicesFile(_one_coordinator(devices, where), notes=tuple(_unused(hosts)), hosts=hosts)
 
 
-def _read_host(entry: object, place: int, hosts: int, where: str) -> Device:
-    fields = _fields(entry, _HOST_FIELDS, where, "a host")
-    ssh, ips, rdma = _text(fields, "ssh", where), fields.get("ips", []), fields.get("rdma")
-    if not ssh:
-        raise ConfigError(f"{where}: host {place} has no `ssh`.")
-    if not isinstance(ips, list) or not all(isinstance(ip, str) and ip for ip in cast("list[object]", ips)):
-        raise ConfigError(f"{where}: ips of {ssh} is {ips!r}; it must be a list of addresses.")
-    if rdma is not None:
-        _check_rdma(rdma, place, hosts, ssh, where)
-    return Device(name=ssh, ssh=ssh, address=next(iter(cast("list[str]", ips)), ""))
-
-
-def _check_rdma(rdma: object, place: int, hosts: int, ssh: str, where: str) -> None:
-    """A device to each host, and null to itself."""
-    listed = cast("list[object]", rdma) if isinstance(rdma, list) else []
-    if len(listed) != hosts or listed[place] is not None:
-        raise ConfigError(
-            f"{where}: rdma of {ssh} is {rdma!r}; it must be a list of {hosts} with null at place {place}, its own."
-        )
+def _unused(hosts: Hostfile) -> Iterator[str]:
+    if hosts.rdma is not None:
+        yield "rdma does nothing yet: activations go over TCP, by the first address of `ips`."
+    if hosts.backend:
+        yield f"backend {hosts.backend} does nothing yet: activations go over TCP."
+    if hosts.variables:
+        yield f"envs does nothing: set {', '.join(hosts.variables)} on the machines themselves."
 
 
 # ---- values

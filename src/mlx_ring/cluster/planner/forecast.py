@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from mlx_ring.cluster.planner.grants import lone_stream
 from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.cluster.planner.rank_costs import RankCosts
+from mlx_ring.cluster.planner.rank_groups import SharedModel, given_group
 from mlx_ring.cluster.planner.stage_tables import Demand, StageTables, Times
 from mlx_ring.core.types import LayerRange
 
@@ -35,13 +37,25 @@ class Forecast:
         demand: Demand,
         cluster: ClusterProfile,
         stages: Sequence[tuple[NodeProfile, LayerRange]],
+        ranks: Sequence[Sequence[tuple[NodeProfile, float]]] = (),
     ) -> None:
-        """`stages` gives the node and the layers of each, in the pipeline's order."""
+        """What is to be told of.
+
+        Args:
+            model: its sizes.
+            demand: what is promised.
+            cluster: for the links.
+            stages: node and layers of each, in the pipeline's order.
+            ranks: of each stage, where some have several: node and share of every rank, in their order.
+        """
         self.demand = demand
         self._model = model
         self._cluster = cluster
         self._stages = tuple(stages)
         self._tables = StageTables(model, demand)
+        shared = SharedModel(model, demand, model.shared)
+        each = ranks or [[(node, 1.0)] for node, _ in stages]
+        self._groups = [given_group(shared, cluster, one) if len(one) > 1 else None for one in each]
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -49,13 +63,16 @@ class Forecast:
     def decode_s(self, stage: int, rows: int, context_tokens: int) -> float:
         """One step with a token of each of so many sequences, each behind so long a context."""
         # Several rows in a group mean that every group has some, and that no stage rests.
-        if rows > 1 or all(node.grant is None for node, _ in self._stages):
+        if rows > 1 or all(node.grant is None for stage in range(len(self)) for node in self._nodes(stage)):
             return self._times(stage, rows, context_tokens).steady
         return self._lone_stream(context_tokens)[0][stage]
 
     def chunk_s(self, stage: int, tokens: int, context_tokens: int) -> float:
         """One step with so many tokens of a prompt: multiplying them, or reading the weights once if that takes longer."""
         node, layers = self._stages[stage]
+        if (group := self._groups[stage]) is not None:
+            chunk_s = group.chunk_seconds(layers.start, layers.end, tokens, context_tokens)
+            return max(chunk_s, self._times(stage, 1, context_tokens).steady)
         before, after = (
             self._tables.prefill_seconds(node, layers.start, layers.end, length)
             for length in (context_tokens, context_tokens + tokens)
@@ -70,31 +87,58 @@ class Forecast:
     def _lone_stream(self, context_tokens: int) -> tuple[list[float], float]:
         times = [self._times(stage, 1, context_tokens) for stage in range(len(self))]
         unhindered, steady = [each.unhindered for each in times], [each.steady for each in times]
-        return lone_stream(unhindered, steady, self._around_s(), [node.name for node, _ in self._stages])
+        machines = [
+            "+".join(dict.fromkeys(node.name for node in self._nodes(stage))) for stage in range(len(self))
+        ]
+        return lone_stream(unhindered, steady, self._around_s(), machines)
 
     def _times(self, stage: int, rows: int, context_tokens: int) -> Times[float]:
         node, layers = self._stages[stage]
+        if (group := self._groups[stage]) is not None:
+            return group.stage_seconds(layers.start, layers.end, rows, context_tokens)
         return self._tables.stage_seconds(node, layers.start, layers.end, rows, context_tokens)
 
     def _around_s(self) -> float:
+        """Rank 0 of a stage sends to every rank of the next."""
         if len(self) == 1:
             return 0.0
-        nodes = [node for node, _ in self._stages]
-        return sum(
-            self._cluster.link(one.name, other.name).seconds(
-                self._model.hidden_size * self._tables.model_on(one).number_bytes
-            )
-            for one, other in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
-        )
+        stages = range(len(self))
+        return sum(self._hop_s(one, other) for one, other in zip(stages, [*stages[1:], 0], strict=True))
+
+    def _hop_s(self, one: int, other: int) -> float:
+        sender, receivers = self._nodes(one)[0], self._nodes(other)
+        nbytes = self._model.hidden_size * self._tables.model_on(sender).number_bytes * len(receivers)
+        return max(self._cluster.link(sender.name, node.name).seconds(nbytes) for node in receivers)
 
     def memory(self, stage: int) -> PromisedMemory:
-        """As the plan counts it."""
+        """As the plan counts it, of all ranks together."""
+        each = self.memory_of_ranks(stage)
+        return PromisedMemory(
+            sum(rank.weight_bytes for rank in each),
+            sum(rank.kv_bytes for rank in each),
+            sum(rank.working_bytes for rank in each),
+        )
+
+    def memory_of_ranks(self, stage: int) -> tuple[PromisedMemory, ...]:
+        """The same, of each rank."""
         node, layers = self._stages[stage]
+        if (group := self._groups[stage]) is not None:
+            return tuple(_promised(member.costs, layers) for member in group.members)
         total = int(self._tables.memory(node)[layers.start, layers.end])
         kv = self._tables.kv_bytes(node, layers.start, layers.end)
         weights = self._tables.weight_bytes(node, layers.start, layers.end)
-        return PromisedMemory(weights, kv, max(0, total - weights - kv))
+        return (PromisedMemory(weights, kv, max(0, total - weights - kv)),)
+
+    def _nodes(self, stage: int) -> tuple[NodeProfile, ...]:
+        """Of its ranks."""
+        group = self._groups[stage]
+        return (self._stages[stage][0],) if group is None else group.nodes
 
     def node(self, stage: int) -> NodeProfile:
         """Where it is."""
         return self._stages[stage][0]
+
+
+def _promised(costs: RankCosts, layers: LayerRange) -> PromisedMemory:
+    weights, kv = (count(layers.start, layers.end) for count in (costs.weight_bytes, costs.kv_bytes))
+    return PromisedMemory(weights, kv, max(0, costs.memory_bytes(layers.start, layers.end) - weights - kv))

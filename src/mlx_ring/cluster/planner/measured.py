@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_ring.cluster.planner.grants import ProcessorGrant
-from mlx_ring.cluster.planner.profiles import LinkProfile, NodeProfile
+from mlx_ring.cluster.planner.profiles import FRAMES_S, LinkProfile, NodeProfile
 from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.rpc.link_probe import LinkMeasure
 
@@ -41,6 +41,7 @@ def measured_node(
         # A GPU has memory of its own, or an advised part of it, where no process lies.
         process_bytes=profile.worker_bytes + beside if profile.device == "cpu" else 0,
         grant=_grant(profile),
+        workers_at_once=max(1, profile.cores // profile.blas_threads) if profile.device == "cpu" else 1,
     )
 
 
@@ -54,4 +55,4 @@ def _grant(profile: MachineProfile) -> ProcessorGrant | None:
 
 def measured_link(measure: LinkMeasure) -> LinkProfile:
     """A link, by its probe."""
-    return LinkProfile(round_trip_s=measure.round_trip_s, bandwidth=measure.bandwidth)
+    return LinkProfile(round_trip_s=measure.round_trip_s, bandwidth=measure.bandwidth, frames_s=FRAMES_S)

@@ -12,8 +12,9 @@ from typing import Any, cast
 
 from mlx_ring.cluster.decode_bytes import decode_bytes, layer_bytes, loaded_bytes
 from mlx_ring.cluster.planner.profiles import LayerProfile, ModelProfile
-from mlx_ring.core.errors import ModelUnsupported
+from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.core.tensor_shares import TensorSizes, read_tensor_sizes
 from mlx_ring.core.types import DTYPES
 
 _GROUP = 64
@@ -111,6 +112,19 @@ def profile_config(folder: ModelFolder, name: str, weights: WeightFormat) -> Mod
         context_tokens=folder.context_length,
         weights=weights.name,
         number_bytes=weights.plain_bits // 8,
+        shared=_shared(folder, weights),
+    )
+
+
+def _shared(folder: ModelFolder, weights: WeightFormat) -> TensorSizes | None:
+    try:
+        sizes = read_tensor_sizes(folder)
+    except (ModelUnsupported, ModelCorrupt):
+        return None
+    return (
+        sizes
+        if folder.quantization
+        else replace(sizes, group_size=weights.group if weights.is_quantized else 1)
     )
 
 
@@ -120,8 +134,9 @@ def _layer(folder: ModelFolder, index: int, hidden: int, heads: int, weights: We
     attention = hidden * width * (heads + 2 * kv_heads) + heads * width * hidden
     dense = 3 * hidden * (_number(folder, "intermediate_size", "n_inner") or 4 * hidden)
     held = read = dense
+    router = 0
     if (experts := _experts(folder, index, hidden)) is not None:
-        held, read = experts
+        held, read, router = experts
     window = _window(folder, index)
     kv = 2 * kv_heads * width
     queries = heads * width
@@ -129,6 +144,7 @@ def _layer(folder: ModelFolder, index: int, hidden: int, heads: int, weights: We
         kv = latent + (_number(folder, "qk_rope_head_dim") or 0)
         queries = heads * kv
     kv *= weights.plain_bits // 8
+    plain_bytes = weights.plain_bits // 8
     return LayerProfile(
         weight_bytes=int((attention + held) * weights.nbytes),
         read_bytes=int((attention + read) * weights.nbytes),
@@ -137,11 +153,13 @@ def _layer(folder: ModelFolder, index: int, hidden: int, heads: int, weights: We
         kv_bytes_per_sequence=0 if window is None else kv * window,
         query_width=queries,
         window=window,
+        attention_bytes=int(attention * weights.nbytes),
+        whole_bytes=int(router * weights.nbytes) + 2 * hidden * plain_bytes,
     )
 
 
-def _experts(folder: ModelFolder, index: int, hidden: int) -> tuple[int, int] | None:
-    """Weights of a layer's experts, all and those that one token passes; None where the layer is dense."""
+def _experts(folder: ModelFolder, index: int, hidden: int) -> tuple[int, int, int] | None:
+    """Weights of a layer's experts, all and those that one token passes, and of what chooses them; None where it is dense."""
     count = _number(folder, "num_experts", "num_local_experts", "n_routed_experts")
     active = _number(folder, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
     if count is None or active is None or index < (_number(folder, "first_k_dense_replace") or 0):
@@ -156,7 +174,7 @@ def _experts(folder: ModelFolder, index: int, hidden: int) -> tuple[int, int] | 
     shared = _number(folder, "shared_expert_intermediate_size")
     beside = 3 * hidden * shared if shared else (_number(folder, "n_shared_experts") or 0) * size
     router = hidden * count
-    return count * size + beside + router, active * size + beside + router
+    return count * size + beside + router, active * size + beside + router, router
 
 
 def _window(folder: ModelFolder, index: int) -> int | None:

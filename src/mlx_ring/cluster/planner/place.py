@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 
 import numpy as np
@@ -17,35 +17,22 @@ from mlx_ring.cluster.planner.cuts import (
     steadiest_costs,
 )
 from mlx_ring.cluster.planner.grants import lone_stream
-from mlx_ring.cluster.planner.plan import Aim, LeftOut, Plan, Prediction, StagePlan, Strategy
+from mlx_ring.cluster.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.cluster.planner.profiles import UNREACHABLE, ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.cluster.planner.shared_plans import MOST_NODES, place_shared, weigh
 from mlx_ring.cluster.planner.shares import given_counts, proportional_counts
-from mlx_ring.cluster.planner.stage_tables import Demand, StageTables, Table
+from mlx_ring.cluster.planner.stage_tables import CHUNK_TOKENS, StageTables, Table
 from mlx_ring.cluster.planner.timetable import Timetable
+from mlx_ring.cluster.planner.wish import Wish
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 
-_CHUNK_TOKENS = 512
+__all__ = ["Wish", "place"]
+
 _SHORTEST_CONTEXT = 256
-MOST_NODES = 8
 _KV_BITS = (8, 4)
 _ALIKE = 1e-3
 """Times that differ by less are told as one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What is asked of a plan."""
-
-    demand: Demand
-    strategy: Strategy = "auto"
-    aim: Aim = "latency"
-    proportions: tuple[float, ...] = ()
-    """With `custom`: of the layers, by machine."""
-    counts: tuple[int, ...] = ()
-    """With `custom`: layers by machine, instead of proportions."""
-    prompt_tokens: int = 1024
-    """Of the prompt for which the time to the first token is told."""
 
 
 def place(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> Plan:
@@ -61,8 +48,14 @@ def place(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> Plan:
             f"A context of {wish.demand.context_tokens} tokens was asked for; {model.name} takes "
             f"{model.context_tokens} at most."
         )
+    if wish.strategy in ("tensor", "hybrid"):
+        return place_shared(model, cluster, wish)
     planner = _Planner(model, cluster, wish)
     way = planner.way()
+    if wish.strategy == "auto":
+        apart = None if way is None else planner.plan(way)
+        if (plan := weigh(model, cluster, wish, apart)) is not None:
+            return plan
     if way is None:
         raise PlanError(_cut_off(model, cluster, wish) or _what_is_missing(model, cluster, wish))
     if broken := planner.broken_hop(way.pieces):
@@ -209,15 +202,22 @@ class _Planner:
 
     def _stage(self, piece: Piece, token_s: float) -> StagePlan:
         node = self._nodes[piece.node]
-        weights = self._costs.weight_bytes(node, piece.first, piece.end)
+        alone = RankPlan(
+            node=node.name,
+            share=1.0,
+            weight_bytes=self._costs.weight_bytes(node, piece.first, piece.end),
+            memory_bytes=int(self._costs.memory(node)[piece.first, piece.end]),
+            usable_bytes=node.usable_bytes,
+        )
         return StagePlan(
             node=node.name,
             layers=LayerRange(piece.first, piece.end),
-            weight_bytes=weights,
-            memory_bytes=int(self._costs.memory(node)[piece.first, piece.end]),
-            usable_bytes=node.usable_bytes,
+            weight_bytes=alone.weight_bytes,
+            memory_bytes=alone.memory_bytes,
+            usable_bytes=alone.usable_bytes,
             token_s=token_s,
             why=self._why(piece, node),
+            ranks=(alone,),
         )
 
     def _why(self, piece: Piece, node: NodeProfile) -> str:
@@ -324,12 +324,12 @@ class _Planner:
 
     def _first_token_s(self, pieces: Sequence[Piece]) -> float:
         tokens = self._wish.prompt_tokens
-        chunks = -(-tokens // _CHUNK_TOKENS)
+        chunks = -(-tokens // CHUNK_TOKENS)
         times = [
             self._costs.prefill_seconds(self._nodes[piece.node], piece.first, piece.end, tokens) / chunks
             for piece in pieces
         ]
-        hops = self._around(pieces, min(tokens, _CHUNK_TOKENS))
+        hops = self._around(pieces, min(tokens, CHUNK_TOKENS))
         return sum(times) + (chunks - 1) * max(times) + hops + self._lone_stream(pieces)[1]
 
 

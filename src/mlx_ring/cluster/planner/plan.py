@@ -7,17 +7,31 @@ from typing import Any, Literal, get_args
 
 from mlx_ring.core.types import LayerRange
 
-Strategy = Literal["auto", "uniform", "memory", "compute", "balanced", "custom"]
+Strategy = Literal["auto", "uniform", "memory", "compute", "balanced", "custom", "tensor", "hybrid"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Aim = Literal["latency", "throughput"]
 AIMS: tuple[Aim, ...] = get_args(Aim)
 
 
 @dataclass(frozen=True, slots=True)
-class StagePlan:
-    """One machine's part."""
+class RankPlan:
+    """One worker of a stage, and what it holds."""
 
     node: str
+    share: float
+    """Of every layer that the stage has; the shares of a stage add up to 1."""
+    weight_bytes: int
+    memory_bytes: int
+    """Weights, KV as promised, and working memory."""
+    usable_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Some of the layers: one machine's part, or that of several that compute every layer together."""
+
+    node: str
+    """The machine of rank 0, which takes activations and hands them on."""
     layers: LayerRange
     weight_bytes: int
     memory_bytes: int
@@ -26,6 +40,13 @@ class StagePlan:
     token_s: float
     """One token of one stream."""
     why: str
+    ranks: tuple[RankPlan, ...]
+    """Who computes its layers, rank 0 first. Bytes above are of all of them together."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks compute each layer."""
+        return len(self.ranks) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +85,13 @@ class Plan:
     prediction: Prediction
     remarks: tuple[str, ...]
 
+    @property
+    def kind(self) -> str:
+        """What the machines do: `single`, `pipeline`, `tensor` or `hybrid`."""
+        if any(stage.is_shared for stage in self.stages):
+            return "tensor" if len(self.stages) == 1 else "hybrid"
+        return "single" if len(self.stages) == 1 else "pipeline"
+
     def as_json(self) -> dict[str, Any]:
         """For `--json`: names as here, units in them."""
-        return asdict(self)
+        return {**asdict(self), "kind": self.kind}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mlx_ring.cluster.planner.grants import ProcessorGrant
 from mlx_ring.core.machine_profile import StepCosts, WeightRate
+from mlx_ring.core.tensor_shares import TensorSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,10 @@ class LayerProfile:
     """Numbers of one token's queries, which are held against each token before it; 0: not known."""
     window: int | None = None
     """Most tokens that it looks back at."""
+    attention_bytes: int = 0
+    """Of the weights, those of attention, which ranks share by heads."""
+    whole_bytes: int = 0
+    """Of the weights, those that every rank has whole: norms, what chooses experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class ModelProfile:
     """Of one number between stages, and in a KV cache that is not quantized."""
     widened: ModelProfile | None = None
     """The same where half precision becomes float32 when it is loaded; None: it is no other."""
+    shared: TensorSizes | None = None
+    """What of a layer several ranks can share; None: its layers cannot be split."""
 
     @property
     def weight_bytes(self) -> int:
@@ -79,6 +86,10 @@ class NodeProfile:
     """Of its memory, what our processes hold before any weights."""
     grant: ProcessorGrant | None = None
     """Of the time of the threads that compute, where it is less than all. Rates and costs are of that time."""
+    trusted: bool = False
+    """Whether its owner named an interface over which collectives may run, which are neither encrypted nor authenticated."""
+    workers_at_once: int = 1
+    """How many workers compute at the same time without slowing each other down."""
 
     @property
     def usable_bytes(self) -> int:
@@ -109,13 +120,26 @@ class LinkProfile:
     round_trip_s: float
     bandwidth: float
     """Bytes a second."""
+    frames_s: float = 0.0
+    """Of the round trip, what our own frames and their encryption take, where it was measured with them."""
+    trusted: bool = False
+    """Whether collectives may run here, which are neither encrypted nor authenticated."""
 
     def seconds(self, nbytes: float) -> float:
         """One way."""
         return self.round_trip_s / 2 + nbytes / self.bandwidth
 
+    def collective_seconds(self, nbytes: float) -> float:
+        """One way, for a part of a collective: over a plain connection, by threads that hand over to each other."""
+        wire_s = max(0.0, self.round_trip_s - self.frames_s) / 2
+        return wire_s + _COLLECTIVE_HOP_S + nbytes / self.bandwidth
 
-LOCAL = LinkProfile(round_trip_s=200e-6, bandwidth=2e9)
+
+_COLLECTIVE_HOP_S = 25e-6
+"""What MLX's ring takes for a hop beside the wire: its sum over two ranks on loopback is 52 us at best, which is two hops."""
+FRAMES_S = 100e-6
+"""There and back: gRPC with mutual TLS beside plain TCP, measured on loopback."""
+LOCAL = LinkProfile(round_trip_s=200e-6, bandwidth=2e9, frames_s=190e-6, trusted=True)
 """Between two processes of one machine."""
 ETHERNET = LinkProfile(round_trip_s=500e-6, bandwidth=1.1e8)
 """1 Gbit/s, where nothing better is said."""
@@ -135,3 +159,8 @@ class ClusterProfile:
         if one == other:
             return LOCAL
         return self.links.get(frozenset((one, other)), self.usual_link)
+
+    def trusts(self, one: NodeProfile, other: NodeProfile) -> bool:
+        """Whether collectives may run between two machines: over a link that is trusted, or with an interface on each."""
+        link = self.link(one.name, other.name)
+        return link != UNREACHABLE and (link.trusted or (one.trusted and other.trusted))

@@ -6,15 +6,18 @@ slowest stage; over those bounds the best division into replicas is found exactl
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
 from mlx_ring.cluster.planner.cuts import steadiest_costs
-from mlx_ring.cluster.planner.place import MOST_NODES, Wish, place
+from mlx_ring.cluster.planner.place import place
 from mlx_ring.cluster.planner.plan import Plan
 from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.cluster.planner.shared_plans import MOST_NODES
 from mlx_ring.cluster.planner.timetable import Timetable
+from mlx_ring.cluster.planner.wish import Wish
 from mlx_ring.core.errors import PlanError
 
 _WORTH = 1.02
@@ -55,7 +58,11 @@ def place_replicas(
             f"{len(whole.stages)} of them fits. Ask for fewer, for a shorter context or for fewer sequences."
         )
     each = replace(wish, demand=replace(wish.demand, sequences=_share(wish, len(best[1]))))
-    return tuple(place(model, _among(cluster, members), each) for members in best[1])
+    plans = tuple(place(model, _among(cluster, members), each) for members in best[1])
+    if count is None and wish.shares_layers:
+        with suppress(PlanError):
+            plans = _unless_better(plans, place(model, cluster, wish))
+    return plans
 
 
 def _check(cluster: ClusterProfile, wish: Wish, count: int | None) -> None:
@@ -68,6 +75,13 @@ def _check(cluster: ClusterProfile, wish: Wish, count: int | None) -> None:
         raise PlanError(f"{nodes} machines were given; replicas are planned for {MOST_NODES} at most.")
     if count is not None and count > nodes:
         raise PlanError(f"{count} replicas were asked for, and there are {nodes} machines: each needs one.")
+
+
+def _unless_better(plans: tuple[Plan, ...], whole: Plan) -> tuple[Plan, ...]:
+    """One plan in which machines share layers, where that gives more than all replicas."""
+    together = sum(plan.prediction.tokens_per_s for plan in plans)
+    is_shared = any(stage.is_shared for stage in whole.stages)
+    return (whole,) if is_shared and whole.prediction.tokens_per_s > together else plans
 
 
 def _share(wish: Wish, replicas: int) -> int:

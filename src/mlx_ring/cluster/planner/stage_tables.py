@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mlx_ring.cluster.planner.profiles import LayerProfile, ModelProfile, NodeProfile
 from mlx_ring.core.machine_profile import WeightRate
 
-_CHUNK_TOKENS = 512
+CHUNK_TOKENS = 512
 _NUMBERS_PER_TOKEN = 16
 """Of the hidden size, what a layer holds for one token of a chunk at its widest."""
 _FLOAT_BYTES = 4
@@ -78,7 +78,7 @@ class StageTables:
         table = before[None, :] - before[:, None] + node.costs.step_s
         fits = self.memory(node) <= node.usable_bytes
         fits &= np.arange(len(before))[:, None] < np.arange(len(before))[None, :]
-        times = _times(node, table)
+        times = times_on(node, table)
         unhindered = np.where(fits, times.unhindered, np.inf)
         return Times(unhindered, unhindered if node.grant is None else np.where(fits, times.steady, np.inf))
 
@@ -87,7 +87,7 @@ class StageTables:
     ) -> Times[float]:
         """One step of one stage, whether memory does or not."""
         before = self._seconds_before(node, rows, context_tokens)
-        times = _times(node, before[end : end + 1] - before[first] + node.costs.step_s)
+        times = times_on(node, before[end : end + 1] - before[first] + node.costs.step_s)
         return Times(float(times.unhindered[0]), float(times.steady[0]))
 
     def weight_bytes(self, node: NodeProfile, first: int, end: int) -> int:
@@ -104,61 +104,78 @@ class StageTables:
     def kv_bytes(self, node: NodeProfile, first: int, end: int) -> int:
         """Of one stage, for all that is promised."""
         model = self.model_on(node)
-        return int(sum(_kv_bytes(layer, model, self.demand) for layer in model.layers[first:end]))
+        return int(sum(held_kv_bytes(layer, model, self.demand) for layer in model.layers[first:end]))
 
     def _seconds_before(self, node: NodeProfile, rows: int, context_tokens: int) -> Table:
         """By layer: of all before it, what the model ends with as if it stood in the last one."""
         model = self.model_on(node)
         rate = node.rate(model.weights)
         each = [
-            _layer_seconds(layer, rate, rows, model.hidden_size)
-            + rows * self._look_back_seconds(layer, node, model, context_tokens)
-            + node.costs.layer_s
+            layer_seconds(layer, node, rate, model, self.demand, rows, context_tokens)
             for layer in model.layers
         ]
-        each[-1] += _head_seconds(model, rate, rows)
+        each[-1] += head_seconds(model.head_bytes, model.vocabulary, model.hidden_size, rate, rows)
         each[-1] += node.costs.draw_s + rows * model.vocabulary * node.costs.logit_s
         return np.array(list(accumulate(each, initial=0.0)))
-
-    def _look_back_seconds(
-        self, layer: LayerProfile, node: NodeProfile, model: ModelProfile, context_tokens: int
-    ) -> float:
-        """One row's: reading its KV, or holding its queries against it, whichever takes longer."""
-        kv_bytes = layer.kv_bytes_per_token * context_tokens * self.demand.kv_factor(model.number_bytes)
-        seen = context_tokens if layer.window is None else min(context_tokens, layer.window)
-        return max(
-            (kv_bytes + layer.kv_bytes_per_sequence) / node.bandwidth,
-            seen * layer.query_width * node.costs.attention_s,
-        )
 
     def prefill_seconds(self, node: NodeProfile, first: int, end: int, tokens: int) -> float:
         """A stage's part of reading a prompt."""
         model = self.model_on(node)
         flops = sum(layer.flops_per_token for layer in model.layers[first:end]) * tokens
-        # Scores and their sums: every token looks at those before it.
-        scores = (end - first) * 2 * tokens * tokens * model.hidden_size
+        scores = prefill_scores(model, end - first, tokens)
         computing = flops / node.rate(model.weights).flops + scores / node.flops
         return computing / (node.grant.share if node.grant else 1.0)
 
 
-def _times(node: NodeProfile, computing: Table) -> Times[Table]:
+def times_on(node: NodeProfile, computing: Table) -> Times[Table]:
+    """How long so many seconds of computing last on a machine."""
     if node.grant is None:
         return Times(computing, computing)
     return Times(node.grant.clock_s(computing), node.grant.steady_s(computing))
 
 
-def _layer_seconds(layer: LayerProfile, rate: WeightRate, rows: int, hidden_size: int) -> float:
+def layer_seconds(
+    layer: LayerProfile,
+    node: NodeProfile,
+    rate: WeightRate,
+    model: ModelProfile,
+    demand: Demand,
+    rows: int,
+    context_tokens: int,
+) -> float:
+    """One layer's part of a step with so many rows, each behind so long a context; `rate` is the node's for the model."""
     read = min(layer.weight_bytes, layer.read_bytes * rows)
     # Nearly all of a layer's matrices have rows as long as the activations.
-    matrix_rows = layer.flops_per_token / 2 / hidden_size * read / max(1, layer.read_bytes)
-    return max(read / rate.bandwidth + matrix_rows * rate.row_s, layer.flops_per_token * rows / rate.flops)
-
-
-def _head_seconds(model: ModelProfile, rate: WeightRate, rows: int) -> float:
-    return max(
-        model.head_bytes / rate.bandwidth + model.vocabulary * rate.row_s,
-        2 * rows * model.vocabulary * model.hidden_size / rate.flops,
+    matrix_rows = layer.flops_per_token / 2 / model.hidden_size * read / max(1, layer.read_bytes)
+    products = max(
+        read / rate.bandwidth + matrix_rows * rate.row_s, layer.flops_per_token * rows / rate.flops
     )
+    look_back = _look_back_seconds(layer, node, model, demand, context_tokens)
+    return products + rows * look_back + node.costs.layer_s
+
+
+def _look_back_seconds(
+    layer: LayerProfile, node: NodeProfile, model: ModelProfile, demand: Demand, context_tokens: int
+) -> float:
+    """One row's: reading its KV, or holding its queries against it, whichever takes longer."""
+    kv_bytes = layer.kv_bytes_per_token * context_tokens * demand.kv_factor(model.number_bytes)
+    seen = context_tokens if layer.window is None else min(context_tokens, layer.window)
+    return max(
+        (kv_bytes + layer.kv_bytes_per_sequence) / node.bandwidth,
+        seen * layer.query_width * node.costs.attention_s,
+    )
+
+
+def head_seconds(nbytes: int, vocabulary: float, hidden_size: int, rate: WeightRate, rows: int) -> float:
+    """Scores of so many tokens of the vocabulary."""
+    return max(
+        nbytes / rate.bandwidth + vocabulary * rate.row_s, 2 * rows * vocabulary * hidden_size / rate.flops
+    )
+
+
+def prefill_scores(model: ModelProfile, layers: int, tokens: int) -> int:
+    """Operations of scores and their sums: every token looks at those before it."""
+    return layers * 2 * tokens * tokens * model.hidden_size
 
 
 def _held_bytes(model: ModelProfile, demand: Demand) -> Table:
@@ -166,11 +183,15 @@ def _held_bytes(model: ModelProfile, demand: Demand) -> Table:
     held = before[None, :] - before[:, None]
     if model.is_tied:
         held[0, -1] -= model.head_bytes
-    working = _FLOAT_BYTES * _CHUNK_TOKENS * model.hidden_size * _NUMBERS_PER_TOKEN
-    return held + working
+    return held + working_bytes(model)
 
 
-def _kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
+def working_bytes(model: ModelProfile) -> int:
+    """Of a chunk's activations."""
+    return _FLOAT_BYTES * CHUNK_TOKENS * model.hidden_size * _NUMBERS_PER_TOKEN
+
+
+def held_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
     """A layer's, of all promised sequences."""
     each = layer.kv_bytes_per_token * demand.context_tokens * demand.kv_factor(model.number_bytes)
     return demand.sequences * (each + layer.kv_bytes_per_sequence)
@@ -178,7 +199,7 @@ def _kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float
 
 def _bytes_before(model: ModelProfile, demand: Demand) -> Table:
     """By layer: bytes of all before it, KV included, as if embedding and head stood in the outer layers."""
-    sizes = [layer.weight_bytes + _kv_bytes(layer, model, demand) for layer in model.layers]
+    sizes = [layer.weight_bytes + held_kv_bytes(layer, model, demand) for layer in model.layers]
     sizes[0] += model.embedding_bytes
     sizes[-1] += model.head_bytes + _FLOAT_BYTES * demand.sequences * model.vocabulary
     return np.array(list(accumulate(sizes, initial=0.0)))

@@ -26,34 +26,40 @@ class StartReply(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[StartedWorker, _Mapping]]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class StartedWorker(_message.Message):
-    __slots__ = ("stage", "rank", "pid", "address", "port", "group_port")
+    __slots__ = ("stage", "rank", "pid", "address", "port", "group_port", "group_host", "means")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     GROUP_PORT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_HOST_FIELD_NUMBER: _ClassVar[int]
+    MEANS_FIELD_NUMBER: _ClassVar[int]
     stage: int
     rank: int
     pid: int
     address: str
     port: int
     group_port: int
-    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., port: _Optional[int] = ..., group_port: _Optional[int] = ...) -> None: ...
+    group_host: str
+    means: _worker_pb2.GroupMeans
+    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., port: _Optional[int] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., means: _Optional[_Union[_worker_pb2.GroupMeans, _Mapping]] = ...) -> None: ...
 
 class LoadStagesRequest(_message.Message):
-    __slots__ = ("hello", "model_path", "assignments", "weights", "peers")
+    __slots__ = ("hello", "model_path", "assignments", "weights", "peers", "only_fetch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    ONLY_FETCH_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     model_path: str
     assignments: _containers.RepeatedCompositeFieldContainer[_worker_pb2.StageAssignment]
     weights: str
     peers: _containers.RepeatedCompositeFieldContainer[WeightsPeer]
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., weights: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[WeightsPeer, _Mapping]]] = ...) -> None: ...
+    only_fetch: bool
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., weights: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[WeightsPeer, _Mapping]]] = ..., only_fetch: _Optional[bool] = ...) -> None: ...
 
 class WeightsPeer(_message.Message):
     __slots__ = ("address", "node")

@@ -20,7 +20,14 @@ class LoadRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ...) -> None: ...
 
 class StageAssignment(_message.Message):
-    __slots__ = ("instance", "epoch", "stage", "stages", "rank", "tp_size", "first_layer", "end_layer", "dtype", "next_address", "first_address", "plan_digest", "model_digest", "kv_bits", "max_model_len", "next_node", "first_node", "link_compression", "next_bytes_per_s", "previous_node", "shares", "group", "next_ranks", "first_ranks", "link")
+    __slots__ = ("instance", "epoch", "stage", "stages", "rank", "tp_size", "first_layer", "end_layer", "dtype", "next_address", "first_address", "plan_digest", "model_digest", "kv_bits", "max_model_len", "next_node", "first_node", "link_compression", "next_bytes_per_s", "previous_node", "shares", "group", "next_ranks", "first_ranks", "link", "group_host", "group_from", "backend", "backend_why", "group_environment", "rdma")
+    class GroupEnvironmentEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +53,12 @@ class StageAssignment(_message.Message):
     NEXT_RANKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_RANKS_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
+    GROUP_HOST_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FROM_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_WHY_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    RDMA_FIELD_NUMBER: _ClassVar[int]
     instance: str
     epoch: int
     stage: int
@@ -71,7 +84,31 @@ class StageAssignment(_message.Message):
     next_ranks: _containers.RepeatedCompositeFieldContainer[RankEnd]
     first_ranks: _containers.RepeatedCompositeFieldContainer[RankEnd]
     link: str
-    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., dtype: _Optional[str] = ..., next_address: _Optional[str] = ..., first_address: _Optional[str] = ..., plan_digest: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_bits: _Optional[int] = ..., max_model_len: _Optional[int] = ..., next_node: _Optional[str] = ..., first_node: _Optional[str] = ..., link_compression: _Optional[str] = ..., next_bytes_per_s: _Optional[float] = ..., previous_node: _Optional[str] = ..., shares: _Optional[_Iterable[float]] = ..., group: _Optional[_Iterable[str]] = ..., next_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ..., first_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ..., link: _Optional[str] = ...) -> None: ...
+    group_host: str
+    group_from: str
+    backend: str
+    backend_why: str
+    group_environment: _containers.ScalarMap[str, str]
+    rdma: str
+    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., dtype: _Optional[str] = ..., next_address: _Optional[str] = ..., first_address: _Optional[str] = ..., plan_digest: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_bits: _Optional[int] = ..., max_model_len: _Optional[int] = ..., next_node: _Optional[str] = ..., first_node: _Optional[str] = ..., link_compression: _Optional[str] = ..., next_bytes_per_s: _Optional[float] = ..., previous_node: _Optional[str] = ..., shares: _Optional[_Iterable[float]] = ..., group: _Optional[_Iterable[str]] = ..., next_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ..., first_ranks: _Optional[_Iterable[_Union[RankEnd, _Mapping]]] = ..., link: _Optional[str] = ..., group_host: _Optional[str] = ..., group_from: _Optional[str] = ..., backend: _Optional[str] = ..., backend_why: _Optional[str] = ..., group_environment: _Optional[_Mapping[str, str]] = ..., rdma: _Optional[str] = ...) -> None: ...
+
+class GroupMeans(_message.Message):
+    __slots__ = ("backends", "gpu", "rdma_devices")
+    BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    RDMA_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    backends: _containers.RepeatedScalarFieldContainer[str]
+    gpu: str
+    rdma_devices: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, backends: _Optional[_Iterable[str]] = ..., gpu: _Optional[str] = ..., rdma_devices: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GroupUse(_message.Message):
+    __slots__ = ("backend", "why")
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    backend: str
+    why: str
+    def __init__(self, backend: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
 
 class RankEnd(_message.Message):
     __slots__ = ("address", "node")
@@ -196,7 +233,7 @@ class StatusRequest(_message.Message):
     def __init__(self, revoked: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid", "kv", "memory_left_bytes", "memory_bytes", "port", "sends", "group_port")
+    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid", "kv", "memory_left_bytes", "memory_bytes", "port", "sends", "group_port", "group_host", "means", "group")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +253,9 @@ class WorkerStatus(_message.Message):
     PORT_FIELD_NUMBER: _ClassVar[int]
     SENDS_FIELD_NUMBER: _ClassVar[int]
     GROUP_PORT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_HOST_FIELD_NUMBER: _ClassVar[int]
+    MEANS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     phase: str
     rss_bytes: int
@@ -235,7 +275,10 @@ class WorkerStatus(_message.Message):
     port: int
     sends: LinkUse
     group_port: int
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ..., kv: _Optional[_Union[KvTraits, _Mapping]] = ..., memory_left_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., port: _Optional[int] = ..., sends: _Optional[_Union[LinkUse, _Mapping]] = ..., group_port: _Optional[int] = ...) -> None: ...
+    group_host: str
+    means: GroupMeans
+    group: GroupUse
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ..., kv: _Optional[_Union[KvTraits, _Mapping]] = ..., memory_left_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., port: _Optional[int] = ..., sends: _Optional[_Union[LinkUse, _Mapping]] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., means: _Optional[_Union[GroupMeans, _Mapping]] = ..., group: _Optional[_Union[GroupUse, _Mapping]] = ...) -> None: ...
 
 class LinkUse(_message.Message):
     __slots__ = ("compresses", "why", "frames", "tensor_bytes", "sent_bytes")

@@ -1,0 +1,171 @@
+"""Workers as children of processes that somebody else has started, such as `mlx.launch`: these lend themselves to the agent.
+
+Over a Unix socket the agent names a module and its arguments; who lends runs it as its child, with its own environment, and
+tells its process id and its end. When either end of the connection goes, so does the worker. Each line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from mlx_ring.agent.worker_environment import worker_environment
+from mlx_ring.core.child import GRACE_S, ChildProcess
+from mlx_ring.core.errors import WorkerLost
+
+log = logging.getLogger(__name__)
+
+_LINE_LIMIT = 1 << 20
+_FOUND_WITHIN_S, _LOOK_S = 60.0, 0.1
+"""Whoever lends was started at the same time as this, and has as much to import."""
+
+
+def lent_at(folder: Path, rank: int) -> Path:
+    """Where the process of a rank listens."""
+    return folder / f"{rank}.sock"
+
+
+async def lend(socket: Path, end: asyncio.Event) -> None:
+    """Run what an agent asks for, until the event is set; nothing of it is left."""
+    running: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            running.add(task)
+            task.add_done_callback(running.discard)
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            await _run_one(reader, writer)
+        writer.close()
+
+    # asyncio leaves the file behind, and would refuse one that is there.
+    socket.unlink(missing_ok=True)  # noqa: ASYNC240 - a moment, before anything runs
+    server = await asyncio.start_unix_server(serve, socket, limit=_LINE_LIMIT)
+    await end.wait()
+    server.close()
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _run_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One worker, from the request to its end."""
+    wanted = await _next(reader)
+    if wanted is None:
+        return
+    child = await ChildProcess.start(
+        wanted["module"],
+        wanted["arguments"],
+        name=wanted["name"],
+        rank=wanted["rank"],
+        environment=worker_environment(wanted["blas_threads"]),
+    )
+    log.info("lent to the agent: %s, pid %d", child.name, child.pid)
+    orders: asyncio.Task[None] | None = None
+    try:
+        await _say(writer, pid=child.pid)
+        orders = asyncio.create_task(_obey(reader, child))
+        await _say(writer, ended=await child.wait())
+    finally:
+        if orders is not None:
+            orders.cancel()
+        await child.stop()
+
+
+async def _obey(reader: asyncio.StreamReader, child: ChildProcess) -> None:
+    """End the child when that is asked for, or nobody is there any more to ask for it."""
+    order = await _next(reader)
+    if order is None:
+        await child.stop()
+    else:
+        await child.stop(order["stop"], asks_where=order["asks_where"])
+
+
+class LentChild:
+    """A worker that another process has started for the agent; as `ChildProcess` for who supervises it."""
+
+    def __init__(
+        self, name: str, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.name = name
+        self.pid = pid
+        self._writer = writer
+        self._end = asyncio.create_task(self._hear(reader), name=f"end of {name}")
+
+    @classmethod
+    async def start(
+        cls, socket: Path, module: str, arguments: Sequence[str], *, name: str, rank: int, blas_threads: int
+    ) -> LentChild:
+        """Have the process that listens there start it.
+
+        Raises:
+            WorkerLost: no process does, or it ends.
+        """
+        reader, writer = await _connect(socket, rank)
+        await _say(
+            writer,
+            module=module,
+            arguments=list(arguments),
+            name=name,
+            rank=rank,
+            blas_threads=blas_threads,
+        )
+        started = await _next(reader)
+        if started is None:
+            raise WorkerLost(f"The process of rank {rank} that mlx.launch started ended: see what it wrote.")
+        return cls(name, started["pid"], reader, writer)
+
+    @property
+    def exit_reason(self) -> str:
+        """Why it ended; empty while it runs."""
+        return self._end.result() if self._end.done() else ""
+
+    async def wait(self) -> str:
+        """Its end, with the reason. Any number may wait."""
+        return await asyncio.shield(self._end)
+
+    async def stop(self, grace_s: float = GRACE_S, *, asks_where: bool = True) -> str:
+        """End it; returns the reason once it is gone. With `asks_where` one that hangs is asked where."""
+        if not self._end.done():
+            with contextlib.suppress(ConnectionError):
+                await _say(self._writer, stop=grace_s, asks_where=asks_where)
+        return await self.wait()
+
+    async def _hear(self, reader: asyncio.StreamReader) -> str:
+        told = await _next(reader)
+        self._writer.close()
+        return "is gone with the process that mlx.launch started for it" if told is None else told["ended"]
+
+
+async def _connect(socket: Path, rank: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _FOUND_WITHIN_S
+    while True:
+        try:
+            return await asyncio.open_unix_connection(socket, limit=_LINE_LIMIT)
+        except OSError:
+            if loop.time() > until:
+                raise WorkerLost(
+                    f"The process of rank {rank} that mlx.launch started did not answer within {_FOUND_WITHIN_S:g} s: "
+                    "see what it wrote."
+                ) from None
+            await asyncio.sleep(_LOOK_S)
+
+
+async def _say(writer: asyncio.StreamWriter, **message: object) -> None:
+    writer.write(json.dumps(message).encode() + b"\n")
+    await writer.drain()
+
+
+async def _next(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The next message; None at the end."""
+    try:
+        line = await reader.readline()
+    except ConnectionError:
+        return None
+    return cast("dict[str, Any]", json.loads(line)) if line.endswith(b"\n") else None

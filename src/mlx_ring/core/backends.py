@@ -1,0 +1,146 @@
+"""Which of MLX's backends joins the ranks of a group: as asked, or the best that all of them have. Pure.
+
+jaccl   RDMA over Thunderbolt 5, one rank a machine
+nccl    CUDA, each rank with a GPU of its own
+ring    TCP, everywhere
+mpi     Open MPI, on one machine; where it is asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from mlx_ring.core.errors import ConfigError
+
+Backend = Literal["ring", "mpi", "jaccl", "nccl"]
+BACKENDS: Final[tuple[Backend, ...]] = ("ring", "mpi", "jaccl", "nccl")
+AUTO: Final = "auto"
+
+MENDS: Final = {
+    "ring": "install a build of MLX that has it",
+    "mpi": "install Open MPI, on Debian with `apt install libopenmpi3`",
+    "jaccl": (
+        "it is RDMA over Thunderbolt 5, from macOS 26.2 on, once `rdma_ctl enable` was run in Recovery; "
+        "`mlx-ring doctor` tells what is missing"
+    ),
+    "nccl": "install MLX's build for CUDA, `mlx[cuda13]` or `mlx[cuda12]`",
+}
+"""What to do where a machine has not the backend."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMeans:
+    """With what one rank can be joined to others."""
+
+    machine: str
+    """Ranks on one machine have the same."""
+    backends: frozenset[str]
+    """That MLX has there."""
+    gpu: str = ""
+    """Its own; empty: it has none, or shares it."""
+    rdma_devices: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend, and why it is that one."""
+
+    backend: Backend
+    why: str
+
+
+def choose_backend(
+    asked: str, ranks: Sequence[RankMeans], *, wish: str, rdma: Sequence[Sequence[object]] | None = None
+) -> Choice:
+    """The backend of a group.
+
+    Args:
+        asked: one of `BACKENDS`, or `auto`.
+        ranks: of the group, in order.
+        wish: what was asked for, as a person wrote it: "--link jaccl".
+        rdma: devices from each rank to each, where a hostfile tells them.
+
+    Raises:
+        ConfigError: what is asked for cannot be; it says what would be.
+    """
+    for backend in BACKENDS:
+        if asked == backend:
+            if problem := _problem(backend, ranks, rdma):
+                raise ConfigError(f"{wish}: {problem}.{_instead(ranks, rdma)}")
+            return Choice(backend, "asked for")
+    return _best(ranks, rdma)
+
+
+def _best(ranks: Sequence[RankMeans], rdma: Sequence[Sequence[object]] | None) -> Choice:
+    """What cannot be had is said only where a machine has part of it: who has no RDMA need not read of it."""
+    without_jaccl = _problem("jaccl", ranks, rdma)
+    if not without_jaccl:
+        return Choice("jaccl", "every machine has RDMA devices, and the hostfile tells which lead where")
+    without_nccl = "NCCL listens on every network" if _machines(ranks) > 1 else _problem("nccl", ranks, rdma)
+    if not without_nccl:
+        return Choice("nccl", "MLX is built for CUDA, and each rank has a GPU of its own")
+    missed = [
+        *([f"not jaccl: {without_jaccl}"] if any(rank.rdma_devices for rank in ranks) else []),
+        *([f"not nccl: {without_nccl}"] if any("nccl" in rank.backends for rank in ranks) else []),
+    ]
+    if problem := _problem("ring", ranks, rdma):
+        raise ConfigError(f"No backend joins these workers: {'; '.join([problem, *missed])}.")
+    return Choice("ring", "; ".join(["it works everywhere", *missed]))
+
+
+def _instead(ranks: Sequence[RankMeans], rdma: Sequence[Sequence[object]] | None) -> str:
+    others = [backend for backend in BACKENDS if backend != "mpi" and not _problem(backend, ranks, rdma)]
+    return f" {' or '.join(others)} would be available." if others else ""
+
+
+def _problem(backend: Backend, ranks: Sequence[RankMeans], rdma: Sequence[Sequence[object]] | None) -> str:
+    """Why it cannot be, with what to do; empty where it can."""
+    without = sorted({rank.machine for rank in ranks if backend not in rank.backends})
+    if without:
+        return f"MLX's backend {backend} is not available on {' and '.join(without)}: {MENDS[backend]}"
+    if backend == "mpi" and _machines(ranks) > 1:
+        return "MPI joins workers of one machine only, for nothing starts its processes on others: use ring"
+    if backend == "nccl":
+        return _problem_of_nccl(ranks)
+    return _problem_of_jaccl(ranks, rdma) if backend == "jaccl" else ""
+
+
+def _problem_of_nccl(ranks: Sequence[RankMeans]) -> str:
+    gpus = {(rank.machine, rank.gpu) for rank in ranks if rank.gpu}
+    if len(gpus) < len(ranks):
+        return f"NCCL needs a GPU for each of the {len(ranks)} workers, and there are {len(gpus)}: start fewer, or use ring"
+    return ""
+
+
+def _problem_of_jaccl(ranks: Sequence[RankMeans], rdma: Sequence[Sequence[object]] | None) -> str:
+    if _machines(ranks) < len(ranks):
+        return "RDMA leads from machine to machine, and several of these workers are on one: use ring"
+    without = [rank.machine for rank in ranks if not rank.rdma_devices]
+    if without:
+        return f"{' and '.join(without)} has no RDMA device: {MENDS['jaccl']}"
+    if rdma is None:
+        return "nothing tells which RDMA device leads to which machine: name a hostfile with `rdma`"
+    for rank, row in zip(ranks, rdma, strict=True):
+        if unknown := sorted(set(devices_of(row)) - rank.rdma_devices):
+            return (
+                f"the hostfile names {unknown[0]} on {rank.machine}, which has {', '.join(sorted(rank.rdma_devices))}: "
+                "write the file anew with `mlx.distributed_config`"
+            )
+    return ""
+
+
+def devices_of(row: Sequence[object]) -> list[str]:
+    """The names in one rank's row of a matrix: null, a name, or several for several cables."""
+    named: list[str] = []
+    for entry in row:
+        if isinstance(entry, str):
+            named.append(entry)
+        elif isinstance(entry, list | tuple):
+            named.extend(map(str, entry))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType] - JSON
+    return named
+
+
+def _machines(ranks: Sequence[RankMeans]) -> int:
+    return len({rank.machine for rank in ranks})

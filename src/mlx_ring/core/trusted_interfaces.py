@@ -1,0 +1,124 @@
+"""Interfaces whose owner trusts them with what is neither encrypted nor authenticated: MLX's collectives between machines.
+
+A person names them, by an interface's name, by a network such as 10.0.8.0/24, or by one of this machine's addresses. Nothing is ever
+trusted otherwise. MLX takes IPv4 alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from mlx_ring.core.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+FLAG = "--trusted-interface"
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedInterface:
+    """An address of this machine on which collectives may be spoken."""
+
+    name: str
+    """The operating system's, of the interface."""
+    address: str
+    """IPv4."""
+    network: str
+    """As 10.0.8.0/24: who has an address in it too is reached there."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAddress:
+    """One address of an interface, as the operating system has it."""
+
+    address: str
+    """IPv4 or IPv6."""
+    netmask: str = ""
+
+
+def find_trusted(
+    named: Iterable[str], interfaces: Mapping[str, Sequence[OwnAddress]]
+) -> tuple[TrustedInterface, ...]:
+    """What was named, in that order.
+
+    Args:
+        named: interfaces, networks or addresses.
+        interfaces: that this machine has, by name.
+
+    Raises:
+        ConfigError: one is not there, or has no IPv4 address.
+    """
+    return tuple(dict.fromkeys(found for name in named for found in _found(name, interfaces)))
+
+
+def trusted_interfaces(named: Iterable[str]) -> tuple[TrustedInterface, ...]:
+    """The same of this machine as it is now."""
+    up = {name for name, found in psutil.net_if_stats().items() if found.isup}
+    interfaces = {
+        name: [
+            OwnAddress(found.address.partition("%")[0], found.netmask or "")
+            for found in addresses
+            if found.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up
+    }
+    return find_trusted(named, interfaces)
+
+
+def source_address(host: str) -> str:
+    """From which address this machine would speak to another's: by its routes, without a packet being sent.
+
+    Raises:
+        OSError: there is no way there.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Any port: none is spoken to.
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def _found(name: str, interfaces: Mapping[str, Sequence[OwnAddress]]) -> list[TrustedInterface]:
+    network = _network(name)
+    on = [
+        (interface, own)
+        for interface, addresses in interfaces.items()
+        for own in addresses
+        if (interface == name if network is None else ipaddress.ip_address(own.address) in network)
+    ]
+    found = [
+        TrustedInterface(interface, own.address, _reach(own, network))
+        for interface, own in on
+        if ":" not in own.address
+    ]
+    if found:
+        return found
+    if on or (network is not None and network.version != 4):  # noqa: PLR2004 - IPv4
+        raise ConfigError(
+            f"{FLAG} names {name}, which has no IPv4 address: MLX's collectives know no other, so give the interface one."
+        )
+    there = ", ".join(sorted(interfaces)) or "none"
+    raise ConfigError(
+        f"{FLAG} names {name}, and this machine has no such interface that is up: it has {there}."
+    )
+
+
+def _reach(own: OwnAddress, network: ipaddress.IPv4Network | ipaddress.IPv6Network | None) -> str:
+    """The network as named; else the interface's."""
+    if network is not None and network.prefixlen < network.max_prefixlen:
+        return str(network)
+    return str(ipaddress.ip_network(f"{own.address}/{own.netmask or '32'}", strict=False))
+
+
+def _network(name: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(name, strict=False)
+    except ValueError:
+        return None

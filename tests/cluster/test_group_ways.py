@@ -1,0 +1,60 @@
+"""Where ranks listen for each other, and between which machines they may not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from mlx_ring.cluster.group_ways import GroupWay, group_ways
+from mlx_ring.core.errors import PlanError
+from mlx_ring.core.trusted_interfaces import TrustedInterface
+
+
+@dataclass(frozen=True)
+class Node:
+    node: str
+    trusted: tuple[TrustedInterface, ...] = ()
+    trusted_problem: str = ""
+
+
+def cable(number: int, end: int) -> TrustedInterface:
+    return TrustedInterface(f"thunder{number}", f"10.0.{number}.{end}", f"10.0.{number}.0/24")
+
+
+def test_ranks_of_one_machine_keep_to_its_loopback_whatever_is_trusted() -> None:
+    assert set(group_ways([Node("a"), Node("a")], "it")) == {GroupWay("127.0.0.1", "127.0.0.1")}
+
+
+def test_only_hops_between_machines_take_a_trusted_interface() -> None:
+    here, there = Node("a", (cable(1, 1),)), Node("b", (cable(1, 2),))
+    assert group_ways([here, here, there], "it") == (
+        GroupWay("10.0.1.1", "10.0.1.2"),
+        GroupWay(),
+        GroupWay("10.0.1.2", "10.0.1.1"),
+    )
+
+
+def test_each_cable_of_a_ring_may_be_a_network_of_its_own() -> None:
+    nodes = [
+        Node("a", (cable(1, 1), cable(3, 1))),
+        Node("b", (cable(1, 2), cable(2, 2))),
+        Node("c", (cable(2, 3), cable(3, 3))),
+    ]
+    assert [way.listens for way in group_ways(nodes, "it")] == ["10.0.3.1", "10.0.1.2", "10.0.2.3"]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (Node("b"), r"A stage joins b and a: .* and b names none\. Start it with --trusted-interface NAME"),
+        (Node("b", (), "thunder7 is not there."), r"of b there is none: thunder7 is not there\."),
+        (
+            Node("b", (cable(2, 2),)),
+            r"no network in common: b has .*, a has thunder1 \(10.0.1.1\) in 10.0.1.0/24\.",
+        ),
+    ],
+)
+def test_machines_without_a_way_that_both_trust_are_not_joined(other: Node, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        group_ways([other, Node("a", (cable(1, 1),))][::-1], "A stage")

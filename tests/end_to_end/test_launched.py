@@ -1,0 +1,131 @@
+"""Workers that `mlx.launch` starts, and ranks at the places that a hostfile names."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from tests.processes import MLX_RING, POLL_S, clean_environment, run_cli, serving
+
+QUESTION = {"prompt": [5, 6, 7], "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+_READY_WAIT_S = 120.0
+
+
+@contextlib.contextmanager
+def launched(folder: Path, first_port: int, *flags: str) -> Generator[tuple[subprocess.Popen[bytes], str]]:
+    """`mlx.launch` with two processes, and the server's address. Nothing of it is left."""
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    log = folder / "launched.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                *(str(launcher), "-n", "2", "--backend", "ring", "--starting-port", str(first_port), "--"),
+                *(*MLX_RING, "serve", "demo", "--port", "0", *flags),
+            ],
+            cwd=folder,
+            env=clean_environment() | {"MLX_RING_STATE_DIR": str(folder / "state")},
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    family: list[psutil.Process] = []
+    try:
+        until = time.monotonic() + _READY_WAIT_S
+        while not (found := re.search(r"Serving demo at (\S+)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(POLL_S)
+        family = psutil.Process(process.pid).children(recursive=True)
+        yield process, found[1]
+    finally:
+        for one in [*family, psutil.Process(process.pid)] if process.poll() is None else family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
+
+
+def ranks(url: str) -> list[dict[str, Any]]:
+    (instance,) = httpx.get(f"{url}/cluster/status", timeout=60).json()["instances"]
+    return [rank for stage in instance["stages"] for rank in stage["ranks"]]
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def two_ports_in_a_row() -> int:
+    """As mlx.launch takes them."""
+    while True:
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError, OverflowError):
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            second.bind(("127.0.0.1", port + 1))
+            return port
+
+
+def test_each_process_that_mlx_launch_starts_is_the_parent_of_its_ranks_worker_and_of_the_next_one(
+    tmp_path: Path,
+) -> None:
+    with launched(tmp_path, two_ports_in_a_row()) as (launcher, url):
+        first, second = psutil.Process(launcher.pid).children()
+        before = ranks(url)
+        assert [rank["rank"] for rank in before] == [0, 1]
+        worker = psutil.Process(before[1]["pid"])
+        assert worker.ppid() == second.pid
+        assert worker.environ()["MLX_RANK"] == "1"
+        expected = httpx.post(f"{url}/v1/completions", json=QUESTION, timeout=60).json()["choices"]
+        worker.kill()
+        psutil.wait_procs([worker], timeout=30)
+        with httpx.Client() as client:
+            while client.get(f"{url}/health/ready").status_code != 503:
+                time.sleep(POLL_S)
+            while client.get(f"{url}/health/ready").status_code != 200:
+                time.sleep(POLL_S)
+        assert psutil.Process(ranks(url)[1]["pid"]).ppid() == second.pid
+        assert httpx.post(f"{url}/v1/completions", json=QUESTION, timeout=60).json()["choices"] == expected
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        first.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 0
+        assert not psutil.wait_procs(family, timeout=30)[1]
+
+
+def test_ranks_listen_where_the_hostfile_says(tmp_path: Path) -> None:
+    ports = free_ports(2)
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    with serving("demo", "--hostfile", str(hosts), folder=tmp_path) as server:
+        assert len(ranks(server.url)) == len(ports)
+        assert httpx.post(f"{server.url}/v1/completions", json=QUESTION, timeout=60).status_code == 200
+        connected = {
+            found.laddr.port
+            for rank in ranks(server.url)
+            for found in psutil.Process(rank["pid"]).net_connections("tcp4")
+        }
+        assert connected & set(ports)
+        assert server.stop() == 0
+
+
+def test_ranks_on_other_machines_are_refused_with_what_starts_them(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text('[["192.0.2.1:32323"], ["192.0.2.2:32324"]]')
+    told = {"MLX_RANK": "1", "MLX_HOSTFILE": str(hosts)}
+    done = run_cli("serve", "demo", "--port", "0", folder=tmp_path, environment=told)
+    assert done.returncode != 0
+    said = done.stderr.splitlines()[-1]
+    assert "mlx.launch started ranks at 192.0.2.1, 192.0.2.2, not at 127.0.0.1 alone" in said
+    assert "mlx-ring cluster start -c FILE --model MODEL" in said

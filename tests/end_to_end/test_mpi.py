@@ -1,0 +1,103 @@
+"""Workers that Open MPI joins: the tokens of the whole model, nothing on the network, and a worker that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from tests.end_to_end.equality import Agreement, compare
+from tests.end_to_end.instance import generate, running_engine
+from tests.end_to_end.reference import WholeModel
+from tests.open_mpi import use_open_mpi
+from tests.processes import POLL_S, run_cli, serving
+
+from mlx_ring.core.model_source import find_model
+from mlx_ring.engine.engine import Engine
+
+PROMPTS, TOKENS = 6, 40
+
+
+@pytest.mark.parametrize(
+    ("stages", "shares", "link"), [(1, (1.0, 1.0), "grpc"), (1, (3.0, 1.0), "grpc"), (2, (1.0,), "mpi")]
+)
+def test_tokens_are_the_whole_models(
+    stages: int,
+    shares: tuple[float, ...],
+    link: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_open_mpi(monkeypatch)
+    folder = find_model("demo-moe").folder.path
+    whole = WholeModel(folder)
+    numbers = random.Random(7)
+    prompts = [tuple(numbers.randrange(3000) for _ in range(numbers.randint(1, 60))) for _ in range(PROMPTS)]
+
+    async def held(engine: Engine, prompt: tuple[int, ...]) -> Agreement:
+        async def again(before: tuple[int, ...], count: int) -> list[int]:
+            return await generate(engine, before, count)
+
+        return await compare(prompt, whole.greedy(prompt, TOKENS), again, whole.gap)
+
+    async def run() -> list[Agreement]:
+        async with running_engine(folder, stages, tmp_path, shares=shares, link=link, backend="mpi") as (
+            engine,
+            _,
+        ):
+            return await asyncio.gather(*(held(engine, prompt) for prompt in prompts))
+
+    assert sum(asyncio.run(run()), start=Agreement()).tokens == TOKENS * PROMPTS
+
+
+def test_a_rank_that_is_killed_takes_its_group_along_and_nothing_listens_but_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_open_mpi(monkeypatch)
+    with serving("demo", "--tp", "2", "--backend", "mpi", folder=tmp_path) as server:
+        (instance,) = httpx.get(f"{server.url}/cluster/status", timeout=60).json()["instances"]
+        assert instance["stages"][0]["group"] == {"backend": "mpi", "why": "asked for"}
+        before = [server.one("mlx_ring.worker", "--rank", str(rank)) for rank in (0, 1)]
+        places = server.one("mlx_ring.agent.mpi")
+        assert {address for process in (*before, places) for address in _listens(process)} <= {"127.0.0.1"}
+        body = {"prompt": [5, 6], "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            before[1].send_signal(signal.SIGKILL)
+            said = list(lines)
+        assert json.loads(said[-1].removeprefix("data: "))["error"]["code"] == "worker_lost"
+        with httpx.Client() as client:
+            while client.get(f"{server.url}/health/ready").status_code != 200:
+                time.sleep(POLL_S)
+        short = {"prompt": [5, 6], "max_tokens": 8, "ignore_eos": True}
+        assert httpx.post(f"{server.url}/v1/completions", json=short, timeout=60).status_code == 200
+        assert not psutil.wait_procs([*before, places], timeout=30)[1]
+        assert server.stop() == 0
+        assert server.all_gone()
+
+
+def _listens(process: psutil.Process) -> list[str]:
+    return [
+        found.laddr.ip
+        for found in process.net_connections("inet")
+        if found.status == psutil.CONN_LISTEN and found.laddr
+    ]
+
+
+def test_without_open_mpi_its_backend_is_refused_with_what_to_install(tmp_path: Path) -> None:
+    hidden = {"MLX_MPI_LIBNAME": "libnone.so"}
+    done = run_cli(
+        "serve", "demo", "--port", "0", "--tp", "2", "--backend", "mpi", folder=tmp_path, environment=hidden
+    )
+    assert done.returncode != 0
+    said = done.stderr.splitlines()[-1]
+    assert "--backend mpi: MLX's backend mpi is not available on" in said
+    assert "apt install libopenmpi3" in said
+    assert "ring would be" in said

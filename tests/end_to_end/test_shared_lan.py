@@ -1,0 +1,175 @@
+"""Machines that share layers, or are linked by collectives, over a second network that both ends trust with it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from tests.end_to_end.captures import Ports, capturing
+from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster, until
+from tests.end_to_end.reference import WholeModel
+from tests.namespaces import skip_without_namespaces
+from tests.processes import Server, give_profile
+from tests.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.timeout(600)
+
+TRUSTED = ("--trusted-interface", "fast0")
+FLAGS = ("--max-model-len", "4096", "--step-deadline-s", "3", *TRUSTED)
+PROMPT = [5, 77, 130, 9]
+LONG = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every token id means something, so that answers tell their tokens."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", vocabulary=258)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> WholeModel:
+    return WholeModel(model)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
+    """Five machines. All but the last, once they have joined, trust the second network."""
+    skip_without_namespaces()
+    with ExitStack() as stack:
+        cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 5, fast=True)
+        for machine in cluster.machines:
+            give_profile(machine.state)
+        cluster.join_flags = TRUSTED
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def server(cluster: LanCluster) -> Server:
+    return cluster.serve(2, "--tp", "2", *FLAGS, joining=[cluster.machines[1]])
+
+
+def workers_of(machine: Machine) -> list[psutil.Process]:
+    return [process for process in machine.processes if "mlx_ring.worker" in process.cmdline()]
+
+
+def collectives_of(machine: Machine) -> set[Ports]:
+    """The connections that it has on the second network, where nothing but collectives goes."""
+    address = socket.inet_aton(machine.host.fast_address)[::-1].hex().upper()
+    table = machine.host.run("cat", "/proc/net/tcp").stdout
+    return {
+        frozenset((int(local, 16), int(remote, 16)))
+        for local, remote in re.findall(rf": {address}:(\w+) \w+:(\w+) 01 ", table)
+    }
+
+
+def tokens_of(cluster: LanCluster, server: Server, count: int = 48) -> list[int]:
+    return cluster.tokens(server, {"prompt": PROMPT, "max_tokens": count})
+
+
+def check_captured(cluster: LanCluster, server: Server, whole: WholeModel, machines: int = 2) -> None:
+    """What the model says is mlx-lm's, and what its machines say for it in the clear stays on the second network."""
+    ends = [(machine, found) for machine in cluster.machines if (found := collectives_of(machine))]
+    connections = set[Ports]().union(*(found for _, found in ends))
+    assert len(ends) == machines
+    assert sum(len(found) for _, found in ends) == 2 * len(connections)
+    with ExitStack() as stack:
+        captures = [stack.enter_context(capturing(machine)) for machine, _ in ends]
+        tokens = tokens_of(cluster, server)
+    assert whole.strays(PROMPT, tokens) == []
+    for capture in captures:
+        assert capture.bytes_on("fast0", connections) > len(tokens) * 100
+        assert capture.bytes_elsewhere("fast0", connections) == 0
+
+
+def test_two_machines_share_every_layer_and_speak_of_it_on_the_network_that_both_trust(
+    cluster: LanCluster, server: Server, whole: WholeModel
+) -> None:
+    check_captured(cluster, server, whole)
+    (instance,) = cluster.get(server, "/cluster/status")["instances"]
+    (stage,) = instance["stages"]
+    told = {node["id"]: node["trusted"] for node in cluster.get(server, "/cluster/status")["nodes"]}
+    assert told[cluster.machines[1].node] == ["fast0 (10.88.0.2)"]
+    nodes = [machine.node for machine in cluster.machines[:2]]
+    assert [rank["node"] for rank in stage["ranks"]] == nodes
+    assert "go over fast0 (10.88.0.1) in the clear" in cluster.head.log("agent")
+
+
+def kill(cluster: LanCluster) -> None:
+    workers_of(cluster.machines[1])[0].kill()
+
+
+def stop(cluster: LanCluster) -> None:
+    workers_of(cluster.machines[1])[0].send_signal(signal.SIGSTOP)
+
+
+def cut_off(cluster: LanCluster) -> None:
+    cluster.machines[1].host.cut()
+
+
+@pytest.mark.parametrize("trouble", [kill, stop, cut_off])
+def test_a_rank_or_a_machine_that_is_lost_in_mid_answer_takes_the_group_along_and_all_comes_back(
+    cluster: LanCluster, server: Server, whole: WholeModel, trouble: Callable[[LanCluster], None]
+) -> None:
+    wait_for_health(cluster, server, 200)
+    before = [worker for machine in cluster.machines for worker in workers_of(machine)]
+
+    def ask() -> Any:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=120) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            assert next(lines).startswith("data: ")
+            trouble(cluster)
+            return json.loads(list(lines)[-1].removeprefix("data: "))["error"]
+
+    error = cluster.head.threads.submit(ask).result()
+    assert error["code"] in {"worker_lost", "worker_stuck", "node_lost"}, error
+    wait_for_health(cluster, server, 200)
+    assert whole.strays(PROMPT, tokens_of(cluster, server)) == []
+    cluster.machines[1].host.mend()
+    assert not psutil.wait_procs(before, timeout=60)[1], "nothing of the group is left"
+
+
+def wait_for_health(cluster: LanCluster, server: Server, status: int) -> None:
+    def look() -> bool:
+        return httpx.get(f"{server.url}/health/ready", timeout=60).status_code == status
+
+    until(lambda: cluster.head.threads.submit(look).result())
+
+
+def test_stages_on_two_machines_are_linked_over_that_network(
+    cluster: LanCluster, server: Server, whole: WholeModel
+) -> None:
+    server.stop()
+    ring = cluster.serve(2, "--strategy", "uniform", "--link", "ring", *FLAGS)
+    check_captured(cluster, ring, whole)
+    assert ring.stop() == 0
+
+
+def test_two_stages_are_shared_by_two_machines_each(
+    cluster: LanCluster, server: Server, whole: WholeModel
+) -> None:
+    server.stop()
+    hybrid = cluster.serve(4, "--tp-shares", "1,1", *FLAGS, joining=cluster.machines[2:4])
+    check_captured(cluster, hybrid, whole, machines=4)
+    (instance,) = cluster.get(hybrid, "/cluster/status")["instances"]
+    on = [[rank["node"] for rank in stage["ranks"]] for stage in instance["stages"]]
+    assert len({node for stage in on for node in stage}) == 4
+    assert [len(stage) for stage in on] == [2, 2]
+    assert hybrid.stop() == 0
+
+
+def test_a_machine_that_trusts_no_interface_is_joined_to_no_group(
+    cluster: LanCluster, server: Server
+) -> None:
+    server.stop()
+    cluster.join_flags = ()
+    with pytest.raises(AssertionError, match=r"names none\. Start it with --trusted-interface"):
+        cluster.serve(5, "--strategy", "uniform", "--link", "ring", *FLAGS, joining=cluster.machines[4:])
