@@ -34,7 +34,7 @@ from mlx_ring.rpc.methods import ATTEND, CLUSTER_SERVICE, service_handler
 from mlx_ring.rpc.protos import cluster_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.guard import AioPeerGuard
-from mlx_ring.rpc.tls.peers import host_of_call, peer_of_call
+from mlx_ring.rpc.tls.peers import Peer, host_of_call, peer_of_call
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,9 @@ class Control:
         """For as long as a node is there. Each of its messages is answered."""
         host = host_of_call(context)
         try:
-            member = self._member(await _first(requests), context)
+            # Not to be asked again: whoever asks gRPC of a call that has ended may crash the process.
+            peer = peer_of_call(context)
+            member = self._member(await _first(requests), peer, host)
         except RingError as error:
             log.warning("refused %s: %s", host, error)
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
@@ -156,16 +158,15 @@ class Control:
             reason = f"nothing was heard of it for {SILENCE_S:g} s"
         finally:
             self._news.discard(news)
-            if self._members.refusal(peer_of_call(context)):
+            if self._members.refusal(peer):
                 reason = "it was removed from the cluster"
             log.warning("%s (%s) is gone: %s", member.node, member.machine, reason)
             await asyncio.shield(self._happens(Went(member.node, member.came, reason, time.time())))
 
-    def _member(self, first: cluster_pb2.AttendRequest, context: Context) -> Member:
-        peer = peer_of_call(context)
+    def _member(self, first: cluster_pb2.AttendRequest, peer: Peer, host: str) -> Member:
         if peer.is_head:
             raise PeerRefused("A head does not attend; nodes do.")
-        check_hello(first.hello, make_hello(), f"{peer} at {host_of_call(context)}")
+        check_hello(first.hello, make_hello(), f"{peer} at {host}")
         if (
             not 0 < first.port < 1 << 16
             or first.links_port >= 1 << 16
@@ -177,7 +178,7 @@ class Control:
         return Member(
             node=peer.node,
             machine=first.machine[:80],
-            host=host_of_call(context),
+            host=host,
             port=first.port,
             head_host=first.head_host,
             profile=MachineProfile.from_json(first.profile),

@@ -68,7 +68,7 @@ def test_links_and_interfaces_are_trusted_where_the_file_says_so() -> None:
     [
         ("machines: [", "neither YAML nor JSON"),
         ("machines: []", "a list `machines`"),
-        ("- a", "a host is 'a'; it must have fields"),
+        ("- a", "host 0 is 'a'; it must have fields"),
         ("machines: [m9-mac-mini-16]", "m9-mac-mini-16 is not known"),
         ("machines: [m4-mac-mini-17]", "known are m4-mac-mini-16, m4-mac-mini-24"),
         ("machines: [3]", "a machine is 3"),

@@ -18,13 +18,34 @@ from typing import Any, TypeAlias
 import grpc
 
 from mlx_ring.core.errors import PeerRefused
-from mlx_ring.rpc.tls.peers import CallContext, Refusal, address_of_call, is_local, peer_of_call
+from mlx_ring.rpc.tls.peers import CallContext, Peer, Refusal, address_of_call, is_local, peer_of_call
 
 log = logging.getLogger(__name__)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 AioContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Behaviour = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Who calls, asked once, when the call comes: who asks gRPC of a call that has ended may crash the process."""
+
+    address: str
+    peer: Peer | None = None
+    """None: this machine, or a stranger."""
+    problem: str = ""
+    """Of a stranger."""
+
+    @classmethod
+    def of(cls, context: CallContext) -> _Caller:
+        address = address_of_call(context)
+        if is_local(context):
+            return cls(address)
+        try:
+            return cls(address, peer_of_call(context))
+        except PeerRefused as error:
+            return cls(address, problem=str(error))
 
 
 class _Rules:
@@ -40,20 +61,15 @@ class _Rules:
         self._refusal = refusal
         self._head_only = tuple(head_only)
 
-    def objection(self, method: str, context: CallContext) -> str:
+    def objection(self, method: str, caller: _Caller) -> str:
         """Why this call is refused, logged; empty where it is not."""
-        if is_local(context):
-            return ""
-        try:
-            peer = peer_of_call(context)
-        except PeerRefused as error:
-            reason = str(error)
-        else:
+        reason, peer = caller.problem, caller.peer
+        if peer is not None:
             reason = self._refusal(peer)
             if not reason and method.startswith(self._head_only) and not peer.is_head:
                 reason = f"{peer} called {method}, which only the head may."
         if reason:
-            log.warning("refused a call of %s from %s: %s", method, address_of_call(context), reason)
+            log.warning("refused a call of %s from %s: %s", method, caller.address, reason)
         return reason
 
 
@@ -63,24 +79,24 @@ class PeerGuard(_Rules, grpc.ServerInterceptor):
     def __init__(self, refusal: Refusal, head_only: Collection[str] = ()) -> None:
         """Take the rules."""
         super().__init__(refusal, head_only)
-        self._running: dict[grpc.ServicerContext, str] = {}
-        """Methods of calls from other machines that go on."""
+        self._running: dict[grpc.ServicerContext, tuple[str, _Caller]] = {}
+        """Methods and callers of calls from other machines that go on."""
         self._lock = threading.Lock()
 
     def end_refused(self) -> int:
         """End the running calls of peers that are refused by now, such as a removed node's streams; says how many."""
         with self._lock:
             running = list(self._running.items())
-        refused = [context for context, method in running if self.objection(method, context)]
+        refused = [context for context, call in running if self.objection(*call)]
         for context in refused:
             self._forget(context)
             context.cancel()
         return len(refused)
 
-    def _remember(self, method: str, context: grpc.ServicerContext) -> None:
+    def _remember(self, method: str, caller: _Caller, context: grpc.ServicerContext) -> None:
         """For as long as the call runs."""
         with self._lock:
-            self._running[context] = method
+            self._running[context] = method, caller
         if not context.add_callback(lambda: self._forget(context)):
             self._forget(context)
 
@@ -97,10 +113,11 @@ class PeerGuard(_Rules, grpc.ServerInterceptor):
 
         def guard(behaviour: Behaviour) -> Behaviour:
             def ask(request: Any, context: grpc.ServicerContext) -> Any:
-                if reason := self.objection(method, context):
+                caller = _Caller.of(context)
+                if reason := self.objection(method, caller):
                     context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
-                if not is_local(context):
-                    self._remember(method, context)
+                if caller.peer is not None:
+                    self._remember(method, caller, context)
                 return behaviour(request, context)
 
             return ask
@@ -113,7 +130,7 @@ class _Running:
     """A call that goes on."""
 
     method: str
-    context: AioContext
+    caller: _Caller
     ended_for: str = ""
 
 
@@ -132,7 +149,7 @@ class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
         """
         ended = 0
         for task, call in self._running.items():
-            if not call.ended_for and (reason := self.objection(call.method, call.context)):
+            if not call.ended_for and (reason := self.objection(call.method, call.caller)):
                 call.ended_for = reason
                 task.cancel()
                 ended += 1
@@ -162,9 +179,10 @@ class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
     @asynccontextmanager
     async def _admitted(self, method: str, context: AioContext) -> AsyncGenerator[None]:
         """Refuse the call, or let `end_refused` know of it for as long as it runs, in this task of its own."""
-        if reason := self.objection(method, context):
+        caller = _Caller.of(context)
+        if reason := self.objection(method, caller):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
-        task, call = asyncio.current_task(), _Running(method, context)
+        task, call = asyncio.current_task(), _Running(method, caller)
         if task is None:
             raise RuntimeError("A guarded call runs in no task.")
         self._running[task] = call
