@@ -219,6 +219,15 @@ def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> No
         ),
         ({"backend": "jaccl", "link": "allreduce", "stages": "2"}, "use --link jaccl"),
         ({"backend": "mpi", "link": "allreduce", "nodes": "2"}, "--backend mpi joins workers of one machine"),
+        (
+            {"backend": "nccl", "strategy": "tensor", "nodes": "2"},
+            "--backend nccl joins workers of one machine",
+        ),
+        ({"backend": "ring", "nodes": "2"}, "--backend ring joins workers that share layers"),
+        (
+            {"backend": "ring", "strategy": "memory", "nodes": "2", "trusted_interface": "en5"},
+            "--backend ring joins workers that share layers",
+        ),
     ],
 )
 def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, str], said: str) -> None:
@@ -233,6 +242,8 @@ def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, s
         {"link": "allreduce", "stages": "2"},
         {"link": "ring", "stages": "3"},
         {"link": "ring", "nodes": "3", "trusted_interface": "thunderbolt0,10.0.8.0/24"},
+        {"backend": "jaccl", "strategy": "hybrid", "nodes": "3"},
+        {"backend": "ring", "nodes": "2", "trusted_interface": "en5"},
     ],
 )
 def test_a_link_that_joins_the_stages_is_taken(flags: dict[str, str]) -> None:

@@ -383,6 +383,15 @@ def shared_stages(settings: Settings) -> int:
     return max(1, settings.nodes // len(rank_shares(settings)))
 
 
+def may_share_by_plan(settings: Settings) -> bool:
+    """Whether machines may come to compute layers together by their plan, without `--tp`."""
+    if settings.nodes == 1:
+        return False
+    return settings.strategy in {"tensor", "hybrid"} or (
+        settings.strategy == "auto" and bool(settings.trusted_interface)
+    )
+
+
 def check_ranks(settings: Settings) -> None:
     """Raises `ConfigError` where ranks cannot go to machines as asked."""
     ranks, nodes, stages = len(rank_shares(settings)), settings.nodes, settings.stages
@@ -454,7 +463,7 @@ def _check_backend(settings: Settings, ranks: int) -> None:
     backend, link = settings.backend, settings.link
     if backend == "auto":
         return
-    if ranks == 1 and link == "grpc":
+    if ranks == 1 and link == "grpc" and not may_share_by_plan(settings):
         raise ConfigError(
             f"--backend {backend} joins workers that share layers, or stages that collectives link, and there are none: "
             "add --tp 2 or --link allreduce, or leave --backend out."
@@ -467,7 +476,7 @@ def _check_backend(settings: Settings, ranks: int) -> None:
         raise ConfigError(
             "--link allreduce is for backends that cannot send, and jaccl can: use --link jaccl."
         )
-    if settings.nodes > 1 and link == "allreduce" and backend in {"mpi", "nccl"}:
+    if settings.nodes > 1 and ranks == 1 and backend in {"mpi", "nccl"}:
         raise ConfigError(
             f"--backend {backend} joins workers of one machine, and with --nodes {settings.nodes} each is on one of its own: "
             "use --backend ring."
