@@ -97,11 +97,11 @@ class Worker:
     @property
     def grace_s(self) -> float:
         """How long it may take to end: a rank that waits for another in a collective hears of nothing."""
-        return _RANK_GRACE_S if joined_ranks(self.assignment) else GRACE_S
+        return _RANK_GRACE_S if self.assignment.tp_size > 1 else GRACE_S
 
     async def stop(self) -> None:
         """Where a rank hangs is known: it waits for another that has ended."""
-        await self.child.stop(self.grace_s, asks_where=not joined_ranks(self.assignment))
+        await self.child.stop(self.grace_s, asks_where=self.assignment.tp_size == 1)
 
     def state(self) -> agent_pb2.WorkerState:
         return agent_pb2.WorkerState(
