@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests import alone
+from tests.other_python import other_python
 
 from mlx_ring.core.config import quieten_grpc
 from mlx_ring.worker.blas import install_fast_blas
 
 pytest_runtest_protocol = alone.pytest_runtest_protocol
+collect_ignore = [] if other_python() else ["end_to_end/test_cluster_other_python.py"]
+"""What cannot be tried on this machine at all is not collected, and the run's first lines say so."""
 quieten_grpc()
 install_fast_blas()
 """The tests' own products, mlx-lm's among them, need not wait for the reference BLAS."""
@@ -23,6 +26,10 @@ settings.load_profile("untimed")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fail-on-skip", action="store_true", help="a skipped test fails the run")
     parser.addoption("--write-table", action="store_true", help="the conformance run writes what it finds")
+
+
+def pytest_report_header() -> list[str]:
+    return [f"{name}: not run, for this machine has no second Python from 3.11 on" for name in collect_ignore]
 
 
 def _skipped(config: pytest.Config) -> int:

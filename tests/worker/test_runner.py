@@ -15,10 +15,12 @@ from tests.worker.stages import (
     CUTS,
     PROMPT,
     Pipeline,
+    Steps,
     Want,
     chunk,
     decode,
     free,
+    make_stages,
     open_sequence,
     previous,
     tokens_of,
@@ -27,6 +29,7 @@ from tests.worker.stages import (
 )
 
 from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker.tensor import Group
 from mlx_ring.worker.tensors import from_message, to_message
 
 
@@ -228,3 +231,27 @@ def test_a_malformed_row_fails_its_step_with_a_sentence(
 ) -> None:
     answers = Pipeline(folder, CUTS[2]).run(row, operations=[open_sequence(1)])
     assert message in answers[-1].failure.message
+
+
+class CountingGroup(Group):
+    """Of this rank alone, with the steps that it was told the end of."""
+
+    def __init__(self) -> None:
+        super().__init__(mx.distributed.init())
+        self.ended = 0
+
+    def step_is_over(self) -> None:
+        super().step_is_over()
+        self.ended += 1
+
+
+def test_a_group_hears_of_the_end_of_every_step_of_which_it_may_have_built_more_than_was_wanted(
+    folder: Path,
+) -> None:
+    group = CountingGroup()
+    (runner,) = make_stages(folder, CUTS[1], group=group)
+    steps = Steps()
+    for rows in ([chunk(1, 0, PROMPT[:4])], [chunk(1, 4, PROMPT[4:])], [decode(1, len(PROMPT), 5)]):
+        done = runner.run(steps.make(*rows, operations=[] if group.ended else [open_sequence(1)]), 0)
+        assert not done.failure.message
+    assert group.ended == 3

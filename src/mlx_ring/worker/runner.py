@@ -272,6 +272,8 @@ class StageRunner:
                 self._take_back(follower)
             self._lose(work, error)
             return
+        if self._group is not None:
+            self._group.step_is_over()
         built_on = follower.built_on if follower is not None else set[int]()
         if follower is not None and any(row.is_redrawn and row.sequence in built_on for row in work.drawn):
             self._take_back(follower)

@@ -25,14 +25,11 @@ def test_the_program_with_the_same_versions_is_taken() -> None:
             f"program\t/old/mlx-ring\t{told(OTHER)}",
             "program\t/broken/mlx-ring\tUsage: mlx-ring",
             f"program\t/new/mlx-ring\t{told(VERSIONS)}",
-            "python\t/usr/bin/python3.11\tlinux x86_64 3.11 glibc 2.36",
-            "python\t/usr/bin/python3\tno such thing",
         ]
     )
     program = found.like(VERSIONS)
     assert program is not None
     assert program.path == "/new/mlx-ring"
-    assert [python.path for python in found.pythons] == ["/usr/bin/python3.11"]
     assert found.like({**VERSIONS, "mlx-ring": "0.2.0"}) is None
 
 

@@ -30,6 +30,15 @@ def test_what_pip_is_set_to_reaches_uv_without_folders_that_are_none() -> None:
     assert variables_of(pip_settings(""), {}) == {}
 
 
+def test_a_file_may_have_spaces_in_its_name(tmp_path: Path) -> None:
+    cert = tmp_path / "ours and theirs.pem"
+    cert.touch()
+    assert variables_of({"cert": str(cert), "trusted-host": "a.example b.example"}, {}) == {
+        "SSL_CERT_FILE": str(cert),
+        "UV_INSECURE_HOST": "a.example b.example",
+    }
+
+
 def test_what_the_environment_says_already_stays() -> None:
     settings = {"cert": "/etc", "index-url": "https://mine.example/simple"}
     assert variables_of(settings, {"SSL_CERT_FILE": "/own"}) == {
@@ -37,23 +46,37 @@ def test_what_the_environment_says_already_stays() -> None:
     }
 
 
+@pytest.fixture
+def no_settings_of_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its variables nor a file for everybody."""
+    monkeypatch.setattr(index_settings, "_SYSTEM", tmp_path / "etc")
+    for name in (
+        "UV_DEFAULT_INDEX",
+        "UV_INDEX",
+        "UV_INDEX_URL",
+        "UV_EXTRA_INDEX_URL",
+        "UV_FIND_LINKS",
+        "UV_CONFIG_FILE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_settings_of_uv")
 def test_settings_of_uv_are_its_variables_or_its_file(tmp_path: Path) -> None:
     nothing = {"XDG_CONFIG_HOME": str(tmp_path)}
-    if not Path("/etc/uv/uv.toml").exists():
-        assert not has_uv_settings(nothing)
+    assert not has_uv_settings(nothing)
     assert has_uv_settings({**nothing, "UV_DEFAULT_INDEX": "https://mine.example/simple"})
     (tmp_path / "uv").mkdir()
     (tmp_path / "uv" / "uv.toml").touch()
     assert has_uv_settings(nothing)
 
 
+@pytest.mark.usefixtures("no_settings_of_uv")
 def test_further_indexes_of_pip_come_into_it_only_where_the_main_one_does_not_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr(index_settings, "_pip_config", lambda: TOLD)
-    if Path("/etc/uv/uv.toml").exists():
-        pytest.skip("this machine's uv has settings of its own")
     first, second = index_settings.index_environments()
     assert first["UV_DEFAULT_INDEX"] == second["UV_DEFAULT_INDEX"] == "https://install.example/simple"
     assert "UV_INDEX" not in first

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mlx_ring.cluster.lifecycle.about import Found
 from mlx_ring.cluster.lifecycle.places import Place
-from mlx_ring.cluster.lifecycle.programs import make_ready
+from mlx_ring.cluster.lifecycle.programs import find_pythons, make_ready
 from mlx_ring.cluster.lifecycle.systems import Python
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.cluster.planner.devices_file import Device
@@ -16,25 +18,54 @@ ALPINE = Python("/usr/bin/python3", "linux", "riscv64", "3.12", "musl", (0, 0))
 
 
 @pytest.mark.parametrize(
-    ("device", "found", "said"),
+    ("device", "pythons", "said"),
     [
         (
             Device("mini", "mini"),
-            Found(()),
+            [],
             r"^mini: mlx-ring is not installed there, and no Python from 3\.11 to 3\.14 was found there: install one",
         ),
-        (Device("mini", "mini", program="/opt/mlx-ring"), Found((), (ALPINE,)), r"install these there\.$"),
-        (Device("mini", "mini"), Found((), (ALPINE,)), r"^mini: there are no wheels for Linux with musl on riscv64"),
+        (Device("mini", "mini", program="/opt/mlx-ring"), [ALPINE], r"install these there\.$"),
+        (Device("mini", "mini"), [ALPINE], r"^mini: there are no wheels for Linux with musl on riscv64"),
     ],
 )  # fmt: skip
 def test_a_machine_that_nothing_can_be_sent_to_is_refused_with_what_to_do(
-    device: Device, found: Found, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    device: Device, pythons: list[Python], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:  # fmt: skip
     def find(_place: Place, *, identity: bool) -> Found:
         assert identity
-        return found
+        return Found(())
+
+    def find_interpreters(_place: Place) -> list[Python]:
+        return pythons
 
     monkeypatch.setattr("mlx_ring.cluster.lifecycle.programs.find_program", find)
+    monkeypatch.setattr("mlx_ring.cluster.lifecycle.programs.find_pythons", find_interpreters)
     store = WheelStore(tmp_path_factory.getbasetemp() / "packages")
     with pytest.raises(HostFailed, match=said):
         make_ready(Place(device, "mini", is_here=False), store=store, tell=lambda _told: None)
+
+
+def test_interpreters_are_found_where_they_are_usually_put_and_broken_ones_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home of mine"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("PATH", f"{tmp_path}/no where:/usr/bin:/bin")
+    good = write_interpreter(home / ".local/bin/python3.12", "echo linux riscv64 3.12 glibc 2.36")
+    managed = write_interpreter(
+        home / ".local/share/uv/python/other/bin/python3.13", "echo linux riscv64 3.13 musl 0.0"
+    )
+    write_interpreter(home / ".pyenv/versions/3.11.7/bin/python3.11", "echo broken; exit 1")
+    found = find_pythons(Place(Device("here", "localhost"), "localhost", is_here=True))
+    assert [(python.path, python.version) for python in found if python.machine == "riscv64"] == [
+        (str(managed), "3.13"),
+        (str(good), "3.12"),
+    ]
+
+
+def write_interpreter(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path

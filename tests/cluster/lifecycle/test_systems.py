@@ -14,6 +14,7 @@ from mlx_ring.cluster.lifecycle.systems import (
     best_python,
     lowest_release,
     read_python,
+    read_pythons,
     wheel_platform,
     wheel_variables,
 )
@@ -38,6 +39,15 @@ def test_an_interpreter_tells_what_it_is_and_anything_else_is_none() -> None:
     assert read_python("python3", "Welcome to mini") is None
     assert str(MINI) == "macOS 15.3 on arm64, with Python 3.13"
     assert str(told("linux aarch64 3.12 musl 0.0")) == "Linux with musl on aarch64, with Python 3.12"
+
+
+def test_of_what_a_machine_prints_its_interpreters_are_taken() -> None:
+    lines = [
+        "Welcome to mini",
+        "python\t/opt/my python3.13\tdarwin arm64 3.13 macos 15.3.1",
+        "python\t/bin/python3\t?",
+    ]
+    assert read_pythons(lines) == [replace(MINI, path="/opt/my python3.13")]
 
 
 @pytest.mark.parametrize(

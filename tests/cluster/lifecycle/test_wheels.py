@@ -118,6 +118,20 @@ error: No solution found when resolving dependencies
 error: Request failed after 3 retries
   cause: Failed to fetch: https://mine.example/simple/mlx/
   cause: dns error""",
+    "the package index answers 401 Unauthorized: mend the credentials": """
+error: No solution found when resolving dependencies
+  cause: Because mlx was not found in the package registry and you require mlx, we can conclude that
+hint: An index URL (https://mine.example/simple) could not be queried due to a lack of valid authentication credentials (401 Unauthorized)""",
+    "the package index answers 403 Forbidden: mend the credentials": """
+error: No solution found when resolving dependencies
+  cause: Because mlx was not found in the package registry and you require mlx, we can conclude that
+hint: An index (https://mine.example/simple) returned a 403 Forbidden error. Check that the index URL is correct""",
+    "mlx is not in the package index: give a folder with its wheel": """
+error: No solution found when resolving dependencies
+  cause: Because mlx was not found in the package registry and you require mlx, we can conclude that""",
+    "(error sending request for url (https://mine.example/simple/mlx/))": """
+error: Failed to fetch: `https://me:secret@mine.example/simple/mlx/`
+  cause: error sending request for url (https://me:secret@mine.example/simple/mlx/)""",
     "cannot be fetched: something new": "error: something new.\n\nhint: read",
     "cannot be fetched: it said nothing": "",
 }
@@ -128,6 +142,30 @@ def test_what_uv_says_becomes_a_sentence(sentence: str) -> None:
     told = why_not(SAID[sentence], BOARD)
     assert sentence in told
     assert "\n" not in told
+    assert "secret" not in told
+
+
+def test_a_wheel_that_was_built_anew_is_fetched_anew(store: WheelStore) -> None:
+    assert store.given is not None
+    wanted = Wanted(("on-linux",))
+    first = packages_for(BOARD, wanted, store)
+    wheel = store.given / "on_linux-1.0-py3-none-any.whl"
+    wheel.unlink()
+    write_wheel(store.given, "on_linux", "1.0", "py3-none-any", "top")
+    os.utime(wheel, (0, time.time() + 10))
+    second = packages_for(BOARD, wanted, store)
+    assert [installed(first), installed(second)] == [
+        ["on_linux-1.0"],
+        ["low-2.0", "on_linux-1.0", "only_new-1.1", "top-2.0"],
+    ]
+
+
+def test_what_is_kept_is_whole_however_uv_is_set_to_link(
+    store: WheelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_LINK_MODE", "symlink")
+    folder = packages_for(BOARD, Wanted(("on-linux",)), store)
+    assert not any(path.is_symlink() for path in folder.rglob("*"))
 
 
 @pytest.mark.timeout(300)
@@ -135,7 +173,7 @@ def test_mlx_for_another_processor_and_python_comes_from_the_index(tmp_path: Pat
     wanted = wanted_here()
     board = Python("/bin/python3", "linux", "aarch64", "3.13", "glibc", (2, 39))
     mlx = tuple(text for text in wanted.requirements if text.startswith("mlx") and "mlx-lm" not in text)
-    folder = packages_for(board, Wanted(mlx, ("mlx==0.32.4",)), WheelStore(tmp_path))
+    folder = packages_for(board, Wanted(mlx, wanted.exact[:1]), WheelStore(tmp_path))
     assert [name.partition("-")[0] for name in installed(folder)] == ["mlx", "mlx_cpu"]
     libraries = [path for path in folder.rglob("*.so*") if path.is_file()]
     assert {elf_machine(path) for path in libraries} == {183}, "EM_AARCH64"

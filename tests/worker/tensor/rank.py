@@ -121,7 +121,17 @@ def _run_group(group: Group) -> Arrays:
     for dtype in (mx.int32, mx.uint32, mx.float32, mx.float16, mx.bfloat16):
         arrays[f"first {dtype}"] = group.from_first(number.astype(dtype))
     mx.eval(arrays)
-    return arrays | _draws(group)
+    return arrays | _draws(group) | {"bytes of the next step": mx.array(_bytes_after_a_rest(group))}
+
+
+def _bytes_after_a_rest(group: Group) -> int:
+    """Of a small sum, where the step before has left one of 16 MiB that nobody wanted."""
+    group.all_sum(mx.ones(1 << 22))
+    group.step_is_over()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(group.all_sum(mx.ones(1)))
+    return mx.get_peak_memory() - before
 
 
 def _draws(group: Group) -> Arrays:
@@ -129,7 +139,7 @@ def _draws(group: Group) -> Arrays:
     vocabulary, heads = 300, _neighbours([10, *[290 // (group.size - 1)] * (group.size - 1)])
     heads[-1] = MemberRange(heads[-1].start, vocabulary)
     mx.random.seed(3)
-    logits, own = mx.random.normal((len(_ROWS), vocabulary)), heads[group.rank]
+    logits, own = mx.random.normal((len(_ROWS), vocabulary)).astype(mx.bfloat16), heads[group.rank]
     parts = LazySample(logits[:, own.start : own.end], _ROWS, SplitHead(group, heads))
     return {"drawn": mx.array(parts.read()[0]), "drawn alone": mx.array(LazySample(logits, _ROWS).read()[0])}
 

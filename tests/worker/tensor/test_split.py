@@ -243,6 +243,11 @@ def test_rows_of_every_kind_draw_from_parts_of_the_logits_what_they_draw_from_al
     assert alone[4] != 299
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_nobody_wanted_of_a_step_is_not_computed_by_the_next(ran: Ran, size: int) -> None:
+    assert cast("int", ran.arrays(GROUP, size)["bytes of the next step"].item()) < 1 << 20
+
+
 def expected_bytes(folder: ModelFolder, share: TensorShare, *, tied: bool) -> float:
     """What of a model's tensors a rank must hold."""
     sizes = read_tensor_sizes(folder)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from mlx_ring.cluster.lifecycle.systems import Python, read_python
 from mlx_ring.core.running import Running
 
 PACKAGES = ("mlx-ring", "mlx", "mlx-lm")
@@ -54,8 +53,6 @@ class Found:
     """What there is on a machine."""
 
     programs: tuple[Program, ...]
-    pythons: tuple[Python, ...] = ()
-    """Interpreters that a program can be sent for."""
 
     def like(self, versions: Mapping[str, str]) -> Program | None:
         """The first whose versions are these."""
@@ -72,9 +69,9 @@ class Found:
 def read_found(lines: Sequence[str]) -> Found:
     """What the probe prints: fields with tabs between them."""
     rows = [line.split("\t", 2) for line in lines if line.count("\t") >= 2]  # noqa: PLR2004 - kind, path, rest
-    programs = [Program(path, About.from_json(rest)) for kind, path, rest in rows if kind == "program"]
-    pythons = (read_python(path, rest) for kind, path, rest in rows if kind == "python")
-    return Found(tuple(programs), tuple(python for python in pythons if python is not None))
+    return Found(
+        tuple(Program(path, About.from_json(rest)) for kind, path, rest in rows if kind == "program")
+    )
 
 
 def different(found: Found, versions: Mapping[str, str]) -> str:

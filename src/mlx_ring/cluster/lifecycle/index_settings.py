@@ -14,6 +14,8 @@ from urllib.parse import unquote, urlsplit
 from mlx_ring.core.config import inherited_environment
 
 _PIP_S = 60.0
+_SYSTEM = Path("/etc")
+"""Where uv's settings for everybody lie."""
 _SECTIONS = ("global", "install", "download", ":env:")
 """Of pip's settings, those that count; the later ones more."""
 _UV_INDEX_NAMES = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
@@ -25,8 +27,8 @@ _NAMES = {
     "cert": "SSL_CERT_FILE",
     "proxy": "ALL_PROXY",
 }
-_COMMAS = ("find-links",)
-"""Several have commas between them; of others, spaces."""
+_SEVERAL = {"extra-index-url": " ", "find-links": ",", "trusted-host": " "}
+"""What there may be several of, and what uv wants between them; pip has spaces."""
 
 
 def index_environments() -> list[dict[str, str]]:
@@ -48,7 +50,7 @@ def has_uv_settings(environment: Mapping[str, str]) -> bool:
     if any(environment.get(name) for name in (*_UV_INDEX_NAMES, "UV_CONFIG_FILE")):
         return True
     own = Path(environment.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return any((folder / "uv" / "uv.toml").is_file() for folder in (own, Path("/etc")))
+    return any((folder / "uv" / "uv.toml").is_file() for folder in (own, _SYSTEM))
 
 
 def pip_settings(told: str) -> dict[str, str]:
@@ -66,8 +68,10 @@ def variables_of(settings: Mapping[str, str], environment: Mapping[str, str]) ->
     """What pip is set to, by the names of the variables that uv reads."""
     found: dict[str, str] = {}
     for key, name in _NAMES.items():
-        if values := [value for value in settings.get(key, "").split() if _is_there(value)]:
-            found[name] = ("," if key in _COMMAS else " ").join(values)
+        told = settings.get(key, "").strip()
+        values = told.split() if key in _SEVERAL else [told]
+        if there := [value for value in values if value and _is_there(value)]:
+            found[name] = _SEVERAL.get(key, "").join(there)
     if "UV_INDEX" in found:
         # pip takes the best of all indexes, uv the first that has a package.
         found["UV_INDEX_STRATEGY"] = "unsafe-best-match"

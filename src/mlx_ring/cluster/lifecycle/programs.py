@@ -11,7 +11,7 @@ from mlx_ring.cluster.lifecycle.about import PACKAGES, About, Found, different, 
 from mlx_ring.cluster.lifecycle.places import Place
 from mlx_ring.cluster.lifecycle.shell import run_on, send_to
 from mlx_ring.cluster.lifecycle.shipping import lowest_here, python_here, wanted_here, write_archive
-from mlx_ring.cluster.lifecycle.systems import PYTHONS, TELL_PYTHON, Python, best_python
+from mlx_ring.cluster.lifecycle.systems import PYTHONS, TELL_PYTHON, Python, best_python, read_pythons
 from mlx_ring.cluster.lifecycle.wheels import WheelStore, packages_for
 from mlx_ring.core.errors import HostFailed
 from mlx_ring.rpc.hello import package_version
@@ -33,19 +33,22 @@ else
     about "$path" "$2" "$3"
   done
 fi
+exit 0
+"""
+_FIND_PYTHONS = r"""
 interpreter() {
   path=$(command -v "$1") || return 0
   said=$("$path" -c "$2" 2>/dev/null) || return 0
   [ -z "$said" ] || printf 'python\t%s\t%s\n' "$path" "$said"
 }
-for version in $4; do
-  for name in "python$version" "$5/bin/python$version" "$HOME/.local/bin/python$version" "/opt/homebrew/bin/python$version" \
+for version in $1; do
+  for name in "python$version" "$2/bin/python$version" "$HOME/.local/bin/python$version" "/opt/homebrew/bin/python$version" \
       "/usr/local/bin/python$version" "$HOME"/.local/share/uv/python/*/bin/"python$version" \
       "$HOME"/.pyenv/versions/*/bin/"python$version"; do
-    interpreter "$name" "$6"
+    interpreter "$name" "$3"
   done
 done
-interpreter python3 "$6"
+interpreter python3 "$3"
 exit 0
 """
 _INSTALL = r"""
@@ -101,7 +104,17 @@ def find_program(place: Place, *, identity: bool = False) -> Found:
         said = run_on(place, (*OWN_PROGRAM, *ON_HOST, "about", *state, *((flag,) if flag else ())))
         return read_found([f"program\there\t{said.strip()}"])
     script = ("sh", "-c", _PROBE, "sh", place.device.program, place.device.state_dir, flag)
-    return read_found(run_on(place, (*script, " ".join(PYTHONS), sys.base_prefix, TELL_PYTHON)).splitlines())
+    return read_found(run_on(place, script).splitlines())
+
+
+def find_pythons(place: Place) -> list[Python]:
+    """Interpreters that a program can be sent for. Running them all takes seconds where there are many.
+
+    Raises:
+        HostFailed: it cannot be reached.
+    """
+    script = ("sh", "-c", _FIND_PYTHONS, "sh", " ".join(PYTHONS), sys.base_prefix, TELL_PYTHON)
+    return read_pythons(run_on(place, script).splitlines())
 
 
 def ready(place: Place, found: Found, versions: Mapping[str, str]) -> Ready | None:
@@ -178,7 +191,7 @@ def _python_to_send_for(place: Place, found: Found, versions: Mapping[str, str])
             f"{place.name}: {different(found, versions)}, and here it is {by_hand}: install these there."
         )
     here = python_here()
-    python = best_python(found.pythons, here, (0, 0) if here is None else lowest_here(here))
+    python = best_python(find_pythons(place), here, (0, 0) if here is None else lowest_here(here))
     if python is None:
         raise HostFailed(
             f"{place.name}: {different(found, versions)}, and no Python from {PYTHONS[-1]} to {PYTHONS[0]} was found there: "

@@ -82,6 +82,13 @@ def read_python(path: str, told: str) -> Python | None:
     return Python(path, system, machine, version, library, _release(release))
 
 
+def read_pythons(lines: Iterable[str]) -> list[Python]:
+    """Those of a machine, a line each: `python`, a path, and what `TELL_PYTHON` prints, with tabs between them."""
+    rows = [line.split("\t", 2) for line in lines if line.startswith("python\t") and line.count("\t") >= 2]  # noqa: PLR2004 - as said
+    found = (read_python(path, told) for _, path, told in rows)
+    return [python for python in found if python is not None]
+
+
 def best_python(pythons: Sequence[Python], here: Python | None, lowest: Release) -> Python | None:
     """Of a machine's interpreters: one that can load a copy, else one of the version here, else the newest."""
 

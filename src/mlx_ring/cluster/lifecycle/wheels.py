@@ -29,9 +29,9 @@ _IN_USE_S = 3600.0
 _NAME = r"([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?(?:\{[^}]*\})?"
 _NO_WHEEL = re.compile(rf"{_NAME}==([\w.+!]+) has no (?:usable )?wheels")
 _NO_VERSION = re.compile(rf"(?:there is no version of|you require \S.*? and) {_NAME}==([\w.+!]+)")
-_UNKNOWN = re.compile(
-    rf"Because {_NAME} was not found in the (?:provided package locations|package registry)"
-)
+_UNKNOWN = re.compile(rf"Because {_NAME} was not found in the (provided package locations|package registry)")
+_REFUSED = re.compile(r"(?:credentials \(|returned a )(40[13] \w+)")
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
 _OTHERS = re.compile(r"Wheels are available for [^:]*: ((?:`[^`]+`(?:, )?)+)")
 _NETWORK = re.compile(
     r"Failed to (?:fetch|download)|error sending request|timed out|dns error|network was disabled",
@@ -88,7 +88,9 @@ def packages_for(python: Python, wanted: Wanted, store: WheelStore) -> Path:
 
 
 def _key(python: Python, platform: str, wanted: Wanted, given: Path | None) -> str:
-    names = sorted(path.name for path in given.glob("*.whl")) if given else []
+    wheels = [(path.name, path.stat()) for path in given.glob("*.whl") if path.is_file()] if given else []
+    # One that was built anew may have the name of the one before.
+    names = sorted(f"{name} {state.st_size} {state.st_mtime_ns}" for name, state in wheels)
     lines = [platform, repr(wheel_variables(python)), python.version]
     lines += [*wanted.requirements, "", *wanted.exact, "", *wanted.preferred, "", *names]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
@@ -134,6 +136,8 @@ def _fetch_from(source: _Source, python: Python, platform: str, wanted: Wanted, 
         *("--python-version", python.version, "--only-binary", ":all:", "--quiet", "--color", "never"),
         *source.flags,
     )
+    # Of a source that did not have all.
+    shutil.rmtree(fresh / "packages", ignore_errors=True)
     for name, lines in (
         ("wanted.txt", wanted.requirements),
         ("exact.txt", wanted.exact),
@@ -144,7 +148,8 @@ def _fetch_from(source: _Source, python: Python, platform: str, wanted: Wanted, 
     plain = ("--no-annotate", "--no-header")
     out = ("--constraints", "exact.txt", "--output-file", "versions.txt")
     _run_uv(("pip", "compile", "wanted.txt", *out, *plain, *target), python, source, fresh)
-    into = ("--target", "packages", "--no-deps")
+    # Links into uv's cache could not be sent.
+    into = ("--target", "packages", "--no-deps", "--link-mode", "copy")
     _run_uv(("pip", "install", "--requirements", "versions.txt", *into, *target), python, source, fresh)
 
 
@@ -182,7 +187,8 @@ def _uv() -> str:
 
 
 def why_not(said: str, python: Python) -> str:
-    """What uv said, as one sentence without its end."""
+    """What uv said, as one sentence without its end, and without anybody's password for an index."""
+    said = _CREDENTIALS.sub("", said)
     text = _DRAWN.sub(" ", said).strip()
     if match := _NO_WHEEL.search(text):
         return (
@@ -194,15 +200,24 @@ def why_not(said: str, python: Python) -> str:
             f"{match[1]} {match[2]}, which runs here, is not in the package index: install one here that is there, or give "
             "a folder with its wheel as `wheels` in the file"
         )
-    if match := _UNKNOWN.search(text):
-        return f"{match[1]} has no wheel there"
     last = _last_cause(said)
-    if _NETWORK.search(text):
+    if trouble := _index_trouble(text, last):
         return (
-            f"packages for {python} cannot be fetched, for the package index is out of reach from here ({last}): go online, "
-            "or give a folder with wheels for it as `wheels` in the file"
+            f"packages for {python} cannot be fetched, for the package index {trouble}, or give a folder with wheels for it "
+            "as `wheels` in the file"
         )
+    if match := _UNKNOWN.search(text):
+        if match[2] == "package registry":
+            return f"{match[1]} is not in the package index: give a folder with its wheel as `wheels` in the file"
+        return f"{match[1]} has no wheel there"
     return f"packages for {python} cannot be fetched: {last}"
+
+
+def _index_trouble(text: str, last: str) -> str:
+    """What is wrong with the index itself, and what to do; empty where that is not the trouble."""
+    if match := _REFUSED.search(text):
+        return f"answers {match[1]}: mend the credentials in the settings of uv or pip"
+    return f"is out of reach from here ({last}): go online" if _NETWORK.search(text) else ""
 
 
 def _others(text: str) -> str:

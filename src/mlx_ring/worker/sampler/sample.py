@@ -47,19 +47,21 @@ class LazySample:
     def __init__(self, logits: mx.array, rows: Sequence[SamplerRow], head: SplitHead | None = None) -> None:
         """With `head` the logits are this rank's part of the vocabulary; all of it is only put together for rows with noise."""
         self._in_doubt: _InDoubt | None = None
-        adjusted = adjust(logits.astype(mx.float32), rows, head.first if head is not None else 0)
         parts: list[tuple[list[int], mx.array]] = []
         kinds = _kinds(rows, head.vocabulary if head is not None else logits.shape[1])
         self.is_agreed = head is not None and kinds.keys() == {draw.greedy}
         """Whether every rank has the same tokens, whatever it runs on: they come of comparisons alone."""
         for kind, chosen in kinds.items():
-            theirs = draw.take(adjusted, chosen)
+            theirs = draw.take(logits, chosen)
             members = [rows[index] for index in chosen]
             if head is not None and kind is draw.greedy:
-                parts.append((chosen, head.best(theirs)))
+                own = adjust(theirs.astype(mx.float32), members, head.first)
+                parts.append((chosen, head.best(own)))
                 continue
             if head is not None:
+                # As the model gives them: that takes half the bytes of float32.
                 theirs = head.logits(theirs)
+            theirs = adjust(theirs.astype(mx.float32), members)
             if kind is draw.among_largest:
                 tokens, settled = draw.among_few(theirs, members)
                 if settled is not None:

@@ -22,12 +22,20 @@ class Group:
         self.rank = joined.rank()
         self.size = joined.size()
         self._last: mx.array | None = None
-        """What the last collective that was built gives."""
+        """What the last collective of this step gives."""
 
     def all_sum(self, array: mx.array) -> mx.array:
         """The sum of all ranks' arrays, bit for bit the same on each."""
         self._last = mx.distributed.all_sum(self._in_turn(array), group=self._joined)
         return self._last
+
+    def step_is_over(self) -> None:
+        """What was built and not computed never will be: to every rank alike, for all wait for the end of a step.
+
+        Without this the next step would compute the rest of a pass of which nobody wanted more than the KV, and find that
+        it still holds some.
+        """
+        self._last = None
 
     def _in_turn(self, array: mx.array) -> mx.array:
         return array if self._last is None else cast("mx.array", mx.depends(array, self._last))
