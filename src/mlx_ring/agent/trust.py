@@ -99,7 +99,7 @@ def _check_told(assignment: worker_pb2.StageAssignment, ranks: int, trust: Trust
         raise PlanError(f"{who} has {ranks} ranks, and {len(assignment.group)} addresses were told.")
     if foreign := sorted(assignment.group_environment.keys() - _VARIABLES):
         raise PlanError(f"{who} was to be made with {foreign[0]}, which no head may set.")
-    if backend in _OF_ONE_MACHINE and (elsewhere := sorted(set().union(*map(_hosts, assignment.group)))):
+    if backend in _OF_ONE_MACHINE and (elsewhere := sorted(_hosts(",".join(assignment.group)))):
         raise PlanError(
             f"{who} was to reach {elsewhere[0]}, and {backend} joins workers of one machine alone."
         )
