@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.core.config import Settings, allowed_values, api_keys, check_link, flag_name, state_folder
+from mlx_ring.core.config import (
+    Settings,
+    allowed_values,
+    api_keys,
+    check_link,
+    check_ranks,
+    flag_name,
+    state_folder,
+)
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.settings_sources import load_settings
 
@@ -248,3 +256,11 @@ def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, s
 )
 def test_a_link_that_joins_the_stages_is_taken(flags: dict[str, str]) -> None:
     check_link(load_settings(flags))
+
+
+def test_machines_share_every_layer_only_where_an_interface_is_trusted() -> None:
+    flags = {"strategy": "tensor", "nodes": "2"}
+    with pytest.raises(ConfigError, match=r"has all machines share layers\. .* with --trusted-interface"):
+        check_ranks(load_settings(flags))
+    check_ranks(load_settings(flags | {"trusted_interface": "en5"}))
+    check_ranks(load_settings(flags | {"strategy": "hybrid"}))

@@ -403,6 +403,8 @@ def check_ranks(settings: Settings) -> None:
                 f"--stages {stages} splits the layers over processes of one machine, and with --nodes {nodes} each "
                 "machine of the plan is a stage: leave --stages out."
             )
+        if settings.strategy == "tensor":
+            _check_trust(settings, "--strategy tensor has all machines share layers")
         return
     if settings.strategy not in {"auto", "custom"}:
         raise ConfigError(
