@@ -40,7 +40,7 @@ class LinkSurveys:
         await self._trusted.take(
             _ends(membership, sites, lambda site, other: _trusted_host(site, by_node[other]))
         )
-        return found, self.profiles(sites)
+        return found, self.profiles([site for site in sites if site.node in membership.members])
 
     def profiles(self, sites: Sequence[Site]) -> dict[frozenset[str], LinkProfile]:
         """What is known of links between these, as planning has it."""
