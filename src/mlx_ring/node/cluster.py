@@ -19,7 +19,7 @@ from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of
 from mlx_ring.cluster.found_links import FoundLink
-from mlx_ring.cluster.head_member import ensure_head_member
+from mlx_ring.cluster.head_member import ensure_head_member, stale_trust
 from mlx_ring.cluster.membership import Came, Event, Membership, Went
 from mlx_ring.cluster.placement import Cut
 from mlx_ring.cluster.quarantine_book import QuarantineBook
@@ -93,6 +93,7 @@ class Cluster:
         self._highest_epoch = 0
         self._own_agent: subprocess.Popen[bytes] | None = None
         self._surveys = LinkSurveys(control.node)
+        self._warned: set[str] = set()
 
     @property
     def links(self) -> Sequence[LinkInfo]:
@@ -161,7 +162,18 @@ class Cluster:
                 HeadAddress(own_host, self._address.port),
             )
             self._own_agent = started or self._own_agent
-        return await control.wait_for(nodes, including=control.node)
+        membership = await control.wait_for(nodes, including=control.node)
+        if self._own_agent is None:
+            self._warn_of(
+                stale_trust(membership.members[control.node].trusted, self._settings.trusted_interface)
+            )
+        return membership
+
+    def _warn_of(self, problem: str) -> None:
+        """Once for each, however often it is looked at."""
+        if problem and problem not in self._warned:
+            self._warned.add(problem)
+            log.warning("%s", problem)
 
     async def next_epoch(self, order: Order) -> Epoch:
         membership = await self._attending(order.nodes)
