@@ -30,7 +30,7 @@ from random_model import Shape, make
 from tests.end_to_end.lan_cluster import LanCluster, make_cluster
 from tests.processes import Server
 
-from mlx_ring.core.config import quieten_grpc
+from mlx_ring.core.environment import quieten_grpc
 
 GIB = 1 << 30
 SHAPE = Shape(

@@ -9,7 +9,7 @@ from hypothesis import settings
 from tests import alone
 from tests.other_python import other_python
 
-from mlx_ring.core.config import quieten_grpc
+from mlx_ring.core.environment import quieten_grpc
 from mlx_ring.worker.blas import install_fast_blas
 
 pytest_runtest_protocol = alone.pytest_runtest_protocol

@@ -17,7 +17,7 @@ from typing import IO
 import psutil
 
 from mlx_ring.agent.profile_store import PROFILE_FILE
-from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.environment import inherited_environment
 
 MLX_RING = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
 READY_WAIT_S = 120.0

@@ -18,7 +18,7 @@ import pytest
 
 from mlx_ring.cluster.placement import Cut, even_split, make_assignments
 from mlx_ring.core.child import ChildProcess
-from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello

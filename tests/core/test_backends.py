@@ -62,6 +62,7 @@ def test_mpi_is_taken_only_where_it_is_asked_for() -> None:
             (GPUS[0], RankMeans("box", CUDA)),
             "NCCL needs a GPU for each of the 2 workers, and there are 1",
         ),
+        ("nccl", (GPUS[0], RankMeans("other", CUDA, "0")), "NCCL listens on every network: use ring"),
         ("mpi", (RankMeans("a", frozenset({"mpi"})), RankMeans("b", frozenset({"mpi"}))), "one machine only"),
         ("ring", (RankMeans("a", frozenset()),) * 2, "ring is not available on a"),
     ],

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from mlx_ring.core.child import ChildProcess
-from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.environment import inherited_environment
 
 UNTIL_LIFELINE = "import os, sys; print('up', flush=True)\nwhile os.read(int(sys.argv[-1]), 1): pass\n"
 DEAF = """

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.core.config import Settings, allowed_values, api_keys, check_link, flag_name, state_folder
+from mlx_ring.core.config import Settings, api_keys, flag_name, state_folder
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.rank_settings import check_link, check_ranks
+from mlx_ring.core.setting_words import allowed_values
 from mlx_ring.core.settings_sources import load_settings
 
 
@@ -219,6 +221,15 @@ def test_strategies_and_shares_are_read_as_files_have_them(tmp_path: Path) -> No
         ),
         ({"backend": "jaccl", "link": "allreduce", "stages": "2"}, "use --link jaccl"),
         ({"backend": "mpi", "link": "allreduce", "nodes": "2"}, "--backend mpi joins workers of one machine"),
+        (
+            {"backend": "nccl", "strategy": "tensor", "nodes": "2"},
+            "--backend nccl joins workers of one machine",
+        ),
+        ({"backend": "ring", "nodes": "2"}, "--backend ring joins workers that share layers"),
+        (
+            {"backend": "ring", "strategy": "memory", "nodes": "2", "trusted_interface": "en5"},
+            "--backend ring joins workers that share layers",
+        ),
     ],
 )
 def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, str], said: str) -> None:
@@ -233,7 +244,17 @@ def test_a_link_that_cannot_join_what_is_asked_for_is_refused(flags: dict[str, s
         {"link": "allreduce", "stages": "2"},
         {"link": "ring", "stages": "3"},
         {"link": "ring", "nodes": "3", "trusted_interface": "thunderbolt0,10.0.8.0/24"},
+        {"backend": "jaccl", "strategy": "hybrid", "nodes": "3"},
+        {"backend": "ring", "nodes": "2", "trusted_interface": "en5"},
     ],
 )
 def test_a_link_that_joins_the_stages_is_taken(flags: dict[str, str]) -> None:
     check_link(load_settings(flags))
+
+
+def test_machines_share_every_layer_only_where_an_interface_is_trusted() -> None:
+    flags = {"strategy": "tensor", "nodes": "2"}
+    with pytest.raises(ConfigError, match=r"has all machines share layers\. .* with --trusted-interface"):
+        check_ranks(load_settings(flags))
+    check_ranks(load_settings(flags | {"trusted_interface": "en5"}))
+    check_ranks(load_settings(flags | {"strategy": "hybrid"}))

@@ -131,6 +131,8 @@ def test_a_cluster_takes_devices_and_the_backend_of_a_file_and_no_ranks(tmp_path
     assert machines is not None
     assert machines.rdma == (((), ("rdma_en2",)), (("rdma_en3",), ()))
     assert with_named_group(given.model_copy(update={"tp": 1})).backend == "auto", "nothing is joined"
+    planned = given.model_copy(update={"tp": 1, "strategy": "tensor"})
+    assert with_named_group(planned).backend == "jaccl", "the plan joins them"
     assert named_machines(settings(tmp_path, RING)) is None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.environment import inherited_environment
 
 TAG = re.compile(
     r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL) "

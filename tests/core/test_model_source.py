@@ -15,7 +15,7 @@ from threading import Thread
 import pytest
 from huggingface_hub import constants
 
-from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ModelNotFound, PlanError
 from mlx_ring.core.fitting_models import largest_fitting
 from mlx_ring.core.model_source import builtin_names, find_model, list_local_models

@@ -15,7 +15,7 @@ from pathlib import Path
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.placement import even_split
 from mlx_ring.core.child import ChildProcess
-from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import WorkerStuck
 from mlx_ring.core.model_folder import ModelFolder, read_model_folder
 from mlx_ring.core.stacks import SIGNAL

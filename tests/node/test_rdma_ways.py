@@ -49,3 +49,17 @@ def test_a_machine_that_is_not_in_the_file_or_is_there_twice_leaves_the_group_wi
 ) -> None:
     for rank in told([site("10.0.8.1"), *map(site, others)], hostfile("a", "b", "c")):
         assert rank.rdma == ""
+
+
+@pytest.mark.parametrize(("places", "expected"), [((0, 1), True), ((0, 2), False)])
+def test_two_of_a_ring_are_told_their_part_only_where_they_are_neighbours(
+    places: tuple[int, int],
+    expected: bool,  # noqa: FBT001 - as pytest gives it
+) -> None:
+    rows: list[list[str | None]] = [
+        ["rdma_en2" if (one - other) % 4 in {1, 3} else None for other in range(4)] for one in range(4)
+    ]
+    hosts = [{"ssh": f"m{place}", "ips": [f"10.0.8.{place}"], "rdma": row} for place, row in enumerate(rows)]
+    file = read_hostfile({"backend": "jaccl-ring", "hosts": hosts}, "x")
+    for rank in told([site(f"10.0.8.{place}") for place in places], file):
+        assert bool(rank.rdma) == expected

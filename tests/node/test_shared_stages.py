@@ -10,7 +10,7 @@ import pytest
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.placement import Cut, even_split
-from mlx_ring.cluster.planner.profiles import UNREACHABLE
+from mlx_ring.cluster.planner.profiles import UNREACHABLE, LinkProfile
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.trusted_interfaces import TrustedInterface
 from mlx_ring.node.seats import Stage
@@ -68,3 +68,13 @@ def test_a_link_is_trusted_where_both_ends_trust_an_interface_in_one_network() -
     broken = {frozenset("ad"): UNREACHABLE}
     links = with_trust(broken, [site("a"), site("b"), apart, site("d"), site("e", trusts=False)])
     assert {"".join(sorted(pair)) for pair, link in links.items() if link.trusted} == {"ab", "bd"}
+
+
+def test_collectives_take_what_was_measured_between_the_interfaces_that_are_trusted() -> None:
+    wireless, cable = LinkProfile(5e-3, 2e7), LinkProfile(50e-6, 4e9)
+    pairs = [frozenset("ab"), frozenset("bc"), frozenset("ac")]
+    measured = {pairs[0]: cable, pairs[1]: UNREACHABLE}
+    links = with_trust(dict.fromkeys(pairs, wireless), [site("a"), site("b"), site("c")], measured)
+    each = [(links[pair].seconds(1e6), links[pair].collective_seconds(1e6)) for pair in pairs]
+    slow = wireless.collective_seconds(1e6)
+    assert each == [(wireless.seconds(1e6), sums) for sums in (cable.collective_seconds(1e6), slow, slow)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from mlx_ring.core.config import quieten_grpc
+from mlx_ring.core.environment import quieten_grpc
 from mlx_ring.rpc.channels import make_aio_server, make_server
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.link_probe import LinkResponder

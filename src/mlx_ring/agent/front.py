@@ -11,7 +11,7 @@ import grpc
 from mlx_ring.agent.fetched_models import FetchedModels
 from mlx_ring.agent.loading import failed_load, load_workers, start_workers, told_failure, until_done
 from mlx_ring.agent.supervisor import Supervisor, Worker
-from mlx_ring.agent.trust import check_hosts, check_ways
+from mlx_ring.agent.trust import Trust, check_hosts, check_ways, trusted_devices
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.process_limits import usable_memory
@@ -69,7 +69,9 @@ class AgentFront:
         except BaseException:
             self._spawn(self._supervisor.stop(instance))
             raise
-        return agent_pb2.StartReply(workers=map(_started, workers))
+        return agent_pb2.StartReply(
+            workers=[_started(worker, self._supervisor.trusted) for worker in workers]
+        )
 
     def _check_start(self, request: agent_pb2.StartRequest) -> str:
         """The request's one instance. Raises where it cannot be started."""
@@ -199,9 +201,9 @@ def _fetched_so_far(request: agent_pb2.LoadStagesRequest, done: int, total: int)
     return agent_pb2.StageProgress(stage=first.stage, rank=first.rank, progress=report)
 
 
-def _started(worker: Worker) -> agent_pb2.StartedWorker:
+def _started(worker: Worker, trust: Trust) -> agent_pb2.StartedWorker:
     told = worker.status or worker_pb2.WorkerStatus()
-    return agent_pb2.StartedWorker(
+    started = agent_pb2.StartedWorker(
         stage=worker.stage,
         rank=worker.rank,
         pid=worker.child.pid,
@@ -211,3 +213,5 @@ def _started(worker: Worker) -> agent_pb2.StartedWorker:
         group_host=told.group_host,
         means=told.means,
     )
+    started.means.rdma_devices[:] = trusted_devices(told.means.rdma_devices, trust)
+    return started

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlx_ring.core.config import library_variable
+from mlx_ring.core.environment import library_variable
 from mlx_ring.rpc.protos import worker_pb2
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

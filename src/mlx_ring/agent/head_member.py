@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_ring.core.addresses import bracketed, parse_head_address
-from mlx_ring.core.config import let_grpc_speak, quieten_grpc
+from mlx_ring.core.environment import let_grpc_speak, quieten_grpc
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import make_run_folder
 from mlx_ring.core.running import recorded

@@ -19,7 +19,7 @@ from mlx_ring.agent.silence import Silence
 from mlx_ring.agent.trust import Trust
 from mlx_ring.agent.worker_environment import worker_environment
 from mlx_ring.core.child import GRACE_S, ChildProcess
-from mlx_ring.core.config import speaking_environment
+from mlx_ring.core.environment import speaking_environment
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.joined_ranks import asked_backend, joined_ranks, rank_in_group
@@ -209,7 +209,8 @@ class Supervisor:
         Raises:
             RingError: it cannot join them.
         """
-        self._places[instance] = await give_places(assignments, self._options.run_dir)
+        places = await give_places(assignments, self._options.run_dir)
+        self._places.setdefault(instance, []).extend(places)
 
     async def _report_end(self, worker: Worker) -> None:
         reason = await worker.child.wait()

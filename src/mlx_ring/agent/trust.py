@@ -1,17 +1,20 @@
 """Keeps MLX's collectives to where this machine's owner trusts them: they are neither encrypted nor authenticated.
 
-Whatever a head asks for, a rank listens on loopback or on an interface that was named here, and it is started only where its way
-to the next rank leaves by such a one.
+Whatever a head asks for, a rank listens on loopback or on an interface that was named here, and it is loaded only where its ways
+to the ranks that it exchanges with leave by such a one.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from mlx_ring.core.backends import devices_of
 from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.core.hostfile import RING_OF_JACCL
 from mlx_ring.core.trusted_interfaces import (
     FLAG,
     LOOPBACK,
@@ -19,10 +22,15 @@ from mlx_ring.core.trusted_interfaces import (
     source_address,
     trusted_interfaces,
 )
-from mlx_ring.rpc.joined_ranks import joined_ranks
+from mlx_ring.rpc.joined_ranks import backend_of, joined_ranks, rank_in_group
 from mlx_ring.rpc.protos import worker_pb2
 
 log = logging.getLogger(__name__)
+
+_RDMA = "rdma_"
+_VARIABLES = frozenset({RING_OF_JACCL})
+"""What a head may set for a group: anything else could have it spoken elsewhere."""
+_OF_ONE_MACHINE = frozenset({"mpi", "nccl"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,40 +70,69 @@ def check_hosts(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust)
         )
 
 
-def check_ways(assignments: Sequence[worker_pb2.StageAssignment], trust: Trust) -> None:
-    """Raises `PlanError` where a rank would listen elsewhere, or reach the next one of its group by another interface."""
-    own, nexts = _hosts(assignments, 0), _hosts(assignments, 1)
-    if not own | nexts:
-        return
-    allowed = {one.address for one in trust.now()[0]}
-    if strange := sorted(own - allowed):
-        raise PlanError(f"A rank was to listen on {strange[0]}, which no {FLAG} of this machine names.")
-    for host in sorted(nexts):
-        try:
-            source = source_address(host)
-        except OSError as error:
+def check_ways(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) -> None:
+    """Raises `PlanError` where the group of a rank would be spoken elsewhere than on loopback or a trusted interface."""
+    own, others = set[str](), set[str]()
+    for assignment in assignments:
+        if places := joined_ranks(assignment):
+            _check_told(assignment, len(places), trust)
+            place, backend = rank_in_group(assignment), backend_of(assignment)
+            own |= _hosts(assignment.group[place])
+            others |= _hosts(assignment.group[(place + 1) % len(places)])
+            # To rank 0 every rank of jaccl goes; from the one before it a rank of the ring is reached.
+            others |= _hosts(assignment.group[0]) if backend == "jaccl" else set[str]()
+            others |= _hosts(f"{assignment.group_from or LOOPBACK}:0")
+    if own | others:
+        _check_interfaces(own, others, {one.address for one in trust.now()[0]})
+
+
+def trusted_devices(devices: Iterable[str], trust: Trust) -> list[str]:
+    """Of RDMA devices, those of interfaces that are trusted: `rdma_en5` is that of `en5`, which needs no address for it."""
+    names = {*trust.named, *(one.name for one in trust.now()[0])}
+    return [device for device in devices if device.removeprefix(_RDMA) in names]
+
+
+def _check_told(assignment: worker_pb2.StageAssignment, ranks: int, trust: Trust) -> None:
+    """What a head adds to addresses may not lead anywhere else."""
+    backend, who = backend_of(assignment), f"The group of {assignment.instance}"
+    if len(assignment.group) != ranks:
+        raise PlanError(f"{who} has {ranks} ranks, and {len(assignment.group)} addresses were told.")
+    if foreign := sorted(assignment.group_environment.keys() - _VARIABLES):
+        raise PlanError(f"{who} was to be made with {foreign[0]}, which no head may set.")
+    if backend in _OF_ONE_MACHINE and (elsewhere := sorted(_hosts(",".join(assignment.group)))):
+        raise PlanError(
+            f"{who} was to reach {elsewhere[0]}, and {backend} joins workers of one machine alone."
+        )
+    if backend == "jaccl":
+        devices = devices_of(json.loads(assignment.rdma or "[]")[rank_in_group(assignment)])
+        if strange := sorted(set(devices) - set(trusted_devices(devices, trust))):
             raise PlanError(
-                f"This machine has no way to {host}, where the next rank listens: {error.strerror}."
+                f"{who} was to use {strange[0]}, of an interface that no {FLAG} of this machine names."
+            )
+
+
+def _check_interfaces(own: Iterable[str], others: Iterable[str], allowed: Collection[str]) -> None:
+    if strange := sorted(set(own) - set(allowed)):
+        raise PlanError(f"A rank was to listen on {strange[0]}, which no {FLAG} of this machine names.")
+    for host in sorted(others):
+        try:
+            # A name could lead elsewhere the next time.
+            source = source_address(str(ipaddress.IPv4Address(host)))
+        except (OSError, ValueError) as error:
+            raise PlanError(
+                f"This machine has no way to {host}, where another rank of the group is: {error}."
             ) from error
         # To an address of this machine itself nothing leaves it.
         if source not in {host, *allowed}:
             raise PlanError(
-                f"This machine's way to {host}, where the next rank listens, leaves by {source}, which no {FLAG} names: "
-                "see its routes, and that no two interfaces have the same network."
+                f"This machine's way to {host}, where another rank of the group is, leaves by {source}, which no {FLAG} "
+                "names: see its routes, and that no two interfaces have the same network."
             )
 
 
-def _hosts(assignments: Iterable[worker_pb2.StageAssignment], further: int) -> set[str]:
-    """Where ranks listen that come so many places after these, but for loopback."""
-    return {
-        host
-        for assignment in assignments
-        if (places := joined_ranks(assignment)) and assignment.group
-        for address in assignment.group[
-            (places.index((assignment.stage, assignment.rank)) + further) % len(places)
-        ].split(",")
-        if not _is_loopback(host := address.rpartition(":")[0])
-    }
+def _hosts(addresses: str) -> set[str]:
+    """Of addresses between commas, but for loopback."""
+    return {host for address in addresses.split(",") if not _is_loopback(host := address.rpartition(":")[0])}
 
 
 def _is_loopback(host: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.environment import inherited_environment
 
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 

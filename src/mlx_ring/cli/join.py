@@ -13,7 +13,8 @@ import typer
 from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.addresses import HeadAddress, bracketed, parse_head_address
 from mlx_ring.core.cluster_folders import node_folder
-from mlx_ring.core.config import Settings, let_grpc_speak, quieten_grpc, state_folder
+from mlx_ring.core.config import Settings, state_folder
+from mlx_ring.core.environment import let_grpc_speak, quieten_grpc
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.head_announcement import FoundHead
 from mlx_ring.core.logs import configure_logging

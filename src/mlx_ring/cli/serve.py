@@ -12,21 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from mlx_ring.core.addresses import local_url
-from mlx_ring.core.config import (
-    Settings,
-    allowed_values,
-    check_link,
-    check_ranks,
-    flag_name,
-    let_grpc_speak,
-    state_folder,
-)
+from mlx_ring.core.config import Settings, flag_name, state_folder
+from mlx_ring.core.environment import let_grpc_speak
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.launched import Launch, read_launch
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.machine import listen, node_name
 from mlx_ring.core.named_group import with_named_group
+from mlx_ring.core.rank_settings import check_link, check_ranks
 from mlx_ring.core.running import recorded
+from mlx_ring.core.setting_words import allowed_values
 from mlx_ring.core.settings_sources import load_settings
 from mlx_ring.core.vllm_names import PREFIX_CACHING_FLAG, VLLM_FLAGS
 

@@ -54,14 +54,21 @@ def _way(before: Trusting, node: Trusting, wish: str) -> GroupWay:
     for one in (before, node):
         if not one.trusted:
             raise PlanError(f"{wish} joins {before.node} and {node.node}: {_untrusting(one)}")
-    for theirs in before.trusted:
-        for ours in node.trusted:
-            if theirs.network == ours.network:
-                return GroupWay(ours.address, theirs.address)
+    if (way := way_between(before, node)) is not None:
+        return way
     raise PlanError(
         f"{wish} joins {before.node} and {node.node}, and the interfaces that they trust have no network in common: "
         f"{before.node} has {_told(before)}, {node.node} has {_told(node)}. Name others with {FLAG}."
     )
+
+
+def way_between(before: Trusting, node: Trusting) -> GroupWay | None:
+    """From one machine to another, by interfaces that both trust; None where they trust none in one network."""
+    for theirs in before.trusted:
+        for ours in node.trusted:
+            if theirs.network == ours.network:
+                return GroupWay(ours.address, theirs.address)
+    return None
 
 
 def _untrusting(node: Trusting) -> str:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from mlx_ring.agent.member import AGENT_LOCK
+from mlx_ring.agent.trust import Trust
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import node_folder
-from mlx_ring.core.config import Settings, inherited_environment, speaking_environment
+from mlx_ring.core.config import Settings
+from mlx_ring.core.environment import inherited_environment, speaking_environment
 from mlx_ring.core.machine import share_cores
 from mlx_ring.core.private_files import try_lock
+from mlx_ring.core.trusted_interfaces import FLAG, TrustedInterface
 
 _MODULE = "mlx_ring.agent.head_member"
 
@@ -46,4 +50,16 @@ def ensure_head_member(
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         env=speaking_environment(inherited_environment({})),
+    )
+
+
+def stale_trust(kept: Iterable[TrustedInterface], named: tuple[str, ...]) -> str:
+    """What is to be said of an earlier head's agent that trusts other interfaces than this head names; empty where it does not."""
+    trusted, wanted = (sorted(map(str, found)) for found in (kept, Trust(named).now()[0]))
+    if trusted == wanted:
+        return ""
+    return (
+        f"This machine's agent is an earlier head's: with collectives it trusts {', '.join(trusted) or 'nothing'}, and this head names "
+        f"{', '.join(wanted) or 'nothing'}. What the agent trusts holds; to have the other, stop this head, which ends the agent, and "
+        f"start it again with the {FLAG} that you mean."
     )

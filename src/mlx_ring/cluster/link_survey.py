@@ -32,16 +32,19 @@ class LinkEnd:
     """Which of its attendances: it may have moved since the last."""
     agent: AgentLink
     address_from: Callable[[str], str]
-    """Where another node, by its id, reaches what answers probes here."""
+    """Where another node, by its id, reaches what answers probes here; empty: there is nothing to measure, either way."""
 
 
 class LinkSurvey:
     """All that is known of the links between the nodes of a cluster."""
 
-    def __init__(self, node: str, clock: Callable[[], float] = time.time) -> None:
-        """`node` is the head's own; `clock` gives Unix seconds."""
+    def __init__(
+        self, node: str, clock: Callable[[], float] = time.time, *, keeps_problems: bool = False
+    ) -> None:
+        """`node` is the head's own; `clock` gives Unix seconds; with `keeps_problems` what did not work is not tried again."""
         self._node = node
         self._clock = clock
+        self._keeps_problems = keeps_problems
         self._found: dict[tuple[str, str], tuple[FoundLink, object]] = {}
         """By source and target, with what it holds for."""
         self._alone = asyncio.Lock()
@@ -66,6 +69,8 @@ class LinkSurvey:
 
     async def _measure_pair(self, one: LinkEnd, other: LinkEnd) -> None:
         """There and then back, unless nothing gets there."""
+        if not (other.address_from(one.node) and one.address_from(other.node)):
+            return
         if not (await self._known_or_measured(one, other)).problem:
             await self._known_or_measured(other, one)
 
@@ -80,7 +85,9 @@ class LinkSurvey:
         return measured
 
     def _is_good(self, known: FoundLink) -> bool:
-        return not known.problem and self._clock() - known.unix_time_s < MAX_AGE_S
+        if known.problem:
+            return self._keeps_problems
+        return self._clock() - known.unix_time_s < MAX_AGE_S
 
     async def _measure(self, source: LinkEnd, target: LinkEnd, address: str) -> FoundLink:
         try:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mlx_ring.cluster.agent_link import AgentLink
 from mlx_ring.core.child import ChildProcess
-from mlx_ring.core.config import Settings, inherited_environment
+from mlx_ring.core.config import Settings
+from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.launched import read_launch
 from mlx_ring.rpc.channels import open_aio_channel
 

@@ -78,7 +78,7 @@ def _best(ranks: Sequence[RankMeans], rdma: Sequence[Sequence[object]] | None) -
     without_jaccl = _problem("jaccl", ranks, rdma)
     if not without_jaccl:
         return Choice("jaccl", "every machine has RDMA devices, and the hostfile tells which lead where")
-    without_nccl = "NCCL listens on every network" if _machines(ranks) > 1 else _problem("nccl", ranks, rdma)
+    without_nccl = _problem("nccl", ranks, rdma)
     if not without_nccl:
         return Choice("nccl", "MLX is built for CUDA, and each rank has a GPU of its own")
     missed = [
@@ -103,7 +103,7 @@ def _problem(backend: Backend, ranks: Sequence[RankMeans], rdma: Sequence[Sequen
     if backend == "mpi" and _machines(ranks) > 1:
         return "MPI joins workers of one machine only, for nothing starts its processes on others: use ring"
     if backend == "nccl":
-        return _problem_of_nccl(ranks)
+        return "NCCL listens on every network: use ring" if _machines(ranks) > 1 else _problem_of_nccl(ranks)
     return _problem_of_jaccl(ranks, rdma) if backend == "jaccl" else ""
 
 
@@ -119,7 +119,7 @@ def _problem_of_jaccl(ranks: Sequence[RankMeans], rdma: Sequence[Sequence[object
         return "RDMA leads from machine to machine, and several of these workers are on one: use ring"
     without = [rank.machine for rank in ranks if not rank.rdma_devices]
     if without:
-        return f"{' and '.join(without)} has no RDMA device: {MENDS['jaccl']}"
+        return f"{' and '.join(without)} has no RDMA device on an interface that is trusted: {MENDS['jaccl']}"
     if rdma is None:
         return "nothing tells which RDMA device leads to which machine: name a hostfile with `rdma`"
     for rank, row in zip(ranks, rdma, strict=True):

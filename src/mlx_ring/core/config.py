@@ -1,6 +1,6 @@
 """Settings: one model that checks each value, and what they mean. `settings_sources.py` says where values come from.
 
-Of what these two leave, this is the one module that reads the environment.
+Of what these two leave, this module and `environment.py` alone read the environment.
 """
 
 from __future__ import annotations
@@ -8,12 +8,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Literal, cast
 
-from annotated_types import Ge, Gt, Le
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -21,20 +18,16 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
-from mlx_ring.core.backends import BACKENDS
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.old_names import strategy_of_today
 
 ENVIRONMENT_PREFIX = "MLX_RING_"
-_OUR_GRPC_LEVEL = "info"
-"""In small letters, which gRPC reads alike and nobody else writes: so it is known for ours."""
 SOCKET_PATH_LIMIT = 103
 """Bytes of a Unix socket's path: 104 with its end on macOS, 108 on Linux."""
 
@@ -334,225 +327,3 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
 def flag_name(field: str) -> str:
     """The flag of a field of `Settings`."""
     return "--" + field.replace("_", "-")
-
-
-def quieten_grpc() -> None:
-    """Keep gRPC's C library from writing its own untagged lines, in this process and in its children.
-
-    To be called before gRPC is imported. What matters it also tells through its errors.
-    """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
-
-def let_grpc_speak() -> None:
-    """Have gRPC's C library write why it refused a connection; `rpc/tls/handshakes.py` reads that off.
-
-    It reads its level when it is imported, and writes where there is none: a process that has inherited silence is to be
-    started as `speaking_environment` has it. A level that a person has set stays; children begin quiet again.
-    """
-    if os.environ.get("GRPC_VERBOSITY", "NONE") == "NONE":
-        os.environ["GRPC_VERBOSITY"] = _OUR_GRPC_LEVEL
-
-
-def quieten_transformers() -> None:
-    """Keep transformers from advising PyTorch, as mlx-lm does when it comes in whole. To be called before it is imported."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-
-
-def rank_shares(settings: Settings) -> tuple[float, ...]:
-    """Parts of every layer, by rank of a stage.
-
-    Raises:
-        ConfigError: there are not as many as ranks.
-    """
-    shares = settings.tp_shares
-    if not shares:
-        return (1.0,) * settings.tp
-    if settings.tp not in (1, len(shares)):
-        raise ConfigError(
-            f"--tp {settings.tp} shares every layer among so many workers, and --tp-shares has parts for {len(shares)}: "
-            "name as many, or leave --tp out."
-        )
-    return shares
-
-
-def shared_stages(settings: Settings) -> int:
-    """Of `--tp` beside `--nodes`: as many stages as are asked for, else so many that each rank has a machine."""
-    if settings.stages > 1:
-        return settings.stages
-    return max(1, settings.nodes // len(rank_shares(settings)))
-
-
-def check_ranks(settings: Settings) -> None:
-    """Raises `ConfigError` where ranks cannot go to machines as asked."""
-    ranks, nodes, stages = len(rank_shares(settings)), settings.nodes, settings.stages
-    if nodes == 1:
-        return
-    if ranks == 1:
-        if stages > 1:
-            raise ConfigError(
-                f"--stages {stages} splits the layers over processes of one machine, and with --nodes {nodes} each "
-                "machine of the plan is a stage: leave --stages out."
-            )
-        return
-    if settings.strategy not in {"auto", "custom"}:
-        raise ConfigError(
-            f"--strategy {settings.strategy} says which machine has what, and so does --tp {ranks} beside --nodes {nodes}: "
-            "leave one of them out."
-        )
-    stages = shared_stages(settings)
-    if stages * ranks % nodes:
-        near = ", ".join(str(number) for number in range(1, 9) if (stages * ranks) % number == 0)
-        raise ConfigError(
-            f"--tp {ranks} makes {stages * ranks} workers, which {nodes} machines cannot have evenly: use --nodes {near} or another --tp."
-        )
-    if stages * ranks // nodes % ranks:
-        _check_trust(settings, f"--tp {ranks} beside --nodes {nodes} has machines share layers")
-
-
-def _check_trust(settings: Settings, wish: str) -> None:
-    """Raises `ConfigError` where no interface is trusted with collectives."""
-    if not settings.trusted_interface:
-        raise ConfigError(
-            f"{wish}. MLX's collectives are neither encrypted nor authenticated, so they go to other machines only where both ends "
-            "trust an interface with it: name it with --trusted-interface, here and on each machine that joins."
-        )
-
-
-def check_link(settings: Settings) -> None:
-    """Raises `ConfigError` where stages cannot be linked as asked."""
-    link, stages, ranks = settings.link, settings.stages, len(rank_shares(settings))
-    _check_backend(settings, ranks)
-    if link == "grpc":
-        return
-    if settings.nodes > 1:
-        if link not in _LINKS_OF_MACHINES:
-            raise ConfigError(
-                f"--link {link} joins stages on one machine only, and --nodes is {settings.nodes}: use --link ring, or leave it out."
-            )
-        _check_trust(settings, f"--link {link} beside --nodes {settings.nodes} joins machines")
-        # Each machine of the plan is a stage.
-        stages = settings.nodes
-    if ranks > 1:
-        raise ConfigError(
-            f"--link {link} needs MLX's one group of a process for the stages, and --tp {ranks} needs it for the ranks of each: "
-            "leave one of them out."
-        )
-    if stages == 1:
-        raise ConfigError(
-            f"--link {link} carries activations between stages, and there is one: add --stages 2, or leave --link out."
-        )
-    if link in _LINKS_OF_TWO and stages not in {1, 2}:
-        raise ConfigError(
-            f"--link {link} {_LINKS_OF_TWO[link]}, so it joins two stages, and {stages} were asked for: "
-            "use --link ring or grpc."
-        )
-
-
-def _check_backend(settings: Settings, ranks: int) -> None:
-    """Raises `ConfigError` where MLX would join nothing, or the link is another backend's."""
-    backend, link = settings.backend, settings.link
-    if backend == "auto":
-        return
-    if ranks == 1 and link == "grpc":
-        raise ConfigError(
-            f"--backend {backend} joins workers that share layers, or stages that collectives link, and there are none: "
-            "add --tp 2 or --link allreduce, or leave --backend out."
-        )
-    if link in BACKENDS and link != backend:
-        raise ConfigError(
-            f"--link {link} is over MLX's backend {link}, and --backend is {backend}: leave one of them out."
-        )
-    if link == "allreduce" and backend == "jaccl":
-        raise ConfigError(
-            "--link allreduce is for backends that cannot send, and jaccl can: use --link jaccl."
-        )
-    if settings.nodes > 1 and link == "allreduce" and backend in {"mpi", "nccl"}:
-        raise ConfigError(
-            f"--backend {backend} joins workers of one machine, and with --nodes {settings.nodes} each is on one of its own: "
-            "use --backend ring."
-        )
-
-
-def library_variable(name: str) -> str:
-    """What a library of this process would read of the environment; empty where nothing is set."""
-    return os.environ.get(name, "")
-
-
-def set_for_libraries(variables: Mapping[str, str]) -> None:
-    """What libraries of this process read of the environment from now on, where they offer no other way."""
-    os.environ.update(variables)
-
-
-def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process with changes: what a child is started with."""
-    inherited = dict(os.environ)
-    if inherited.get("GRPC_VERBOSITY") == _OUR_GRPC_LEVEL:
-        inherited["GRPC_VERBOSITY"] = "NONE"
-    return inherited | dict(changes)
-
-
-def speaking_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """For a child whose lines are read: its gRPC writes why it refused a connection. A level that a person has set stays."""
-    told = {} if environment.get("GRPC_VERBOSITY", "NONE") != "NONE" else {"GRPC_VERBOSITY": _OUR_GRPC_LEVEL}
-    return dict(environment) | told
-
-
-_LINKS_OF_MACHINES = ("ring", "allreduce", "jaccl")
-"""That join stages on several."""
-_LINKS_OF_TWO = {
-    "allreduce": "is a sum in which every stage would take part for every other's activations",
-    "nccl": "is a sum in which every stage would take part for every other's activations",
-    "mpi": "is used by MLX for one thread, and a stage between others sends while it receives",
-}
-"""Links that join two stages only, and why."""
-
-_IN_WORDS = {
-    ("kv_cache_memory", "weights_limit", "memory_limit", "model_memory"): (
-        "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
-    ),
-    ("proportions",): "shares with commas between them, as 0.7,0.3",
-    ("tp_shares",): "numbers above 0 with commas between them, as 3,1",
-    (
-        "trusted_interface",
-    ): "names of interfaces or networks with commas between them, as thunderbolt0 or 10.0.8.0/24",
-}
-"""What some settings take, which their types do not tell."""
-
-
-def allowed_values(field: FieldInfo) -> str:
-    """What a field takes, in words: "a whole number from 0 to 65535"."""
-    for names, words in _IN_WORDS.items():
-        if any(field is Settings.model_fields[name] for name in names):
-            return words
-    kind, constraints = _unwrap(field.annotation, list(field.metadata))
-    if get_origin(kind) is Literal:
-        *most, last = (str(choice) for choice in get_args(kind))
-        return f"{', '.join(most)} or {last}"
-    if kind is int:
-        return _number_range("a whole number", constraints)
-    if kind is float:
-        return _number_range("a number", constraints)
-    if kind is Path:
-        return "a path"
-    return "names separated by commas" if get_origin(kind) is tuple else "a text that is not empty"
-
-
-def _unwrap(annotation: object, constraints: list[object]) -> tuple[object, list[object]]:
-    """The type inside `Annotated[... | None, ...]`, and every constraint on the way."""
-    if get_origin(annotation) is Annotated:
-        inner, *more = get_args(annotation)
-        found: list[object] = []
-        for item in more:
-            found += item.metadata if isinstance(item, FieldInfo) else [item]
-        return _unwrap(inner, constraints + found)
-    if get_origin(annotation) in (Union, UnionType):
-        return _unwrap(next(part for part in get_args(annotation) if part is not type(None)), constraints)
-    return annotation, constraints
-
-
-def _number_range(noun: str, constraints: list[object]) -> str:
-    low = next((str(item.ge) for item in constraints if isinstance(item, Ge)), "")
-    above = next((str(item.gt) for item in constraints if isinstance(item, Gt)), "")
-    high = next((str(item.le) for item in constraints if isinstance(item, Le)), "")
-    return f"{noun} above {above}, at most {high}" if above else f"{noun} from {low} to {high}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from mlx_ring.core.config import library_variable
+from mlx_ring.core.environment import library_variable
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.hostfile import Host, Hostfile, is_loopback, load_hostfile
 

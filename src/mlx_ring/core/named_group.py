@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from mlx_ring.core.backends import AUTO, BACKENDS
-from mlx_ring.core.config import Settings, rank_shares, set_for_libraries
+from mlx_ring.core.config import Settings
+from mlx_ring.core.environment import set_for_libraries
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.hostfile import RING_OF_JACCL, Hostfile, load_hostfile
 from mlx_ring.core.launched import read_launch
+from mlx_ring.core.rank_settings import may_share_by_plan, rank_shares
 
 
 def with_named_group(settings: Settings) -> Settings:
@@ -43,7 +45,7 @@ def named_machines(settings: Settings) -> Hostfile | None:
 
 def _backend_of(settings: Settings, hosts: Hostfile) -> dict[str, object]:
     is_open = settings.backend == AUTO and settings.link not in BACKENDS
-    is_wanted = settings.link != "grpc" or len(rank_shares(settings)) > 1
+    is_wanted = settings.link != "grpc" or len(rank_shares(settings)) > 1 or may_share_by_plan(settings)
     return (
         {"backend": hosts.backend} if hosts.backend and is_open and (is_wanted or settings.nodes == 1) else {}
     )

@@ -141,7 +141,7 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "WORKER_HOSTS": _CLUSTER_FILE,
     "WORKER_SSH": _CLUSTER_FILE,
     "SOCKET_PATH": "sockets lie in a private folder, and MLX_RING_RUN_DIR says where that is made",
-    "DISTRIBUTED_BACKEND": "stages speak over mutual TLS, and there is no ring or jaccl to choose yet",
+    "DISTRIBUTED_BACKEND": "stages speak over mutual TLS unless --link says otherwise, and --backend chooses for workers that MLX joins",
     "MAX_PROMPT_LEN_BYTES": (
         "MLX_RING_MAX_MODEL_LEN bounds prompts in tokens, and MLX_RING_MAX_REQUEST_MB requests in MiB"
     ),

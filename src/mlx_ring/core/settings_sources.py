@@ -14,9 +14,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_settings import DotEnvSettingsSource, EnvSettingsSource
 
-from mlx_ring.core.config import ENVIRONMENT_PREFIX, Settings, allowed_values, flag_name
+from mlx_ring.core.config import ENVIRONMENT_PREFIX, Settings, flag_name
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.old_names import is_old, of_today
+from mlx_ring.core.setting_words import allowed_values
 from mlx_ring.core.vllm_names import field_of_key
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from typing import Any
 
 from mlx_ring.core.architectures import require_cuttable
 from mlx_ring.core.bare_package import import_bare
-from mlx_ring.core.config import Settings, quieten_transformers
+from mlx_ring.core.config import Settings
+from mlx_ring.core.environment import quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
 from mlx_ring.core.model_folder import ModelFolder, has_tokenizer
 from mlx_ring.core.model_source import LocalModel, find_model

@@ -13,8 +13,7 @@ from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.decode_bytes import decode_bytes
 from mlx_ring.cluster.deployment import Site, address_of
-from mlx_ring.cluster.found_links import FoundLink, hops_told, link_profiles
-from mlx_ring.cluster.link_survey import LinkEnd, LinkSurvey
+from mlx_ring.cluster.found_links import FoundLink, hops_told
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.cluster.placement import Cut, balanced_split, even_split
 from mlx_ring.cluster.planner.forecast import Forecast
@@ -26,17 +25,19 @@ from mlx_ring.cluster.planner.plan import Plan
 from mlx_ring.cluster.planner.profiles import ClusterProfile, LinkProfile, NodeProfile
 from mlx_ring.cluster.planner.replicas import place_replicas
 from mlx_ring.cluster.planner.stage_tables import Demand
-from mlx_ring.core.config import Settings, rank_shares, shared_stages
+from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.machine_profile import MachineProfile
 from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.core.rank_settings import rank_shares, shared_stages
 from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.kv_limits import KEPT_TOKENS
 from mlx_ring.engine.served_model import ServedModel, widens_half_precision
+from mlx_ring.node.link_surveys import LinkSurveys
 from mlx_ring.node.seats import Stage, seats_of_plan, seats_on, with_ways
-from mlx_ring.node.shared_stages import share_stages, with_trust
+from mlx_ring.node.shared_stages import share_stages
 from mlx_ring.node.wishes import proportional_stages, wished
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.joined_ranks import GRPC
@@ -150,7 +151,7 @@ async def arrange_cluster(
     control: Control,
     membership: Membership,
     sites: Sequence[Site],
-    survey: LinkSurvey,
+    surveys: LinkSurveys,
 ) -> Arrangement:
     """Plan for the members that are there.
 
@@ -159,12 +160,11 @@ async def arrange_cluster(
     Raises:
         PlanError: the machines cannot hold the model as promised.
     """
-    found = await survey.take(link_ends(membership, sites))
+    found, links = await surveys.take_all(membership, sites)
     nodes = _nodes(control, membership, others.taken)
     allowed = [node for node in nodes if order.only is None or node.name in order.only]
     # Where siblings have every node, they share them.
     apart = [node for node in allowed or nodes if node.name not in others.siblings]
-    links = with_trust(link_profiles(found), sites)
     cluster = ClusterProfile(tuple(apart or allowed or nodes), links)
     by_node = {site.node: with_throughput(site, found) for site in sites}
     if len(rank_shares(order.settings)) > 1:
@@ -310,25 +310,6 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
             )
         )
     return sites
-
-
-def link_ends(membership: Membership, sites: Sequence[Site]) -> list[LinkEnd]:
-    """The members whose links can be measured, at the addresses that activations take."""
-
-    def end(site: Site, member: Member) -> LinkEnd:
-        return LinkEnd(
-            site.node,
-            member.came,
-            site.link,
-            lambda other: address_of(site.host_for(other), member.links_port),
-        )
-
-    members = membership.members
-    return [
-        end(site, member)
-        for site in sites
-        if (member := members.get(site.node)) is not None and member.links_port
-    ]
 
 
 def with_throughput(site: Site, found: Iterable[FoundLink]) -> Site:

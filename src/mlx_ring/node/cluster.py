@@ -18,9 +18,8 @@ from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of
-from mlx_ring.cluster.found_links import FoundLink, link_profiles
-from mlx_ring.cluster.head_member import ensure_head_member
-from mlx_ring.cluster.link_survey import LinkSurvey
+from mlx_ring.cluster.found_links import FoundLink
+from mlx_ring.cluster.head_member import ensure_head_member, stale_trust
 from mlx_ring.cluster.membership import Came, Event, Membership, Went
 from mlx_ring.cluster.placement import Cut
 from mlx_ring.cluster.quarantine_book import QuarantineBook
@@ -37,13 +36,12 @@ from mlx_ring.node.arrangement import (
     arrange_as_loaded,
     arrange_cluster,
     cluster_sites,
-    link_ends,
     offered,
     plan_replicas,
 )
 from mlx_ring.node.instance import Epoch, assign
+from mlx_ring.node.link_surveys import LinkSurveys
 from mlx_ring.node.machines import Declared, HeedLoss, new_instance
-from mlx_ring.node.shared_stages import with_trust
 from mlx_ring.node.status import Standing
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
@@ -94,11 +92,12 @@ class Cluster:
         """What an earlier head left loaded, by model."""
         self._highest_epoch = 0
         self._own_agent: subprocess.Popen[bytes] | None = None
-        self._survey = LinkSurvey(control.node)
+        self._surveys = LinkSurveys(control.node)
+        self._warned: set[str] = set()
 
     @property
     def links(self) -> Sequence[LinkInfo]:
-        return tuple(map(_link_info, self._survey.found))
+        return tuple(map(_link_info, self._surveys.found))
 
     async def territories(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         membership = await self._attending(nodes)
@@ -114,8 +113,7 @@ class Cluster:
                 declared.settings.replicas is None and declared.settings.aim == "latency"
             ):
                 return [None]
-            found = await self._survey.take(link_ends(membership, sites))
-            links = with_trust(link_profiles(found), sites)
+            _, links = await self._surveys.take_all(membership, sites)
         finally:
             await _close(sites)
         plans = await self._steadily(
@@ -164,7 +162,18 @@ class Cluster:
                 HeadAddress(own_host, self._address.port),
             )
             self._own_agent = started or self._own_agent
-        return await control.wait_for(nodes, including=control.node)
+        membership = await control.wait_for(nodes, including=control.node)
+        if self._own_agent is None:
+            self._warn_of(
+                stale_trust(membership.members[control.node].trusted, self._settings.trusted_interface)
+            )
+        return membership
+
+    def _warn_of(self, problem: str) -> None:
+        """Once for each, however often it is looked at."""
+        if problem and problem not in self._warned:
+            self._warned.add(problem)
+            log.warning("%s", problem)
 
     async def next_epoch(self, order: Order) -> Epoch:
         membership = await self._attending(order.nodes)
@@ -196,7 +205,7 @@ class Cluster:
         others = self._others(order.served.names[0])
         return await self._steadily(
             membership,
-            lambda members: arrange_cluster(order, others, self._control, members, sites, self._survey),
+            lambda members: arrange_cluster(order, others, self._control, members, sites, self._surveys),
         )
 
     async def _steadily(
@@ -287,7 +296,7 @@ class Cluster:
             for node, state in found.workers
         ]
         own = tuple(by_node[node] for node, _ in found.workers)
-        links = link_profiles(self._survey.found)
+        links = self._surveys.profiles(sites)
         others = self._others(order.served.names[0])
         arrangement = arrange_as_loaded(order, others, self._control, membership, found, own, links)
         self._live[found.instance] = _live(order, arrangement)
@@ -356,7 +365,7 @@ class Cluster:
                 left.instance for of_model in self._left.values() for left in of_model
             }
             await self._end_unwanted(new, [event for event in found if event is not None], wanted)
-            await self._survey.take(link_ends(membership, sites))
+            await self._surveys.take(membership, sites)
         except RingError as error:
             log.warning("%s came, and was not made ready: %s", ", ".join(sorted(nodes)), error)
         finally:

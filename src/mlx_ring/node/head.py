@@ -22,10 +22,11 @@ from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.discovery import announcing
 from mlx_ring.core.addresses import HeadAddress, local_url
 from mlx_ring.core.cluster_folders import manifests_folder
-from mlx_ring.core.config import Settings, rank_shares, state_folder
+from mlx_ring.core.config import Settings, state_folder
 from mlx_ring.core.head_announcement import HeadAnnouncement
 from mlx_ring.core.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.core.model_digests import manifest_of_folder
+from mlx_ring.core.rank_settings import rank_shares
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.catalog import Catalog

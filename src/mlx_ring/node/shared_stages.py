@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.group_ways import way_between
 from mlx_ring.cluster.placement import Cut
 from mlx_ring.cluster.planner.profiles import ETHERNET, UNREACHABLE, LinkProfile
 from mlx_ring.core.errors import PlanError
@@ -53,14 +54,21 @@ def _choices(sites: Sequence[Site], number: int) -> list[Sequence[Site]]:
 
 
 def with_trust(
-    links: Mapping[frozenset[str], LinkProfile], sites: Sequence[Site]
+    links: Mapping[frozenset[str], LinkProfile],
+    sites: Sequence[Site],
+    measured: Mapping[frozenset[str], LinkProfile] | None = None,
 ) -> dict[frozenset[str], LinkProfile]:
-    """Links, with those trusted over which collectives may go: both ends trust an interface, in one network."""
+    """Links, with those trusted over which collectives may go: both ends trust an interface, in one network.
+
+    Args:
+        links: that activations take.
+        sites: the machines.
+        measured: links between interfaces that are trusted, where they are others.
+    """
     known = dict(links)
     for one, other in combinations(sites, 2):
-        networks = {trusted.network for trusted in one.trusted}
         pair = frozenset((one.node, other.node))
-        link = known.get(pair, ETHERNET)
-        if link != UNREACHABLE and networks & {trusted.network for trusted in other.trusted}:
-            known[pair] = replace(link, trusted=True)
+        link, own = known.get(pair, ETHERNET), (measured or {}).get(pair, UNREACHABLE)
+        if link != UNREACHABLE and way_between(one, other) is not None:
+            known[pair] = replace(link, trusted=True, collective=None if own == UNREACHABLE else own)
     return known

@@ -22,8 +22,10 @@ from mlx_ring.worker.lean_start import import_mlx_lm
 from mlx_ring.worker.turns import take_long_turns, take_short_turns
 
 _END_WITHIN_S = 1.0
-_HEAD_ONLY = (LOAD.path, STEPS.path, STATUS.path)
-"""Nodes send activations to each other; the rest is the head's, and this machine's agent's over the Unix socket."""
+_HEAD_ONLY = (STEPS.path, STATUS.path)
+"""Nodes send activations to each other; this is the head's."""
+_LOCAL_ONLY = (LOAD.path,)
+"""This machine's agent's, over the Unix socket: it looks first at where a group of MLX's would be spoken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, stop)
     # gRPC's threads are short of work and must be quick; this one computes.
     take_short_turns()
-    guard = PeerGuard(reach.revoked.refusal, _HEAD_ONLY)
+    guard = PeerGuard(reach.revoked.refusal, _HEAD_ONLY, _LOCAL_ONLY)
     reach.end_refused = guard.end_refused
     server = make_server(threads=16, interceptors=[guard])
     server.add_generic_rpc_handlers((front.handler(),))

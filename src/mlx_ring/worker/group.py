@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_ring.core.config import set_for_libraries
+from mlx_ring.core.environment import set_for_libraries
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks, rank_in_group
 from mlx_ring.rpc.protos import worker_pb2
@@ -79,7 +79,7 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
             f"{backend} made this worker rank {group.rank()} of {group.size()}, and it is rank {place} of {len(places)}: "
             f"use another --backend than {backend}."
         )
-    if backend == "ring" and port is not None and assignment.group[place] == f"{port.host}:{port.number}":
-        check_neighbour(port.number, assignment.group_from)
+    if backend == "ring":
+        check_neighbour(assignment.group[place], assignment.group_from)
     log.info("rank %d of %d of %s, joined in %.2f s", place, len(places), backend, time.monotonic() - started)
     return group

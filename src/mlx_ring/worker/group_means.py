@@ -8,7 +8,7 @@ import sys
 import mlx.core as mx
 
 from mlx_ring.core.backends import BACKENDS
-from mlx_ring.core.config import library_variable, set_for_libraries
+from mlx_ring.core.environment import library_variable, set_for_libraries
 from mlx_ring.rpc.protos import worker_pb2
 
 _MPI, _JACCL = "mpi", "jaccl"

@@ -2,7 +2,7 @@
 
 ring: `MLX_HOSTFILE`, addresses by rank. mpi: what the agent says, which gives the places. jaccl: `MLX_IBV_DEVICES`, the matrix
 of RDMA devices, and `MLX_JACCL_COORDINATOR`, where rank 0 tells the others how to reach it. nccl: `NCCL_HOST_IP` and
-`NCCL_PORT`, the same, and `MLX_WORLD_SIZE`. All but mpi: `MLX_RANK`.
+`NCCL_PORT`, the same, `MLX_WORLD_SIZE`, and `NCCL_SOCKET_IFNAME`. All but mpi: `MLX_RANK`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,15 @@ def _of_jaccl(place: int, assignment: worker_pb2.StageAssignment, folder: Path) 
 
 
 def _of_nccl(place: int, assignment: worker_pb2.StageAssignment, _folder: Path) -> Variables:
+    """All ranks are on one machine: NCCL itself would listen on the first network that is not loopback, for as long as it lives."""
     host, _, port = assignment.group[0].rpartition(":")
     return {
         "NCCL_HOST_IP": host,
         "NCCL_PORT": port,
         "MLX_RANK": str(place),
         "MLX_WORLD_SIZE": str(len(assignment.group)),
+        # `=`: this interface, and none whose name begins so.
+        "NCCL_SOCKET_IFNAME": "=lo",
     }
 
 

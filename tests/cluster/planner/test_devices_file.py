@@ -64,7 +64,7 @@ def test_a_hostfile_gives_ssh_and_the_interface_for_tensors() -> None:
         ("127.0.0.1", "192.168.5.2", True),
         ("mini1@192.168.5.1", "192.168.5.1", False),
     ]
-    assert file.notes == ("rdma does nothing yet: activations go over TCP, by the first address of `ips`.",)
+    assert file.notes == ("rdma does nothing here: `serve` takes it from --hostfile.",)
 
 
 def test_a_plan_without_the_machines_goes_by_memory_and_cores() -> None:

@@ -287,6 +287,14 @@ def test_replicas_and_sharing_are_weighed_by_the_tokens_of_all() -> None:
     assert speed(None) * 1.02 >= max(speed(1), speed(2))
 
 
+def test_what_fits_only_where_layers_are_shared_is_planned_without_replicas() -> None:
+    model = shared_model(1, layer_bytes=6_000_000_000)
+    cluster = trusting(node_of("a", 5), node_of("b", 5), link=QUICK)
+    asked = wish(aim="throughput", demand=Demand(1024, 2))
+    (plan,) = place_replicas(model, cluster, asked, None)
+    assert plan.kind == "tensor"
+
+
 def test_no_group_has_machines_that_do_not_reach_each_other() -> None:
     cluster = replace(trusting(*PAIR, link=QUICK), links={frozenset("ab"): UNREACHABLE})
     search = SharedLayers(shared_model(), cluster, Promise(SMALL, "latency", 1024))

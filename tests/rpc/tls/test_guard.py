@@ -92,6 +92,18 @@ def test_what_only_the_head_may_is_refused_to_nodes(authority: Authority) -> Non
     assert asyncio.run(run()) == "mini-1 called /mlx_ring.Agent/Stop, which only the head may."
 
 
+def test_what_only_this_machine_may_is_refused_to_the_head_too(authority: Authority) -> None:
+    guard = AioPeerGuard(Revoked().refusal, local_only=(f"/{AGENT_SERVICE}/",))
+
+    async def run() -> str:
+        async with listening(node_credentials(authority, "studio-1"), guard) as address:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stop(address, authority.head_credentials(), STUDIO)
+        return caught.value.details() or ""
+
+    assert asyncio.run(run()).endswith(" called /mlx_ring.Agent/Stop, which only this machine's agent may.")
+
+
 async def _events(
     _request: agent_pb2.WatchRequest, _context: grpc.aio.ServicerContext[object, object]
 ) -> AsyncIterator[agent_pb2.AgentEvent]:

@@ -28,7 +28,7 @@ from mlx_ring.rpc.tls.names import HEAD_NAME
 SERVER = """
 import sys, os
 from pathlib import Path
-from mlx_ring.core.config import let_grpc_speak, quieten_grpc
+from mlx_ring.core.environment import let_grpc_speak, quieten_grpc
 quieten_grpc()
 let_grpc_speak()
 from mlx_ring.core.logs import configure_logging

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 from tests.open_mpi import mpi_places
 
-from mlx_ring.core.config import set_for_libraries
+from mlx_ring.core.environment import set_for_libraries
 from mlx_ring.rpc.channels import make_server
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.environment import inherited_environment
 
 _RANK = Path(__file__).with_name("rank.py")
 _WITHIN_S = 120.0

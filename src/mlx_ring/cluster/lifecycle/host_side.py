@@ -20,7 +20,7 @@ from mlx_ring.cluster.lifecycle.about import About
 from mlx_ring.cluster.lifecycle.arguments import logs_folder
 from mlx_ring.cluster.lifecycle.programs import OWN_PROGRAM, own_versions
 from mlx_ring.core.cluster_folders import node_folder
-from mlx_ring.core.config import inherited_environment
+from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, HostFailed
 from mlx_ring.core.model_source import builtin_names
 from mlx_ring.core.private_files import make_private_folder, read_private

@@ -79,8 +79,6 @@ class DevicesFile:
     """A folder of packages, where machines of another system are sent some; empty where there is none."""
     notes: tuple[str, ...] = ()
     """What stands in the file and does nothing here, in sentences."""
-    hosts: Hostfile | None = None
-    """The file, where it is one of MLX's; its hosts are the devices, in their order."""
 
     @property
     def coordinator(self) -> Device:
@@ -259,14 +257,14 @@ def _read_sharding(entry: object, devices: int, where: str) -> tuple[str, tuple[
 
 def _of_hosts(hosts: Hostfile, where: str) -> DevicesFile:
     devices = [Device(name=host.ssh, ssh=host.ssh, address=next(iter(host.ips), "")) for host in hosts.hosts]
-    return DevicesFile(_one_coordinator(devices, where), notes=tuple(_unused(hosts)), hosts=hosts)
+    return DevicesFile(_one_coordinator(devices, where), notes=tuple(_unused(hosts)))
 
 
 def _unused(hosts: Hostfile) -> Iterator[str]:
     if hosts.rdma is not None:
-        yield "rdma does nothing yet: activations go over TCP, by the first address of `ips`."
+        yield "rdma does nothing here: `serve` takes it from --hostfile."
     if hosts.backend:
-        yield f"backend {hosts.backend} does nothing yet: activations go over TCP."
+        yield f"backend {hosts.backend} does nothing here: `serve` takes it from --hostfile."
     if hosts.variables:
         yield f"envs does nothing: set {', '.join(hosts.variables)} on the machines themselves."
 

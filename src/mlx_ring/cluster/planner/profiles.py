@@ -124,6 +124,8 @@ class LinkProfile:
     """Of the round trip, what our own frames and their encryption take, where it was measured with them."""
     trusted: bool = False
     """Whether collectives may run here, which are neither encrypted nor authenticated."""
+    collective: LinkProfile | None = None
+    """What they take between the interfaces that are trusted, where that is another link and was measured; None: this one."""
 
     def seconds(self, nbytes: float) -> float:
         """One way."""
@@ -131,6 +133,8 @@ class LinkProfile:
 
     def collective_seconds(self, nbytes: float) -> float:
         """One way, for a part of a collective: over a plain connection, by threads that hand over to each other."""
+        if self.collective is not None:
+            return self.collective.collective_seconds(nbytes)
         wire_s = max(0.0, self.round_trip_s - self.frames_s) / 2
         return wire_s + _COLLECTIVE_HOP_S + nbytes / self.bandwidth
 

@@ -51,8 +51,11 @@ def place_replicas(
         if sets and speed > best[0] * (_WORTH if best[1] else 0.0):
             best = (speed, sets)
     if not best[1]:
-        # One pipeline over all says best what is missing.
+        # One over all machines says best what is missing.
         whole = place(model, cluster, wish)
+        if count is None:
+            # Nothing fits but layers that are shared.
+            return (whole,)
         raise PlanError(
             f"{len(cluster.nodes)} machines cannot hold {count} replicas of {model.name}; one over "
             f"{len(whole.stages)} of them fits. Ask for fewer, for a shorter context or for fewer sequences."

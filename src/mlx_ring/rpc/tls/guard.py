@@ -1,7 +1,7 @@
 """Asks at every call who calls: a server interceptor, for threads and for an event loop.
 
-TLS itself refuses strangers; this refuses machines that TLS lets in: removed ones, and
-nodes that ask for what only the head may. Over a Unix socket nobody is asked.
+TLS itself refuses strangers; this refuses machines that TLS lets in: removed ones, nodes that ask for what only the
+head may, and all that ask for what only this machine may. Over a Unix socket nobody is asked.
 """
 
 from __future__ import annotations
@@ -51,15 +51,19 @@ class _Caller:
 class _Rules:
     """What both interceptors ask."""
 
-    def __init__(self, refusal: Refusal, head_only: Collection[str] = ()) -> None:
+    def __init__(
+        self, refusal: Refusal, head_only: Collection[str] = (), local_only: Collection[str] = ()
+    ) -> None:
         """Take the rules.
 
         Args:
             refusal: asked at each call, such as `Revoked().refusal`.
             head_only: paths of methods, or services as `/mlx_ring.Agent/`, that nodes may not call.
+            local_only: those that no other machine may call, the head's neither.
         """
         self._refusal = refusal
         self._head_only = tuple(head_only)
+        self._local_only = tuple(local_only)
 
     def objection(self, method: str, caller: _Caller) -> str:
         """Why this call is refused, logged; empty where it is not."""
@@ -68,6 +72,8 @@ class _Rules:
             reason = self._refusal(peer)
             if not reason and method.startswith(self._head_only) and not peer.is_head:
                 reason = f"{peer} called {method}, which only the head may."
+            if not reason and method.startswith(self._local_only):
+                reason = f"{peer} called {method}, which only this machine's agent may."
         if reason:
             log.warning("refused a call of %s from %s: %s", method, caller.address, reason)
         return reason
@@ -76,9 +82,11 @@ class _Rules:
 class PeerGuard(_Rules, grpc.ServerInterceptor):
     """For `make_server`."""
 
-    def __init__(self, refusal: Refusal, head_only: Collection[str] = ()) -> None:
+    def __init__(
+        self, refusal: Refusal, head_only: Collection[str] = (), local_only: Collection[str] = ()
+    ) -> None:
         """Take the rules."""
-        super().__init__(refusal, head_only)
+        super().__init__(refusal, head_only, local_only)
         self._running: dict[grpc.ServicerContext, tuple[str, _Caller]] = {}
         """Methods and callers of calls from other machines that go on."""
         self._lock = threading.Lock()
@@ -137,9 +145,11 @@ class _Running:
 class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
     """For `make_aio_server`. The server's functions are coroutines or async generators."""
 
-    def __init__(self, refusal: Refusal, head_only: Collection[str] = ()) -> None:
+    def __init__(
+        self, refusal: Refusal, head_only: Collection[str] = (), local_only: Collection[str] = ()
+    ) -> None:
         """Take the rules, as `PeerGuard` does."""
-        super().__init__(refusal, head_only)
+        super().__init__(refusal, head_only, local_only)
         self._running: dict[asyncio.Task[Any], _Running] = {}
 
     def end_refused(self) -> int:

@@ -1,0 +1,56 @@
+"""What libraries of this process and its children find in the environment. Settings of ours come by `config.py`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+_OUR_GRPC_LEVEL = "info"
+"""In small letters, which gRPC reads alike and nobody else writes: so it is known for ours."""
+
+
+def quieten_grpc() -> None:
+    """Keep gRPC's C library from writing its own untagged lines, in this process and in its children.
+
+    To be called before gRPC is imported. What matters it also tells through its errors.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def let_grpc_speak() -> None:
+    """Have gRPC's C library write why it refused a connection; `rpc/tls/handshakes.py` reads that off.
+
+    It reads its level when it is imported, and writes where there is none: a process that has inherited silence is to be
+    started as `speaking_environment` has it. A level that a person has set stays; children begin quiet again.
+    """
+    if os.environ.get("GRPC_VERBOSITY", "NONE") == "NONE":
+        os.environ["GRPC_VERBOSITY"] = _OUR_GRPC_LEVEL
+
+
+def quieten_transformers() -> None:
+    """Keep transformers from advising PyTorch, as mlx-lm does when it comes in whole. To be called before it is imported."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def library_variable(name: str) -> str:
+    """What a library of this process would read of the environment; empty where nothing is set."""
+    return os.environ.get(name, "")
+
+
+def set_for_libraries(variables: Mapping[str, str]) -> None:
+    """What libraries of this process read of the environment from now on, where they offer no other way."""
+    os.environ.update(variables)
+
+
+def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process with changes: what a child is started with."""
+    inherited = dict(os.environ)
+    if inherited.get("GRPC_VERBOSITY") == _OUR_GRPC_LEVEL:
+        inherited["GRPC_VERBOSITY"] = "NONE"
+    return inherited | dict(changes)
+
+
+def speaking_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """For a child whose lines are read: its gRPC writes why it refused a connection. A level that a person has set stays."""
+    told = {} if environment.get("GRPC_VERBOSITY", "NONE") != "NONE" else {"GRPC_VERBOSITY": _OUR_GRPC_LEVEL}
+    return dict(environment) | told

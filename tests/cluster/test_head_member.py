@@ -1,0 +1,24 @@
+"""The agent of the head's own machine, where an earlier head has started it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mlx_ring.cluster.head_member import stale_trust
+from mlx_ring.core.trusted_interfaces import trusted_interfaces
+
+
+@pytest.mark.parametrize(
+    ("kept", "named", "said"),
+    [
+        ((), ("127.0.0.1",), r"it trusts nothing, and this head names \w+ \(127\.0\.0\.1\)\."),
+        (("127.0.0.1",), (), r"it trusts \w+ \(127\.0\.0\.1\), and this head names nothing\."),
+    ],
+)
+def test_an_agent_that_trusts_other_interfaces_than_the_head_names_is_told(
+    kept: tuple[str, ...], named: tuple[str, ...], said: str
+) -> None:
+    assert re.search(said, stale_trust(trusted_interfaces(kept), named))
+    assert stale_trust(trusted_interfaces(kept), kept) == ""
