@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tell_stacks_on_signal()
     watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    take_long_turns()
+    take_turns = take_short_turns if options.in_group else take_long_turns
+    take_turns()
     blas = choose_blas(options.blas, options.blas_threads)
     import_mlx_lm()
 
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.credentials is not None:
         reach.port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(options.credentials))
     server.start()
-    take_long_turns()
+    take_turns()
     front.compute()
     server.stop(grace=None).wait(_END_WITHIN_S)
     logging.shutdown()
