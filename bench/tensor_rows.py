@@ -66,8 +66,7 @@ def rows(quantized: Callable[[Shape], Any]) -> dict[str, Callable[[Bench], list[
                 )
                 with paused(theirs):
                     own = load(ours, [job_for_us], 1)[0]
-                with paused(ours):
-                    other = load(theirs, [job_for_them], 1)[0]
+                other = load(theirs, [job_for_them], 1)[0]
                 note_round(
                     number,
                     {
