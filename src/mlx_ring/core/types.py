@@ -43,6 +43,15 @@ class MemberRange(Extent):
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer's text must match. Tokens that would leave it are never drawn."""
+
+    kind: Literal["json_schema", "json_object", "regex", "lark"]
+    text: str
+    """The schema as JSON, the expression, or the grammar; empty for any JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one sequence's tokens are drawn. A pure function of these, the seed and the position."""
 
@@ -64,6 +73,8 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+    """None: any text."""
 
 
 @dataclass(frozen=True, slots=True)

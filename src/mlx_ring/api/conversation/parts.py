@@ -1,0 +1,44 @@
+"""What an answer consists of, in the order in which it comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EndReason = Literal["stop", "length", "tool_calls"]
+"""Why an answer ended: by itself or at a stop string, at its limit, or to have tools called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpening:
+    """A tool call begins. Its name comes whole; its arguments follow before anything else opens."""
+
+    index: int
+    """Among the answer's calls, from 0."""
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the arguments of a call: all pieces joined are one JSON object."""
+
+    index: int
+    text: str
+
+
+AnswerPart = Reasoning | Content | CallOpening | CallArguments
