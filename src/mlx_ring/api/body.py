@@ -45,7 +45,8 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int) -> Bo
     if not isinstance(value, dict):
         raise RequestError(f"The body must be a JSON object, not {_show(value)}.")
     fields = cast("dict[str, object]", value)
-    fields = {name: given for name, given in fields.items() if not _has_no_effect(name)}
+    known = schema.model_fields
+    fields = {name: given for name, given in fields.items() if name in known or not _has_no_effect(name)}
     try:
         return schema.model_validate(fields)
     except ValidationError as error:

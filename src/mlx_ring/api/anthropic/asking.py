@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from mlx_ring.api.anthropic.blocks import (
     AssistantBlock,
@@ -25,7 +26,12 @@ from mlx_ring.core.errors import RequestError
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code puts a line for Anthropic's books, another in each request, before its system prompt: no part
 of the prompt, and with it no beginning would ever be found again."""
-_CHOICES = {"any": "required", "tool": "required", "none": "none", "auto": "auto"}
+_CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {
+    "any": "required",
+    "tool": "required",
+    "none": "none",
+    "auto": "auto",
+}
 
 Plain = dict[str, object]
 
@@ -96,7 +102,9 @@ def _assistant(blocks: Sequence[AssistantBlock]) -> Plain:
         if isinstance(block, ToolUseBlock)
     ]
     thought = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-    return plain | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thought} if thought else {})
+    return (
+        plain | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thought} if thought else {})
+    )
 
 
 def _continues(messages: Sequence[Message]) -> bool:
@@ -107,7 +115,8 @@ def _continues(messages: Sequence[Message]) -> bool:
     if not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content):
         place = f"messages[{len(messages) - 1}]"
         raise RequestError(
-            f"'{place}' calls tools, and nothing follows it; give their results in a message of the user.", param=place
+            f"'{place}' calls tools, and nothing follows it; give their results in a message of the user.",
+            param=place,
         )
     return True
 
@@ -129,9 +138,13 @@ def tool_use_of(fields: PromptFields) -> ToolUse:
         return ToolUse(tools)
     named = choice.name if choice.type == "tool" else None
     if choice.type == "tool" and named is None:
-        raise RequestError("'tool_choice.name' is missing: which tool is to be used?", param="tool_choice.name")
+        raise RequestError(
+            "'tool_choice.name' is missing: which tool is to be used?", param="tool_choice.name"
+        )
     if named is not None and named not in {tool.name for tool in tools}:
-        raise RequestError(f"'tool_choice.name' is '{named}', which is none of 'tools'.", param="tool_choice.name")
+        raise RequestError(
+            f"'tool_choice.name' is '{named}', which is none of 'tools'.", param="tool_choice.name"
+        )
     if choice.type == "any" and not tools:
         raise RequestError("'tool_choice' is 'any', and there are no 'tools'.", param="tool_choice")
     return ToolUse(

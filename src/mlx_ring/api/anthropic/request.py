@@ -98,6 +98,7 @@ class PromptFields(Body):
     """Where `output_config.format` was before."""
     context_management: ContextManagement | None = None
     cache_control: dict[str, object] | None = None
+    speed: Literal["standard"] | None = None
     diagnostics: dict[str, object] | None = None
     """Asks what the cache missed, where it did; `usage` says how much was found."""
     chat_template_kwargs: dict[str, object] | None = None
@@ -112,5 +113,4 @@ class MessagesRequest(PromptFields, SamplingFields):
     max_tokens: Count
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
-    stop: None = None
     stream: bool | None = None

@@ -1,12 +1,17 @@
-"""Messages of one side that stand next to each other, where a dialect or a template takes them for one turn."""
+"""Parts of a conversation as templates want them, whatever dialect they came in."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
+from mlx_ring.api.body import parse_json
+from mlx_ring.core.errors import RequestError
 
-def join_neighbours(messages: Iterable[Mapping[str, object]], roles: Collection[str]) -> list[dict[str, object]]:
+
+def join_neighbours(
+    messages: Iterable[Mapping[str, object]], roles: Collection[str]
+) -> list[dict[str, object]]:
     """The messages, with neighbours of the same one of these roles put together, a paragraph each."""
     joined: list[dict[str, object]] = []
     for message in messages:
@@ -33,3 +38,13 @@ def _text(first: object, second: object, between: str) -> str:
 
 def _calls(message: Mapping[str, object]) -> list[object]:
     return cast("list[object]", message.get("tool_calls", []))
+
+
+def template_call(name: str, arguments: str, call_id: str) -> dict[str, object]:
+    """A call with its arguments as an object; what a model wrote may be none, and is then shown as it is."""
+    try:
+        value = parse_json(arguments.encode())
+    except RequestError:
+        value = arguments
+    shown = cast("dict[str, object]", value) if isinstance(value, dict) else arguments
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": shown}}

@@ -23,7 +23,7 @@ class OpenItem(ABC):
 
     def __init__(self) -> None:
         self.id = f"{self.prefix}_{secrets.token_hex(16)}"
-        self.text = ""
+        self.text: str = ""
 
     @abstractmethod
     def item(self, status: Status) -> Json:
