@@ -51,7 +51,9 @@ KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("path", KINDS)
-def test_an_unknown_key_a_foreign_page_and_an_unknown_path_are_told_in_the_dialect_of_the_path(path: str) -> None:
+def test_an_unknown_key_a_foreign_page_and_an_unknown_path_are_told_in_the_dialect_of_the_path(
+    path: str,
+) -> None:
     keyed = Api(settings=ApiSettings(api_keys=("key",)))
     refused = keyed.post(path, {})
     foreign = keyed.post(path, {}, origin="https://evil.example")

@@ -20,6 +20,7 @@ from mlx_ring.api.anthropic.blocks import (
 from mlx_ring.api.anthropic.request import PromptFields, Tool
 from mlx_ring.api.conversation import asked
 from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, ToolUse
+from mlx_ring.api.conversation.format import ChatFormat
 from mlx_ring.api.conversation.turns import join_neighbours
 from mlx_ring.core.errors import RequestError
 
@@ -36,8 +37,12 @@ _CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {
 Plain = dict[str, object]
 
 
-def conversation_of(fields: PromptFields) -> Conversation:
+def conversation_of(fields: PromptFields, format_: ChatFormat) -> Conversation:
     """The chat so far, and what its next answer should be like.
+
+    Args:
+        fields: the request.
+        format_: what the model's template knows.
 
     Raises:
         RequestError: fields that contradict each other; names one of them.
@@ -48,7 +53,7 @@ def conversation_of(fields: PromptFields) -> Conversation:
         messages=join_neighbours(messages, ("system", "user", "assistant")),
         tool_use=tool_use_of(fields),
         format=_format(fields),
-        template_kwargs=_template_kwargs(fields),
+        template_kwargs=_template_kwargs(fields, format_),
         continues=_continues(fields.messages),
     )
 
@@ -167,13 +172,16 @@ def _format(fields: PromptFields) -> AnswerFormat:
     return AnswerFormat(param="output_config.format")
 
 
-def _template_kwargs(fields: PromptFields) -> Plain:
-    """A client's own word goes before what follows from other fields."""
+def _template_kwargs(fields: PromptFields, format_: ChatFormat) -> Plain:
+    """What the template knows of: clients ask for thoughts without knowing which model they ask.
+
+    A client's own word goes before what follows from other fields.
+    """
     kwargs: Plain = {}
-    if fields.thinking is not None:
-        kwargs["enable_thinking"] = fields.thinking.type != "disabled"
-        if fields.thinking.budget_tokens is not None:
-            kwargs["thinking_budget"] = fields.thinking.budget_tokens
-    if fields.output_config is not None and fields.output_config.effort is not None:
-        kwargs["reasoning_effort"] = fields.output_config.effort
-    return kwargs | (fields.chat_template_kwargs or {})
+    thinking, effort = fields.thinking, None if fields.output_config is None else fields.output_config.effort
+    if thinking is not None:
+        kwargs |= dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled")
+        kwargs["thinking_budget"] = thinking.budget_tokens
+    kwargs["reasoning_effort"] = effort
+    known = {name: value for name, value in kwargs.items() if value is not None and format_.knows(name)}
+    return known | (fields.chat_template_kwargs or {})

@@ -22,6 +22,8 @@ class Costs:
     cached: int = 0
     """Of the prompt; Anthropic counts them apart from the rest of it."""
     completion: int = 0
+    thinking: int = 0
+    """Of the completion."""
 
     def usage(self) -> Json:
         return {
@@ -29,6 +31,7 @@ class Costs:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self.cached,
             "output_tokens": self.completion,
+            "output_tokens_details": {"thinking_tokens": self.thinking},
         }
 
 

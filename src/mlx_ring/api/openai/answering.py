@@ -126,7 +126,7 @@ class AnswerStream(Response):
                 await send(
                     {
                         "type": "http.response.body",
-                        "body": _event(error_body(error, scope)),
+                        "body": _event(error_body(error)),
                         "more_body": True,
                     }
                 )

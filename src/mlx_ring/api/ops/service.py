@@ -11,6 +11,9 @@ from mlx_ring.api.routes import ApiContext, workers_of_model
 _ENDPOINTS = {
     "POST /v1/chat/completions": "a chat answer, whole or streamed",
     "POST /v1/completions": "a continuation, whole or streamed",
+    "POST /v1/responses": "a chat answer in items, whole or streamed; nothing is kept",
+    "POST /v1/messages": "a chat answer as Anthropic has it, whole or streamed",
+    "POST /v1/messages/count_tokens": "how long its prompt would be",
     "GET /v1/models": "the models that are served",
     "GET /v1/models/{model}": "one of them",
     "POST /generate": "a prompt in, its continuation out",

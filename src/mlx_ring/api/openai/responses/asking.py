@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool, ToolUse
+from mlx_ring.api.conversation.format import ChatFormat
+from mlx_ring.api.conversation.prepare import effort_arguments
 from mlx_ring.api.conversation.turns import join_neighbours
 from mlx_ring.api.openai.responses.items import template_messages
 from mlx_ring.api.openai.responses.request import (
@@ -17,17 +19,21 @@ from mlx_ring.core.errors import RequestError
 Plain = dict[str, object]
 
 
-def conversation_of(fields: ResponsesRequest) -> Conversation:
+def conversation_of(fields: ResponsesRequest, format_: ChatFormat) -> Conversation:
     """The chat so far, and what its next answer should be like.
 
+    Args:
+        fields: the request.
+        format_: what the model's template knows.
+
     Raises:
-        RequestError: fields that contradict each other; names one of them.
+        RequestError: fields that contradict each other, or that the template cannot heed; names one of them.
     """
     return Conversation(
         messages=_messages(fields),
         tool_use=_tool_use(fields),
         format=_format(fields),
-        template_kwargs=_template_kwargs(fields),
+        template_kwargs=_template_kwargs(fields, format_),
         messages_param="input",
     )
 
@@ -76,7 +82,7 @@ def _format(fields: ResponsesRequest) -> AnswerFormat:
     return AnswerFormat(param="text.format")
 
 
-def _template_kwargs(fields: ResponsesRequest) -> Plain:
+def _template_kwargs(fields: ResponsesRequest, format_: ChatFormat) -> Plain:
     effort = None if fields.reasoning is None else fields.reasoning.effort
-    kwargs: Plain = {} if effort is None else {"reasoning_effort": effort}
+    kwargs = {} if effort is None else effort_arguments(format_, effort, param="reasoning.effort")
     return kwargs | (fields.chat_template_kwargs or {})
