@@ -10,13 +10,14 @@ from pydantic import TypeAdapter
 from tests.api.clients import Api
 
 from mlx_ring.api.anthropic.asking import conversation_of
-from mlx_ring.api.anthropic.message import Costs, Json, MessageWriter, Stop
+from mlx_ring.api.anthropic.message import Costs, MessageWriter, Stop
 from mlx_ring.api.anthropic.request import MessagesRequest
 from mlx_ring.api.conversation.asked import Conversation
 from mlx_ring.api.conversation.format import ChatFormat
 from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+Events = list[Any]
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 PARTS: tuple[AnswerPart, ...] = (
     Reasoning("Let me see."),
@@ -37,17 +38,17 @@ def asked(
     return conversation_of(MessagesRequest.model_validate(body), format_ or ChatFormat())
 
 
-def written(writer: MessageWriter) -> list[Json]:
-    events = list(writer.opening(Costs(10)))
+def written(writer: MessageWriter) -> Events:
+    events: Events = list(writer.opening(Costs(10)))
     for part in PARTS:
         events += writer.part(part)
     return [*events, *writer.closing(Stop("tool_use"), Costs(10, 4, 9, 3))]
 
 
-def steps(events: list[Json]) -> list[tuple[str, object]]:
+def steps(events: Events) -> list[tuple[str, object]]:
     """Each event's kind, with its block's index or its delta's kind."""
     return [
-        (str(event["type"]), event["delta"].get("type") if isinstance(event.get("delta"), dict) else event.get("index"))  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType] - plain JSON
+        (str(event["type"]), event["delta"].get("type") if isinstance(event.get("delta"), dict) else event.get("index"))
         for event in events
     ]  # fmt: skip
 
@@ -81,7 +82,7 @@ def test_blocks_open_grow_and_close_in_the_order_of_the_answer() -> None:
     start = Message.model_validate(events[0]["message"])
     assert (start.content, start.stop_reason, start.usage.input_tokens) == ([], None, 10)
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    usage = Message.model_validate(events[0]["message"] | {"usage": events[-2]["usage"]}).usage  # pyright: ignore[reportOperatorIssue] - plain JSON
+    usage = Message.model_validate(events[0]["message"] | {"usage": events[-2]["usage"]}).usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (6, 4, 9)
 
 
@@ -206,8 +207,8 @@ USER = {"role": "user", "content": "Hello."}
         ({"max_tokens": None}, "'max_tokens'"),
         ({"temperature": 1.5}, "'temperature'"),
         ({"messages": []}, "'messages'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, '"image"'),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, '"document"'),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": None}]}]}, '"image"'),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": None}]}]}, '"document"'),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "add", "input": {}}]}]}, "'messages[1]'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tools": [{"name": "add"}]}, "'tools[0].input_schema'"),

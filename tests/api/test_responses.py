@@ -16,10 +16,11 @@ from mlx_ring.api.openai.responses.asking import conversation_of
 from mlx_ring.api.openai.responses.items import seal
 from mlx_ring.api.openai.responses.request import ResponsesRequest
 from mlx_ring.api.openai.responses.response import response_of, usage_of
-from mlx_ring.api.openai.responses.writer import Json, ResponseWriter
+from mlx_ring.api.openai.responses.writer import ResponseWriter
 from mlx_ring.core.types import SamplingParams
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+Events = list[Any]
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 PARTS: tuple[AnswerPart, ...] = (
     Reasoning("Let me "),
@@ -42,11 +43,11 @@ def writer(**fields: object) -> ResponseWriter:
     return ResponseWriter(response, seals_reasoning=asked.seals_reasoning)
 
 
-def kinds(events: list[Json]) -> list[str]:
+def kinds(events: Events) -> list[str]:
     return [str(event["type"]).removeprefix("response.") for event in events]
 
 
-def checked(events: list[Json]) -> list[Json]:
+def checked(events: Events) -> Events:
     """Each event is one that the SDK's own types take, numbered without a gap."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
@@ -56,7 +57,7 @@ def checked(events: list[Json]) -> list[Json]:
 
 def test_items_open_grow_and_close_in_the_order_of_the_answer() -> None:
     made = writer(include=["reasoning.encrypted_content"])
-    events = list(made.opening())
+    events: Events = list(made.opening())
     for part in PARTS:
         events += made.part(part)
     events += made.closing("completed", usage_of(10, 4, 9, 3))
@@ -90,23 +91,23 @@ def test_items_open_grow_and_close_in_the_order_of_the_answer() -> None:
 
 def test_an_answer_at_its_limit_is_incomplete_and_so_is_its_last_item() -> None:
     made = writer()
-    [*made.opening(), *made.part(Content("Hel"))]
-    whole = made.whole("incomplete", usage_of(1, 0, 1, 0))
+    list(made.part(Content("Hel")))
+    whole: dict[str, Any] = made.whole("incomplete", usage_of(1, 0, 1, 0))
     assert whole["status"] == "incomplete"
     assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert [item["status"] for item in whole["output"]] == ["incomplete"]  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType] - plain JSON
+    assert [item["status"] for item in whole["output"]] == ["incomplete"]
 
 
 def test_a_failure_is_told_to_readers_of_events_and_raised_by_sdks() -> None:
     made = writer()
-    events = [*made.opening(), *made.part(Content("Hel"))]
+    events: Events = [*made.opening(), *made.part(Content("Hel"))]
     events += made.failing(Trouble(503, "Worker 1 died.", "server_error", "worker_lost"))
     assert kinds(checked(events))[-4:] == ["content_part.done", "output_item.done", "failed", "error"]
     failed = Response.model_validate(events[-2]["response"])
     assert failed.status == "failed"
     assert failed.error is not None
     assert (failed.error.code, failed.error.message) == ("server_error", "Worker 1 died.")
-    assert events[-1]["error"] == events[-1]["error"] | {"message": "Worker 1 died.", "code": "worker_lost"}  # pyright: ignore[reportOperatorIssue, reportUnknownVariableType] - plain JSON
+    assert events[-1]["error"] == events[-1]["error"] | {"message": "Worker 1 died.", "code": "worker_lost"}
 
 
 def asked(items: object, **fields: object) -> list[Any]:
@@ -118,8 +119,8 @@ def test_a_turns_items_are_one_message_to_the_template() -> None:
     answer = writer()
     for part in PARTS:
         list(answer.part(part))
-    own = answer.whole("completed", usage_of(1, 0, 1, 0))["output"]
-    assert isinstance(own, list)
+    whole: dict[str, Any] = answer.whole("completed", usage_of(1, 0, 1, 0))
+    own: Events = whole["output"]
     call = {"type": "function_call", "call_id": "c3", "name": "add", "arguments": "no json"}
     assert asked([{"role": "user", "content": "1+?"}, *own, call, {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "2"}]}]) == [
         {"role": "user", "content": "1+?"},
@@ -148,10 +149,21 @@ def test_instructions_and_a_developers_message_at_the_beginning_are_one() -> Non
     ("sealed", "thought"), [(seal("Hm."), "Hm."), ("gAAAAB", "briefly"), ("mlx-ring:%", "briefly")]
 )
 def test_a_thought_comes_back_sealed_and_anothers_seal_leaves_its_summary(sealed: str, thought: str) -> None:
-    reasoning = {"type": "reasoning", "id": "rs_1", "content": None, "encrypted_content": sealed}
-    reasoning["summary"] = [{"type": "summary_text", "text": "briefly"}]  # pyright: ignore[reportArgumentType] - JSON
-    answer = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "phase": None}
-    answer["content"] = [{"type": "output_text", "text": "Yes.", "annotations": [], "logprobs": None}]  # pyright: ignore[reportArgumentType] - JSON
+    reasoning: dict[str, Any] = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "content": None,
+        "encrypted_content": sealed,
+    }
+    reasoning["summary"] = [{"type": "summary_text", "text": "briefly"}]
+    answer: dict[str, Any] = {
+        "type": "message",
+        "id": "msg_1",
+        "role": "assistant",
+        "status": "completed",
+        "phase": None,
+    }
+    answer["content"] = [{"type": "output_text", "text": "Yes.", "annotations": [], "logprobs": None}]
     [message] = asked([reasoning, answer])
     assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
 

@@ -25,7 +25,19 @@ def build_app(catalog: ModelCatalog, settings: ApiSettings) -> FastAPI:
         title="mlx-ring", version=version("mlx-ring"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
     context = ApiContext(catalog, settings)
-    for module in (chat, completions, responses, anthropic, models, generate, loading, health, cluster, cache, service_routes):
+    for module in (
+        chat,
+        completions,
+        responses,
+        anthropic,
+        models,
+        generate,
+        loading,
+        health,
+        cluster,
+        cache,
+        service_routes,
+    ):
         app.include_router(module.routes(context))
     install_error_handlers(app)
     app.add_middleware(Guard, settings=settings)

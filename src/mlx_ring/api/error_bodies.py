@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-Json = dict[str, object]
+from mlx_ring.api.json_lines import Json
 
 _SERVER_TROUBLE = 500
 

@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from mlx_ring.api import error_bodies
-from mlx_ring.api.error_bodies import Json, Trouble
+from mlx_ring.api.error_bodies import Trouble
+from mlx_ring.api.json_lines import Json
 from mlx_ring.core import errors
 from mlx_ring.core.errors import RequestError, RingError
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
-
-Json = dict[str, object]
+from mlx_ring.api.json_lines import Json
 
 
 @dataclass(frozen=True, slots=True)

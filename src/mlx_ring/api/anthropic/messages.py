@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.anthropic.asking import conversation_of
-from mlx_ring.api.anthropic.message import PING, Costs, Json, MessageWriter, Stop
+from mlx_ring.api.anthropic.message import PING, Costs, MessageWriter, Stop
 from mlx_ring.api.anthropic.request import CountTokensRequest, MessagesRequest
 from mlx_ring.api.conversation.answering import ChatAnswer, News, answer_chat, stream_chat
 from mlx_ring.api.conversation.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.errors import error_body
-from mlx_ring.api.json_lines import event
+from mlx_ring.api.json_lines import Json, event
 from mlx_ring.api.openai.sampling import sampling_params
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.routes import ApiContext
@@ -72,7 +72,9 @@ class MessageStream:
     media_type = EVENT_STREAM
     keep_alive = event(PING, "ping")
 
-    def __init__(self, writer: MessageWriter, sampling: SamplingParams, costs: Costs, request_id: str) -> None:
+    def __init__(
+        self, writer: MessageWriter, sampling: SamplingParams, costs: Costs, request_id: str
+    ) -> None:
         """`costs` are those that are known before the answer."""
         self._writer = writer
         self._sampling = sampling
@@ -123,4 +125,6 @@ def _stop(answer: ChatAnswer, sampling: SamplingParams) -> Stop:
 
 
 def _costs(answer: ChatAnswer) -> Costs:
-    return Costs(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens, answer.reasoning_tokens)
+    return Costs(
+        answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens, answer.reasoning_tokens
+    )

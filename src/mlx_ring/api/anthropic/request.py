@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from mlx_ring.api.anthropic.blocks import Message, Text
 from mlx_ring.api.body import Body
 from mlx_ring.api.openai.sampling import Count, SamplingFields, StopString
+from mlx_ring.api.openai.tools import Parameters
 
 _MOST_STOPS = 64
 
@@ -29,7 +30,7 @@ class Tool(Body):
     type: Annotated[str | None, AfterValidator(_own_tool)] = None
     name: Annotated[str, StringConstraints(min_length=1)]
     description: str | None = None
-    input_schema: dict[str, object]
+    input_schema: Parameters
     strict: bool | None = None
     cache_control: dict[str, object] | None = None
     eager_input_streaming: bool | None = None

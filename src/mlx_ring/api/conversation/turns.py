@@ -40,11 +40,16 @@ def _calls(message: Mapping[str, object]) -> list[object]:
     return cast("list[object]", message.get("tool_calls", []))
 
 
-def template_call(name: str, arguments: str, call_id: str) -> dict[str, object]:
-    """A call with its arguments as an object; what a model wrote may be none, and is then shown as it is."""
+def template_call(name: str, arguments: object, call_id: str | None) -> dict[str, object]:
+    """A call of a tool; some dialects have no ids."""
+    named = {} if call_id is None else {"id": call_id}
+    return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def arguments_of(text: str) -> object:
+    """What a model wrote as arguments may be no JSON object; then the template shows it as it is."""
     try:
-        value = parse_json(arguments.encode())
+        value = parse_json(text.encode())
     except RequestError:
-        value = arguments
-    shown = cast("dict[str, object]", value) if isinstance(value, dict) else arguments
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": shown}}
+        return text
+    return cast("dict[str, object]", value) if isinstance(value, dict) else text

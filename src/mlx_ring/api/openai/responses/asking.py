@@ -6,15 +6,15 @@ from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool, To
 from mlx_ring.api.conversation.format import ChatFormat
 from mlx_ring.api.conversation.prepare import effort_arguments
 from mlx_ring.api.conversation.turns import join_neighbours
+from mlx_ring.api.openai.formats import JsonObjectFormat
 from mlx_ring.api.openai.responses.items import template_messages
 from mlx_ring.api.openai.responses.request import (
     AllowedTools,
-    JsonObjectFormat,
     JsonSchemaFormat,
     NamedTool,
     ResponsesRequest,
 )
-from mlx_ring.core.errors import RequestError
+from mlx_ring.api.openai.tools import check_names, choose
 
 Plain = dict[str, object]
 
@@ -55,22 +55,14 @@ def _tool_use(fields: ResponsesRequest) -> ToolUse:
         Tool(tool.name, tool.description, tool.parameters, strict=bool(tool.strict))
         for tool in fields.tools or ()
     ]
-    parallel = fields.parallel_tool_calls is not False
-    choice = fields.tool_choice or "auto"
+    check_names([tool.name for tool in tools], "tools[{}].name")
+    use = ToolUse(tools, parallel=fields.parallel_tool_calls is not False)
+    choice = fields.tool_choice
     if isinstance(choice, NamedTool):
-        return ToolUse(tools, "required", _allowed(tools, choice, "tool_choice.name"), parallel)
+        return choose(use, "required", [choice.name], "tool_choice.name")
     if isinstance(choice, AllowedTools):
-        names = [_allowed(tools, named, "tool_choice.tools") for named in choice.tools]
-        return ToolUse(tools, choice.mode, frozenset[str]().union(*names), parallel)
-    if choice == "required" and not tools:
-        raise RequestError("'tool_choice' is 'required', and there are no 'tools'.", param="tool_choice")
-    return ToolUse(tools, choice, parallel=parallel)
-
-
-def _allowed(tools: list[Tool], named: NamedTool, param: str) -> frozenset[str]:
-    if named.name not in {tool.name for tool in tools}:
-        raise RequestError(f"'{param}' names '{named.name}', which is none of 'tools'.", param=param)
-    return frozenset({named.name})
+        return choose(use, choice.mode, [tool.name for tool in choice.tools], "tool_choice.tools")
+    return choose(use, choice or "auto", None, "tool_choice")
 
 
 def _format(fields: ResponsesRequest) -> AnswerFormat:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.body import Body
-from mlx_ring.api.conversation.turns import template_call
+from mlx_ring.api.conversation.turns import arguments_of, template_call
 from mlx_ring.api.openai.sampling import one_or_many
 
 Plain = dict[str, object]
@@ -135,7 +135,7 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
             case FunctionCallItem():
                 turn = _turn(messages, thought)
                 calls = cast("list[Plain]", turn.setdefault("tool_calls", []))
-                calls.append(template_call(item.name, item.arguments, item.call_id))
+                calls.append(template_call(item.name, arguments_of(item.arguments), item.call_id))
                 thought = ""
             case MessageItem(role="assistant"):
                 messages.append(_thoughtful({"role": "assistant", "content": _text(item.content)}, thought))

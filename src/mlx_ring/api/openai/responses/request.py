@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.body import Body
+from mlx_ring.api.openai.formats import JsonObjectFormat, TextFormat
 from mlx_ring.api.openai.responses.items import AnyItem
 from mlx_ring.api.openai.sampling import Count, SamplingFields, one_or_many
+from mlx_ring.api.openai.tools import FunctionName, Parameters
 
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
@@ -45,9 +47,9 @@ def _own_tool(kind: str) -> str:
 
 class FunctionTool(Body):
     type: Annotated[str, AfterValidator(_own_tool)]
-    name: Annotated[str, StringConstraints(min_length=1)]
+    name: FunctionName
     description: str | None = None
-    parameters: dict[str, object] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
@@ -62,14 +64,6 @@ class AllowedTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1)]
-
-
-class TextFormat(Body):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    type: Literal["json_object"]
 
 
 class JsonSchemaFormat(Body):

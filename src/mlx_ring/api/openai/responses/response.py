@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from mlx_ring.api.json_lines import Json
+from mlx_ring.api.openai.formats import JsonObjectFormat
 from mlx_ring.api.openai.responses.request import (
     FunctionTool,
-    JsonObjectFormat,
     JsonSchemaFormat,
     ResponsesRequest,
 )
 from mlx_ring.core.types import SamplingParams
-
-Json = dict[str, object]
 
 
 def response_of(fields: ResponsesRequest, sampling: SamplingParams, **identity: object) -> Json:

@@ -13,13 +13,13 @@ from mlx_ring.api.conversation.answering import ChatAnswer, News, answer_chat, s
 from mlx_ring.api.conversation.parts import Content
 from mlx_ring.api.conversation.prepare import prepare_chat
 from mlx_ring.api.errors import trouble_of
-from mlx_ring.api.json_lines import event
+from mlx_ring.api.json_lines import Json, event
 from mlx_ring.api.openai.answering import DONE
 from mlx_ring.api.openai.chat import finite_logprob
 from mlx_ring.api.openai.responses.asking import conversation_of
 from mlx_ring.api.openai.responses.request import ResponsesRequest
 from mlx_ring.api.openai.responses.response import response_of, usage_of
-from mlx_ring.api.openai.responses.writer import End, Json, ResponseWriter
+from mlx_ring.api.openai.responses.writer import End, ResponseWriter
 from mlx_ring.api.openai.sampling import sampling_params
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented

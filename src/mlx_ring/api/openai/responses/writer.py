@@ -8,9 +8,9 @@ from typing import Literal
 
 from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Reasoning
 from mlx_ring.api.error_bodies import Trouble
+from mlx_ring.api.json_lines import Json
 from mlx_ring.api.openai.responses.open_items import Call, Event, Message, OpenItem, Status, Thought
 
-Json = dict[str, object]
 End = Literal["completed", "incomplete", "failed"]
 
 
