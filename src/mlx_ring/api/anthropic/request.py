@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.anthropic.blocks import Message, Text
-from mlx_ring.api.body import Body
+from mlx_ring.api.body import Body, refusal
 from mlx_ring.api.openai.sampling import Count, SamplingFields, StopString
 from mlx_ring.api.openai.tools import Parameters
 
@@ -85,6 +85,9 @@ class ContextManagement(Body):
     edits: list[ClearThinking] | None = None
 
 
+_Stateless = Annotated[None, refusal("answers are not kept here; send the whole conversation as 'messages'.")]
+
+
 class PromptFields(Body):
     """What makes the prompt. Of the fields without a meaning here, `metadata` and `service_tier` are dropped before."""
 
@@ -102,6 +105,8 @@ class PromptFields(Body):
     speed: Literal["standard"] | None = None
     diagnostics: dict[str, object] | None = None
     """Asks what the cache missed, where it did; `usage` says how much was found."""
+    thread: _Stateless = None
+    """Of a conversation that the server keeps; SDKs go on without when they are told so."""
     chat_template_kwargs: dict[str, object] | None = None
     """More of what the model's chat template knows; not Anthropic's."""
 

@@ -32,6 +32,8 @@ class OutputText(Body):
     text: str
     annotations: Annotated[list[object], Field(max_length=0)] | None = None
     logprobs: list[object] | None = None
+    parsed: object = None
+    """What an SDK read in it."""
 
 
 class Refusal(Body):
@@ -74,6 +76,8 @@ class FunctionCallItem(Item):
     call_id: str
     name: str
     arguments: str
+    parsed_arguments: object = None
+    """What an SDK read in them."""
 
 
 class FunctionCallOutputItem(Item):

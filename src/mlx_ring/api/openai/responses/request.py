@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from mlx_ring.api.body import Body
+from mlx_ring.api.body import Body, refusal
 from mlx_ring.api.openai.formats import JsonObjectFormat, TextFormat
 from mlx_ring.api.openai.responses.items import AnyItem
 from mlx_ring.api.openai.sampling import Count, SamplingFields, one_or_many
@@ -17,22 +17,12 @@ _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 
 
-def _refusal(why: str) -> BeforeValidator:
-    """Of whatever is given: why it cannot be had, and what to do."""
-
-    def refuse(given: object) -> None:
-        if given not in (None, False):
-            raise PydanticCustomError("unsupported", "is not supported: {why}", {"why": why})
-
-    return BeforeValidator(refuse)
-
-
-_Stateless = Annotated[None, _refusal("answers are not kept here; send the whole conversation as 'input'.")]
-_Waited = Annotated[None, _refusal("answers are given while the client waits; leave it out.")]
+_Stateless = Annotated[None, refusal("answers are not kept here; send the whole conversation as 'input'.")]
+_Waited = Annotated[None, refusal("answers are given while the client waits; leave it out.")]
 _Prompt = Annotated[
-    None, _refusal("prompts are not kept here; send what it says as 'instructions' and 'input'.")
+    None, refusal("prompts are not kept here; send what it says as 'instructions' and 'input'.")
 ]
-_Obfuscated = Annotated[None, _refusal("what is streamed is not padded; leave it out or give false.")]
+_Obfuscated = Annotated[None, refusal("what is streamed is not padded; leave it out or give false.")]
 
 
 def _own_tool(kind: str) -> str:
