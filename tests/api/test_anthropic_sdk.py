@@ -102,7 +102,11 @@ def test_the_tool_runner_runs_the_tool_and_sends_all_of_it_back(
         return str(a + b)
 
     runner = client.beta.messages.tool_runner(
-        model="twin", max_tokens=200, messages=[USER], tools=[add], max_iterations=2
+        model="twin",
+        max_tokens=200,
+        messages=[{"role": "user", "content": "Hello."}],
+        tools=[add],
+        max_iterations=2,
     )
     assert len(list(runner)) == 2
     assert ran[0] == (1, 2)

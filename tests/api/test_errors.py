@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from tests.api.clients import Api
 
@@ -110,3 +112,39 @@ def test_fastapis_422_is_a_400_of_the_dialect() -> None:
 def test_a_body_over_the_limit_is_anthropics_413() -> None:
     large = Api(settings=ApiSettings(max_body_bytes=10)).post(ANTHROPIC, FIELDS[ANTHROPIC])
     assert (large.status_code, anthropic_kind(large.json())) == (413, "request_too_large")
+
+
+NAMES = [
+    "input", "messages", "system", "instructions", "tools", "tool_choice", "thinking", "reasoning", "text", "include",
+    "output_config", "context_management", "stop_sequences", "max_tokens", "stream", "thread", "metadata", "conversation",
+]  # fmt: skip
+INNER = [
+    "type",
+    "role",
+    "content",
+    "text",
+    "name",
+    "input",
+    "arguments",
+    "call_id",
+    "format",
+    "schema",
+    "edits",
+    "keep",
+]
+WORDS = ["user", "assistant", "message", "function", "function_call", "tool_use", "tool", "text", "input_text", "enabled", "json_schema"]  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.sampled_from(WORDS) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(INNER), inner, max_size=4),
+    max_leaves=10,
+)
+FUZZED = Api()
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(path=st.sampled_from(sorted(FIELDS)), body=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
+def test_no_body_is_the_servers_failure(path: str, body: dict[str, object]) -> None:
+    answer = FUZZED.post(path, FIELDS[path] | body)
+    assert answer.status_code in (200, 400)
+    if answer.status_code == 400:
+        assert KINDS[path](answer.json()) == "invalid_request_error"

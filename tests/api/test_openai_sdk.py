@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import FunctionToolParam, ResponseInputParam
+from openai.types.responses import FunctionToolParam
 from openai.types.responses.response_input_item_param import FunctionCallOutput
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
@@ -97,7 +98,7 @@ def test_a_response_whole_and_streamed(client: openai.OpenAI) -> None:
     with client.responses.stream(model="twin", input="Hello.") as stream:
         kinds = [event.type for event in stream]
         assert stream.get_final_response().output_text == ANSWER_TEXT
-    assert kinds[0], kinds[-1] == ("response.created", "response.completed")
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
     short = client.responses.create(model="twin", input="Hello.", max_output_tokens=3)
     assert short.incomplete_details is not None
     assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -126,8 +127,8 @@ def test_a_responses_items_go_back_with_what_their_call_gave() -> None:
             "call_id": called.call_id,
             "output": "2",
         }
-        history: ResponseInputParam = [{"role": "user", "content": "1+?"}]
-        history += [item.model_dump() for item in first.output]  # pyright: ignore[reportArgumentType] - dumped items are plain dicts
+        history: list[Any] = [{"role": "user", "content": "1+?"}]
+        history += [item.model_dump() for item in first.output]
         client.responses.create(model="twin", input=[*history, result], tools=[tool], store=False)
     _, turn, answer = service.tokenizer.conversation
     assert (turn["content"], turn["reasoning_content"]) == ("I add.", "Hm.")
