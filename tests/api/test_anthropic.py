@@ -81,7 +81,9 @@ def test_blocks_open_grow_and_close_in_the_order_of_the_answer() -> None:
     ]
     start = Message.model_validate(events[0]["message"])
     assert (start.content, start.stop_reason, start.usage.input_tokens) == ([], None, 10)
-    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["delta"] == {"stop_reason": "tool_use"} | dict.fromkeys(
+        ("stop_sequence", "stop_details", "container")
+    )
     usage = Message.model_validate(events[0]["message"] | {"usage": events[-2]["usage"]}).usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (6, 4, 9)
 
@@ -94,9 +96,10 @@ def test_the_whole_message_is_what_its_events_add_up_to() -> None:
     thought, said, first, second = message.content
     assert thought.type == "thinking"
     assert (thought.thinking, bool(thought.signature)) == ("Let me see.", True)
-    assert said.to_dict() == {"type": "text", "text": "I'll add."}
-    assert first.to_dict() == {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
-    assert second.to_dict() == {"type": "tool_use", "id": "toolu_2", "name": "add", "input": {}}
+    assert said.to_dict() == {"type": "text", "text": "I'll add.", "citations": None}
+    call = {"type": "tool_use", "name": "add", "caller": {"type": "direct"}}
+    assert first.to_dict() == call | {"id": "toolu_1", "input": {"a": 1}}
+    assert second.to_dict() == call | {"id": "toolu_2", "input": {}}
 
 
 def test_thoughts_that_are_to_be_omitted_leave_their_signature() -> None:

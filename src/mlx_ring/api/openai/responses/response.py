@@ -76,7 +76,7 @@ def _reasoning(fields: ResponsesRequest) -> Json:
 def _text(fields: ResponsesRequest) -> Json:
     given = fields.text
     shown = {"type": "text"} if given is None or given.format is None else _format(given.format)
-    return {"format": shown, "verbosity": None if given is None else given.verbosity}
+    return {"format": shown, "verbosity": (given and given.verbosity) or "medium"}
 
 
 def _format(given: object) -> Json:
