@@ -78,7 +78,7 @@ class AnswerReader:
 
     def _taken(self) -> list[AnswerPart]:
         parts, self._parts = self._parts, []
-        return join_parts(parts)
+        return join_parts(parts) if len(parts) > 1 else parts
 
     # ---- from mark to mark
 
