@@ -91,7 +91,8 @@ def test_answers_side_by_side_are_read_each_by_itself() -> None:
         chat = await prepare_chat(context, service, Conversation([USER]), sampling, request_id="r")
         async with Generation(service.engine, chat.requests, chat.prompt_field) as generation:
             answering = ChatGeneration(generation, chat)
-            await answering.run()
+            async for _ in answering.batches():
+                pass
             return answering
 
     whole, stopped, cut_off = asyncio.run(run()).answers
