@@ -12,7 +12,8 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from mlx_ring.api.generation import Answer
-from mlx_ring.api.openai.answering import AnswerStream, Json, Task, answer_whole
+from mlx_ring.api.json_lines import Json
+from mlx_ring.api.openai.answering import AnswerStream, Task, answer_whole
 from mlx_ring.api.openai.chat import finite_logprob
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
