@@ -19,9 +19,13 @@ MAX_GRAMMAR_BYTES = 256 << 10
 """What takes llguidance a third of a second at worst; real schemas have some kilobytes."""
 _LEXER_STATES = 50_000
 """Of one to two kilobytes each; all answers under one grammar share them."""
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", "lenient": False, "coerce_one_of": False}
-"""White space between JSON's tokens, but not without end: a model that likes it would go on until its limit.
-What cannot be enforced is refused, not left out."""
+JSON_OPTIONS = {
+    "whitespace_pattern": r"\x20|\x0A(\x20{0,24}|\x09{0,8})",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+"""Between JSON's tokens a space, or a new line with its indentation: where more is allowed, small models go on with white
+space until their limit. What cannot be enforced is refused, not left out."""
 
 
 def grammar_limits() -> LLParserLimits:
