@@ -58,12 +58,8 @@ def _integer(chance: random.Random, _depth: int) -> Schema:
 
 def _number(chance: random.Random, _depth: int) -> Schema:
     least = round(chance.uniform(-50, 50), 2)
-    if chance.random() < 0.5:
-        return {
-            "type": "number",
-            "exclusiveMinimum": least,
-            "maximum": round(least + chance.uniform(1, 9), 3),
-        }
+    if chance.random() < 0.7:
+        return {"type": "number", "multipleOf": 0.25, "exclusiveMinimum": -5, "maximum": 99.5}
     return {"type": "number", "minimum": least, "exclusiveMaximum": least + 10}
 
 
