@@ -76,6 +76,8 @@ class ChatFormat:
     """Every word of the template: what it never mentions it cannot heed."""
     special: Mapping[str, int] = field(default_factory=dict[str, int])
     """Special tokens that are part of marks, by their text."""
+    added: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The same, with tokens that were added by name and are not special: a tokenizer never makes them of other text."""
 
     def knows(self, word: str) -> bool:
         """Whether the template has a variable of that name, or so it seems."""
@@ -187,9 +189,11 @@ def _template_text(tokenizer: Tokenizer) -> str:
 
 def _with_special(plain: ChatFormat, tokenizer: Tokenizer) -> ChatFormat:
     marks = plain.marks(calls=True)
-    special = {
-        added.content: token
-        for token, added in tokenizer.added_tokens_decoder.items()
-        if added.special and any(added.content in mark for mark in marks)
+    known = tokenizer.added_tokens_decoder
+    added = {
+        each.content: token
+        for token, each in known.items()
+        if each.content and any(each.content in mark for mark in marks)
     }
-    return replace(plain, special=special)
+    special = {text: token for text, token in added.items() if known[token].special}
+    return replace(plain, special=special, added=added)
