@@ -6,6 +6,8 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
+from mlx_ring.api.access_log import AccessLog
+from mlx_ring.api.admission import Admission
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
 from mlx_ring.api.openai import chat, completions, models
@@ -17,14 +19,17 @@ from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
 
 
-def build_app(catalog: ModelCatalog, settings: ApiSettings) -> FastAPI:
-    """The HTTP side of the models that are served. Its pages load nothing from other servers, so there are no docs pages."""
+def build_app(catalog: ModelCatalog, settings: ApiSettings, admission: Admission | None = None) -> FastAPI:
+    """The HTTP side of the models that are served; what `admission` closes takes no new requests."""
+    admission = admission or Admission()
     app = FastAPI(
         title="mlx-ring", version=version("mlx-ring"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    context = ApiContext(catalog, settings)
+    context = ApiContext(catalog, settings, admission)
     for module in (chat, completions, models, generate, loading, health, cluster, cache, service_routes):
         app.include_router(module.routes(context))
     install_error_handlers(app)
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Guard, settings=settings, admission=admission)
+    if settings.access_log:
+        app.add_middleware(AccessLog)
     return app

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -37,6 +38,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     errors.Refused: _Reply(403, INVALID, "foreign_request"),
     errors.Unauthenticated: _Reply(401, INVALID, "invalid_api_key"),
     errors.BodyTooLarge: _Reply(413, INVALID, "body_too_large"),
+    errors.BodyTooSlow: _Reply(408, "timeout_error", "body_timeout"),
     errors.Overloaded: _Reply(429, "rate_limit_error", "overloaded"),
     errors.DeadlineExceeded: _Reply(408, "timeout_error", "request_timeout"),
     errors.ModelNotFound: _Reply(404, INVALID, "model_not_found"),
@@ -44,6 +46,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     errors.PlanError: _Reply(503, SERVER, "no_room"),
     errors.Conflict: _Reply(409, INVALID, "conflict"),
     errors.NotReady: _Reply(503, SERVER, "not_ready"),
+    errors.Draining: _Reply(503, SERVER, "draining"),
     errors.WorkerLost: _Reply(503, SERVER, "worker_lost"),
     errors.WorkerStuck: _Reply(503, SERVER, "worker_stuck"),
     errors.StaleMessage: _Reply(503, SERVER, "stale_message"),
@@ -52,6 +55,10 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
 }
 _PASSING = (errors.NotReady, errors.Overloaded, errors.StaleMessage)
 """Worth another try; clients are told not to repeat what ends in any other 5xx, or took too long once."""
+_RETRY_AFTER_S = {errors.Draining: 10, errors.NotReady: 5, errors.StaleMessage: 1}
+"""What those take that do not say themselves."""
+_LAST_WORDS = (errors.Draining, errors.BodyTooSlow)
+"""The connection ends with them."""
 
 
 def error_body(error: Exception) -> dict[str, dict[str, object]]:
@@ -73,9 +80,25 @@ def error_response(error: Exception) -> Response:
         headers["x-should-retry"] = "false"
     if isinstance(error, errors.Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, errors.Overloaded):
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if isinstance(error, _PASSING):
+        headers["retry-after"] = str(_retry_after_s(error))
+    if isinstance(error, _LAST_WORDS):
+        headers["connection"] = "close"
     return JSONResponse(error_body(error), status, headers)
+
+
+def transport_error(status: int, message: str) -> dict[str, dict[str, object]]:
+    """The body for what is no HTTP request, or none that can be taken: no route has seen it."""
+    kind, code = _TRANSPORT[status]
+    return _body(message, _Reply(status, kind, code))
+
+
+_TRANSPORT = {
+    400: (INVALID, "bad_request"),
+    408: ("timeout_error", "request_timeout"),
+    431: (INVALID, "headers_too_large"),
+    503: (SERVER, "too_many_connections"),
+}
 
 
 def log_failure(error: Exception, request_id: str) -> None:
@@ -107,8 +130,22 @@ def install_error_handlers(app: FastAPI) -> None:
             body = _body(str(error.detail), _Reply(error.status_code, INVALID))
         return JSONResponse(body, error.status_code, error.headers)
 
+    def on_wrong_parameter(_: Request, error: Exception) -> Response:
+        if not isinstance(error, RequestValidationError):
+            raise error
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        return error_response(RequestError(f"'{name}': {first['msg']}.", param=name))
+
     app.add_exception_handler(RingError, on_ring_error)
+    app.add_exception_handler(RequestValidationError, on_wrong_parameter)
     app.add_exception_handler(HTTPException, on_http_error)
+
+
+def _retry_after_s(error: RingError) -> int:
+    if isinstance(error, errors.Overloaded):
+        return max(1, round(error.retry_after_s))
+    return next(_RETRY_AFTER_S[kind] for kind in type(error).__mro__ if kind in _RETRY_AFTER_S)
 
 
 def _reply_to(error: Exception) -> _Reply:

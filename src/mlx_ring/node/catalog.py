@@ -175,7 +175,12 @@ class Catalog:
             )
             self._loads[hosted.model_id] = task
             task.add_done_callback(lambda done: self._forget(hosted, done))
-        await asyncio.shield(task)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._has_ended and task.cancelled():
+                raise NotReady("The server is shutting down.") from None
+            raise
 
     def _forget(self, hosted: HostedModel, done: asyncio.Task[None]) -> None:
         self._loads.pop(hosted.model_id, None)
