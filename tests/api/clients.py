@@ -33,7 +33,8 @@ class Api:
         self._client = client
         self.service = TwinService() if service is None else service
         self.catalog = TwinCatalog(self.service, *more)
-        self._app = build_app(self.catalog, settings or ApiSettings())
+        self.admission = Admission()
+        self._app = build_app(self.catalog, settings or ApiSettings(), self.admission)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.request("GET", path, headers=headers)

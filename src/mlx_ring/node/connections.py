@@ -122,6 +122,8 @@ class ClientConnection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._look()
+        if self._has_begun():
+            self._expect_head()
         self._expect_reading()
 
     def pause_writing(self) -> None:
@@ -178,8 +180,7 @@ class ClientConnection(H11Protocol):
         self._head_timer = None
         if self.transport.is_closing() or not self._is_quiet():
             return
-        begun = bool(self.conn.trailing_data[0])
-        if begun and self.conn.our_state is h11.IDLE:
+        if self._has_begun():
             self._refuse(
                 _LATE, f"The request's head did not come whole within {self._limits.stall_s:g} seconds."
             )
@@ -202,6 +203,10 @@ class ClientConnection(H11Protocol):
             self.transport.abort()
         else:
             self._expect_reading()
+
+    def _has_begun(self) -> bool:
+        """Whether a part of a request's head is here."""
+        return self.conn.our_state is h11.IDLE and bool(self.conn.trailing_data[0])
 
     def _stop_timers(self) -> None:
         self._cancel_head_timer()
