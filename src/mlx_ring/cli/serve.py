@@ -30,6 +30,7 @@ _CHOICES = (
     "strategy",
     "aim",
     "log_level",
+    "log_format",
     "blas",
     "prefix_cache",
     "kv_bits",
@@ -56,6 +57,8 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "allowed_hosts": "NAME,...",
     "allowed_origins": "URL,...",
     "log_level": "LEVEL",
+    "log_format": "FORMAT",
+    "otlp_traces_endpoint": "URL",
     "blas": "MODE",
     "prefix_cache": "MODE",
     "kv_cache_memory": "SIZE",
@@ -155,8 +158,10 @@ def serve(
     api_key: Annotated[str | None, setting("api_key")] = None,
     api_key_file: Annotated[str | None, setting("api_key_file")] = None,
     log_level: Annotated[str | None, setting("log_level")] = None,
+    log_format: Annotated[str | None, setting("log_format")] = None,
     log_dir: Annotated[str | None, setting("log_dir")] = None,
     log_stderr: Annotated[str | None, setting("log_stderr")] = None,
+    otlp_traces_endpoint: Annotated[str | None, setting("otlp_traces_endpoint")] = None,
     run_dir: Annotated[str | None, setting("run_dir")] = None,
     state_dir: Annotated[str | None, setting("state_dir")] = None,
     blas: Annotated[str | None, setting("blas")] = None,
@@ -194,6 +199,7 @@ def serve(
         level=settings.log_level,
         log_dir=settings.log_dir,
         to_stderr=settings.log_stderr == "on",
+        log_format=settings.log_format,
     )
     let_grpc_speak()
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
