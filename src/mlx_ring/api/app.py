@@ -8,6 +8,8 @@ from fastapi import FastAPI
 
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
+from mlx_ring.api.metrics import page as metrics
+from mlx_ring.api.metrics.http import HttpMeter, Observed
 from mlx_ring.api.openai import chat, completions, models
 from mlx_ring.api.ops import cache, cluster, generate, health
 from mlx_ring.api.ops import models as loading
@@ -15,9 +17,10 @@ from mlx_ring.api.ops import service as service_routes
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.traces import Tracing
 
 
-def build_app(catalog: ModelCatalog, settings: ApiSettings) -> FastAPI:
+def build_app(catalog: ModelCatalog, settings: ApiSettings, tracing: Tracing | None = None) -> FastAPI:
     """The HTTP side of the models that are served. Its pages load nothing from other servers, so there are no docs pages."""
     app = FastAPI(
         title="mlx-ring", version=version("mlx-ring"), docs_url=None, redoc_url=None, redirect_slashes=False
@@ -25,6 +28,9 @@ def build_app(catalog: ModelCatalog, settings: ApiSettings) -> FastAPI:
     context = ApiContext(catalog, settings)
     for module in (chat, completions, models, generate, loading, health, cluster, cache, service_routes):
         app.include_router(module.routes(context))
+    http = HttpMeter()
+    app.include_router(metrics.routes(context, http))
     install_error_handlers(app)
     app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Observed, meter=http, tracing=tracing)
     return app

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_ring.api.errors import error_response, log_failure
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Refused, Unauthenticated
+from mlx_ring.core.request_context import REQUEST_ID
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised here, bound elsewhere
@@ -41,6 +42,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         request_id = scope["request_id"] = f"req_{secrets.token_hex(12)}"
+        REQUEST_ID.set(request_id)
         headers = Headers(scope=scope)
         origin = headers.get("origin")
         started = False

@@ -23,6 +23,7 @@ from mlx_ring.core.rank_settings import check_link, check_ranks
 from mlx_ring.core.running import recorded
 from mlx_ring.core.setting_words import allowed_values
 from mlx_ring.core.settings_sources import load_settings
+from mlx_ring.core.traces import check_exporter
 from mlx_ring.core.vllm_names import PREFIX_CACHING_FLAG, VLLM_FLAGS
 
 _CHOICES = (
@@ -226,6 +227,7 @@ def _check(settings: Settings) -> None:
     """Raises `ConfigError` for settings that do not go together."""
     check_link(settings)
     check_ranks(settings)
+    check_exporter(settings.otlp_traces_endpoint)
 
 
 def _run(settings: Settings, listener: socket.socket, *, invites: bool) -> None:

@@ -70,9 +70,7 @@ class JsonFormatter(TagFormatter):
             told["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             told["stack"] = self.formatStack(record.stack_info)
-        told |= {
-            name: value for name, value in vars(record).items() if name not in _OWN and name not in told
-        }
+        told |= {name: value for name, value in vars(record).items() if name not in _OWN and name not in told}
         return json.dumps(told, default=str)
 
 

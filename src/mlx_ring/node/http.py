@@ -12,6 +12,7 @@ from mlx_ring.api.app import build_app
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.config import Settings, api_keys
+from mlx_ring.core.traces import Tracing
 
 
 class HttpServer(uvicorn.Server):
@@ -27,7 +28,7 @@ async def end_http(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
     await asyncio.wait((serving,))
 
 
-def http_config(catalog: ModelCatalog, settings: Settings) -> uvicorn.Config:
+def http_config(catalog: ModelCatalog, settings: Settings, tracing: Tracing | None) -> uvicorn.Config:
     """What is served, and to whom."""
     app = build_app(
         catalog,
@@ -39,6 +40,7 @@ def http_config(catalog: ModelCatalog, settings: Settings) -> uvicorn.Config:
             default_max_tokens=settings.default_max_tokens,
             max_body_bytes=settings.max_request_mb << 20,
         ),
+        tracing,
     )
     return uvicorn.Config(
         app, log_config=None, proxy_headers=False, server_header=False, timeout_graceful_shutdown=2
