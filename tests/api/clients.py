@@ -34,7 +34,7 @@ class Api:
         self.service = TwinService() if service is None else service
         self.catalog = TwinCatalog(self.service, *more)
         self.admission = Admission()
-        self._app = build_app(self.catalog, settings or ApiSettings(), self.admission)
+        self._app = build_app(self.catalog, settings or ApiSettings(), admission=self.admission)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.request("GET", path, headers=headers)
@@ -94,7 +94,7 @@ def serving(
 ) -> Generator[str]:
     """A real server on a free port of the loopback; gives its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    app = build_app(TwinCatalog(service), settings or ApiSettings(), admission)
+    app = build_app(TwinCatalog(service), settings or ApiSettings(), admission=admission)
     server = uvicorn.Server(HttpConfig(app, limits or ConnectionLimits(), end_s=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -12,6 +12,7 @@ from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.twin import TwinExecutor
@@ -122,6 +123,8 @@ class TwinService:
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None
         self.stages = stages
+        self.meters = [Meter()]
+        self.rejected: dict[str, int] = {}
         self.executor = TwinExecutor([1] * stages, next_token=next_token, automatic=automatic)
         self.engine = Engine(
             self.executor,
@@ -131,6 +134,7 @@ class TwinService:
             epoch=1,
             policy=policy,
             kv=None if kv is None else dict.fromkeys(self.executor.ranks, kv),
+            meter=self.meters[0],
         )
 
     @property

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -99,9 +100,8 @@ class _Line:
         polled = any(path == each or path.startswith(f"{each}/") for each in _POLLED)
         level = logging.DEBUG if polled else logging.INFO
         if log.isEnabledFor(level):
-            fields = self._fields()
-            text = " ".join(_shown(name, value) for name, value in fields.items() if value is not None)
-            log.log(level, "%s", text, extra={"fields": {"event": "request"} | fields})
+            fields = {name: value for name, value in self._fields().items() if value is not None}
+            log.log(level, "%s", " ".join(starmap(_shown, fields.items())), extra=fields)
 
     def _fields(self) -> dict[str, str | int | float | None]:
         notes, client = self.notes, self.scope.get("client")

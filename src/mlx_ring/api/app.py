@@ -10,6 +10,8 @@ from mlx_ring.api.access_log import AccessLog
 from mlx_ring.api.admission import Admission
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
+from mlx_ring.api.metrics import page as metrics
+from mlx_ring.api.metrics.http import HttpMeter, Observed
 from mlx_ring.api.openai import chat, completions, models
 from mlx_ring.api.ops import cache, cluster, generate, health
 from mlx_ring.api.ops import models as loading
@@ -17,9 +19,15 @@ from mlx_ring.api.ops import service as service_routes
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.traces import Tracing
 
 
-def build_app(catalog: ModelCatalog, settings: ApiSettings, admission: Admission | None = None) -> FastAPI:
+def build_app(
+    catalog: ModelCatalog,
+    settings: ApiSettings,
+    tracing: Tracing | None = None,
+    admission: Admission | None = None,
+) -> FastAPI:
     """The HTTP side of the models that are served; what `admission` closes takes no new requests."""
     admission = admission or Admission()
     app = FastAPI(
@@ -28,8 +36,11 @@ def build_app(catalog: ModelCatalog, settings: ApiSettings, admission: Admission
     context = ApiContext(catalog, settings, admission)
     for module in (chat, completions, models, generate, loading, health, cluster, cache, service_routes):
         app.include_router(module.routes(context))
+    http = HttpMeter()
+    app.include_router(metrics.routes(context, http))
     install_error_handlers(app)
     app.add_middleware(Guard, settings=settings, admission=admission)
+    app.add_middleware(Observed, meter=http, tracing=tracing)
     if settings.access_log:
         app.add_middleware(AccessLog)
     return app

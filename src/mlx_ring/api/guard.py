@@ -23,6 +23,7 @@ from mlx_ring.api.admission import Admission
 from mlx_ring.api.errors import error_response, log_failure
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Draining, Refused, Unauthenticated
+from mlx_ring.core.request_context import REQUEST_ID
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised here, bound elsewhere
@@ -49,6 +50,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         request_id = scope["request_id"] = _given_id(headers) or f"req_{secrets.token_hex(12)}"
+        REQUEST_ID.set(request_id)
         origin = headers.get("origin")
         started = False
 

@@ -24,6 +24,7 @@ from mlx_ring.core.rank_settings import check_link, check_ranks
 from mlx_ring.core.running import recorded
 from mlx_ring.core.setting_words import allowed_values
 from mlx_ring.core.settings_sources import load_settings
+from mlx_ring.core.traces import check_exporter
 from mlx_ring.core.vllm_names import ACCESS_LOG_FLAG, PREFIX_CACHING_FLAG, VLLM_FLAGS
 
 _CHOICES = (
@@ -32,6 +33,7 @@ _CHOICES = (
     "aim",
     "log_level",
     "access_log",
+    "log_format",
     "blas",
     "prefix_cache",
     "kv_bits",
@@ -58,6 +60,8 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "allowed_hosts": "NAME,...",
     "allowed_origins": "URL,...",
     "log_level": "LEVEL",
+    "log_format": "FORMAT",
+    "otlp_traces_endpoint": "URL",
     "blas": "MODE",
     "prefix_cache": "MODE",
     "kv_cache_memory": "SIZE",
@@ -174,8 +178,10 @@ def serve(
     log_level: Annotated[str | None, setting("log_level")] = None,
     access_log: Annotated[str | None, setting("access_log")] = None,
     no_access_log: Annotated[bool, _NO_ACCESS_LOG] = False,
+    log_format: Annotated[str | None, setting("log_format")] = None,
     log_dir: Annotated[str | None, setting("log_dir")] = None,
     log_stderr: Annotated[str | None, setting("log_stderr")] = None,
+    otlp_traces_endpoint: Annotated[str | None, setting("otlp_traces_endpoint")] = None,
     run_dir: Annotated[str | None, setting("run_dir")] = None,
     state_dir: Annotated[str | None, setting("state_dir")] = None,
     blas: Annotated[str | None, setting("blas")] = None,
@@ -216,6 +222,7 @@ def serve(
         level=settings.log_level,
         log_dir=settings.log_dir,
         to_stderr=settings.log_stderr == "on",
+        log_format=settings.log_format,
     )
     let_grpc_speak()
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
@@ -242,6 +249,7 @@ def _check(settings: Settings) -> None:
     """Raises `ConfigError` for settings that do not go together."""
     check_link(settings)
     check_ranks(settings)
+    check_exporter(settings.otlp_traces_endpoint)
 
 
 def _tls(settings: Settings) -> ssl.SSLContext | None:

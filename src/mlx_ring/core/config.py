@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal, cast
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -86,6 +87,13 @@ def _shares(value: object) -> object:
     if not all(map(_SHARE.fullmatch, parts)):
         raise ValueError
     return parts
+
+
+def _http_address(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError
+    return value
 
 
 def _short_enough(path: Path | None) -> Path | None:
@@ -278,9 +286,16 @@ class Settings(BaseSettings):
     access_log: Annotated[Literal["on", "off"], BeforeValidator(_yaml_switch)] = Field(
         "on", description="Log a line for each request when it has ended: who, what, status, time, tokens."
     )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="How log lines are written: for people, or as one JSON object each."
+    )
     log_dir: Path = Field(Path("logs"), description="Folder for one log file per process.")
     log_stderr: Annotated[Literal["on", "off"], BeforeValidator(_yaml_switch)] = Field(
         "on", description="Write log lines to stderr too, besides their files."
+    )
+    otlp_traces_endpoint: Annotated[str, AfterValidator(_http_address)] | None = Field(
+        None,
+        description="Where traces of requests go by OTLP over HTTP, such as http://localhost:4318; needs mlx-ring[otel].",
     )
     run_dir: Annotated[Path | None, AfterValidator(_short_enough)] = Field(
         None, description="Folder for sockets, at most 63 bytes long; a private temporary one otherwise."

@@ -25,6 +25,7 @@ def open_operation(sequence: Sequence) -> step_pb2.CacheOperation:
         eos=sorted(sequence.ends),
         prompt_length=sequence.prompt_length,
         max_length=sequence.max_length,
+        traceparent=sequence.traceparent,
     )
     return step_pb2.CacheOperation(open=opened)
 

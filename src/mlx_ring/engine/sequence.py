@@ -52,6 +52,8 @@ class Sequence:
     """On the engine's clock, seconds, as are the others."""
     tokens: list[int]
     """The prompt's and those sampled since, all of them final."""
+    traceparent: str = ""
+    """Of the span that what is done for it belongs to; empty where it is not traced."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])
     """One for each prompt token, where asked for; nothing scores the first."""
     fill_to: int = 0

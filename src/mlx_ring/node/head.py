@@ -29,6 +29,7 @@ from mlx_ring.core.head_announcement import HeadAnnouncement
 from mlx_ring.core.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.core.model_digests import manifest_of_folder
 from mlx_ring.core.rank_settings import rank_shares
+from mlx_ring.core.traces import open_tracing
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.catalog import Catalog
@@ -99,7 +100,8 @@ class Head:
         self._listener = listener
         self._audience = audience
         self._has_told = False
-        self._catalog = Catalog(settings, served, audience, self._tell)
+        self._tracing = open_tracing(settings.otlp_traces_endpoint, node_name(), package_version("mlx-ring"))
+        self._catalog = Catalog(settings, served, audience, self._tell, self._tracing)
         self._weights = WeightsFront(node_name(), None)
 
     async def run(self) -> None:
@@ -111,7 +113,11 @@ class Head:
         raise_descriptor_limit(self._settings.file_descriptor_limit)
         with end_signals() as end:
             async with contextlib.AsyncExitStack() as cleanup:
-                server = HttpServer(http_config(self._catalog, self._settings, self._admission, self._tls))
+                if self._tracing is not None:
+                    cleanup.push_async_callback(asyncio.to_thread, self._tracing.close)
+                server = HttpServer(
+                    http_config(self._catalog, self._settings, self._admission, self._tls, self._tracing)
+                )
                 serving = asyncio.create_task(server.serve([self._listener]), name="http")
                 cleanup.push_async_callback(end_http, server, serving)
                 machines = await self._machines(cleanup)

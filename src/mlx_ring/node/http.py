@@ -14,6 +14,7 @@ from mlx_ring.api.app import build_app
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.config import Settings, api_keys
+from mlx_ring.core.traces import Tracing
 from mlx_ring.node.connections import ConnectionLimits, HttpConfig
 
 
@@ -31,7 +32,11 @@ async def end_http(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
 
 
 def http_config(
-    catalog: ModelCatalog, settings: Settings, admission: Admission, tls: ssl.SSLContext | None
+    catalog: ModelCatalog,
+    settings: Settings,
+    admission: Admission,
+    tls: ssl.SSLContext | None,
+    tracing: Tracing | None,
 ) -> HttpConfig:
     """What is served, and to whom."""
     app = build_app(
@@ -46,6 +51,7 @@ def http_config(
             client_timeout_s=settings.client_timeout_s,
             access_log=settings.access_log == "on",
         ),
+        tracing,
         admission,
     )
     limits = ConnectionLimits(

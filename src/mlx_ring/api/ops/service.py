@@ -19,6 +19,7 @@ _ENDPOINTS = {
     "GET /model/info": "the model: metadata, context length, devices",
     "GET /cluster/status": "nodes, instances, stages: memory and times, promised and measured",
     "GET /cache/stats": "what the KV caches hold",
+    "GET /metrics": "numbers for Prometheus",
     "GET /health": "measured state; 503 when the model cannot answer",
     "GET /health/live": "the process runs",
     "GET /health/ready": "the model can answer; 503 with the reason when not",

@@ -24,8 +24,8 @@ _FROM_THE_FILE = {
     "log_dir": "a device's `state_dir`, with its folder `logs`,",
 }
 FOR_AGENTS = (
-    *("log_level", "blas", "blas_threads", "weights_limit", "model_load_timeout", "file_descriptor_limit"),
-    *("run_dir", "trusted_interface"),
+    *("log_level", "log_format", "blas", "blas_threads", "weights_limit", "model_load_timeout"),
+    *("file_descriptor_limit", "run_dir", "trusted_interface"),
 )
 """Of the settings under `serve`, those that `join` takes too: they hold for every machine. Others are the head's alone,
 or reach the machines with what they are told to load."""
