@@ -9,6 +9,7 @@ from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, SamplingDefaults, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
+from mlx_ring.core.pooling import Pooling
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
@@ -80,12 +81,11 @@ class ByteTokenizer:
         **kwargs: object,
     ) -> list[int]:
         assert tokenize
-        assert add_generation_prompt
         if kwargs.get("refuse"):
             raise ValueError("roles must alternate")
         self.conversation, self.template_kwargs = conversation, kwargs
         text = "".join(f"{message['role']}: {message['content']}\n" for message in conversation)
-        return [*self.encode(text, add_special_tokens=True), ANSWER]
+        return [*self.encode(text, add_special_tokens=True), *[ANSWER] * add_generation_prompt]
 
 
 def next_token(history: Sequence[int]) -> int:
@@ -103,6 +103,7 @@ class TwinService:
     created = 1_700_000_000
     context_length = kept_context_length = CONTEXT
     vocab_size = VOCAB_SIZE
+    hidden_size = 3
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class TwinService:
         self.context_length = context
         self.tokenizer = ByteTokenizer()
         self.default_sampling = SamplingDefaults()
+        self.pooling = Pooling(why="a test says so")
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None
         self.stages = stages

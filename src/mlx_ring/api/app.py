@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
-from mlx_ring.api.openai import chat, completions, models
+from mlx_ring.api.openai import chat, completions, embeddings, models, tokens
 from mlx_ring.api.ops import cache, cluster, generate, health
 from mlx_ring.api.ops import models as loading
 from mlx_ring.api.ops import service as service_routes
@@ -23,7 +23,10 @@ def build_app(catalog: ModelCatalog, settings: ApiSettings) -> FastAPI:
         title="mlx-ring", version=version("mlx-ring"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
     context = ApiContext(catalog, settings)
-    for module in (chat, completions, models, generate, loading, health, cluster, cache, service_routes):
+    for module in (
+        *(chat, completions, embeddings, tokens, models),
+        *(generate, loading, health, cluster, cache, service_routes),
+    ):
         app.include_router(module.routes(context))
     install_error_handlers(app)
     app.add_middleware(Guard, settings=settings)

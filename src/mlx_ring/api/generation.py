@@ -35,6 +35,8 @@ class Answer:
     completion_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
+    pooled: tuple[float, ...] | None = None
+    """The prompt's vector, where asked for."""
     timings: RequestTimings | None = None
 
     def add(self, delta: Delta) -> None:
@@ -46,6 +48,7 @@ class Answer:
         self.cached_tokens = delta.cached_tokens
         self.finish_reason = delta.finish_reason
         self.timings = delta.timings
+        self.pooled = delta.pooled
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
 

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.core.errors import RingError
+from mlx_ring.core.pooling import Pooling
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.sequence import GenerateRequest
@@ -205,7 +206,17 @@ class ModelService(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def hidden_size(self) -> int:
+        """Numbers in a hidden state, and so in an embedding."""
+        ...
+
+    @property
     def default_sampling(self) -> SamplingDefaults: ...
+    @property
+    def pooling(self) -> Pooling:
+        """How embeddings are made of hidden states."""
+        ...
+
     @property
     def metadata(self) -> Mapping[str, object]:
         """What `/model/info` tells of the model: architecture, quantization, parameters. Plain JSON."""

@@ -234,6 +234,7 @@ class Engine:
             finish_reason=finish_reason,
             stop_match=reading.stop_match,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if scored else None,
+            pooled=None if finish_reason is None else sequence.pooled,
             timings=None if finish_reason is None else _timings(sequence, now),
         )
 
