@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from mlx_ring.api.generation import Answer
@@ -36,6 +37,14 @@ _MOST_ANSWERS = 128
 """Prompts times `n`, in one request."""
 
 
+def _refuse_suffix(suffix: str) -> str:
+    if suffix:
+        raise PydanticCustomError(
+            "unsupported", "is not supported: a text is gone on with at its end alone; leave it out."
+        )
+    return suffix
+
+
 class CompletionRequest(AnswerFields):
     prompt: TextOrTokens
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -43,7 +52,7 @@ class CompletionRequest(AnswerFields):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
+    suffix: Annotated[str, AfterValidator(_refuse_suffix)] | None = None
 
 
 def routes(context: ApiContext) -> APIRouter:
