@@ -119,8 +119,9 @@ class Engine:
         return [self._start(sequence, now) for sequence in sequences]
 
     def _start(self, sequence: Sequence, now: float) -> RequestStream:
-        stream = RequestStream(abort=lambda: self._abort(sequence))
-        text = AnswerText(self._vocabulary, sequence.request.sampling, sequence.ends)
+        stream = RequestStream(lambda: self._abort(sequence), lambda: self._stop(sequence))
+        request = sequence.request
+        text = AnswerText(self._vocabulary, request.sampling, sequence.ends, request.shown_tokens)
         self._live[sequence.id] = _Live(sequence, stream, text)
         self._scheduler.add(sequence)
         self._send_steps(now)
@@ -169,6 +170,15 @@ class Engine:
         if live is not None:
             self._retire(live, "abort")
             self._send_steps(self._clock())
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Who reads the answer needs no more of it: what it computed is kept, as of any that ended."""
+        live = self._live.get(sequence.id)
+        if live is not None:
+            now = self._clock()
+            live.stream.put(self._delta(live, (), Reading("", 0), "stop", now))
+            self._retire(live, "stop")
+            self._send_steps(now)
 
     # ---- schedule → send → postprocess
 
@@ -236,6 +246,7 @@ class Engine:
             prompt_logprobs=tuple(sequence.prompt_logprobs) if scored else None,
             pooled=None if finish_reason is None else sequence.pooled,
             timings=None if finish_reason is None else _timings(sequence, now),
+            pieces=reading.pieces,
         )
 
     def _retire(self, live: _Live, reason: FinishReason) -> None:

@@ -23,6 +23,8 @@ class GenerateRequest:
     sampling: SamplingParams
     prompt_logprobs: int | None = None
     """None: off; else how many alternatives to give beside each prompt token's own."""
+    shown_tokens: frozenset[int] = frozenset()
+    """Special tokens that the answer's text shows, for they say where something begins in it."""
     pooling: PoolingKind | None = None
     """None: off; else of which tokens the hidden states after the final norm make the prompt's vector."""
 
