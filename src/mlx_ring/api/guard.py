@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_ring.api.error_bodies import is_anthropic
 from mlx_ring.api.errors import error_response, log_failure
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Refused, Unauthenticated
@@ -49,7 +50,7 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                _add_headers(MutableHeaders(scope=message), request_id, origin)
+                _add_headers(MutableHeaders(scope=message), scope, origin)
             await send(message)
 
         try:
@@ -62,15 +63,15 @@ class Guard:
         except ClientDisconnect:
             pass
         except Unauthenticated as error:
-            await error_response(error)(scope, receive, send_named)
+            await error_response(error, scope)(scope, receive, send_named)
         except Refused as error:
             origin = None
-            await error_response(error)(scope, receive, send_named)
+            await error_response(error, scope)(scope, receive, send_named)
         except Exception as error:
             log_failure(error, request_id)
             if started:
                 raise
-            await error_response(error)(scope, receive, send_named)
+            await error_response(error, scope)(scope, receive, send_named)
 
     def _check(self, headers: Headers) -> None:
         host, origin = headers.get("host"), headers.get("origin")
@@ -115,8 +116,10 @@ def _given_key(headers: Headers) -> str | None:
     return token.strip() if scheme.lower() == "bearer" and token.strip() else headers.get("x-api-key")
 
 
-def _add_headers(headers: MutableHeaders, request_id: str, origin: str | None) -> None:
-    headers["x-request-id"] = request_id
+def _add_headers(headers: MutableHeaders, scope: Scope, origin: str | None) -> None:
+    headers["x-request-id"] = scope["request_id"]
+    if is_anthropic(scope["path"]):
+        headers["request-id"] = scope["request_id"]
     if origin is not None:
         headers["access-control-allow-origin"] = origin
         headers["access-control-expose-headers"] = "x-request-id"

@@ -198,3 +198,6 @@ class WeightsMissing(ServingError):
 
 class NotReady(ServingError):
     """No instance can answer now."""
+
+    retry_after_s: float = 5.0
+    """When it is worth asking again; the others of its instance's troubles take no longer to pass."""

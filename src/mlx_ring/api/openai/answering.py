@@ -124,7 +124,7 @@ class AnswerStream(Response):
             except Exception as error:  # noqa: BLE001 - the status is out: the stream itself must say it
                 log_failure(error, scope.get("request_id", "-"))
                 await send(
-                    {"type": "http.response.body", "body": _event(error_body(error)), "more_body": True}
+                    {"type": "http.response.body", "body": _event(error_body(error, scope)), "more_body": True}
                 )
             await send({"type": "http.response.body", "body": b""})
 
