@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mlx_ring.api.conversation.format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, SamplingDefaults, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
@@ -35,6 +36,7 @@ def printable(byte: int) -> str:
 
 @dataclass(frozen=True)
 class _Added:
+    content: str
     special: bool = True
 
 
@@ -45,7 +47,16 @@ class ByteTokenizer:
     bos_token = "<bos>"  # noqa: S105 - a token of text
     bos_token_id = BOS
     eos_token_id = EOS
-    added_tokens_decoder: Mapping[int, _Added] = {token: _Added() for token in SPECIAL}
+    added_tokens_decoder: Mapping[int, _Added] = {token: _Added(name) for token, name in SPECIAL.items()}
+    chat_template: str | None = None
+    think_start: str | None = None
+    think_end: str | None = None
+    tool_call_start: str | None = None
+    tool_call_end: str | None = None
+    tool_parser: ParseCalls | None = None
+    structural_markers: Sequence[str] = ()
+    response_transitions: Mapping[str, Sequence[tuple[str, str]]] = {}
+    response_initial_state: str | None = None
 
     def __init__(self) -> None:
         self.conversation: list[dict[str, object]] = []

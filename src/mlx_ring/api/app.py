@@ -8,6 +8,10 @@ from fastapi import FastAPI
 
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
+from mlx_ring.api.ollama import chat as ollama_chat
+from mlx_ring.api.ollama import embed as ollama_embed
+from mlx_ring.api.ollama import generate as ollama_generate
+from mlx_ring.api.ollama import models as ollama_models
 from mlx_ring.api.openai import chat, completions, embeddings, models, tokens
 from mlx_ring.api.ops import cache, cluster, generate, health
 from mlx_ring.api.ops import models as loading
@@ -25,6 +29,7 @@ def build_app(catalog: ModelCatalog, settings: ApiSettings) -> FastAPI:
     context = ApiContext(catalog, settings)
     for module in (
         *(chat, completions, embeddings, tokens, models),
+        *(ollama_chat, ollama_generate, ollama_embed, ollama_models),
         *(generate, loading, health, cluster, cache, service_routes),
     ):
         app.include_router(module.routes(context))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from jinja2 import TemplateError
 
+from mlx_ring.api.conversation.asked import Conversation
 from mlx_ring.api.service import Tokenizer
 from mlx_ring.core.errors import RequestError
 
@@ -69,32 +70,24 @@ class PromptEncoder:
         )
 
     async def encode_chat(
-        self,
-        tokenizer: Tokenizer,
-        messages: list[dict[str, object]],
-        template_kwargs: Mapping[str, object],
-        *,
-        add_generation_prompt: bool = True,
+        self, tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:
         """The chat template's prompt for the next answer; without `add_generation_prompt` the messages alone.
 
         Raises:
             RequestError: no template, one that refuses these messages, or an argument it may not have.
         """
-        for name in template_kwargs:
+        for name in conversation.template_kwargs:
             if name in _OURS:
-                raise RequestError(
-                    f"'chat_template_kwargs.{name}' is not for the request to set; leave it out.",
-                    param=f"chat_template_kwargs.{name}",
-                )
+                param = f"{conversation.kwargs_param}.{name}"
+                raise RequestError(f"'{param}' is not for the request to set; leave it out.", param=param)
         if not tokenizer.has_chat_template:
             raise RequestError(
-                "This model has no chat template; send the prompt to /v1/completions.", param="messages"
+                "This model has no chat template; send the prompt to /v1/completions.",
+                param=conversation.messages_param,
             )
         return await self._run(
-            lambda: _encode_chat(
-                tokenizer, messages, template_kwargs, add_generation_prompt=add_generation_prompt
-            )
+            lambda: _encode_chat(tokenizer, conversation, add_generation_prompt=add_generation_prompt)
         )
 
     async def _run(self, work: Callable[[], T]) -> T:
@@ -152,20 +145,30 @@ def _renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
 
 
 def _encode_chat(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, object]],
-    template_kwargs: Mapping[str, object],
-    *,
-    add_generation_prompt: bool,
+    tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool
 ) -> tuple[int, ...]:
     try:
         tokens = _renderer(tokenizer)(
-            messages, tokenize=True, add_generation_prompt=add_generation_prompt, **template_kwargs
+            [dict(message) for message in conversation.messages],
+            tokenize=True,
+            add_generation_prompt=add_generation_prompt and not conversation.continues,
+            **_template_arguments(conversation),
         )
     except _TEMPLATE_TROUBLE as error:
         raise RequestError(
-            f"The model's chat template does not take these messages: {error}", param="messages"
+            f"The model's chat template does not take these messages: {error}",
+            param=conversation.messages_param,
         ) from error
     if isinstance(tokens, str):
         tokens = tokenizer.encode(tokens, add_special_tokens=False)
     return tuple(tokens)
+
+
+def _template_arguments(conversation: Conversation) -> dict[str, object]:
+    """What is not said is left to the template's own default."""
+    tools = [tool.for_template() for tool in conversation.tool_use.tools]
+    return (
+        dict(conversation.template_kwargs)
+        | ({"tools": tools} if tools else {})
+        | ({"continue_final_message": True} if conversation.continues else {})
+    )

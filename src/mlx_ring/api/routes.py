@@ -9,6 +9,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from mlx_ring.api.body import Body, read_body
+from mlx_ring.api.conversation.format import ChatFormats
 from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
@@ -23,6 +24,7 @@ class ApiContext:
     catalog: ModelCatalog
     settings: ApiSettings
     prompts: PromptEncoder = field(default_factory=PromptEncoder)
+    formats: ChatFormats = field(default_factory=ChatFormats)
 
     async def read(self, request: Request, schema: type[BodyT]) -> BodyT:
         return await read_body(request, schema, self.settings.max_body_bytes)

@@ -243,7 +243,10 @@ def parse_calls(rules: CallRules, text: str) -> list[tuple[str, str, str | None]
         found = rules.marks.parse(text, rules.as_templates_read)
     except Exception:  # noqa: BLE001 - parsers stumble in ways of their own over what they were not written for
         return []
-    calls = [_read_call(rules, call) for call in cast("list[object]", found if isinstance(found, list) else [found])]
+    calls = [
+        _read_call(rules, call)
+        for call in cast("list[object]", found if isinstance(found, list) else [found])
+    ]
     return [call for call in calls if call is not None] if all(calls) else []
 
 

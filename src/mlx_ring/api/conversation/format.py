@@ -82,14 +82,15 @@ class ChatFormat:
 
     def shown_tokens(self, *, calls: bool) -> frozenset[int]:
         """Special tokens that an answer's text must show, for its marks to be found."""
-        texts = self._marks(calls=calls)
+        texts = self.marks(calls=calls)
         return frozenset(token for name, token in self.special.items() if any(name in text for text in texts))
 
     def opens_thinking(self, prompts_end: str) -> bool:
         """Whether a prompt leaves the answer to begin as a thought."""
         return self.thinking is not None and prompts_end.rstrip().endswith(self.thinking.start)
 
-    def _marks(self, *, calls: bool) -> list[str]:
+    def marks(self, *, calls: bool) -> list[str]:
+        """All that may be special tokens."""
         marks = [*self.dropped, *(mark for turns in self.turns.values() for mark, _ in turns)]
         if self.thinking is not None:
             marks += [self.thinking.start, self.thinking.end]
@@ -122,8 +123,7 @@ def read_format(tokenizer: Tokenizer) -> ChatFormat:
         turns=_read_turns(tokenizer.response_transitions, calls),
         words=frozenset(_WORD.findall(_template_text(tokenizer))),
     )
-    marks = [mark for mark in plain._marks(calls=True) if mark]  # noqa: SLF001 - its own maker
-    return _with_special(plain, tokenizer, marks)
+    return _with_special(plain, tokenizer)
 
 
 def prompts_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
@@ -172,9 +172,10 @@ def _template_text(tokenizer: Tokenizer) -> str:
     return template if isinstance(template, str) else ""
 
 
-def _with_special(plain: ChatFormat, tokenizer: Tokenizer, marks: Sequence[str]) -> ChatFormat:
+def _with_special(plain: ChatFormat, tokenizer: Tokenizer) -> ChatFormat:
+    marks = plain.marks(calls=True)
     special = {
-        str(added.content): token
+        added.content: token
         for token, added in tokenizer.added_tokens_decoder.items()
         if added.special and any(added.content in mark for mark in marks)
     }

@@ -13,7 +13,8 @@ from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from mlx_ring.api.generation import Answer
-from mlx_ring.api.openai.answering import AnswerStream, Json, Task, answer_whole
+from mlx_ring.api.json_lines import Json
+from mlx_ring.api.openai.answering import AnswerStream, Task, answer_whole
 from mlx_ring.api.openai.chat import finite_logprob
 from mlx_ring.api.openai.inputs import TextOrTokens, each
 from mlx_ring.api.openai.sampling import (

@@ -9,8 +9,11 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.body import Body
+from mlx_ring.api.conversation.asked import Conversation
+from mlx_ring.api.conversation.prepare import encode_conversation
 from mlx_ring.api.openai.inputs import TokenId
 from mlx_ring.api.openai.messages import Message, template_messages
+from mlx_ring.api.openai.tools import FunctionTool, read_tool_use
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelService
@@ -26,6 +29,9 @@ class TokenizeRequest(Body):
     """With `prompt`: what the model wants before a text; on if nothing is said."""
     add_generation_prompt: bool | None = None
     """With `messages`: what an answer begins with; on if nothing is said."""
+    continue_final_message: bool | None = None
+    """With `messages`: the last one is the beginning of the answer."""
+    tools: list[FunctionTool] | None = None
     chat_template_kwargs: dict[str, object] | None = None
     return_token_strs: bool | None = None
 
@@ -82,6 +88,8 @@ def _check_kind(fields: TokenizeRequest) -> None:
         raise RequestError("Give either 'prompt' or 'messages'.", param="prompt")
     of_messages = {
         "add_generation_prompt": fields.add_generation_prompt,
+        "continue_final_message": fields.continue_final_message,
+        "tools": fields.tools,
         "chat_template_kwargs": fields.chat_template_kwargs,
     }
     if fields.prompt is None:
@@ -101,9 +109,12 @@ async def _tokens(context: ApiContext, service: ModelService, fields: TokenizeRe
         return await context.prompts.encode_plain(
             service.tokenizer, fields.prompt, add_special_tokens=fields.add_special_tokens is not False
         )
-    return await context.prompts.encode_chat(
-        service.tokenizer,
-        template_messages(fields.messages or []),
-        fields.chat_template_kwargs or {},
-        add_generation_prompt=fields.add_generation_prompt is not False,
+    conversation = Conversation(
+        messages=template_messages(fields.messages or []),
+        tool_use=read_tool_use(fields.tools, None, parallel=None),
+        template_kwargs=fields.chat_template_kwargs or {},
+        continues=bool(fields.continue_final_message),
+    )
+    return await encode_conversation(
+        context, service, conversation, add_generation_prompt=fields.add_generation_prompt is not False
     )
