@@ -12,7 +12,11 @@ from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
 from mlx_ring.api.metrics import page as metrics
 from mlx_ring.api.metrics.http import HttpMeter, Observed
-from mlx_ring.api.openai import chat, completions, models
+from mlx_ring.api.ollama import chat as ollama_chat
+from mlx_ring.api.ollama import embed as ollama_embed
+from mlx_ring.api.ollama import generate as ollama_generate
+from mlx_ring.api.ollama import models as ollama_models
+from mlx_ring.api.openai import chat, completions, embeddings, models, tokens
 from mlx_ring.api.ops import cache, cluster, generate, health
 from mlx_ring.api.ops import models as loading
 from mlx_ring.api.ops import service as service_routes
@@ -34,7 +38,11 @@ def build_app(
         title="mlx-ring", version=version("mlx-ring"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
     context = ApiContext(catalog, settings, admission)
-    for module in (chat, completions, models, generate, loading, health, cluster, cache, service_routes):
+    for module in (
+        *(chat, completions, embeddings, tokens, models),
+        *(ollama_chat, ollama_generate, ollama_embed, ollama_models),
+        *(generate, loading, health, cluster, cache, service_routes),
+    ):
         app.include_router(module.routes(context))
     http = HttpMeter()
     app.include_router(metrics.routes(context, http))

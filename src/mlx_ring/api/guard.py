@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_ring.api.admission import Admission
+from mlx_ring.api.error_bodies import is_anthropic
 from mlx_ring.api.errors import error_response, log_failure
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Draining, Refused, Unauthenticated
@@ -58,7 +59,7 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                self._add_headers(MutableHeaders(scope=message), request_id, origin)
+                self._add_headers(MutableHeaders(scope=message), scope, origin)
             await send(message)
 
         try:
@@ -72,15 +73,15 @@ class Guard:
         except ClientDisconnect:
             pass
         except (Unauthenticated, Draining) as error:
-            await error_response(error)(scope, receive, send_named)
+            await error_response(error, scope)(scope, receive, send_named)
         except Refused as error:
             origin = None
-            await error_response(error)(scope, receive, send_named)
+            await error_response(error, scope)(scope, receive, send_named)
         except Exception as error:
             log_failure(error, request_id)
             if started:
                 raise
-            await error_response(error)(scope, receive, send_named)
+            await error_response(error, scope)(scope, receive, send_named)
 
     def _check(self, headers: Headers) -> None:
         host, origin = headers.get("host"), headers.get("origin")
@@ -119,8 +120,10 @@ class Guard:
             return True
         return _bare(self._settings.host) in _EVERY_ADDRESS and _is_address(host)
 
-    def _add_headers(self, headers: MutableHeaders, request_id: str, origin: str | None) -> None:
-        headers["x-request-id"] = request_id
+    def _add_headers(self, headers: MutableHeaders, scope: Scope, origin: str | None) -> None:
+        headers["x-request-id"] = scope["request_id"]
+        if is_anthropic(scope["path"]):
+            headers["request-id"] = scope["request_id"]
         if self._admission.is_draining:
             headers["connection"] = "close"
         if origin is not None:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from mlx_ring.api.access_log import note_model
 from mlx_ring.api.admission import Admission
 from mlx_ring.api.body import Body, read_body
+from mlx_ring.api.conversation.format import ChatFormats
 from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
@@ -26,6 +27,7 @@ class ApiContext:
     settings: ApiSettings
     admission: Admission = field(default_factory=Admission)
     prompts: PromptEncoder = field(default_factory=PromptEncoder)
+    formats: ChatFormats = field(default_factory=ChatFormats)
 
     async def read(self, request: Request, schema: type[BodyT]) -> BodyT:
         settings = self.settings

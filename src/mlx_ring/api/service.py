@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.core.errors import RingError
+from mlx_ring.core.pooling import Pooling
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.policy import Policy
@@ -16,11 +17,53 @@ from mlx_ring.engine.stats import EngineStats
 from mlx_ring.engine.streams import RequestStream
 
 
+class AddedToken(Protocol):
+    """A token that was added to a vocabulary by name."""
+
+    @property
+    def special(self) -> bool: ...
+    @property
+    def content(self) -> str: ...
+
+
 class Tokenizer(Protocol):
-    """The part of mlx-lm's `TokenizerWrapper` that makes prompts and shows tokens."""
+    """The part of mlx-lm's `TokenizerWrapper` that makes prompts, shows tokens and knows the format of answers."""
 
     has_chat_template: bool
 
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+    @property
+    def think_start(self) -> str | None:
+        """What goes before a thought; None where the model has no thoughts."""
+        ...
+
+    @property
+    def think_end(self) -> str | None: ...
+    @property
+    def tool_call_start(self) -> str | None:
+        """What goes before calls of tools; None where the format of calls is not known."""
+        ...
+
+    @property
+    def tool_call_end(self) -> str | None: ...
+    @property
+    def tool_parser(self) -> Callable[[str, list[dict[str, object]]], object] | None:
+        """Reads what is between."""
+        ...
+
+    @property
+    def structural_markers(self) -> Sequence[str]:
+        """What goes around answers and says nothing."""
+        ...
+
+    @property
+    def response_transitions(self) -> Mapping[str, Iterable[tuple[str, str]]]:
+        """By state, which marks end it and what begins then, where an answer is of several messages."""
+        ...
+
+    @property
+    def response_initial_state(self) -> str | None: ...
     @property
     def bos_token(self) -> str | None: ...
     @property
@@ -210,7 +253,17 @@ class ModelService(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def hidden_size(self) -> int:
+        """Numbers in a hidden state, and so in an embedding."""
+        ...
+
+    @property
     def default_sampling(self) -> SamplingDefaults: ...
+    @property
+    def pooling(self) -> Pooling:
+        """How embeddings are made of hidden states."""
+        ...
+
     @property
     def metadata(self) -> Mapping[str, object]:
         """What `/model/info` tells of the model: architecture, quantization, parameters. Plain JSON."""

@@ -40,6 +40,7 @@ _CHOICES = (
     "link",
     "backend",
     "link_compression",
+    "pooling",
 )
 _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "host": "ADDRESS",
@@ -67,6 +68,7 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "kv_cache_memory": "SIZE",
     "weights_limit": "SIZE",
     "kv_bits": "BITS",
+    "pooling": "KIND",
     "link": "KIND",
     "backend": "NAME",
     "hostfile": "FILE",
@@ -152,6 +154,7 @@ def serve(
     max_waiting: Annotated[str | None, setting("max_waiting")] = None,
     prefill_chunk: Annotated[str | None, setting("prefill_chunk")] = None,
     max_itl_ratio: Annotated[str | None, setting("max_itl_ratio")] = None,
+    pooling: Annotated[str | None, setting("pooling")] = None,
     draft_tokens: Annotated[str | None, setting("draft_tokens")] = None,
     prefix_cache: Annotated[str | None, setting("prefix_cache")] = None,
     prefix_caching: Annotated[bool | None, _PREFIX_CACHING] = None,

@@ -206,6 +206,10 @@ class Settings(BaseSettings):
         2.5,
         description="How many times longer a running answer's next token may take while prompts are read.",
     )
+    pooling: Literal["auto", "last", "mean", "cls"] = Field(
+        "auto",
+        description="Whose hidden states make an embedding: the last token's, the mean of all, or the first's; auto is as the model's folder says.",
+    )
     draft_tokens: Annotated[int, Field(ge=0, le=32)] = Field(
         8, description="Most tokens that are guessed from an answer's own text in one step; 0 guesses none."
     )

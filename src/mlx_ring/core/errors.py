@@ -205,6 +205,11 @@ class WeightsMissing(ServingError):
 class NotReady(ServingError):
     """No instance can answer now."""
 
+    retry_after_s: float = 5.0
+    """When it is worth asking again; the others of its instance's troubles take no longer to pass."""
+
 
 class Draining(NotReady):
     """The server is about to end: it finishes what it has, and takes nothing new."""
+
+    retry_after_s = 10.0

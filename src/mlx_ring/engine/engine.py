@@ -132,9 +132,10 @@ class Engine:
         return [self._start(sequence, now) for sequence in sequences]
 
     def _start(self, sequence: Sequence, now: float) -> RequestStream:
-        stream = RequestStream(abort=lambda: self._abort(sequence))
-        text = AnswerText(self._vocabulary, sequence.request.sampling, sequence.ends)
-        span = None if self._tracer is None else self._tracer.begin(sequence.request)
+        stream = RequestStream(lambda: self._abort(sequence), lambda: self._stop(sequence))
+        request = sequence.request
+        text = AnswerText(self._vocabulary, request.sampling, sequence.ends, request.shown_tokens)
+        span = None if self._tracer is None else self._tracer.begin(request)
         sequence.traceparent = "" if span is None else span.traceparent
         self._live[sequence.id] = _Live(sequence, stream, text, span=span)
         self._scheduler.add(sequence)
@@ -184,6 +185,15 @@ class Engine:
         if live is not None:
             self._retire(live, "abort")
             self._send_steps(self._clock())
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Who reads the answer needs no more of it: what it computed is kept, as of any that ended."""
+        live = self._live.get(sequence.id)
+        if live is not None:
+            now = self._clock()
+            live.stream.put(self._delta(live, (), Reading("", 0), "stop", now))
+            self._retire(live, "stop")
+            self._send_steps(now)
 
     # ---- schedule → send → postprocess
 
@@ -256,7 +266,9 @@ class Engine:
             finish_reason=finish_reason,
             stop_match=reading.stop_match,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if scored else None,
+            pooled=None if finish_reason is None else sequence.pooled,
             timings=None if finish_reason is None else _timings(sequence, now),
+            pieces=reading.pieces,
         )
 
     def _retire(self, live: _Live, reason: FinishReason, error: RingError | None = None) -> None:

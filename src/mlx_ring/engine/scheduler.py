@@ -141,10 +141,11 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Take out a sequence that has come to its end, also while steps with its rows are under way.
 
-        Its KV is kept for prompts that begin as it did.
+        Its KV is kept for prompts that begin as it did. Of a text that was only pooled nothing is but what it took
+        over: nobody goes on from one, and it would put out what chats come back to.
         """
         if self._take_out(sequence):
-            self._kv.keep(sequence)
+            self._kv.keep(sequence, None if sequence.request.pooling is None else sequence.taken)
 
     def abort(self, sequence: Sequence) -> None:
         """Take out a sequence that nobody wants any more. Of its KV only what it took over from others is kept."""
@@ -378,16 +379,18 @@ class Scheduler:
             if sequence.id not in self._running:
                 continue
             try:
-                sampled, prompt_logprobs = read_result(row, results.get(sequence.id))
+                reading = read_result(row, results.get(sequence.id))
             except ProtocolError as error:
                 self._fail(sequence)
                 yield Advance(sequence, error=error)
                 continue
-            sequence.prompt_logprobs.extend(prompt_logprobs)
+            sequence.prompt_logprobs.extend(reading.prompt_logprobs)
+            if reading.hidden_sum is not None:
+                sequence.add_hidden(reading.hidden_sum)
             if row.draft:
-                self._take_back(sequence, row, len(sampled))
+                self._take_back(sequence, row, len(reading.sampled))
             if samples_token(row) or row.start + len(row.tokens.ids) >= sequence.fill_to:
-                yield self._advance(sequence, sampled, now)
+                yield self._advance(sequence, reading.sampled, now)
 
     def _take_back(self, sequence: Sequence, row: step_pb2.Row, sampled: int) -> None:
         """After drafts were verified: cut the KV to what they leave."""

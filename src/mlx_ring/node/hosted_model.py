@@ -10,6 +10,7 @@ from typing import Any
 from mlx_ring.api.service import InstanceInfo, SamplingDefaults, State
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.core.pooling import Pooling, read_pooling
 from mlx_ring.engine.kv_limits import KEPT_TOKENS
 from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.router import Router
@@ -47,6 +48,7 @@ class HostedModel:
         """When a request came, by the monotonic clock."""
         self.created = int(time.time())
         self.default_sampling: SamplingDefaults = sampling_defaults(served.folder.generation_config)
+        self.pooling: Pooling = read_pooling(served.folder.path, settings.pooling)
         self._metadata = describe_model(served.folder)
         self._tasks: list[asyncio.Task[None]] = []
         self._router = Router(lambda: [each.engine for each in self._serving()])
@@ -80,6 +82,10 @@ class HostedModel:
     @property
     def vocab_size(self) -> int:
         return self.served.limits.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.served.folder.hidden_size
 
     @property
     def metadata(self) -> Mapping[str, object]:

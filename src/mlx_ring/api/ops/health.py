@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from importlib.metadata import version
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.errors import error_response
@@ -29,11 +29,11 @@ def routes(context: ApiContext) -> APIRouter:
         """The process answers; more is not said."""
         return {"status": "alive", "uptime_s": _uptime_s(context.default.created)}
 
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         error = _trouble(context)
         if error is None:
             return JSONResponse({"status": "ready", "model": context.default.model_id})
-        response = error_response(error)
+        response = error_response(error, request.scope)
         response.status_code = _UNAVAILABLE
         return response
 

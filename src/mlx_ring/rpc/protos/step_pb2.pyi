@@ -183,10 +183,12 @@ class Want(_message.Message):
         LOGPROBS: _ClassVar[Want.What]
         LOGITS: _ClassVar[Want.What]
         HIDDEN: _ClassVar[Want.What]
+        HIDDEN_SUM: _ClassVar[Want.What]
     TOKEN: Want.What
     LOGPROBS: Want.What
     LOGITS: Want.What
     HIDDEN: Want.What
+    HIDDEN_SUM: Want.What
     WHERE_FIELD_NUMBER: _ClassVar[int]
     WHAT_FIELD_NUMBER: _ClassVar[int]
     LISTED_FIELD_NUMBER: _ClassVar[int]
