@@ -23,7 +23,7 @@ _SLOWEST = 1024
 """Bytes a second."""
 _SHOWN = 60
 """Characters of a wrong value that an error repeats."""
-_WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
+WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
 """Clients send these (and `prompt_cache_...`), and they promise nothing about the answer."""
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Number|Tuple|Object)\b")
 
@@ -154,7 +154,7 @@ def _too_deep() -> RequestError:
 
 
 def _has_no_effect(name: str) -> bool:
-    return name in _WITHOUT_EFFECT or name.startswith("prompt_cache_")
+    return name in WITHOUT_EFFECT or name.startswith("prompt_cache_")
 
 
 def _first_error(error: ValidationError, body: object) -> RequestError:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from mlx_ring.api.metrics.families import gauge
 from mlx_ring.api.metrics.http import HttpMeter
@@ -24,6 +24,8 @@ from mlx_ring.api.metrics.machines import (
     workers_now,
 )
 from mlx_ring.api.metrics.requests import replicas_of, request_families, step_families
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelCatalog
 
@@ -74,5 +76,5 @@ def routes(context: ApiContext, http: HttpMeter) -> APIRouter:
         registry.register(_Collected([*numbers.collect(), *process.collect()]))
         return Response(await asyncio.to_thread(encode, registry), headers={"content-type": media_type})
 
-    router.add_api_route("/metrics", metrics, methods=["GET"], response_class=PlainTextResponse)
+    told(router, "/metrics", metrics, about.METRICS)
     return router

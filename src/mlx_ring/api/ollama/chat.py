@@ -13,6 +13,7 @@ from mlx_ring.api.body import Body
 from mlx_ring.api.conversation.answering import answer_chat, stream_chat
 from mlx_ring.api.conversation.asked import Conversation, ToolUse
 from mlx_ring.api.conversation.prepare import PreparedChat, prepare_chat
+from mlx_ring.api.ollama import answers as about
 from mlx_ring.api.ollama.lines import LineWriter, Stopwatch, chat_words
 from mlx_ring.api.ollama.messages import (
     Format,
@@ -68,7 +69,7 @@ def routes(context: ApiContext) -> APIRouter:
         streams = fields.stream is not False
         return await respond(context, request, engine, prepared, writer, streams=streams)
 
-    documented(router, "/api/chat", chat, ChatRequest)
+    documented(router, "/api/chat", chat, ChatRequest, about.CHAT)
     return router
 
 

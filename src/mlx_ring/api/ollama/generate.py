@@ -14,6 +14,7 @@ from mlx_ring.api.conversation.asked import Conversation
 from mlx_ring.api.conversation.format import ChatFormat
 from mlx_ring.api.conversation.prepare import PreparedChat, prepare_chat
 from mlx_ring.api.conversation.reader import ReadingRules
+from mlx_ring.api.ollama import answers as about
 from mlx_ring.api.ollama.chat import respond
 from mlx_ring.api.ollama.lines import LineWriter, Stopwatch, generate_words
 from mlx_ring.api.ollama.messages import Format, Images, Think, read_format, read_think
@@ -68,7 +69,7 @@ def routes(context: ApiContext) -> APIRouter:
         streams = fields.stream is not False
         return await respond(context, request, engine, prepared, writer, streams=streams)
 
-    documented(router, "/api/generate", generate, GenerateRequestBody)
+    documented(router, "/api/generate", generate, GenerateRequestBody, about.GENERATE)
     return router
 
 

@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.body import Body
+from mlx_ring.api.ollama import answers as about
 from mlx_ring.api.ollama.names import find_model
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented, told
 from mlx_ring.api.routes import ApiContext, workers_of_model
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError, UnknownModel
@@ -70,11 +71,11 @@ def routes(context: ApiContext) -> APIRouter:
             "or come from the hub with `mlx-ring models pull`."
         )
 
-    router.add_api_route("/api/tags", tags, methods=["GET"])
-    router.add_api_route("/api/ps", running, methods=["GET"])
-    router.add_api_route("/api/version", api_version, methods=["GET"])
-    documented(router, "/api/show", show, NamedModel)
-    documented(router, "/api/pull", pull, NamedModel)
+    told(router, "/api/tags", tags, about.TAGS)
+    told(router, "/api/ps", running, about.RUNNING)
+    told(router, "/api/version", api_version, about.VERSION)
+    documented(router, "/api/show", show, NamedModel, about.SHOW)
+    documented(router, "/api/pull", pull, NamedModel, about.PULL)
     for path, method in (
         ("/api/create", "POST"),
         ("/api/copy", "POST"),

@@ -6,6 +6,8 @@ from importlib.metadata import version
 
 from fastapi import APIRouter
 
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.routes import ApiContext, workers_of_model
 from mlx_ring.api.service import ModelService
 
@@ -70,8 +72,8 @@ def routes(context: ApiContext) -> APIRouter:
             "metadata": dict(service.metadata),
         }
 
-    router.add_api_route("/", root, methods=["GET"])
-    router.add_api_route("/model/info", model_info, methods=["GET"])
+    told(router, "/", root, about.ROOT)
+    told(router, "/model/info", model_info, about.MODEL_INFO)
     return router
 
 
