@@ -16,7 +16,7 @@ from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import Limits
-from mlx_ring.engine.twin import TwinExecutor
+from mlx_ring.engine.twin import NextToken, TwinExecutor
 
 BOS, EOS, ANSWER = 256, 257, 258
 VOCAB_SIZE = 320
@@ -99,13 +99,17 @@ class ByteTokenizer:
         return [*self.encode(text, add_special_tokens=True), *[ANSWER] * add_generation_prompt]
 
 
-def next_token(history: Sequence[int]) -> int:
-    """To a chat: the answer's bytes, then EOS. To other prompts: the alphabet, by position, for ever."""
-    if ANSWER not in history:
-        return ord("a") + len(history) % 26
-    said = len(history) - 1 - max(place for place, token in enumerate(history) if token == ANSWER)
-    answer = ANSWER_TEXT.encode()
-    return answer[said] if said < len(answer) else EOS
+def saying(text: str) -> NextToken:
+    """A model. To a chat: the answer's bytes, then EOS. To other prompts: the alphabet, by position, for ever."""
+    answer = text.encode()
+
+    def next_token(history: Sequence[int]) -> int:
+        if ANSWER not in history:
+            return ord("a") + len(history) % 26
+        said = len(history) - 1 - max(place for place, token in enumerate(history) if token == ANSWER)
+        return answer[said] if said < len(answer) else EOS
+
+    return next_token
 
 
 class TwinService:
@@ -125,6 +129,7 @@ class TwinService:
         policy: Policy = Policy(),  # noqa: B008 - frozen
         kv: RankKv | None = None,
         names: Sequence[str] = ("org/twin", "twin"),
+        says: str = ANSWER_TEXT,
     ) -> None:
         self.model_id, *self.aliases = names
         self.is_loaded = True
@@ -135,7 +140,7 @@ class TwinService:
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None
         self.stages = stages
-        self.executor = TwinExecutor([1] * stages, next_token=next_token, automatic=automatic)
+        self.executor = TwinExecutor([1] * stages, next_token=saying(says), automatic=automatic)
         self.engine = Engine(
             self.executor,
             Vocabulary.of(self.tokenizer),

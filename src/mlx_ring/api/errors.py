@@ -68,7 +68,9 @@ def trouble_of(error: Exception) -> Trouble:
         more = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
     return Trouble(
         reply.status,
-        str(error) if isinstance(error, RingError) else "The server failed on this request; its log says why.",
+        str(error)
+        if isinstance(error, RingError)
+        else "The server failed on this request; its log says why.",
         reply.type,
         reply.code,
         error.param if isinstance(error, RequestError) else None,
@@ -120,7 +122,9 @@ def install_error_handlers(app: FastAPI) -> None:
     def on_http_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             raise error
-        return JSONResponse(_body(_http_trouble(request, error), request.scope), error.status_code, error.headers)
+        return JSONResponse(
+            _body(_http_trouble(request, error), request.scope), error.status_code, error.headers
+        )
 
     def on_wrong_parameter(request: Request, error: Exception) -> Response:
         """FastAPI's own answer would be a 422, which no client knows."""

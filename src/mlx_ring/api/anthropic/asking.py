@@ -96,7 +96,9 @@ def _assistant(blocks: Sequence[AssistantBlock]) -> Plain:
         if isinstance(block, ToolUseBlock)
     ]
     thought = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-    return plain | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thought} if thought else {})
+    return (
+        plain | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thought} if thought else {})
+    )
 
 
 def _continues(messages: Sequence[Message]) -> bool:
@@ -107,7 +109,8 @@ def _continues(messages: Sequence[Message]) -> bool:
     if not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content):
         place = f"messages[{len(messages) - 1}]"
         raise RequestError(
-            f"'{place}' calls tools, and nothing follows it; give their results in a message of the user.", param=place
+            f"'{place}' calls tools, and nothing follows it; give their results in a message of the user.",
+            param=place,
         )
     return True
 
@@ -129,9 +132,13 @@ def tool_use_of(fields: PromptFields) -> ToolUse:
         return ToolUse(tools)
     named = choice.name if choice.type == "tool" else None
     if choice.type == "tool" and named is None:
-        raise RequestError("'tool_choice.name' is missing: which tool is to be used?", param="tool_choice.name")
+        raise RequestError(
+            "'tool_choice.name' is missing: which tool is to be used?", param="tool_choice.name"
+        )
     if named is not None and named not in {tool.name for tool in tools}:
-        raise RequestError(f"'tool_choice.name' is '{named}', which is none of 'tools'.", param="tool_choice.name")
+        raise RequestError(
+            f"'tool_choice.name' is '{named}', which is none of 'tools'.", param="tool_choice.name"
+        )
     if choice.type == "any" and not tools:
         raise RequestError("'tool_choice' is 'any', and there are no 'tools'.", param="tool_choice")
     return ToolUse(

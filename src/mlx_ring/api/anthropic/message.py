@@ -126,7 +126,10 @@ class MessageWriter:
         elif kind == "tool_use":
             block["input"] = _object(self._text)
         else:
-            block |= {"thinking": self._text if self._shows_thinking else "", "signature": _signature(self._text)}
+            block |= {
+                "thinking": self._text if self._shows_thinking else "",
+                "signature": _signature(self._text),
+            }
             yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 

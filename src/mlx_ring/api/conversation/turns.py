@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
 
-def join_neighbours(messages: Iterable[Mapping[str, object]], roles: Collection[str]) -> list[dict[str, object]]:
+def join_neighbours(
+    messages: Iterable[Mapping[str, object]], roles: Collection[str]
+) -> list[dict[str, object]]:
     """The messages, with neighbours of the same one of these roles put together, a paragraph each."""
     joined: list[dict[str, object]] = []
     for message in messages:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.body import Body
 from mlx_ring.api.conversation.answering import answer_chat, stream_chat
-from mlx_ring.api.conversation.asked import Conversation, ToolUse
+from mlx_ring.api.conversation.asked import Conversation, Tool, ToolUse
 from mlx_ring.api.conversation.prepare import PreparedChat, prepare_chat
 from mlx_ring.api.ollama.lines import LineWriter, Stopwatch, chat_words
 from mlx_ring.api.ollama.messages import (
@@ -26,6 +26,7 @@ from mlx_ring.api.ollama.messages import (
 from mlx_ring.api.ollama.names import KeepAlive, find_model
 from mlx_ring.api.ollama.options import Options, read_options
 from mlx_ring.api.ollama.staying import load_or_unload
+from mlx_ring.api.openai.tools import check_names
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import Answering, ModelService
@@ -88,10 +89,15 @@ async def respond(
     return JSONResponse(writer.whole(answer))
 
 
+def _tools(offered: Sequence[OfferedTool]) -> list[Tool]:
+    check_names([tool.function.name for tool in offered], "tools[{}].function.name")
+    return [tool.plain() for tool in offered]
+
+
 def _conversation(context: ApiContext, service: ModelService, fields: ChatRequest) -> Conversation:
     return Conversation(
         messages=template_messages(fields.messages),
-        tool_use=ToolUse([tool.plain() for tool in fields.tools or ()]),
+        tool_use=ToolUse(_tools(fields.tools or ())),
         format=read_format(fields.format),
         template_kwargs=read_think(context.formats[service.tokenizer], fields.think),
     )

@@ -44,7 +44,9 @@ class GenerateRequestBody(Body):
     keep_alive: KeepAlive | None = None
     """A loaded model stays until its memory is needed, however long is asked for."""
     suffix: Annotated[str, refused("a text is gone on with at its end alone")] | None = None
-    template: Annotated[str, refused("the model's own chat template is used; 'raw' goes without")] | None = None
+    template: Annotated[str, refused("the model's own chat template is used; 'raw' goes without")] | None = (
+        None
+    )
     context: Annotated[list[int], refused("no answer gives one; /api/chat takes messages")] | None = None
     images: Images | None = None
 

@@ -54,9 +54,7 @@ class LineWriter:
         return b""
 
     def news(self, news: Sequence[News], answers: Sequence[ChatAnswer]) -> bytes:
-        return b"".join(
-            line for one in news for line in self._lines(one, answers[one.index])
-        )
+        return b"".join(line for one in news for line in self._lines(one, answers[one.index]))
 
     def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
         return _line(self._last(answers[0], "", "", ()))
@@ -115,7 +113,8 @@ def chat_words(content: str, thought: str, calls: Sequence[Call]) -> Json:
 
 def generate_words(content: str, thought: str, calls: Sequence[Call]) -> Json:
     del calls
-    return {"response": content} | ({"thinking": thought} if thought else {})
+    told: Json = {"response": content}
+    return told | {"thinking": thought} if thought else told
 
 
 def now() -> str:

@@ -12,7 +12,6 @@ from mlx_ring.api.conversation.prepare import effort_arguments
 from mlx_ring.api.ollama.refusals import refused
 from mlx_ring.core.errors import RequestError
 
-
 Images = Annotated[list[object], refused("this server reads text alone")]
 
 

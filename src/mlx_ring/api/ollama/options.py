@@ -40,7 +40,9 @@ Stops = Annotated[
 def _off(value: float) -> float:
     """1 switches these filters off."""
     if value != 1:
-        raise PydanticCustomError("unsupported", "is not supported: this server has no such filter; leave it out.")
+        raise PydanticCustomError(
+            "unsupported", "is not supported: this server has no such filter; leave it out."
+        )
     return value
 
 
@@ -84,7 +86,9 @@ class Options(Body):
     embedding_only: bool | None = None
 
 
-def read_options(options: Options | None, service: ModelService, default_max_tokens: int | None) -> SamplingParams:
+def read_options(
+    options: Options | None, service: ModelService, default_max_tokens: int | None
+) -> SamplingParams:
     """The engine's parameters; what is left open is the model's default.
 
     Raises:

@@ -11,7 +11,9 @@ def refused(reason: str) -> AfterValidator:
 
     def check(value: object) -> object:
         if value:
-            raise PydanticCustomError("unsupported", "is not supported: {reason}; leave it out.", {"reason": reason})
+            raise PydanticCustomError(
+                "unsupported", "is not supported: {reason}; leave it out.", {"reason": reason}
+            )
         return value
 
     return AfterValidator(check)

@@ -46,7 +46,8 @@ def _messages(fields: ResponsesRequest) -> list[Plain]:
 
 def _tool_use(fields: ResponsesRequest) -> ToolUse:
     tools = [
-        Tool(tool.name, tool.description, tool.parameters, strict=bool(tool.strict)) for tool in fields.tools or ()
+        Tool(tool.name, tool.description, tool.parameters, strict=bool(tool.strict))
+        for tool in fields.tools or ()
     ]
     parallel = fields.parallel_tool_calls is not False
     choice = fields.tool_choice or "auto"

@@ -27,7 +27,9 @@ def _refusal(why: str) -> BeforeValidator:
 
 _Stateless = Annotated[None, _refusal("answers are not kept here; send the whole conversation as 'input'.")]
 _Waited = Annotated[None, _refusal("answers are given while the client waits; leave it out.")]
-_Prompt = Annotated[None, _refusal("prompts are not kept here; send what it says as 'instructions' and 'input'.")]
+_Prompt = Annotated[
+    None, _refusal("prompts are not kept here; send what it says as 'instructions' and 'input'.")
+]
 _Obfuscated = Annotated[None, _refusal("what is streamed is not padded; leave it out or give false.")]
 
 
@@ -79,7 +81,9 @@ class JsonSchemaFormat(Body):
 
 
 class TextConfig(Body):
-    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    format: (
+        Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None
+    ) = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Without effect, as in chats."""
 

@@ -67,7 +67,11 @@ def usage_of(prompt: int, cached: int, completion: int, reasoning: int) -> Json:
 
 def _reasoning(fields: ResponsesRequest) -> Json:
     given = fields.reasoning
-    return {"effort": None, "summary": None} if given is None else {"effort": given.effort, "summary": given.summary}
+    return (
+        {"effort": None, "summary": None}
+        if given is None
+        else {"effort": given.effort, "summary": given.summary}
+    )
 
 
 def _text(fields: ResponsesRequest) -> Json:

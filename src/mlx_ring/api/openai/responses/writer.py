@@ -54,7 +54,10 @@ class ResponseWriter:
     def failing(self, trouble: Trouble) -> Iterator[Json]:
         """What ended the answer: once for who reads events, once as SDKs raise it."""
         yield from self._stop("incomplete")
-        self._response |= {"status": "failed", "error": {"code": _failure_code(trouble), "message": trouble.message}}
+        self._response |= {
+            "status": "failed",
+            "error": {"code": _failure_code(trouble), "message": trouble.message},
+        }
         yield self._event("response.failed", {"response": self._whole()})
         told = {"code": trouble.code, "message": trouble.message, "param": trouble.param}
         yield self._event("error", told | {"error": told | {"type": trouble.type}})
@@ -109,4 +112,6 @@ class ResponseWriter:
 
 def _failure_code(trouble: Trouble) -> str:
     """OpenAI's few."""
-    return {"rate_limit_error": "rate_limit_exceeded", "server_error": "server_error"}.get(trouble.type, "invalid_prompt")
+    return {"rate_limit_error": "rate_limit_exceeded", "server_error": "server_error"}.get(
+        trouble.type, "invalid_prompt"
+    )
