@@ -6,7 +6,9 @@ import json
 from collections.abc import Generator
 
 import pytest
-from mlx_lm.tool_parsers.json_tools import parse_tool_call
+from mlx_lm.tool_parsers.json_tools import (
+    parse_tool_call,  # pyright: ignore[reportUnknownVariableType] - untyped
+)
 from ollama import Client, Options, ResponseError
 from tests.api.clients import Api, serving
 from tests.api.twins import ANSWER_TEXT, TwinService
@@ -114,7 +116,7 @@ def test_what_was_called_and_what_came_of_it_reach_the_template(api: Api) -> Non
 def test_a_prompt_is_answered_as_a_chat_and_raw_as_it_is(client: Client) -> None:
     assert client.generate("twin", "Hello.", system="Be kind.").response == ANSWER_TEXT
     pieces = list(client.generate("twin", "Hello.", stream=True, raw=True, options={"num_predict": 3}))
-    assert "".join(piece.response for piece in pieces) == "hij"
+    assert "".join(piece.response or "" for piece in pieces) == "hij"
     assert (pieces[-1].done, pieces[-1].done_reason, pieces[-1].eval_count) == (True, "length", 3)
 
 
