@@ -77,6 +77,17 @@ def test_options_reach_the_sampler(client: Client) -> None:
     assert (stopped.message.content, stopped.done_reason) == ("Grüße", "stop")
 
 
+def test_log_probabilities_of_every_token_are_given_where_they_are_asked_for(client: Client) -> None:
+    five = Options(num_predict=5)
+    whole = client.chat("twin", MESSAGES, logprobs=True, top_logprobs=2, options=five)
+    pieces = list(client.chat("twin", MESSAGES, stream=True, logprobs=True, top_logprobs=2, options=five))
+    told = [scored for piece in pieces for scored in piece.logprobs or ()]
+    assert whole.logprobs is not None
+    assert [scored.token for scored in told] == [scored.token for scored in whole.logprobs]
+    assert [scored.logprob for scored in told] == [-0.5] * 5
+    assert [len(scored.top_logprobs or ()) for scored in told] == [2] * 5
+
+
 def test_thoughts_and_calls_come_apart_from_content_and_calls_come_whole() -> None:
     service = thinking_service()
     with serving(service) as url:
@@ -149,6 +160,7 @@ def test_errors_are_ollamas_own_also_in_mid_stream(client: Client, api: Api) -> 
         ("chat", {"messages": MESSAGES, "options": {"tfs_z": 0.5}}, "options.tfs_z"),
         ("chat", {"messages": MESSAGES, "truncate": True}, "truncate"),
         ("chat", {"messages": MESSAGES, "best_of": 2}, "best_of"),
+        ("chat", {"messages": MESSAGES, "top_logprobs": 2}, "logprobs"),
         ("generate", {"prompt": "x", "suffix": "y"}, "suffix"),
         ("generate", {"prompt": "x", "template": "y"}, "template"),
         ("generate", {"prompt": "x", "context": [1]}, "context"),
