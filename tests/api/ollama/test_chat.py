@@ -6,12 +6,9 @@ import json
 from collections.abc import Generator
 
 import pytest
-from mlx_lm.tool_parsers.json_tools import (
-    parse_tool_call,  # pyright: ignore[reportUnknownVariableType] - untyped
-)
 from ollama import Client, Options, ResponseError
 from tests.api.clients import Api, serving
-from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
 
 from mlx_ring.api.ollama.lines import LineWriter
 from mlx_ring.core.errors import StepFailed
@@ -30,13 +27,8 @@ ADD = {
 
 def thinking_service() -> TwinService:
     """A twin that thinks, and then calls a tool twice."""
-    service = TwinService(says=f"<think>{THOUGHT}</think>Now.<tool>{CALL}</tool><tool>{CALL}</tool>")
-    tokenizer = service.tokenizer
-    tokenizer.think_start, tokenizer.think_end = "<think>", "</think>"
-    tokenizer.tool_call_start, tokenizer.tool_call_end = "<tool>", "</tool>"
-    tokenizer.tool_parser = parse_tool_call
-    tokenizer.chat_template = "{{ tools }} {{ enable_thinking }}"
-    return service
+    calls = f"<tool_call>{CALL}</tool_call>" * 2
+    return TwinService(tokenizer=MarkingTokenizer(), says=f"{THOUGHT}</think>Now.{calls}")
 
 
 @pytest.fixture(scope="module")
