@@ -18,7 +18,7 @@ from mlx_ring.api.routes import ApiContext, workers_of_model
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError, UnknownModel
 
-_API_VERSION = "0.12.6"
+_API_VERSION = "0.12.11"
 """The version of Ollama whose API this is: clients ask whether it is new enough for them."""
 _FOREVER = "9999-12-31T23:59:59Z"
 _BILLION, _MILLION = 1_000_000_000, 1_000_000
