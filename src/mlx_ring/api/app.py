@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 from mlx_ring.api.access_log import AccessLog
 from mlx_ring.api.admission import Admission
+from mlx_ring.api.anthropic import messages as anthropic
 from mlx_ring.api.docs import routes as docs
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
@@ -18,6 +19,7 @@ from mlx_ring.api.ollama import embed as ollama_embed
 from mlx_ring.api.ollama import generate as ollama_generate
 from mlx_ring.api.ollama import models as ollama_models
 from mlx_ring.api.openai import chat, completions, embeddings, models, tokens
+from mlx_ring.api.openai.responses import route as responses
 from mlx_ring.api.openapi import describe_api
 from mlx_ring.api.ops import cache, cluster, generate, health
 from mlx_ring.api.ops import models as loading
@@ -41,10 +43,11 @@ def build_app(
     )
     context = ApiContext(catalog, settings, admission)
     http = HttpMeter()
+    # Where several routes take a path, the first does: `/models/{model}` would take `/models/load`.
     modules = (
-        *(chat, completions, embeddings, tokens, models),
+        *(chat, completions, responses, embeddings, tokens, anthropic),
         *(ollama_chat, ollama_generate, ollama_embed, ollama_models),
-        *(generate, loading, health, cluster, cache, service_routes, docs),
+        *(generate, loading, models, health, cluster, cache, service_routes, docs),
     )
     routers = [*(module.routes(context) for module in modules), metrics.routes(context, http)]
     for router in routers:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from mlx_ring.api.body import WITHOUT_EFFECT, Body
 from mlx_ring.api.error_answers import error_schema
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.api.streaming import EVENT_STREAM
 
 Json = dict[str, Any]
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -44,6 +45,12 @@ _REASONS = {
 }
 _REQUEST_ID: Json = {"x-request-id": {"description": "For the server's log.", "schema": {"type": "string"}}}
 _RETRY: Json = {"retry-after": {"description": "Seconds.", "schema": {"type": "string"}}}
+_EVENT: Json = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "contentMediaType": _JSON}},
+    "required": ["data"],
+}
+"""Of a stream: its data are told apart, for the last ones of OpenAI's are no JSON."""
 _MAY_RETRY = (429, 503)
 _UNAUTHENTICATED, _UNAVAILABLE = 401, 503
 
@@ -238,7 +245,7 @@ def _responses(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json
     about, model = operation.about, error_schema(operation.path)
     content: Json = {} if about.answer is None else {_JSON: {"schema": refs[about.answer]}}
     for media_type, each in about.streams.items():
-        content[media_type] = {"schema": {"type": "string"}}
+        content[media_type] = {"schema": _EVENT if media_type == EVENT_STREAM else {"type": "string"}}
         if each is not None:
             content[media_type]["x-each"] = refs[each]
     responses: Json = {"200": {"description": about.summary, "headers": _REQUEST_ID, "content": content}}

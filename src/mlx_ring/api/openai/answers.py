@@ -182,11 +182,45 @@ class Detokenized(Told):
     prompt: str
 
 
+class ResponseItem(Told):
+    type: Literal["message", "reasoning", "function_call"]
+    id: str
+
+
+class ResponseUsage(Told):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class ResponseMade(Told):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete", "in_progress", "failed"]
+    output: list[ResponseItem]
+    usage: ResponseUsage | None
+
+
+class ResponseEvent(Told):
+    type: str
+    """`response.created`, `response.output_text.delta` and so on; an error is one of them."""
+    sequence_number: int
+
+
 CHAT = About(
     "A chat answer, whole or streamed",
     ChatCompletion,
     {EVENT_STREAM: ChatCompletionChunk},
     {"messages": [_USER], "max_completion_tokens": 64},
+    tag=_TAG,
+)
+RESPONSE = About(
+    "A chat answer in items, whole or streamed; nothing is kept",
+    ResponseMade,
+    {EVENT_STREAM: ResponseEvent},
+    {"input": "What is the capital of France?", "max_output_tokens": 64},
     tag=_TAG,
 )
 COMPLETION = About(
