@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from mlx_ring.api.ops.status import ClusterParts
@@ -135,6 +136,10 @@ class TwinService:
             policy=policy,
             kv=None if kv is None else dict.fromkeys(self.executor.ranks, kv),
             meter=self.meters[0],
+        )
+        self._counting = ExitStack()
+        self._counting.enter_context(
+            self.meters[0].following(self.engine, dict.fromkeys(self.executor.ranks, "here"))
         )
 
     @property

@@ -96,7 +96,8 @@ class StepTraces:
         if not rows:
             return []
         finished = self._clock()
-        started = finished - (timings.finished_us - timings.started_us)
+        # A machine without a clock of its own may be in 1970.
+        started = max(0, finished - (timings.finished_us - timings.started_us))
         spent = (timings.queue_us, timings.link_wait_us, timings.compute_us, timings.link_send_us)
         chunks: list[_Work] = []
         for row, parent in rows:
