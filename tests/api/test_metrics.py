@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open_metrics
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as read_open_metrics,  # pyright: ignore[reportUnknownVariableType] - untyped
+)
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from tests.api.clients import Api, refusal
 from tests.api.twins import TwinService

@@ -20,6 +20,7 @@ from tests.otlp_collector import Told, collecting
 from tests.processes import POLL_S, Server, serving
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "mlx-ring.json"
+DOCS = DASHBOARD.parents[1] / "observability.md"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ADDED_BY_PROMETHEUS = {"job"}
 
@@ -124,6 +125,12 @@ def test_every_query_of_the_dashboard_is_promql_over_metrics_and_labels_that_are
             assert all(wanted <= labels for labels in known[selector.name]), query
             unused -= {re.sub(r"_(total|bucket|sum|count)$", "", selector.name), selector.name}
     assert unused == set(), "every metric is on the dashboard"
+
+
+def test_every_metric_is_explained(run: Run) -> None:
+    explained = set(re.findall(r"`(\w+?)(?:_total)?`", DOCS.read_text()))
+    told = {name.removeprefix("mlx_ring_") for name in run.pages[-1] if name.startswith("mlx_ring_")}
+    assert told - explained == set()
 
 
 def written_names(family: Metric) -> set[str]:
