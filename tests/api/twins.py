@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from mlx_ring.api.conversation.format import ParseCalls
@@ -211,6 +212,10 @@ class TwinService:
             policy=policy,
             kv=None if kv is None else dict.fromkeys(self.executor.ranks, kv),
             meter=self.meters[0],
+        )
+        self._counting = ExitStack()
+        self._counting.enter_context(
+            self.meters[0].following(self.engine, dict.fromkeys(self.executor.ranks, "here"))
         )
 
     @property
