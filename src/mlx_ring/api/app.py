@@ -9,9 +9,10 @@ from fastapi import FastAPI
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
 from mlx_ring.api.openai import chat, completions, models
-from mlx_ring.api.ops import cache, cluster, generate, health
+from mlx_ring.api.ops import cache, cluster, events, generate, health
 from mlx_ring.api.ops import models as loading
 from mlx_ring.api.ops import service as service_routes
+from mlx_ring.api.page import routes as page
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
@@ -23,8 +24,9 @@ def build_app(catalog: ModelCatalog, settings: ApiSettings) -> FastAPI:
         title="mlx-ring", version=version("mlx-ring"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
     context = ApiContext(catalog, settings)
-    for module in (chat, completions, models, generate, loading, health, cluster, cache, service_routes):
+    for module in (chat, completions, models, generate, loading, health, cluster, cache, events, service_routes):
         app.include_router(module.routes(context))
+    app.include_router(page.routes())
     install_error_handlers(app)
     app.add_middleware(Guard, settings=settings)
     return app

@@ -19,6 +19,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_ring.api.errors import error_response, log_failure
+from mlx_ring.api.page.routes import is_page_file
+from mlx_ring.api.page.wanted import wants_page
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Refused, Unauthenticated
 
@@ -84,7 +86,7 @@ class Guard:
 
     def _authenticate(self, path: str, headers: Headers) -> None:
         """Every key is compared, each in constant time: how long it takes tells nothing."""
-        if not self._keys or path == "/health" or path.startswith("/health/"):
+        if not self._keys or _is_open(path, headers):
             return
         given = _given_key(headers)
         if given is None:
@@ -108,6 +110,13 @@ class Guard:
         if "*" in self._hosts or host in self._hosts:
             return True
         return _bare(self._settings.host) in _EVERY_ADDRESS and _is_address(host)
+
+
+def _is_open(path: str, headers: Headers) -> bool:
+    """Without a key: health, and the page, which asks for one itself before it shows anything."""
+    if path == "/":
+        return wants_page(headers.get("accept"))
+    return path == "/health" or path.startswith("/health/") or is_page_file(path)
 
 
 def _given_key(headers: Headers) -> str | None:

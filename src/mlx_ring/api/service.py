@@ -11,7 +11,7 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.stats import EngineStats
+from mlx_ring.engine.stats import EngineStats, OpenRequest
 from mlx_ring.engine.streams import RequestStream
 
 
@@ -57,6 +57,10 @@ class ServingEngine(Answering, Protocol):
     """One instance's engine."""
 
     def stats(self) -> EngineStats: ...
+
+    def requests(self) -> Sequence[OpenRequest]:
+        """That run or wait, the oldest first."""
+        ...
 
     @property
     def policy(self) -> Policy:

@@ -194,6 +194,7 @@ def serve(
         level=settings.log_level,
         log_dir=settings.log_dir,
         to_stderr=settings.log_stderr == "on",
+        keeps_lines=True,
     )
     let_grpc_speak()
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
