@@ -135,6 +135,10 @@ class WorkerInfo:
     peak_memory_bytes: int
     rss_bytes: int
     kv_bytes: int
+    limit_bytes: int = 0
+    """Of its device, that may be used at all, by whomever; 0: not known."""
+    left_bytes: int = 0
+    """Of that."""
     blas: str = ""
     sends: LinkUse | None = None
     """To the next stage; None where there is none, or nothing is known."""

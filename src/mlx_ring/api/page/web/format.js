@@ -24,7 +24,7 @@ export function figures(value, count = 3) {
 /** Seconds -> "85 ms", "1.4 s", "3 min 20 s", "2 h 5 min", "4 d". */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 0.9995) return `${figures(seconds * 1000, seconds < 0.001 ? 2 : 3)} ms`;
+  if (seconds < 0.9995) return `${figures(seconds * 1000, 2)} ms`;
   if (seconds < 60) return `${figures(seconds, 2)} s`;
   const minutes = Math.floor(seconds / 60);
   if (minutes < 60) return `${minutes} min ${Math.floor(seconds % 60)} s`;
@@ -43,5 +43,5 @@ export const counted = (count, one, many = `${one}s`) => `${figures(count, 4)} $
 
 /** Unix seconds -> the time of day, in this browser's manner. */
 export function timeOfDay(unixS) {
-  return new Date(unixS * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+  return new Date(unixS * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 }

@@ -117,6 +117,12 @@ function Thread({ conversation, isRunning, edit, retry, giveResult, empty }) {
   useLayoutEffect(() => {
     if (follows.current) toEnd();
   }, [conversation]);
+  useEffect(() => {
+    // The composer grows, or a phone's keyboard comes up: what was in sight stays so.
+    const resized = new ResizeObserver(() => follows.current && toEnd());
+    resized.observe(scroll.current);
+    return () => resized.disconnect();
+  }, []);
   const onScroll = () => {
     const { scrollTop, scrollHeight, clientHeight } = scroll.current;
     follows.current = scrollHeight - scrollTop - clientHeight < NEAR_PX;

@@ -10,7 +10,7 @@ const EMPTY = { system: "", temperature: "", topP: "", maxTokens: "", seed: "", 
 const NUMBERS = [
   ["temperature", "temperature", "Temperature", false, 0, 2, "model's own"],
   ["top_p", "topP", "Top-p", false, 0, 1, "model's own"],
-  ["max_completion_tokens", "maxTokens", "Most tokens", true, 1, 2 ** 30, "no limit"],
+  ["max_completion_tokens", "maxTokens", "Most tokens", true, 1, 2 ** 30, "server's limit"],
   ["seed", "seed", "Seed", true, 0, Number.MAX_SAFE_INTEGER, "another each time"],
 ];
 

@@ -65,8 +65,16 @@ function Chart({ data, series, label, theme, most = null }) {
       chart.current = null;
     };
   }, [theme, names]);
-  useEffect(() => chart.current?.setData(data), [data]);
+  useEffect(() => {
+    chart.current?.setData(data);
+    toLast(chart.current);
+  }, [data]);
   return html`<div class="chart" role="img" aria-label=${label} ref=${place}></div>`;
+}
+
+/** Where nobody points, the legend tells the last values. */
+function toLast(chart) {
+  if (chart && (chart.cursor.left ?? -1) < 0) chart.setLegend({ idx: chart.data[0].length - 1 });
 }
 
 function options(element, series, most) {
@@ -81,15 +89,16 @@ function options(element, series, most) {
     height: HEIGHT,
     cursor: { y: false, points: { size: 6 } },
     legend: { live: true },
+    hooks: { setCursor: [toLast] },
     scales: {
       x: { range: (_, _least, last) => [last - SPAN_S, last] },
       y: { range: (_, _least, highest) => [0, most ?? Math.max(10, (highest ?? 0) * 1.1)] },
       read: { range: (_, _least, highest) => [0, Math.max(10, (highest ?? 0) * 1.1)] },
     },
     axes: [
-      { ...axis, space: 70, values: (_, ticks) => ticks.map(clock) },
-      { ...axis, size: 42, space: 36 },
-      ...(hasSecond ? [{ ...axis, scale: "read", side: 1, size: 46, space: 36, grid: { show: false } }] : []),
+      { ...axis, size: 28, space: 60, values: (_, ticks) => ticks.map(clock) },
+      { ...axis, size: 40, space: 34, stroke: hasSecond ? color(series[0].color) : axis.stroke },
+      ...(hasSecond ? [{ ...axis, scale: "read", side: 1, size: 44, space: 34, grid: { show: false } }] : []),
     ],
     series: [
       { value: (_, at) => (at ? clock(at) : "–") },
@@ -107,5 +116,5 @@ function options(element, series, most) {
 }
 
 function clock(unixS) {
-  return new Date(unixS * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  return new Date(unixS * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
 }

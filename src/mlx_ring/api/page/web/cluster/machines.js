@@ -8,15 +8,13 @@ export function Machines({ cluster, names }) {
   return html`<section class="panel" aria-label="Machines">
     <header><h2>Machines</h2><span class="muted">${active(cluster)}</span></header>
     <div class="machines">${cluster.nodes.map((node) => html`<${Machine} key=${node.id} node=${node} cluster=${cluster} name=${names.get(node.id)} />`)}</div>
-    ${cluster.nodes.some((node) => node.memory) &&
-    html`<${Legend}
+    <${Legend}
       items=${[
-        { name: "a stage's worker", style: "stage-0" },
-        { name: "others", style: "others" },
-        { name: "kept for others", style: "reserve" },
+        { name: "other programs", style: "others" },
+        { name: "kept for them", style: "reserve" },
         { name: "free", style: "idle" },
       ]}
-    />`}
+    />
     <${Links} cluster=${cluster} names=${names} />
   </section>`;
 }
@@ -34,12 +32,12 @@ function Machine({ node, cluster, name }) {
     <h3>${name} ${node.is_head && html`<span class="tag">head</span>`} ${node.state !== "attending" && html`<span class="state bad">${node.state}</span>`}</h3>
     <p class="muted">${[node.address, profile && `${profile.device_name}, ${counted(profile.cores, "core")}`].filter(Boolean).join(", ") || "this machine"}</p>
     ${node.reason && html`<p>${node.reason}</p>`}
-    ${memory && html`<${Memory} memory=${memory} workers=${workers} name=${name} />`}
+    <${Memory} memory=${memory} workers=${workers} name=${name} />
     <p class="figures">
       ${workers.length === 0 && html`<span class="muted">${node.state === "attending" ? "no layers here" : ""}</span>`}
       ${workers.map(
         (worker) => html`<span key=${`${worker.instance} ${worker.stage} ${worker.rank}`}>
-          <i class=${`swatch ${stageStyle(worker.stage)}`} aria-hidden="true"></i>stage ${worker.stage}, ${bytes(worker.rss_bytes)}${worker.alive ? "" : ", lost"}
+          <i class=${`swatch ${stageStyle(worker.stage)}`} aria-hidden="true"></i>stage ${worker.stage}, ${bytes(taken(worker))}${worker.alive ? "" : ", lost"}
         </span>`,
       )}
     </p>
@@ -50,23 +48,37 @@ function Machine({ node, cluster, name }) {
 const rates = ({ rates: all }) =>
   all.map(({ weights, bytes_per_s: read, flops }) => `${weights}: reads ${rate(read)}, ${figures(flops / 1e9)} GFLOP/s`).join("; ");
 
+/** What a worker takes of its device's memory: of a machine's, its whole process. */
+const taken = (worker) => (worker.device === "gpu" ? worker.device_memory_bytes : worker.rss_bytes);
+
 function Memory({ memory, workers, name }) {
-  const free = memory.free_bytes ?? Math.max(0, memory.total_bytes - memory.used_bytes);
-  const others = Math.max(0, memory.total_bytes - free - memory.used_bytes);
-  const reserve = Math.max(0, Math.min(free, memory.reserve_bytes - others));
+  const { total, free, reserved } = known(memory, workers);
+  if (!total) return null;
+  const used = workers.reduce((sum, worker) => sum + taken(worker), 0);
+  const others = Math.max(0, total - free - used);
+  const reserve = Math.max(0, Math.min(free, reserved - others));
   const parts = [
     ...workers.map((worker) => ({
       name: `stage ${worker.stage} ${worker.instance} ${worker.rank}`,
-      value: worker.rss_bytes,
+      value: taken(worker),
       style: stageStyle(worker.stage),
-      title: `stage ${worker.stage}: ${bytes(worker.rss_bytes)}`,
+      title: `stage ${worker.stage}: ${bytes(taken(worker))}`,
     })),
-    { name: "others", value: others, style: "others", title: `others: ${bytes(others)}` },
-    { name: "kept for others", value: reserve, style: "reserve", title: `kept for others: ${bytes(reserve)}` },
+    { name: "other programs", value: others, style: "others", title: `other programs: ${bytes(others)}` },
+    { name: "kept for them", value: reserve, style: "reserve", title: `kept for them: ${bytes(reserve)}` },
   ];
-  const promised = memory.promised_bytes ? `, ${bytes(memory.promised_bytes)} promised to plans` : "";
-  return html`<${Bar} parts=${parts} total=${memory.total_bytes} label=${`Memory of ${name}: ${bytes(free)} free of ${bytes(memory.total_bytes)}`} />
-    <p class="muted">${bytes(free)} free of ${bytes(memory.total_bytes)}${promised}</p>`;
+  const promised = memory?.promised_bytes ? `, ${bytes(memory.promised_bytes)} promised to plans` : "";
+  return html`<${Bar} parts=${parts} total=${total} label=${`Memory of ${name}: ${bytes(free)} free of ${bytes(total)}`} />
+    <p class="muted">${bytes(free)} free of ${bytes(total)}${promised}</p>`;
+}
+
+/** From the machine's profile; without one, as its workers find their device. */
+function known(memory, workers) {
+  const limits = workers.map((worker) => worker.device_limit_bytes).filter(Boolean);
+  const left = workers.map((worker) => worker.device_left_bytes).filter((count) => count !== null);
+  const free = memory?.free_bytes ?? (left.length ? Math.min(...left) : 0);
+  const total = memory?.total_bytes ?? Math.max(0, ...limits);
+  return { total, free: Math.min(free, total), reserved: memory?.reserve_bytes ?? 0 };
 }
 
 function Links({ cluster, names }) {

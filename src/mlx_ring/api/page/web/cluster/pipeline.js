@@ -112,7 +112,7 @@ function Rank({ rank, isOneOfMany, device, limit, node }) {
     <${Bar} parts=${parts} label=${`Memory of ${node}: ${bytes(weights)} of weights, ${bytes(kv)} of KV, ${bytes(limit)} of KV allowed`} />
     <p class="muted figures">
       <span>weights ${bytes(weights)}</span><span>KV ${bytes(kv)}${limit ? ` of ${bytes(limit)}` : ""}</span>
-      <span title="held by MLX on its device now, and the most so far">device ${bytes(held)}, peak ${bytes(peak)}</span>
+      <span title="held by MLX on its device now, and the most so far">device ${bytes(held)}, peak ${bytes(peak)}${device?.device_limit_bytes ? `, of ${bytes(device.device_limit_bytes)}` : ""}</span>
     </p>
   </div>`;
 }
