@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mlx_ring.api.conversation.format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, SamplingDefaults, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
+from mlx_ring.core.pooling import Pooling
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.twin import TwinExecutor
@@ -34,6 +37,7 @@ def printable(byte: int) -> str:
 
 @dataclass(frozen=True)
 class _Added:
+    content: str
     special: bool = True
 
 
@@ -44,7 +48,16 @@ class ByteTokenizer:
     bos_token = "<bos>"  # noqa: S105 - a token of text
     bos_token_id = BOS
     eos_token_id = EOS
-    added_tokens_decoder: Mapping[int, _Added] = {token: _Added() for token in SPECIAL}
+    added_tokens_decoder: Mapping[int, _Added] = {token: _Added(name) for token, name in SPECIAL.items()}
+    chat_template: str | None = None
+    think_start: str | None = None
+    think_end: str | None = None
+    tool_call_start: str | None = None
+    tool_call_end: str | None = None
+    tool_parser: ParseCalls | None = None
+    structural_markers: Sequence[str] = ()
+    response_transitions: Mapping[str, Sequence[tuple[str, str]]] = {}
+    response_initial_state: str | None = None
 
     def __init__(self) -> None:
         self.conversation: list[dict[str, object]] = []
@@ -80,12 +93,11 @@ class ByteTokenizer:
         **kwargs: object,
     ) -> list[int]:
         assert tokenize
-        assert add_generation_prompt
         if kwargs.get("refuse"):
             raise ValueError("roles must alternate")
         self.conversation, self.template_kwargs = conversation, kwargs
         text = "".join(f"{message['role']}: {message['content']}\n" for message in conversation)
-        return [*self.encode(text, add_special_tokens=True), ANSWER]
+        return [*self.encode(text, add_special_tokens=True), *[ANSWER] * add_generation_prompt]
 
 
 def next_token(history: Sequence[int]) -> int:
@@ -103,6 +115,7 @@ class TwinService:
     created = 1_700_000_000
     context_length = kept_context_length = CONTEXT
     vocab_size = VOCAB_SIZE
+    hidden_size = 3
 
     def __init__(
         self,
@@ -119,9 +132,12 @@ class TwinService:
         self.context_length = context
         self.tokenizer = ByteTokenizer()
         self.default_sampling = SamplingDefaults()
+        self.pooling = Pooling(why="a test says so")
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None
         self.stages = stages
+        self.meters = [Meter()]
+        self.rejected: dict[str, int] = {}
         self.executor = TwinExecutor([1] * stages, next_token=next_token, automatic=automatic)
         self.engine = Engine(
             self.executor,
@@ -131,6 +147,7 @@ class TwinService:
             epoch=1,
             policy=policy,
             kv=None if kv is None else dict.fromkeys(self.executor.ranks, kv),
+            meter=self.meters[0],
         )
 
     @property

@@ -4,31 +4,27 @@
 
 Lines go to stderr and to `<log_dir>/<process>.log`, which rotates; where stderr is a file that nobody
 rotates, to the latter alone. Third-party loggers have no handlers of their own here: whatever they attach is
-dropped, so that their lines take the same way. Each line of a traceback carries the tag too. What is said before
-a log is set up goes to stderr at once, and to the log's file later. The last lines are kept in memory where that is asked for.
+dropped, so that their lines take the same way. Each line of a traceback carries the tag too; with `--log-format json`
+a record is one object in one line (`log_formats.py`). What is said before a log is set up goes to stderr at once, and to
+the log's file later. The last lines are kept in memory where that is asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
 
+from mlx_ring.core.kept_lines import KEPT
+from mlx_ring.core.log_formats import LogFormat, TagFormatter, make_formatter
+
 FILE_BYTES = 10 << 20
 FILES_KEPT = 3
-LINES_KEPT = 300
-LONGEST_KEPT = 2000
-"""Characters of a kept line."""
 _CHATTY = (
     "asyncio",
     "filelock",
@@ -46,27 +42,6 @@ _CHATTY = (
 _GRPC_READS = ("grpc._common", "grpc._cython.cygrpc")
 _OF_PEERS = ("DecodeError", "ExecuteBatchError")
 """Errors of gRPC's own code about what a peer sent, or about one that is gone."""
-
-
-class TagFormatter(logging.Formatter):
-    """Puts time, level, node, process, rank and epoch before each line of a record."""
-
-    def __init__(self, node: str, process: str, rank: int | None) -> None:
-        super().__init__()
-        self.node, self.process = node, process
-        self.rank = "-" if rank is None else str(rank)
-        self.epoch = "-"
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
-        process = getattr(record, "child_process", self.process)
-        rank = getattr(record, "child_rank", self.rank)
-        tag = (
-            f"{moment}.{int(record.msecs):03d} {record.levelname} node={self.node} process={process} "
-            f"rank={rank} epoch={self.epoch} {record.name}: "
-        )
-        return "\n".join(tag + line for line in text.splitlines() or [""])
 
 
 class _CentralLogger(logging.Logger):
@@ -95,73 +70,6 @@ class _StderrHandler(logging.Handler):
         write_to_stderr(self.format(record))
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """A kept line."""
-
-    number: int
-    """Counted from 1; one that is missing was forgotten."""
-    unix_time_s: float
-    level: str
-    process: str
-    logger: str
-    text: str
-    """Cut where it is very long."""
-
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
-
-_TAGGED = re.compile(r"(\S+) ([A-Z]+) node=\S+ process=(\S+) rank=\S+ epoch=\S+ (\S+?): (.*)", re.DOTALL)
-
-
-class _KeptLines(logging.Handler):
-    """Keeps the last lines in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lines: deque[LogLine] = deque(maxlen=LINES_KEPT)
-        self._last = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        process = self.formatter.process if isinstance(self.formatter, TagFormatter) else "-"
-        process = getattr(record, "child_process", process)
-        text = logging.Formatter().format(record)
-        self._keep(record.created, record.levelname, process, record.name, text)
-
-    def keep_tagged(self, line: str) -> None:
-        """A child's, which carries its tag."""
-        found = _TAGGED.match(line)
-        if found is not None:
-            moment, level, process, logger, text = found.groups()
-            self._keep(_unix_time_s(moment), level, process, logger, text)
-
-    def _keep(self, unix_time_s: float, level: str, process: str, logger: str, text: str) -> None:
-        with self.lock or contextlib.nullcontext():
-            self._last += 1
-            self._lines.append(LogLine(self._last, unix_time_s, level, process, logger, text[:LONGEST_KEPT]))
-
-    def after(self, number: int) -> list[LogLine]:
-        with self.lock or contextlib.nullcontext():
-            return [line for line in self._lines if line.number > number]
-
-
-_KEPT = _KeptLines()
-
-
-def recent_lines(after: int = 0) -> list[LogLine]:
-    """The last lines of this process and its children that came after the one of that number."""
-    return _KEPT.after(after)
-
-
-def _unix_time_s(moment: str) -> float:
-    """Of a tag's moment; now where it is none."""
-    try:
-        return datetime.fromisoformat(moment).timestamp()
-    except ValueError:
-        return time.time()
-
-
 class _EarlyHandler(_StderrHandler):
     """Shows what is said before a log is set up, and keeps it for the log's file."""
 
@@ -188,6 +96,7 @@ def configure_logging(
     level: str,
     log_dir: Path | None,
     to_stderr: bool = True,
+    log_format: LogFormat = "text",
     keeps_lines: bool = False,
 ) -> None:
     """Send every log line of this process, tagged, to stderr and to its file. Call it once, first thing.
@@ -199,13 +108,14 @@ def configure_logging(
         level: "debug", "info", "warning" or "error".
         log_dir: folder for the file; None for stderr alone. One that cannot be written is a warning.
         to_stderr: whether lines go there too where there is a file; the process's death does in any case.
+        log_format: "text" for people, "json" for programs.
         keeps_lines: whether `recent_lines` tells the last of them, and of what children pass on.
     """
-    formatter = TagFormatter(node, process, rank)
+    formatter = make_formatter(log_format, node, process, rank)
     stderr = _StderrHandler()
     handlers: list[logging.Handler] = [stderr]
     if keeps_lines:
-        handlers.append(_KEPT)
+        handlers.append(KEPT)
     early = [each for each in logging.getLogger().handlers if isinstance(each, _EarlyHandler)]
     trouble = ""
     if log_dir is not None:
@@ -246,15 +156,10 @@ def write_to_stderr(line: str) -> None:
 def pass_on(line: str) -> None:
     """A line of a child's log, which is in the child's own file: it goes where this process's go besides their file."""
     handlers = logging.getLogger().handlers
-    if _KEPT in handlers:
-        _KEPT.keep_tagged(line)
+    if KEPT in handlers:
+        KEPT.keep_tagged(line)
     if not any(isinstance(each, _StderrHandler) and each.level >= logging.CRITICAL for each in handlers):
         write_to_stderr(line)
-
-
-def is_tagged(line: str) -> bool:
-    """Whether a line that a child wrote to its stderr is already one of ours."""
-    return " node=" in line and " process=" in line and " rank=" in line
 
 
 def _file_handler(path: Path) -> RotatingFileHandler:

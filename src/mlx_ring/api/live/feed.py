@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from mlx_ring.api.live.patch import Json, json_patch
 from mlx_ring.core.errors import Overloaded
-from mlx_ring.core.logs import LogLine
+from mlx_ring.core.kept_lines import LogLine
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Feed:
 
     def _take(self) -> None:
         state = self._look()
-        self._change = _event("change", json_patch(self._state, state))
+        self._change = event("change", json_patch(self._state, state))
         self._state = state
         self._number += 1
         news, self._news = self._news, asyncio.Event()
@@ -109,14 +109,15 @@ class Feed:
             if told != self._number:
                 is_next = told and told == self._number - 1
                 told = self._number
-                yield self._change if is_next else _event("state", self._state)
+                yield self._change if is_next else event("state", self._state)
             lines = self._lines(line)
             if lines:
                 line = lines[-1].number
-                yield _event("log", [each.as_json() for each in lines])
+                yield event("log", [each.as_json() for each in lines])
             if told == self._number:
                 await self._news.wait()
 
 
-def _event(name: str, value: object) -> bytes:
+def event(name: str, value: object) -> bytes:
+    """One server-sent event."""
     return f"event: {name}\ndata: {_ENCODER.encode(value)}\n\n".encode()

@@ -32,6 +32,7 @@ class Looks:
             "time": round(time.time(), 3),
             "version": version("mlx-ring"),
             "began": context.default.created,
+            "draining": context.admission.is_draining,
             "cluster": _without_ages(told_cluster(context).model_dump(mode="json")),
             "cache": told_cache(context),
             "pace": self._paces(),
@@ -51,7 +52,9 @@ class Looks:
     def _looks(self) -> dict[str, Look]:
         at_s = time.monotonic()
         return {
-            instance.info.name: Look(at_s, instance.info.epoch, instance.engine.stats())
+            instance.info.name: Look(
+                at_s, instance.info.epoch, instance.engine.stats(), instance.engine.totals().ranks
+            )
             for _, instance in self._context.instances()
             if instance.error is None
         }

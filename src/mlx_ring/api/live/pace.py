@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlx_ring.engine.stats import EngineStats, StepTiming
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.stats import EngineStats
+from mlx_ring.engine.totals import RankTotals
 
 Json = dict[str, object]
 
@@ -18,6 +20,8 @@ class Look:
     """On a clock that does not jump."""
     epoch: int
     stats: EngineStats
+    ranks: Mapping[RankId, RankTotals]
+    """As they were then."""
 
 
 def pace(before: Look | None, now: Look) -> Json:
@@ -28,38 +32,34 @@ def pace(before: Look | None, now: Look) -> Json:
     if before is None or before.epoch != now.epoch or now.at_s <= before.at_s:
         return {"tokens_per_s": None, "prompt_tokens_per_s": None, "stages": []}
     span_s = now.at_s - before.at_s
-    stages = sorted({rank.stage for rank in now.stats.scheduler.kv_bytes})
-    steps = {stage: _new_steps(stage, before.stats, now.stats) for stage in stages}
-    read = sum(step.tokens for step in steps.get(0, ()) if not step.is_decode)
     return {
         "tokens_per_s": round((now.stats.generated_tokens - before.stats.generated_tokens) / span_s, 1),
-        "prompt_tokens_per_s": round(read / span_s, 1),
+        "prompt_tokens_per_s": round(_read_tokens(before.stats, now.stats) / span_s, 1),
         "stages": [
-            {"stage": stage} | _shares(steps[stage], _last_step(stage, before.stats), span_s)
-            for stage in stages
+            _shares(rank.stage, before.ranks.get(rank, RankTotals()), totals, 1e6 * span_s)
+            for rank, totals in sorted(now.ranks.items())
+            if rank.rank == 0
         ],
     }
 
 
-def _steps(stage: int, stats: EngineStats) -> list[StepTiming]:
-    """Those that the stage's first rank has answered last: the others do the same at the same time."""
-    return [step for step in stats.scheduler.recent if step.rank == (stage, 0)]
+def _read_tokens(before: EngineStats, now: EngineStats) -> int:
+    """Of prompts, by the first stage, in the steps that it has answered since."""
+    first = RankId(0, 0)
+    seen = max((step.step for step in before.scheduler.recent if step.rank == first), default=0)
+    return sum(
+        step.tokens
+        for step in now.scheduler.recent
+        if step.rank == first and step.step > seen and not step.is_decode
+    )
 
 
-def _last_step(stage: int, stats: EngineStats) -> int:
-    return max((step.step for step in _steps(stage, stats)), default=0)
-
-
-def _new_steps(stage: int, before: EngineStats, now: EngineStats) -> list[StepTiming]:
-    seen = _last_step(stage, before)
-    return [step for step in _steps(stage, now) if step.step > seen]
-
-
-def _shares(steps: Sequence[StepTiming], seen: int, span_s: float) -> Json:
-    span_us = 1e6 * span_s
-    if steps and steps[0].step > seen + 1:
-        # Of many short steps only the last are kept: they speak for the time that they took.
-        span_us = min(span_us, max(1.0, steps[-1].finished_us - steps[0].started_us))
-    compute = min(1.0, sum(step.compute_us for step in steps) / span_us)
-    link_us = sum(step.link_wait_us + step.link_send_us for step in steps)
-    return {"compute": round(compute, 3), "link": round(min(1.0 - compute, link_us / span_us), 3)}
+def _shares(stage: int, before: RankTotals, now: RankTotals, span_us: float) -> Json:
+    """A step that began before counts where it ends, so a share could seem to be more than all."""
+    compute = min(1.0, (now.compute_us - before.compute_us) / span_us)
+    link_us = now.link_wait_us + now.link_send_us - before.link_wait_us - before.link_send_us
+    return {
+        "stage": stage,
+        "compute": round(compute, 3),
+        "link": round(min(1.0 - compute, link_us / span_us), 3),
+    }

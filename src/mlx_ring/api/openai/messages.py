@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal, cast
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.body import Body, parse_json
 from mlx_ring.api.openai.sampling import one_or_many
 from mlx_ring.core.errors import RequestError
+
+_NO_TEXT = {
+    "image_url": "an image",
+    "input_audio": "a recording",
+    "file": "a file",
+    "video_url": "a video",
+}
 
 
 class TextPart(Body):
@@ -17,8 +25,36 @@ class TextPart(Body):
     text: str
 
 
+class RefusalPart(Body):
+    """Of an answer that was one."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _refuse_other_media(part: object) -> object:
+    if not isinstance(part, dict):
+        return part
+    fields = cast("dict[str, object]", part)
+    kind = fields.get("type")
+    if isinstance(kind, str) and kind in _NO_TEXT:
+        raise PydanticCustomError(
+            "unsupported",
+            "is {what} ('{kind}'), and this server reads text alone; leave it out.",
+            {"what": _NO_TEXT[kind], "kind": kind},
+        )
+    return fields
+
+
+ContentPart = Annotated[
+    Annotated[TextPart | RefusalPart, Field(discriminator="type")], BeforeValidator(_refuse_other_media)
+]
 Content = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[TextPart], Field(min_length=1), Tag("many")],
+    Annotated[str, Tag("one")] | Annotated[list[ContentPart], Field(min_length=1), Tag("many")],
     Discriminator(
         one_or_many,
         custom_error_type="one_or_many",
@@ -111,7 +147,8 @@ def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
     calls = [_call(call.function, call.id) for call in message.tool_calls or ()]
     if message.function_call is not None:
         calls.append(_call(message.function_call, None))
-    if content is None and not calls:
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if content is None and not calls and reasoning is None:
         raise RequestError(
             f"'messages[{index}].content' is missing; an assistant message has content or tool calls.",
             param=f"messages[{index}].content",
@@ -121,7 +158,6 @@ def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
         plain["tool_calls"] = calls
     if message.name is not None:
         plain["name"] = message.name
-    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
     return plain
@@ -145,5 +181,5 @@ def _arguments(text: str) -> object:
     return cast("dict[str, object]", value) if isinstance(value, dict) else text
 
 
-def _text(content: str | Sequence[TextPart]) -> str:
+def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -121,8 +121,8 @@ def _device(worker: WorkerInfo, instance: InstanceInfo) -> dict[str, object]:
         "peak_memory_bytes": worker.peak_memory_bytes,
         "rss_bytes": worker.rss_bytes,
         "kv_bytes": worker.kv_bytes,
-        "device_limit_bytes": worker.limit_bytes or None,
-        "device_left_bytes": worker.left_bytes if worker.limit_bytes else None,
+        "device_limit_bytes": worker.memory_bytes or None,
+        "device_left_bytes": worker.memory_left_bytes if worker.memory_bytes else None,
     }
 
 

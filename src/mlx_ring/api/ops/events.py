@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from mlx_ring.api.connection import while_connected
-from mlx_ring.api.live.feed import Feed
+from mlx_ring.api.errors import error_body
+from mlx_ring.api.live.feed import Feed, event
 from mlx_ring.api.live.looks import Looks
 from mlx_ring.api.routes import ApiContext
-from mlx_ring.core.logs import recent_lines
+from mlx_ring.api.streaming import EVENT_STREAM, LiveAnswer
+from mlx_ring.core.kept_lines import recent_lines
 
 _DESCRIPTION = """Server-sent events, one a second at most: `state` holds everything, `change` is a JSON patch (RFC 6902) of it,
 `log` holds lines of the head's log. Browsers' EventSource sends no API key; `fetch` does."""
@@ -22,40 +22,25 @@ def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
     feed = Feed(Looks(context).take, recent_lines)
 
-    async def cluster_events() -> Response:
-        return EventStream(feed)
+    async def cluster_events(request: Request) -> Response:
+        def failure(error: Exception) -> bytes:
+            return event("error", error_body(error, request.scope))
+
+        return LiveAnswer(feed.watching, _as_they_come, failure)
 
     router.add_api_route(
         "/cluster/events",
         cluster_events,
         methods=["GET"],
-        response_class=EventStream,
+        response_class=Response,
         description=_DESCRIPTION,
         responses={
-            200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+            200: {"content": {EVENT_STREAM: {"schema": {"type": "string"}}}},
             429: {"description": "Too many watch."},
         },
     )
     return router
 
 
-class EventStream(Response):
-    """A watcher's events, until it goes."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, feed: Feed) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._feed = feed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One watcher too many gets its status before the first byte."""
-        del scope
-        await while_connected(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        async with self._feed.watching() as events, aclosing(events):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+def _as_they_come(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    return events

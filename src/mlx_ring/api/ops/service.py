@@ -10,12 +10,25 @@ from starlette.responses import JSONResponse, Response
 from mlx_ring.api.page.routes import page_response
 from mlx_ring.api.page.wanted import wants_page
 from mlx_ring.api.routes import ApiContext, workers_of_model
+from mlx_ring.api.service import ModelService
 
 _ENDPOINTS = {
     "POST /v1/chat/completions": "a chat answer, whole or streamed",
     "POST /v1/completions": "a continuation, whole or streamed",
+    "POST /v1/embeddings": "a vector of each text",
+    "POST /tokenize": "text or messages as tokens",
+    "POST /detokenize": "tokens as text",
     "GET /v1/models": "the models that are served",
     "GET /v1/models/{model}": "one of them",
+    "POST /api/chat": "Ollama's chat",
+    "POST /api/generate": "Ollama's answer to one prompt",
+    "POST /api/embed": "Ollama's embeddings",
+    "POST /api/embeddings": "Ollama's embedding of one prompt",
+    "GET /api/tags": "the models, as Ollama lists them",
+    "GET /api/ps": "those that are loaded",
+    "POST /api/show": "one of them",
+    "POST /api/pull": "whether a model is served: nothing is fetched",
+    "GET /api/version": "the version of Ollama's API",
     "POST /generate": "a prompt in, its continuation out",
     "POST /models/load": "load a model, and serve it from now on",
     "POST /models/unload": "free what a model holds, until it is asked for again",
@@ -23,6 +36,7 @@ _ENDPOINTS = {
     "GET /cluster/status": "nodes, instances, stages: memory and times, promised and measured",
     "GET /cluster/events": "the same and more, as it changes: server-sent events",
     "GET /cache/stats": "what the KV caches hold",
+    "GET /metrics": "numbers for Prometheus",
     "GET /health": "measured state; 503 when the model cannot answer",
     "GET /health/live": "the process runs",
     "GET /health/ready": "the model can answer; 503 with the reason when not",
@@ -59,6 +73,7 @@ def routes(context: ApiContext) -> APIRouter:
             "vocab_size": service.vocab_size,
             "device_count": len(workers),
             "dtype": workers[0].dtype if workers else None,
+            "embeddings": _embeddings(service),
             "weight_bytes": sum(worker.weight_bytes for worker in workers),
             "metadata": dict(service.metadata),
         }
@@ -66,3 +81,17 @@ def routes(context: ApiContext) -> APIRouter:
     router.add_api_route("/", root, methods=["GET"])
     router.add_api_route("/model/info", model_info, methods=["GET"])
     return router
+
+
+def _embeddings(service: ModelService) -> dict[str, object]:
+    """How texts become vectors, or why they cannot."""
+    pooling = service.pooling
+    if pooling.refusal:
+        return {"available": False, "reason": pooling.refusal}
+    return {
+        "available": True,
+        "pooling": pooling.kind,
+        "reason": pooling.why,
+        "normalized": pooling.normalize,
+        "dimensions": service.hidden_size,
+    }

@@ -46,7 +46,7 @@ class Page:
 @cache
 def load_page() -> Page:
     """Read once, when a browser first asks."""
-    found = dict(sorted(_walk(files(__package__) / "web", "")))
+    found = dict(sorted(_walk(files("mlx_ring.api.page") / "web", "")))
     html = found.pop(_INDEX).data
     whole = hashlib.sha256(html)
     for path, file in found.items():

@@ -8,8 +8,6 @@ from starlette.responses import Response
 
 from mlx_ring.api.page.files import Page, load_page
 
-PREFIX = "/page/"
-ICON = "/favicon.ico"
 _NOT_FOUND, _NOT_MODIFIED = 404, 304
 _KEPT = "public, max-age=31536000, immutable"
 _ASKED_AGAIN = "no-cache"
@@ -40,8 +38,8 @@ def routes() -> APIRouter:
         image = page.files["favicon.svg"]
         return _tagged(request, page, Response(image.data, media_type=image.kind, headers=_SAFE))
 
-    router.add_api_route(f"{PREFIX}{{digest}}/{{path:path}}", file, methods=["GET", "HEAD"])
-    router.add_api_route(ICON, icon, methods=["GET", "HEAD"])
+    router.add_api_route("/page/{digest}/{path:path}", file, methods=["GET"])
+    router.add_api_route("/favicon.ico", icon, methods=["GET"])
     return router
 
 
@@ -50,10 +48,6 @@ def page_response(request: Request) -> Response:
     page = load_page()
     response = Response(page.html, media_type="text/html; charset=utf-8", headers=_SAFE)
     return _tagged(request, page, response)
-
-
-def is_page_file(path: str) -> bool:
-    return path.startswith(PREFIX) or path == ICON
 
 
 def _tagged(request: Request, page: Page, response: Response) -> Response:

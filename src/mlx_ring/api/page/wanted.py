@@ -19,7 +19,9 @@ def _read(accept: str) -> list[tuple[str, float]]:
 
 def _weighed(part: str) -> tuple[str, float]:
     kind, *parameters = (piece.strip().lower() for piece in part.split(";"))
-    weights = [value for name, _, value in (each.partition("=") for each in parameters) if name.strip() == "q"]
+    weights = [
+        value for name, _, value in (each.partition("=") for each in parameters) if name.strip() == "q"
+    ]
     return kind, _number(weights[0]) if weights else 1.0
 
 

@@ -84,7 +84,7 @@ function useModels({ state, connection }) {
 async function readModels(signal) {
   try {
     const { data } = await (await request("v1/models", { signal })).json();
-    return data.map(({ id, capabilities = [] }) => ({ id, thinks: capabilities.includes("thinking") }));
+    return data.map(({ id, reasoning_efforts: efforts = [], capabilities = [] }) => ({ id, efforts, hasTools: capabilities.includes("tools") }));
   } catch (error) {
     if (!(error instanceof ApiError) && error.name !== "AbortError") throw error;
     return null;

@@ -9,10 +9,12 @@ export function standing({ connection, state, trouble }, now) {
     return { tone: "busy", short: "connecting", notices: [], where: "" };
   }
   const { tone, short } = connection === "lost" ? { tone: "bad", short: "connection lost" } : overall(state);
-  return { tone, short, notices: [...ofModels(state), ...ofNodes(state, now)], where: where(state), trouble };
+  const ending = state.draining ? [{ tone: "busy", text: "The server is shutting down: it finishes what it has, and takes nothing new." }] : [];
+  return { tone, short, notices: [...ending, ...ofModels(state), ...ofNodes(state, now)], where: where(state), trouble };
 }
 
-function overall({ cluster }) {
+function overall({ cluster, draining }) {
+  if (draining) return { tone: "busy", short: "shutting down" };
   const states = cluster.models.map((model) => model.state);
   if (states.includes("ready")) {
     const isWhole = cluster.nodes.every((node) => node.state === "attending") && !states.includes("unavailable");

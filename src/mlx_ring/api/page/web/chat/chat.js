@@ -21,8 +21,7 @@ export function Chat({ chats, models, standing }) {
   useEffect(() => chats.subscribe(setNow), [chats]);
 
   const model = models.some(({ id }) => id === chosen) ? chosen : (models[0]?.id ?? null);
-  const thinks = models.find(({ id }) => id === model)?.thinks;
-  const options = { model, parameters: thinks ? parameters : { ...parameters, thinking: "" } };
+  const options = { model, parameters: fitting(parameters, models.find(({ id }) => id === model)) };
   const isRunning = now.running.has(now.open.id);
   const ask = (text) => chats.ask(text, options);
 
@@ -58,6 +57,13 @@ export function Chat({ chats, models, standing }) {
       />
     </div>
   </div>`;
+}
+
+/** What the model can make use of: another may have been asked before. */
+function fitting(parameters, model) {
+  const { efforts = [], hasTools = true } = model ?? {};
+  const effort = efforts.includes(parameters.effort) ? parameters.effort : "";
+  return { ...parameters, effort, tools: hasTools ? parameters.tools : "" };
 }
 
 function Conversations({ now, chats }) {

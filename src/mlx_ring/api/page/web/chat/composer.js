@@ -36,6 +36,7 @@ export function Composer({ ask, stop, isRunning, models, model, setModel, parame
     send();
   };
   const summary = summaryOf(parameters);
+  const efforts = models.find(({ id }) => id === model)?.efforts ?? [];
 
   return html`<div class="composer">
     ${isOpen && html`<${ParameterPanel} parameters=${parameters} change=${setParameters} problem=${problem} />`}
@@ -61,14 +62,10 @@ export function Composer({ ask, stop, isRunning, models, model, setModel, parame
           ${models.map(({ id, note }) => html`<option key=${id} value=${id} selected=${id === model}>${note ? `${id} (${note})` : id}</option>`)}
         </select>
       </label>`}
-      ${models.find(({ id }) => id === model)?.thinks &&
+      ${efforts.length > 0 &&
       html`<label><span>Thinking</span>
-        <select value=${parameters.thinking} onChange=${(event) => setParameters({ ...parameters, thinking: event.target.value })}>
-          ${[
-            ["", "model's own"],
-            ["on", "on"],
-            ["off", "off"],
-          ].map(([value, name]) => html`<option key=${value} value=${value} selected=${value === parameters.thinking}>${name}</option>`)}
+        <select value=${parameters.effort} onChange=${(event) => setParameters({ ...parameters, effort: event.target.value })}>
+          ${["", ...efforts].map((value) => html`<option key=${value} value=${value} selected=${value === parameters.effort}>${effortName(value, efforts)}</option>`)}
         </select>
       </label>`}
       <button
@@ -81,6 +78,13 @@ export function Composer({ ask, stop, isRunning, models, model, setModel, parame
       ${!hasTouch && html`<span class="hint">Enter sends, Shift+Enter begins a line</span>`}
     </div>
   </div>`;
+}
+
+/** Of a model that can only be told to think or not, it is called that. */
+function effortName(value, efforts) {
+  if (!value) return "model's own";
+  if (value === "none") return "off";
+  return efforts.length === 2 ? "on" : value;
 }
 
 /** As tall as its text, up to a part of the window. */

@@ -4,7 +4,7 @@ import { html } from "../vendor/preact.js";
 import { kept } from "../parts.js";
 
 const KEPT = "mlx-ring.parameters";
-const EMPTY = { system: "", temperature: "", topP: "", maxTokens: "", seed: "", thinking: "", tools: "" };
+const EMPTY = { system: "", temperature: "", topP: "", maxTokens: "", seed: "", effort: "", tools: "" };
 
 /** name in the request, field, label, whole or not, least, most, what an empty field means */
 const NUMBERS = [
@@ -28,7 +28,7 @@ const isEmpty = (parameters) => Object.keys(EMPTY).every((name) => !parameters[n
 export function fieldsOf(parameters) {
   const fields = {};
   for (const [name, field] of NUMBERS) if (parameters[field].trim()) fields[name] = Number(parameters[field]);
-  if (parameters.thinking) fields.chat_template_kwargs = { enable_thinking: parameters.thinking === "on" };
+  if (parameters.effort) fields.reasoning_effort = parameters.effort;
   if (parameters.tools.trim()) fields.tools = JSON.parse(parameters.tools);
   return fields;
 }
