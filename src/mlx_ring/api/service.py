@@ -15,6 +15,7 @@ from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.sequence import GenerateRequest
 from mlx_ring.engine.stats import EngineStats, OpenRequest
 from mlx_ring.engine.streams import RequestStream
+from mlx_ring.engine.totals import StepTotals
 
 
 class AddedToken(Protocol):
@@ -101,6 +102,10 @@ class ServingEngine(Answering, Protocol):
     """One instance's engine."""
 
     def stats(self) -> EngineStats: ...
+
+    def totals(self) -> StepTotals:
+        """What its steps have done since it began."""
+        ...
 
     def requests(self) -> Sequence[OpenRequest]:
         """That run or wait, the oldest first."""

@@ -17,7 +17,7 @@ export function bytes(count) {
 /** To so many significant figures, whole numbers whole. */
 export function figures(value, count = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  if (Math.abs(value) >= 10 ** (count - 1)) return Math.round(value).toLocaleString("en-US");
+  if (Number.isInteger(value) || Math.abs(value) >= 10 ** (count - 1)) return Math.round(value).toLocaleString("en-US");
   return String(Number(value.toPrecision(count)));
 }
 

@@ -1,6 +1,6 @@
 // The page: its head, which view is shown, and what stands in the way of showing any.
 
-import { html, render, useEffect, useState } from "./vendor/preact.js";
+import { html, render, useEffect, useRef, useState } from "./vendor/preact.js";
 import { ApiError, key, request } from "./api.js";
 import { Chat } from "./chat/chat.js";
 import { Chats } from "./chat/chats.js";
@@ -109,6 +109,8 @@ function Connection({ now }) {
 
 function KeyForm({ trouble }) {
   const [value, setValue] = useState("");
+  const field = useRef(null);
+  useEffect(() => field.current.focus(), []);
   const isPlain = /^[\x20-\xff]*$/.test(value);
   const onSubmit = (event) => {
     event.preventDefault();
@@ -120,7 +122,7 @@ function KeyForm({ trouble }) {
     ${trouble && html`<p class="problem" role="alert">${trouble}</p>`}
     <label>
       <span>API key</span>
-      <input type="password" autocomplete="off" spellcheck=${false} value=${value} onInput=${(event) => setValue(event.target.value)} autofocus />
+      <input type="password" autocomplete="off" spellcheck=${false} value=${value} onInput=${(event) => setValue(event.target.value)} ref=${field} />
     </label>
     ${!isPlain && html`<p class="problem" role="alert">The key has characters that cannot be sent in a header.</p>`}
     <button type="submit" class="primary" disabled=${!value.trim() || !isPlain}>Use this key</button>

@@ -37,6 +37,9 @@ export function Chat({ chats, models, standing }) {
         giveResult=${(call, text) => chats.giveResult(call, text, options)}
         empty=${html`<${Welcome} model=${model} standing=${standing} ask=${ask} />`}
       />
+      ${standing.notices
+        .filter(({ tone }) => tone !== "note")
+        .map(({ tone, text }) => html`<${Notice} key=${text} tone=${tone}>${text}</${Notice}>`)}
       ${!now.isKept && html`<${Notice} tone="note">This browser has no room to keep this conversation: it is gone when the page is closed.</${Notice}>`}
       <${Composer}
         ask=${ask}

@@ -11,7 +11,7 @@ export function Cache({ cache }) {
       <dt>KV in use</dt>
       <dd>${bytes(cache.kv_bytes)}${limit(cache)}<span class="muted"> for ${counted(cache.sequences, "sequence")}</span></dd>
       <dt>Prefix cache</dt>
-      <dd>${prefix.enabled ? hits(prefix) : html`<span class="muted">off</span>`}</dd>
+      <dd>${prefix.enabled ? hits(prefix) : html`<span class="muted">${"queries" in prefix ? "off" : "nothing yet"}</span>`}</dd>
       ${prefix.enabled &&
       html`<dt>Kept for later</dt>
         <dd>${counted(prefix.entries, "beginning")}<span class="muted"> of ${counted(prefix.entry_tokens, "token")}, ${figures(prefix.evictions, 5)} made way</span></dd>`}

@@ -26,7 +26,8 @@ function active({ devices, nodes }) {
 }
 
 function Machine({ node, cluster, name }) {
-  const workers = cluster.devices.filter((device) => device.node === node.id);
+  const isHere = node.state !== "gone";
+  const workers = cluster.devices.filter((device) => device.node === node.id && isHere);
   const { memory, profile } = node;
   return html`<article class=${`machine ${node.state}`}>
     <h3>${name} ${node.is_head && html`<span class="tag">head</span>`} ${node.state !== "attending" && html`<span class="state bad">${node.state}</span>`}</h3>

@@ -19,8 +19,8 @@ export function Requests({ requests, cache, several }) {
             <tbody>
               ${requests.map(
                 (request) => html`<tr key=${request.id}>
-                  <td><code title=${request.id}>${request.id.slice(-12)}</code></td>
-                  ${several && html`<td>${request.model}</td>`}
+                  <td><code title=${request.id}>${request.id.replace(/^[a-z]+-/, "").slice(0, 8)}</code></td>
+                  ${several && html`<td title=${request.model}>${request.model.split("/").at(-1)}</td>`}
                   <td>${STATES[request.state]}${request.state === "reading" ? ` (${percent(request.read_tokens / request.prompt_tokens)})` : ""}</td>
                   <td class="right">${figures(request.prompt_tokens, 7)}</td>
                   <td class="right">${figures(request.cached_tokens, 7)}</td>
