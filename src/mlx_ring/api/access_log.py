@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
-_POLLED = ("/health", "/metrics")
-"""Asked again and again by machines; told at the debug level."""
+_POLLED = ("/health", "/metrics", "/page", "/favicon.ico")
+"""Asked again and again by machines, and the files that a page consists of: told at the debug level."""
 _LONGEST_PATH = 200
 _LEFT = "client left"
 

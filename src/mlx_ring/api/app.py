@@ -21,9 +21,10 @@ from mlx_ring.api.ollama import models as ollama_models
 from mlx_ring.api.openai import chat, completions, embeddings, models, tokens
 from mlx_ring.api.openai.responses import route as responses
 from mlx_ring.api.openapi import describe_api
-from mlx_ring.api.ops import cache, cluster, generate, health
+from mlx_ring.api.ops import cache, cluster, events, generate, health
 from mlx_ring.api.ops import models as loading
 from mlx_ring.api.ops import service as service_routes
+from mlx_ring.api.page import routes as page
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
@@ -47,9 +48,12 @@ def build_app(
     modules = (
         *(chat, completions, responses, embeddings, tokens, anthropic),
         *(ollama_chat, ollama_generate, ollama_embed, ollama_models),
-        *(generate, loading, models, health, cluster, cache, service_routes, docs),
+        *(generate, loading, models, health, cluster, cache, events, service_routes, docs),
     )
-    routers = [*(module.routes(context) for module in modules), metrics.routes(context, http)]
+    routers = [
+        *(module.routes(context) for module in modules),
+        *(metrics.routes(context, http), page.routes()),
+    ]
     for router in routers:
         app.include_router(router)
     describe_api(app, routers, settings)

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_ring.api.admission import Admission
 from mlx_ring.api.error_bodies import is_anthropic
 from mlx_ring.api.errors import error_response, log_failure
+from mlx_ring.api.page.wanted import wants_page
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Draining, Refused, Unauthenticated
 from mlx_ring.core.request_context import REQUEST_ID
@@ -30,7 +31,7 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised here, bound elsewhere
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """A client's own name for its request that may stand in a log."""
-_OPEN = ("/health", "/docs")
+_OPEN = ("/health", "/docs", "/page", "/favicon.ico")
 """Need no key: who asks whether we live has none, and a page must be there before a key can be typed into it."""
 
 
@@ -95,7 +96,7 @@ class Guard:
 
     def _authenticate(self, path: str, headers: Headers) -> None:
         """Every key is compared, each in constant time: how long it takes tells nothing."""
-        if not self._keys or is_open(path):
+        if not self._keys or is_open(path) or (path == "/" and wants_page(headers.get("accept"))):
             return
         given = _given_key(headers)
         if given is None:

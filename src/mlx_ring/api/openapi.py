@@ -79,6 +79,7 @@ class About:
     """Whether it needs no key."""
     unwell: type[BaseModel] | None = None
     """The body of a 503, where that is no error's."""
+    description: str = ""
     tag: str = "operations"
 
 
@@ -216,6 +217,7 @@ def _described(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json
     described: Json = {
         "operationId": f"{operation.method}{named.replace('}', '')}",
         "summary": about.summary,
+        **({"description": about.description} if about.description else {}),
         "tags": [about.tag],
         "responses": _responses(operation, refs, settings),
     }

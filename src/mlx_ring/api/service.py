@@ -13,8 +13,9 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.stats import EngineStats
+from mlx_ring.engine.stats import EngineStats, OpenRequest
 from mlx_ring.engine.streams import RequestStream
+from mlx_ring.engine.totals import StepTotals
 
 
 class AddedToken(Protocol):
@@ -101,6 +102,14 @@ class ServingEngine(Answering, Protocol):
     """One instance's engine."""
 
     def stats(self) -> EngineStats: ...
+
+    def totals(self) -> StepTotals:
+        """What its steps have done since it began."""
+        ...
+
+    def requests(self) -> Sequence[OpenRequest]:
+        """That run or wait, the oldest first."""
+        ...
 
     @property
     def policy(self) -> Policy:

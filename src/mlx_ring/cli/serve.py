@@ -226,6 +226,7 @@ def serve(
         log_dir=settings.log_dir,
         to_stderr=settings.log_stderr == "on",
         log_format=settings.log_format,
+        keeps_lines=True,
     )
     let_grpc_speak()
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along

@@ -6,7 +6,7 @@ Lines go to stderr and to `<log_dir>/<process>.log`, which rotates; where stderr
 rotates, to the latter alone. Third-party loggers have no handlers of their own here: whatever they attach is
 dropped, so that their lines take the same way. Each line of a traceback carries the tag too; with `--log-format json`
 a record is one object in one line (`log_formats.py`). What is said before a log is set up goes to stderr at once, and to
-the log's file later.
+the log's file later. The last lines are kept in memory where that is asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
 
+from mlx_ring.core.kept_lines import KEPT
 from mlx_ring.core.log_formats import LogFormat, TagFormatter, make_formatter
 
 FILE_BYTES = 10 << 20
@@ -96,6 +97,7 @@ def configure_logging(
     log_dir: Path | None,
     to_stderr: bool = True,
     log_format: LogFormat = "text",
+    keeps_lines: bool = False,
 ) -> None:
     """Send every log line of this process, tagged, to stderr and to its file. Call it once, first thing.
 
@@ -107,10 +109,13 @@ def configure_logging(
         log_dir: folder for the file; None for stderr alone. One that cannot be written is a warning.
         to_stderr: whether lines go there too where there is a file; the process's death does in any case.
         log_format: "text" for people, "json" for programs.
+        keeps_lines: whether `recent_lines` tells the last of them, and of what children pass on.
     """
     formatter = make_formatter(log_format, node, process, rank)
     stderr = _StderrHandler()
     handlers: list[logging.Handler] = [stderr]
+    if keeps_lines:
+        handlers.append(KEPT)
     early = [each for each in logging.getLogger().handlers if isinstance(each, _EarlyHandler)]
     trouble = ""
     if log_dir is not None:
@@ -151,6 +156,8 @@ def write_to_stderr(line: str) -> None:
 def pass_on(line: str) -> None:
     """A line of a child's log, which is in the child's own file: it goes where this process's go besides their file."""
     handlers = logging.getLogger().handlers
+    if KEPT in handlers:
+        KEPT.keep_tagged(line)
     if not any(isinstance(each, _StderrHandler) and each.level >= logging.CRITICAL for each in handlers):
         write_to_stderr(line)
 

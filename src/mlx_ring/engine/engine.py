@@ -35,7 +35,7 @@ from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.router import Burden
 from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
-from mlx_ring.engine.stats import EngineStats, Unanswered
+from mlx_ring.engine.stats import EngineStats, OpenRequest, RequestState, Unanswered
 from mlx_ring.engine.step_deadlines import Predict
 from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.engine.streams import Delta, RequestStream, RequestTimings
@@ -379,6 +379,11 @@ class Engine:
         """What the last steps took, by stage and kind."""
         return self._scheduler.step_times()
 
+    def requests(self) -> list[OpenRequest]:
+        """Those that run or wait, the oldest first."""
+        now = self._clock()
+        return [_open_request(live, now) for live in self._live.values()]
+
     def totals(self) -> StepTotals:
         """What its steps have done since it began."""
         return self._scheduler.totals(self._clock(), self._began)
@@ -391,6 +396,26 @@ class Engine:
             generated_tokens=self._generated_tokens,
             finished=dict(self._finished),
         )
+
+
+def _open_request(live: _Live, now: float) -> OpenRequest:
+    sequence = live.sequence
+    return OpenRequest(
+        id=sequence.request.request_id,
+        state=_state(sequence),
+        prompt_tokens=sequence.prompt_length,
+        cached_tokens=sequence.cached_tokens,
+        read_tokens=min(sequence.scheduled, sequence.prompt_length),
+        tokens=live.completion_tokens,
+        age_s=now - sequence.submitted_at,
+    )
+
+
+def _state(sequence: Sequence) -> RequestState:
+    """One that was put back waits too."""
+    if not sequence.scheduled:
+        return "waiting"
+    return "answering" if sequence.is_prefilled else "reading"
 
 
 def _ended(live: _Live, reason: FinishReason, error: RingError | None, now: float) -> EndedRequest:

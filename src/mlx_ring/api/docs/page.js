@@ -51,7 +51,7 @@ function route(path, method, about) {
 }
 
 function inside(path, method, about) {
-  const parts = [];
+  const parts = about.description ? [make("p", {}, about.description)] : [];
   const body = about.requestBody?.content["application/json"];
   if (about.parameters) parts.push(make("h3", {}, "Parameters"), make("ul", { class: "fields" },
     ...about.parameters.map((each) => make("li", {},

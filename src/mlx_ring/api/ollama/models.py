@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.body import Body
+from mlx_ring.api.capabilities import capabilities
 from mlx_ring.api.ollama import answers as about
 from mlx_ring.api.ollama.names import find_model
 from mlx_ring.api.openapi import documented, told
@@ -124,20 +125,9 @@ def _shown(context: ApiContext, model: ModelService) -> Json:
             f"{family}.embedding_length": model.hidden_size,
             f"{family}.block_count": told.get("layers"),
         },
-        "capabilities": _capabilities(context, model),
+        "capabilities": capabilities(context, model),
         "modified_at": _modified(model),
     }
-
-
-def _capabilities(context: ApiContext, model: ModelService) -> list[str]:
-    format_ = context.formats[model.tokenizer]
-    can = {
-        "completion": True,
-        "tools": format_.calls is not None and format_.knows("tools"),
-        "thinking": format_.thinking is not None,
-        "embedding": not model.pooling.refusal,
-    }
-    return [name for name, is_so in can.items() if is_so]
 
 
 def _parameters(model: ModelService) -> str:

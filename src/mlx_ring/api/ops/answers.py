@@ -7,6 +7,7 @@ from typing import Literal
 from mlx_ring.api.openai.answers import Model, Performance, Usage
 from mlx_ring.api.openapi import About, Told
 from mlx_ring.api.ops.status import ClusterStatus
+from mlx_ring.api.streaming import EVENT_STREAM
 
 _TAG = "operations"
 
@@ -122,6 +123,15 @@ MODEL_INFO = About(
 )
 CLUSTER_STATUS = About(
     "Nodes, instances, stages: memory and times, promised and measured", ClusterStatus, tag=_TAG
+)
+CLUSTER_EVENTS = About(
+    "The same and more, as it changes",
+    None,
+    {EVENT_STREAM: None},
+    description="One event a second at most: `state` holds everything, `change` is a JSON patch (RFC 6902) of it, `log` holds "
+    "lines of the head's log. Browsers' EventSource sends no API key; `fetch` does.",
+    more_statuses=(429,),
+    tag=_TAG,
 )
 CACHE_STATS = About("What the KV caches hold", CacheStatistics, tag=_TAG)
 HEALTH = About("Measured state", Health, unwell=Health, open=True, tag=_TAG)

@@ -39,14 +39,14 @@ def routes(context: ApiContext) -> APIRouter:
         check_manager(request, context.settings)
         fields = await context.read(request, LoadRequest)
         model = await while_connected(request.receive, context.catalog.load(fields.model))
-        return JSONResponse(describe(model))
+        return JSONResponse(describe(context, model))
 
     async def unload(request: Request) -> Response:
         check_manager(request, context.settings)
         fields = await context.read(request, UnloadRequest)
         model = context.model(fields.model)
         await context.catalog.unload(model, force=fields.force)
-        return JSONResponse(describe(model))
+        return JSONResponse(describe(context, model))
 
     documented(router, "/models/load", load, LoadRequest, about.LOAD)
     documented(router, "/models/unload", unload, UnloadRequest, about.UNLOAD)

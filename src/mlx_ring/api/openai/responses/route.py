@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.openai import answers as about
 from mlx_ring.api.conversation.answering import ChatAnswer, News, answer_chat, stream_chat
 from mlx_ring.api.conversation.parts import Content
 from mlx_ring.api.conversation.prepare import prepare_chat
 from mlx_ring.api.errors import trouble_of
 from mlx_ring.api.json_lines import Json, event
+from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.answering import DONE
 from mlx_ring.api.openai.chat import finite_logprob
 from mlx_ring.api.openai.responses.asking import conversation_of
