@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
@@ -196,7 +196,7 @@ def _schemas(operations: Iterable[_Operation]) -> tuple[Refs, Json]:
     pairs += [(model, "serialization") for model in given if model not in taken]
     refs, whole = models_json_schema(pairs, ref_template=_REF)
     definitions: Json = whole["$defs"]
-    found = {model: dict(ref) for (model, _), ref in refs.items()}
+    found = {cast("type[BaseModel]", model): dict(ref) for (model, _), ref in refs.items()}
     for model in taken:
         _add_what_has_no_effect(definitions[found[model]["$ref"].rpartition("/")[2]])
     return found, definitions

@@ -23,7 +23,7 @@ def routes(context: ApiContext) -> APIRouter:
 
     async def cluster_events(request: Request) -> Response:
         def failure(error: Exception) -> bytes:
-            return event("error", error_body(error, request.scope))
+            return event("error", error_body(error, request.url.path))
 
         return LiveAnswer(feed.watching, _as_they_come, failure)
 
