@@ -31,8 +31,7 @@ _DIFFERENCES = """
 Of `llm-comply`'s tests these end otherwise here, on purpose:
 
 - images are refused by name (400): the models are of text;
-- a request without `model` is answered by the one that is served, where the suite wants 400;
-- `/v1/responses/compact` is not there: nothing is stored.
+- a request without `model` is answered by the one that is served, where the suite wants 400.
 
 A test of these that passes fails the run, so that the list stays true.
 """

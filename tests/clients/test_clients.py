@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 from tests.clients.environments import command_of
 from tests.clients.manifest import CLIENTS, PROGRAMS, Client
 from tests.clients.page import PAGE, page
-from tests.clients.trying import KEY, MODEL, comes_to_rest, failed_checks
+from tests.clients.trying import KEY, MODEL, comes_to_rest, failures
 from tests.processes import Server, serving
 
 OURS = ("openai-3", "anthropic-2", "ollama")
@@ -35,14 +35,13 @@ def passed(request: pytest.FixtureRequest) -> Generator[set[str]]:
 
 
 def test_the_sdks_of_three_dialects_find_what_they_ask_for(server: Server, tmp_path: Path) -> None:
-    def tried(client: Client) -> object:
+    def failures_of(client: Client) -> str:
         command = (sys.executable, str(PROGRAMS / client.program))
-        return failed_checks(client, command, server, tmp_path / client.name)
+        return failures(client, command, server, tmp_path / client.name)
 
-    ours: Sequence[Client] = [client for client in CLIENTS if client.name in OURS]
-    with ThreadPoolExecutor(len(ours)) as threads:
-        failed = dict(zip(OURS, threads.map(tried, ours), strict=True))
-    assert not any(failed.values()), failed
+    with ThreadPoolExecutor(len(OURS)) as threads:
+        found = "".join(threads.map(failures_of, [client for client in CLIENTS if client.name in OURS]))
+    assert not found, found
     assert comes_to_rest(server)
 
 
@@ -56,7 +55,7 @@ def test_the_page_and_the_pins_agree() -> None:
 def test_a_client_finds_what_it_asks_for(
     client: Client, server: Server, passed: set[str], tmp_path: Path
 ) -> None:
-    failed = failed_checks(client, command_of(client), server, tmp_path / "home")
-    assert not failed, "\n".join(f"{check}:\n{error}" for check, error in failed.items())
+    found = failures(client, command_of(client), server, tmp_path / "home")
+    assert not found, found
     assert comes_to_rest(server)
     passed.add(client.name)

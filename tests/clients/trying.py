@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -21,8 +21,8 @@ _OTHERS = ("OPENAI_", "ANTHROPIC_", "OLLAMA_", "LITELLM_", "LLM_", "AIDER_", "HF
 """Beginnings of variables with which this machine's user points clients elsewhere."""
 
 
-def failed_checks(client: Client, command: Sequence[str], server: Server, home: Path) -> Mapping[str, str]:
-    """What the client's program found wrong, by check; all of its checks must have run."""
+def failures(client: Client, command: Sequence[str], server: Server, home: Path) -> str:
+    """What the client's program found wrong; empty where all of its checks passed."""
     home.mkdir(exist_ok=True)
     found = home / "found.jsonl"
     done = subprocess.run(
@@ -37,14 +37,15 @@ def failed_checks(client: Client, command: Sequence[str], server: Server, home: 
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()]
     assert [line["check"] for line in lines] == client.checks
-    return {line["check"]: line["error"] for line in lines if line["error"] is not None}
+    return "\n".join(f"{client.name}, {line['check']}: {line['error']}" for line in lines if line["error"])
 
 
 def comes_to_rest(server: Server) -> bool:
     """Whether the server soon computes nothing any more: what clients left off must end."""
     last = time.monotonic() + _IDLE_WAIT_S
     while time.monotonic() < last:
-        if httpx.get(f"{server.url}/health").json()["running"] == 0:
+        told = httpx.get(f"{server.url}/cache/stats", headers={"authorization": f"Bearer {KEY}"}).json()
+        if told["running"] == told["waiting"] == 0:
             return True
         time.sleep(POLL_S)
     return False

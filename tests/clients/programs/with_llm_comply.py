@@ -21,8 +21,6 @@ NOT_ALIKE: Mapping[str, str] = {
     "anth-image-input": NO_IMAGES,
     "chat-error-handling": ONE_MODEL,
     "error-handling": ONE_MODEL,
-    "compact-response": "nothing is stored or compacted here",
-    "compact-missing-model": "nothing is stored or compacted here",
 }
 """What the suite expects and this server answers otherwise, and why. It must go on failing, else it is no exception."""
 
