@@ -40,6 +40,14 @@ def test_a_chat_answer(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+def test_embeddings_which_the_sdk_asks_for_in_base64(client: openai.OpenAI) -> None:
+    answer = client.embeddings.create(model="twin", input=["A", "BC"])
+    plain = client.embeddings.create(model="twin", input=["A", "BC"], encoding_format="float")
+    assert [len(each.embedding) for each in answer.data] == [3, 3]
+    for encoded, each in zip(answer.data, plain.data, strict=True):
+        assert encoded.embedding == pytest.approx(each.embedding)
+
+
 def test_a_chat_stream_with_logprobs_and_usage(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="org/twin",

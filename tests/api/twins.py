@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from mlx_ring.api.conversation.format import ParseCalls
@@ -12,9 +13,11 @@ from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, SamplingDefaults, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
+from mlx_ring.core.pooling import Pooling
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.twin import TwinExecutor
@@ -101,14 +104,15 @@ class ByteTokenizer:
             raise ValueError("roles must alternate")
         self.conversation, self.template_kwargs = conversation, kwargs
         text = "".join(f"{message['role']}: {message['content']}\n" for message in conversation)
-        assert add_generation_prompt != bool(kwargs.get("continue_final_message"))
-        if not add_generation_prompt:
+        tokens = self.encode(text, add_special_tokens=True)
+        if kwargs.get("continue_final_message"):
+            assert not add_generation_prompt
             return [
                 *self.encode("", add_special_tokens=True),
                 ANSWER,
                 *self.encode(text.removesuffix("\n"), add_special_tokens=False),
             ]
-        return [*self.encode(text, add_special_tokens=True), ANSWER, *self.opening(kwargs)]
+        return [*tokens, ANSWER, *self.opening(kwargs)] if add_generation_prompt else tokens
 
     def opening(self, template_kwargs: Mapping[str, object]) -> list[int]:
         """What the template puts before the answer."""
@@ -172,6 +176,7 @@ class TwinService:
     created = 1_700_000_000
     context_length = kept_context_length = CONTEXT
     vocab_size = VOCAB_SIZE
+    hidden_size = 3
 
     def __init__(
         self,
@@ -190,9 +195,12 @@ class TwinService:
         self.context_length = context
         self.tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.default_sampling = SamplingDefaults()
+        self.pooling = Pooling(why="a test says so")
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None
         self.stages = stages
+        self.meters = [Meter()]
+        self.rejected: dict[str, int] = {}
         answer = self.tokenizer.encode(says, add_special_tokens=False)
         self.executor = TwinExecutor([1] * stages, next_token=saying(answer), automatic=automatic)
         self.engine = Engine(
@@ -203,6 +211,11 @@ class TwinService:
             epoch=1,
             policy=policy,
             kv=None if kv is None else dict.fromkeys(self.executor.ranks, kv),
+            meter=self.meters[0],
+        )
+        self._counting = ExitStack()
+        self._counting.enter_context(
+            self.meters[0].following(self.engine, dict.fromkeys(self.executor.ranks, "here"))
         )
 
     @property

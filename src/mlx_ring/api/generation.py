@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
+from mlx_ring.api.access_log import note_answers
 from mlx_ring.api.service import Answering
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.types import FinishReason, TokenLogprob
@@ -36,6 +37,8 @@ class Answer:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
+    pooled: tuple[float, ...] | None = None
+    """The prompt's vector, where asked for."""
     timings: RequestTimings | None = None
 
     def add(self, delta: Delta) -> None:
@@ -47,6 +50,7 @@ class Answer:
         self.cached_tokens = delta.cached_tokens
         self.finish_reason = delta.finish_reason
         self.timings = delta.timings
+        self.pooled = delta.pooled
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
 
@@ -84,6 +88,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        note_answers(self.answers)
         await self._stop()
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:

@@ -53,8 +53,26 @@ class PromptEncoder:
         """
         return await self._run(lambda: _encode(tokenizer, text))
 
-    async def encode_chat(self, tokenizer: Tokenizer, conversation: Conversation) -> tuple[int, ...]:
-        """The chat template's prompt for the next answer.
+    async def encode_whole(self, tokenizer: Tokenizer, text: str, *, ends_with_eos: bool) -> tuple[int, ...]:
+        """A whole text, with the special tokens that the model wants before and behind it."""
+        return await self._run(lambda: _encode_whole(tokenizer, text, ends_with_eos=ends_with_eos))
+
+    async def encode_plain(
+        self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        """Text as the tokenizer has it, nothing put in the place of an empty one."""
+        return await self._run(lambda: tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+
+    async def decode(self, tokenizer: Tokenizer, tokens: list[int]) -> str:
+        """The text of tokens, special ones included."""
+        return await self._run(
+            lambda: tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    async def encode_chat(
+        self, tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """The chat template's prompt for the next answer; without `add_generation_prompt` the messages alone.
 
         Raises:
             RequestError: no template, one that refuses these messages, or an argument it may not have.
@@ -68,7 +86,9 @@ class PromptEncoder:
                 "This model has no chat template; send the prompt to /v1/completions.",
                 param=conversation.messages_param,
             )
-        return await self._run(lambda: _encode_chat(tokenizer, conversation))
+        return await self._run(
+            lambda: _encode_chat(tokenizer, conversation, add_generation_prompt=add_generation_prompt)
+        )
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -88,7 +108,19 @@ _TEMPLATE_TROUBLE = (
 
 def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    tokens = tokenizer.encode(text, add_special_tokens=not has_bos)
+    return _or_start(tokenizer, tokenizer.encode(text, add_special_tokens=not has_bos))
+
+
+def _encode_whole(tokenizer: Tokenizer, text: str, *, ends_with_eos: bool) -> tuple[int, ...]:
+    tokens = tokenizer.encode(text, add_special_tokens=True)
+    end = tokenizer.eos_token_id
+    if ends_with_eos and end is not None and tokens[-1:] != [end]:
+        tokens = [*tokens, end]
+    return _or_start(tokenizer, tokens)
+
+
+def _or_start(tokenizer: Tokenizer, tokens: list[int]) -> tuple[int, ...]:
+    """The tokens; for those of an empty text the one that a text begins with."""
     if not tokens:
         start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         tokens = [] if start is None else [start]
@@ -112,12 +144,14 @@ def _renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
     return partial(cast("Callable[..., list[int] | str]", beneath.apply_chat_template), return_dict=False)
 
 
-def _encode_chat(tokenizer: Tokenizer, conversation: Conversation) -> tuple[int, ...]:
+def _encode_chat(
+    tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool
+) -> tuple[int, ...]:
     try:
         tokens = _renderer(tokenizer)(
             [dict(message) for message in conversation.messages],
             tokenize=True,
-            add_generation_prompt=not conversation.continues,
+            add_generation_prompt=add_generation_prompt and not conversation.continues,
             **_template_arguments(conversation),
         )
     except _TEMPLATE_TROUBLE as error:

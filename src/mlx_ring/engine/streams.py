@@ -46,6 +46,8 @@ class Delta:
     """The stop string that ended the answer; it and what follows are not in `text`."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """On the first delta, one for each prompt token, where asked for; nothing scores the first."""
+    pooled: tuple[float, ...] | None = None
+    """On the last delta, the prompt's vector, where asked for: as pooled, not normalised."""
     timings: RequestTimings | None = None
     """On the last delta."""
     pieces: tuple[str, ...] = ()

@@ -218,5 +218,7 @@ def _add(want: step_pb2.Want, values: mx.array, result: step_pb2.RowResult) -> N
         result.logprobs.extend(prompt_logprobs(values, want.targets, want.top_logprobs))
     elif want.what == Want.LOGITS:
         result.logits.CopyFrom(to_message(values))
+    elif want.what == Want.HIDDEN_SUM:
+        result.hidden.CopyFrom(to_message(mx.sum(values.astype(mx.float32), axis=0)))
     else:
         result.hidden.CopyFrom(to_message(values))

@@ -76,16 +76,22 @@ async def prepare_chat(
 
 
 async def encode_conversation(
-    context: ApiContext, service: ModelService, conversation: Conversation
+    context: ApiContext,
+    service: ModelService,
+    conversation: Conversation,
+    *,
+    add_generation_prompt: bool = True,
 ) -> tuple[int, ...]:
-    """The prompt alone, as the model reads it.
+    """The prompt alone, as the model reads it; without `add_generation_prompt` it does not begin an answer.
 
     Raises:
         RequestError: the model's template cannot take it.
     """
     _check_tools(context.formats[service.tokenizer], conversation)
     _check_continues(conversation)
-    return await context.prompts.encode_chat(service.tokenizer, conversation)
+    return await context.prompts.encode_chat(
+        service.tokenizer, conversation, add_generation_prompt=add_generation_prompt
+    )
 
 
 def effort_arguments(format_: ChatFormat, effort: str, *, param: str) -> dict[str, object]:

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.connection import while_connected
-from mlx_ring.api.errors import error_body
+from mlx_ring.api.error_bodies import error_body
+from mlx_ring.api.errors import trouble_of
 from mlx_ring.api.generation import Answer, Generation, performance, usage
 from mlx_ring.api.json_lines import Json, event, json_bytes
 from mlx_ring.api.service import Answering
@@ -132,4 +133,4 @@ def around_choice(body: Json, *, usage_chunk: bool) -> tuple[bytes, bytes]:
 
 def failure_event(error: Exception) -> bytes:
     """An error in mid-stream, which SDKs raise."""
-    return event(error_body(error))
+    return event(error_body(trouble_of(error), "/v1", ""))
