@@ -18,7 +18,7 @@ from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import Limits
-from mlx_ring.engine.twin import NextToken, TwinExecutor
+from mlx_ring.engine.twin import TwinExecutor
 
 BOS, EOS, ANSWER = 256, 257, 258
 VOCAB_SIZE = 320
