@@ -7,6 +7,8 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import FunctionToolParam
+from openai.types.responses.response_input_item_param import FunctionCallOutput
 from pydantic import BaseModel
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
@@ -139,6 +141,60 @@ def test_a_completion_whole_and_streamed(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == "hij"
 
 
+def test_a_response_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.responses.create(
+        model="twin",
+        input="Hello.",
+        instructions="Be kind.",
+        include=["message.output_text.logprobs"],
+        top_logprobs=1,
+    )
+    assert (whole.output_text, whole.status) == (ANSWER_TEXT, "completed")
+    [message] = whole.output
+    assert message.type == "message"
+    [text] = message.content
+    assert text.type == "output_text"
+    assert bytes(byte for token in text.logprobs or () for byte in token.bytes).decode() == ANSWER_TEXT
+    with client.responses.stream(model="twin", input="Hello.") as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output_text == ANSWER_TEXT
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    short = client.responses.create(model="twin", input="Hello.", max_output_tokens=3)
+    assert short.incomplete_details is not None
+    assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_a_responses_items_go_back_with_what_their_call_gave() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    service = TwinService(tokenizer=MarkingTokenizer(), says=f"<think>Hm.</think>I add.{call}")
+    tool: FunctionToolParam = {
+        "type": "function",
+        "name": "add",
+        "parameters": {"type": "object"},
+        "strict": False,
+    }
+    with serving(service) as url, openai.OpenAI(base_url=url, api_key="none") as client:
+        with client.responses.stream(model="twin", input="1+?", tools=[tool]) as stream:
+            first = stream.get_final_response()
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        assert first.usage is not None
+        assert first.usage.output_tokens_details.reasoning_tokens > 0
+        called = first.output[-1]
+        assert called.type == "function_call"
+        assert (called.name, called.arguments) == ("add", '{"a": 1}')
+        result: FunctionCallOutput = {
+            "type": "function_call_output",
+            "call_id": called.call_id,
+            "output": "2",
+        }
+        history: list[Any] = [{"role": "user", "content": "1+?"}]
+        history += [item.model_dump() for item in first.output]
+        client.responses.create(model="twin", input=[*history, result], tools=[tool], store=False)
+    _, turn, answer = service.tokenizer.conversation
+    assert (turn["content"], turn["reasoning_content"]) == ("I add.", "Hm.")
+    assert (answer["role"], answer["content"], answer["tool_call_id"]) == ("tool", "2", called.call_id)
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["org/twin"]
     assert client.models.retrieve("org/twin").owned_by == "mlx-ring"
@@ -156,6 +212,17 @@ def test_errors_are_the_sdks_own(client: openai.OpenAI, service: TwinService) ->
     with pytest.raises(openai.InternalServerError) as lost:
         client.completions.create(model="twin", prompt="x")
     assert lost.value.status_code == 503
+
+
+def test_an_error_in_a_responses_stream_is_told_and_raised() -> None:
+    service = TwinService(automatic=False)
+    with serving(service) as url, openai.OpenAI(base_url=url, api_key="none") as client:
+        stream = client.responses.create(model="twin", input="Hello.", stream=True)
+        kinds = [next(stream).type, next(stream).type]
+        service.executor.lose(WorkerLost("Worker 1 died."))
+        with pytest.raises(openai.APIError, match="Worker 1 died"):
+            kinds += [event.type for event in iter(lambda: next(stream), None)]
+    assert kinds == ["response.created", "response.in_progress"]
 
 
 def test_an_error_in_mid_stream_is_raised() -> None:

@@ -88,8 +88,10 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
 
 
 def test_a_stop_string_cuts_content_where_the_model_still_thinks_about_it(client: openai.OpenAI) -> None:
+    create: Any = client.chat.completions.create
+
     def content(**more: Any) -> str:
-        answer = client.chat.completions.create(
+        answer = create(
             model="demo",
             messages=[{"role": "user", "content": "Name three colours."}],
             temperature=0,

@@ -92,9 +92,9 @@ def test_each_token_has_its_piece_of_the_text() -> None:
 
 def test_an_answer_that_its_reader_ends_ends_well_and_is_kept() -> None:
     async def run() -> tuple[list[Delta], Engine, TwinExecutor]:
-        twin = TwinExecutor((1,), next_token=says(b"x" * 40))
+        twin = TwinExecutor((1,), next_token=says(b"x" * 20, prompt=30))
         engine = make_engine(twin, Policy(draft_tokens=0))
-        stream = engine.submit(ask())
+        stream = engine.submit(ask(30))
         await anext(stream)
         stream.stop()
         stream.stop()

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
+from mlx_ring.api.anthropic import messages as anthropic
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
 from mlx_ring.api.ollama import chat as ollama_chat
@@ -13,6 +14,7 @@ from mlx_ring.api.ollama import embed as ollama_embed
 from mlx_ring.api.ollama import generate as ollama_generate
 from mlx_ring.api.ollama import models as ollama_models
 from mlx_ring.api.openai import chat, completions, embeddings, models, tokens
+from mlx_ring.api.openai.responses import route as responses
 from mlx_ring.api.ops import cache, cluster, generate, health
 from mlx_ring.api.ops import models as loading
 from mlx_ring.api.ops import service as service_routes
@@ -28,7 +30,7 @@ def build_app(catalog: ModelCatalog, settings: ApiSettings) -> FastAPI:
     )
     context = ApiContext(catalog, settings)
     for module in (
-        *(chat, completions, embeddings, tokens, models),
+        *(chat, completions, embeddings, tokens, models, responses, anthropic),
         *(ollama_chat, ollama_generate, ollama_embed, ollama_models),
         *(generate, loading, health, cluster, cache, service_routes),
     ):

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 
 from mlx_ring.core.errors import BodyTooLarge, RequestError
@@ -34,6 +34,16 @@ class Body(BaseModel):
 BodyT = TypeVar("BodyT", bound=Body)
 
 
+def refusal(why: str) -> BeforeValidator:
+    """Of a field that is known and cannot be had, whatever is given: why, and what to do."""
+
+    def refuse(given: object) -> None:
+        if given not in (None, False):
+            raise PydanticCustomError("unsupported", "is not supported: {why}", {"why": why})
+
+    return BeforeValidator(refuse)
+
+
 async def read_body(request: Request, schema: type[BodyT], max_bytes: int) -> BodyT:
     """The request's body as `schema`.
 
@@ -45,7 +55,8 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int) -> Bo
     if not isinstance(value, dict):
         raise RequestError(f"The body must be a JSON object, not {_show(value)}.")
     fields = cast("dict[str, object]", value)
-    fields = {name: given for name, given in fields.items() if not _has_no_effect(name)}
+    known = schema.model_fields
+    fields = {name: given for name, given in fields.items() if name in known or not _has_no_effect(name)}
     try:
         return schema.model_validate(fields)
     except ValidationError as error:

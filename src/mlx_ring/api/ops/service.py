@@ -12,6 +12,9 @@ from mlx_ring.api.service import ModelService
 _ENDPOINTS = {
     "POST /v1/chat/completions": "a chat answer, whole or streamed",
     "POST /v1/completions": "a continuation, whole or streamed",
+    "POST /v1/responses": "a chat answer in items, whole or streamed; nothing is kept",
+    "POST /v1/messages": "a chat answer as Anthropic has it, whole or streamed",
+    "POST /v1/messages/count_tokens": "how long its prompt would be",
     "POST /v1/embeddings": "a vector of each text",
     "POST /tokenize": "text or messages as tokens",
     "POST /detokenize": "tokens as text",
