@@ -70,10 +70,13 @@ def opened(
         if message.type in ("error", "warning"):
             heard.complaints.append(message.text)
 
+    def hear(request: Request) -> None:
+        heard.requests.append(request)
+
     page.set_default_timeout(WAIT_MS)
     page.on("console", complain)
     page.on("pageerror", lambda error: heard.complaints.append(str(error)))
-    page.on("request", heard.requests.append)
+    page.on("request", hear)
     page.goto(f"{url}/#{view}")
     yield page, heard
     context.close()
@@ -154,7 +157,9 @@ def test_an_answer_is_seen_as_it_comes_until_it_is_stopped(browser: Browser) -> 
         answer = page.get_by_role("article", name="Answer")
         expect(answer).to_contain_text("abcdefghijklmnopqrstuvwxyz")
         page.get_by_role("link", name="Cluster").click()
-        expect(page.get_by_role("region", name="Requests").get_by_role("row").nth(1)).to_contain_text("answers")
+        expect(page.get_by_role("region", name="Requests").get_by_role("row").nth(1)).to_contain_text(
+            "answers"
+        )
         page.get_by_role("link", name="Chat").click()
         page.get_by_role("button", name="Stop").click()
         expect(answer).to_contain_text("Stopped.")
@@ -228,7 +233,15 @@ DRAW = """async ([base, texts]) => {
 
 
 def test_what_a_model_writes_is_drawn_as_markdown_and_never_as_html(browser: Browser) -> None:
-    hostile = ["*" * 3000, "[" * 3000, "`" * 3000 + "a", "> " * 500, "- " * 500, "_a" * 3000, "|" * 2000 + "\n|-|"]
+    hostile = [
+        "*" * 3000,
+        "[" * 3000,
+        "`" * 3000 + "a",
+        "> " * 500,
+        "- " * 500,
+        "_a" * 3000,
+        "|" * 2000 + "\n|-|",
+    ]
     with twin_serving(TwinService()) as url, opened(browser, url) as (page, heard):
         base = f"{url}/page/{load_page().digest}/"
         drawn = page.evaluate(DRAW, [base, list(MARKDOWN)])
