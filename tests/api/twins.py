@@ -17,7 +17,7 @@ from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import Limits
-from mlx_ring.engine.twin import TwinExecutor
+from mlx_ring.engine.twin import NextToken, TwinExecutor
 
 BOS, EOS, ANSWER = 256, 257, 258
 VOCAB_SIZE = 320
@@ -126,6 +126,7 @@ class TwinService:
         policy: Policy = Policy(),  # noqa: B008 - frozen
         kv: RankKv | None = None,
         names: Sequence[str] = ("org/twin", "twin"),
+        says: NextToken = next_token,
     ) -> None:
         self.model_id, *self.aliases = names
         self.is_loaded = True
@@ -138,7 +139,7 @@ class TwinService:
         self.stages = stages
         self.meters = [Meter()]
         self.rejected: dict[str, int] = {}
-        self.executor = TwinExecutor([1] * stages, next_token=next_token, automatic=automatic)
+        self.executor = TwinExecutor([1] * stages, next_token=says, automatic=automatic)
         self.engine = Engine(
             self.executor,
             Vocabulary.of(self.tokenizer),

@@ -27,14 +27,18 @@ def applied(document: Any, operations: list[dict[str, Any]]) -> Any:
         path = ["root", *operation["path"].split("/")[1:]]
         *before, last = [part.replace("~1", "/").replace("~0", "~") for part in path]
         for part in before:
-            place = place[int(part) if isinstance(place, list) else part]
-        name = int(last) if isinstance(place, list) else last
+            place = place[_key(place, part)]
+        name = _key(place, last)
         if operation["op"] == "remove":
             del place[name]
         else:
             assert (operation["op"] == "add") == (isinstance(place, dict) and name not in place)
             place[name] = operation["value"]
     return whole["root"]
+
+
+def _key(place: Any, part: str) -> Any:
+    return int(part) if isinstance(place, list) else part
 
 
 @given(DOCUMENTS, DOCUMENTS)
