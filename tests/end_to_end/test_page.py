@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from mlx_ring.api.settings import ApiSettings
 
 KEY = "a key, and no other"
 CAPITAL = "What is the capital of France?"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 WAIT_MS = 30_000.0
 """As long as the slowest of machines may take; what is waited for comes in a moment."""
 
@@ -146,16 +147,12 @@ def test_the_cluster_is_drawn_as_it_is_and_a_lost_worker_is_told(browser: Browse
         expect(page.get_by_role("status").filter(has_text="ready")).to_be_visible()
 
 
-def endless(history: Sequence[int]) -> int:
-    return ord("a") + len(history) % 26
-
-
 def test_an_answer_is_seen_as_it_comes_until_it_is_stopped(browser: Browser) -> None:
-    service = TwinService(context=1_000_000, says=endless)
+    service = TwinService(context=10**7, says=ALPHABET * 100_000)
     with twin_serving(service) as url, opened(browser, url) as (page, heard):
         ask(page, "Tell me the alphabet.")
         answer = page.get_by_role("article", name="Answer")
-        expect(answer).to_contain_text("abcdefghijklmnopqrstuvwxyz")
+        expect(answer).to_contain_text(ALPHABET)
         page.get_by_role("link", name="Cluster").click()
         expect(page.get_by_role("region", name="Requests").get_by_role("row").nth(1)).to_contain_text(
             "answers"

@@ -8,6 +8,8 @@ from fastapi import FastAPI
 
 from mlx_ring.api.access_log import AccessLog
 from mlx_ring.api.admission import Admission
+from mlx_ring.api.anthropic import messages as anthropic
+from mlx_ring.api.docs import routes as docs
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
 from mlx_ring.api.metrics import page as metrics
@@ -17,6 +19,8 @@ from mlx_ring.api.ollama import embed as ollama_embed
 from mlx_ring.api.ollama import generate as ollama_generate
 from mlx_ring.api.ollama import models as ollama_models
 from mlx_ring.api.openai import chat, completions, embeddings, models, tokens
+from mlx_ring.api.openai.responses import route as responses
+from mlx_ring.api.openapi import describe_api
 from mlx_ring.api.ops import cache, cluster, events, generate, health
 from mlx_ring.api.ops import models as loading
 from mlx_ring.api.ops import service as service_routes
@@ -39,15 +43,20 @@ def build_app(
         title="mlx-ring", version=version("mlx-ring"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
     context = ApiContext(catalog, settings, admission)
-    for module in (
-        *(chat, completions, embeddings, tokens, models),
-        *(ollama_chat, ollama_generate, ollama_embed, ollama_models),
-        *(generate, loading, health, cluster, cache, events, service_routes),
-    ):
-        app.include_router(module.routes(context))
     http = HttpMeter()
-    app.include_router(metrics.routes(context, http))
-    app.include_router(page.routes())
+    # Where several routes take a path, the first does: `/models/{model}` would take `/models/load`.
+    modules = (
+        *(chat, completions, responses, embeddings, tokens, anthropic),
+        *(ollama_chat, ollama_generate, ollama_embed, ollama_models),
+        *(generate, loading, models, health, cluster, cache, events, service_routes, docs),
+    )
+    routers = [
+        *(module.routes(context) for module in modules),
+        *(metrics.routes(context, http), page.routes()),
+    ]
+    for router in routers:
+        app.include_router(router)
+    describe_api(app, routers, settings)
     install_error_handlers(app)
     app.add_middleware(Guard, settings=settings, admission=admission)
     app.add_middleware(Observed, meter=http, tracing=tracing)

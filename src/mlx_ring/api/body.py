@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 
 from mlx_ring.core.errors import BodyTooLarge, BodyTooSlow, RequestError
@@ -23,7 +23,7 @@ _SLOWEST = 1024
 """Bytes a second."""
 _SHOWN = 60
 """Characters of a wrong value that an error repeats."""
-_WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
+WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
 """Clients send these (and `prompt_cache_...`), and they promise nothing about the answer."""
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Number|Tuple|Object)\b")
 
@@ -35,6 +35,16 @@ class Body(BaseModel):
 
 
 BodyT = TypeVar("BodyT", bound=Body)
+
+
+def refusal(why: str) -> BeforeValidator:
+    """Of a field that is known and cannot be had, whatever is given: why, and what to do."""
+
+    def refuse(given: object) -> None:
+        if given not in (None, False):
+            raise PydanticCustomError("unsupported", "is not supported: {why}", {"why": why})
+
+    return BeforeValidator(refuse)
 
 
 async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeout_s: float) -> BodyT:
@@ -55,7 +65,8 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
     if not isinstance(value, dict):
         raise RequestError(f"The body must be a JSON object, not {_show(value)}.")
     fields = cast("dict[str, object]", value)
-    fields = {name: given for name, given in fields.items() if not _has_no_effect(name)}
+    known = schema.model_fields
+    fields = {name: given for name, given in fields.items() if name in known or not _has_no_effect(name)}
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
@@ -154,7 +165,7 @@ def _too_deep() -> RequestError:
 
 
 def _has_no_effect(name: str) -> bool:
-    return name in _WITHOUT_EFFECT or name.startswith("prompt_cache_")
+    return name in WITHOUT_EFFECT or name.startswith("prompt_cache_")
 
 
 def _first_error(error: ValidationError, body: object) -> RequestError:

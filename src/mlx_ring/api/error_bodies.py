@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-Json = dict[str, object]
+from mlx_ring.api.json_lines import Json
 
 _SERVER_TROUBLE = 500
 
@@ -37,20 +37,28 @@ def is_anthropic(path: str) -> bool:
     return _dialect(path) is _anthropic
 
 
+def is_ollama(path: str) -> bool:
+    """Whether a path is one of Ollama's."""
+    return _dialect(path) is _ollama
+
+
 def _openai(trouble: Trouble, _: str) -> Json:
     shown = {"message": trouble.message, "type": trouble.type, "param": trouble.param, "code": trouble.code}
     return {"error": shown | dict(trouble.more)}
 
 
 def _anthropic(trouble: Trouble, request_id: str) -> Json:
-    shown = {"type": _anthropic_type(trouble), "message": trouble.message}
-    return {"type": "error", "error": shown | dict(trouble.more), "request_id": request_id}
+    details = _DETAILS.get(trouble.param or "", {})
+    shown = {"type": _anthropic_type(trouble), "message": trouble.message, **details, **trouble.more}
+    return {"type": "error", "error": shown, "request_id": request_id}
 
 
 def _ollama(trouble: Trouble, _: str) -> Json:
     return {"error": trouble.message}
 
 
+_DETAILS: Mapping[str, Json] = {"thread": {"details": {"error_code": "thread_unsupported_request"}}}
+"""By the field that was refused: with these the SDK asks again without it."""
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from mlx_ring.api import error_bodies
-from mlx_ring.api.error_bodies import Json, Trouble
+from mlx_ring.api.error_bodies import Trouble
+from mlx_ring.api.json_lines import Json
 from mlx_ring.core import errors
 from mlx_ring.core.errors import RequestError, RingError
 
@@ -83,9 +84,9 @@ def trouble_of(error: Exception) -> Trouble:
     )
 
 
-def error_body(error: Exception, scope: Scope) -> Json:
-    """The error body of the dialect that the request is in."""
-    return _body(trouble_of(error), scope)
+def error_body(error: Exception, path: str = "", request_id: str = "-") -> Json:
+    """The error body that clients of this path know; of no path in particular: OpenAI's."""
+    return error_bodies.error_body(trouble_of(error), path, request_id)
 
 
 def error_response(error: Exception, scope: Scope) -> Response:

@@ -104,7 +104,7 @@ class Guard:
                 "This server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
             )
         if not sum(hmac.compare_digest(given.encode(), key) for key in self._keys):
-            raise Unauthenticated("The API key is not one of this server's.")
+            raise Unauthenticated("Incorrect API key provided: it is not one of this server's.")
 
     def _is_allowed_origin(self, origin: str) -> bool:
         host = _hostname(origin)

@@ -222,8 +222,8 @@ def _check_length(request: GenerateRequest, limits: Limits) -> None:
     least_answer = 0 if request.sampling.max_tokens == 0 else 1
     if prompt_tokens + least_answer > limits.context_length:
         raise ContextExceeded(
-            f"The prompt has {prompt_tokens} tokens, and the context holds {limits.context_length} "
-            "of prompt and answer together: shorten the prompt.",
+            f"This model's maximum context length is {limits.context_length} tokens, of prompt and answer together, "
+            f"and the prompt has {prompt_tokens}: shorten the prompt.",
             prompt_tokens=prompt_tokens,
             context_tokens=limits.context_length,
         )

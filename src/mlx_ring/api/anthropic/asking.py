@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from mlx_ring.api.anthropic.blocks import (
     AssistantBlock,
@@ -19,19 +20,29 @@ from mlx_ring.api.anthropic.blocks import (
 from mlx_ring.api.anthropic.request import PromptFields, Tool
 from mlx_ring.api.conversation import asked
 from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, ToolUse
-from mlx_ring.api.conversation.turns import join_neighbours
+from mlx_ring.api.conversation.format import ChatFormat
+from mlx_ring.api.conversation.turns import join_neighbours, template_call
+from mlx_ring.api.openai.tools import check_names, choose
 from mlx_ring.core.errors import RequestError
 
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code puts a line for Anthropic's books, another in each request, before its system prompt: no part
 of the prompt, and with it no beginning would ever be found again."""
-_CHOICES = {"any": "required", "tool": "required", "none": "none", "auto": "auto"}
+_CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {
+    "any": "required",
+    "none": "none",
+    "auto": "auto",
+}
 
 Plain = dict[str, object]
 
 
-def conversation_of(fields: PromptFields) -> Conversation:
+def conversation_of(fields: PromptFields, format_: ChatFormat) -> Conversation:
     """The chat so far, and what its next answer should be like.
+
+    Args:
+        fields: the request.
+        format_: what the model's template knows.
 
     Raises:
         RequestError: fields that contradict each other; names one of them.
@@ -40,9 +51,9 @@ def conversation_of(fields: PromptFields) -> Conversation:
     _clear_thinking(messages, fields)
     return Conversation(
         messages=join_neighbours(messages, ("system", "user", "assistant")),
-        tool_use=tool_use_of(fields),
+        tool_use=_tool_use(fields),
         format=_format(fields),
-        template_kwargs=_template_kwargs(fields),
+        template_kwargs=_template_kwargs(fields, format_),
         continues=_continues(fields.messages),
     )
 
@@ -91,7 +102,7 @@ def _assistant(blocks: Sequence[AssistantBlock]) -> Plain:
         "content": "".join(block.text for block in blocks if isinstance(block, TextBlock)),
     }
     calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        template_call(block.name, block.input, block.id)
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
@@ -124,29 +135,20 @@ def _clear_thinking(messages: Sequence[Plain], fields: PromptFields) -> None:
             del message["reasoning_content"]
 
 
-def tool_use_of(fields: PromptFields) -> ToolUse:
-    """The tools, and what the answer may or must do with them."""
+def _tool_use(fields: PromptFields) -> ToolUse:
     tools = [_tool(tool) for tool in fields.tools or ()]
+    check_names([tool.name for tool in tools], "tools[{}].name")
     choice = fields.tool_choice
     if choice is None:
         return ToolUse(tools)
-    named = choice.name if choice.type == "tool" else None
-    if choice.type == "tool" and named is None:
+    use = ToolUse(tools, parallel=not choice.disable_parallel_tool_use)
+    if choice.type != "tool":
+        return choose(use, _CHOICES[choice.type], None, "tool_choice")
+    if choice.name is None:
         raise RequestError(
-            "'tool_choice.name' is missing: which tool is to be used?", param="tool_choice.name"
+            "'tool_choice.name' is missing: which tool is to be called?", param="tool_choice.name"
         )
-    if named is not None and named not in {tool.name for tool in tools}:
-        raise RequestError(
-            f"'tool_choice.name' is '{named}', which is none of 'tools'.", param="tool_choice.name"
-        )
-    if choice.type == "any" and not tools:
-        raise RequestError("'tool_choice' is 'any', and there are no 'tools'.", param="tool_choice")
-    return ToolUse(
-        tools,
-        choice=_CHOICES[choice.type],
-        allowed=None if named is None else frozenset({named}),
-        parallel=not choice.disable_parallel_tool_use,
-    )
+    return choose(use, "required", [choice.name], "tool_choice.name")
 
 
 def _tool(tool: Tool) -> asked.Tool:
@@ -161,13 +163,16 @@ def _format(fields: PromptFields) -> AnswerFormat:
     return AnswerFormat(param="output_config.format")
 
 
-def _template_kwargs(fields: PromptFields) -> Plain:
-    """A client's own word goes before what follows from other fields."""
+def _template_kwargs(fields: PromptFields, format_: ChatFormat) -> Plain:
+    """What the template knows of: clients ask for thoughts without knowing which model they ask.
+
+    A client's own word goes before what follows from other fields.
+    """
     kwargs: Plain = {}
-    if fields.thinking is not None:
-        kwargs["enable_thinking"] = fields.thinking.type != "disabled"
-        if fields.thinking.budget_tokens is not None:
-            kwargs["thinking_budget"] = fields.thinking.budget_tokens
-    if fields.output_config is not None and fields.output_config.effort is not None:
-        kwargs["reasoning_effort"] = fields.output_config.effort
-    return kwargs | (fields.chat_template_kwargs or {})
+    thinking, effort = fields.thinking, None if fields.output_config is None else fields.output_config.effort
+    if thinking is not None:
+        kwargs |= dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled")
+        kwargs["thinking_budget"] = thinking.budget_tokens
+    kwargs["reasoning_effort"] = effort
+    known = {name: value for name, value in kwargs.items() if value is not None and format_.knows(name)}
+    return known | (fields.chat_template_kwargs or {})

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
-
-Json = dict[str, object]
+from mlx_ring.api.json_lines import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +21,28 @@ class Costs:
     cached: int = 0
     """Of the prompt; Anthropic counts them apart from the rest of it."""
     completion: int = 0
+    thinking: int = 0
+    """Of the completion."""
 
     def usage(self) -> Json:
+        """Of a whole message: what other servers would tell of themselves is null."""
+        nothing = dict.fromkeys(("cache_creation", "inference_geo", "service_tier"))
+        return self.delta_usage() | nothing
+
+    def delta_usage(self) -> Json:
+        """As it stands at the end of a stream."""
         return {
             "input_tokens": self.prompt - self.cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self.cached,
             "output_tokens": self.completion,
+            "output_tokens_details": {"thinking_tokens": self.thinking},
+            "server_tool_use": None,
         }
+
+
+def _ended(reason: str | None, sequence: str | None) -> Json:
+    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,7 @@ class Stop:
     """The one of the request's that ended it."""
 
     def fields(self) -> Json:
-        return {"stop_reason": self.reason, "stop_sequence": self.sequence}
+        return _ended(self.reason, self.sequence)
 
 
 class MessageWriter:
@@ -58,7 +71,7 @@ class MessageWriter:
         """What it has got so far."""
 
     def opening(self, costs: Costs) -> Iterator[Json]:
-        start = self._message() | {"stop_reason": None, "stop_sequence": None, "usage": costs.usage()}
+        start = self._message() | _ended(None, None) | {"usage": costs.usage()}
         yield {"type": "message_start", "message": start}
         yield PING
 
@@ -69,15 +82,14 @@ class MessageWriter:
             case Content():
                 yield from self._said(part.text)
             case CallOpening():
-                identity = part.id.replace("call_", "toolu_", 1)
-                yield from self._start({"type": "tool_use", "id": identity, "name": part.name, "input": {}})
+                yield from self._start(_call(part))
             case CallArguments():
                 self._text += part.text
                 yield self._delta({"type": "input_json_delta", "partial_json": part.text})
 
     def closing(self, stop: Stop, costs: Costs) -> Iterator[Json]:
         yield from self._stop()
-        yield {"type": "message_delta", "delta": stop.fields(), "usage": costs.usage()}
+        yield {"type": "message_delta", "delta": stop.fields(), "usage": costs.delta_usage()}
         yield {"type": "message_stop"}
 
     def whole(self, stop: Stop, costs: Costs) -> Json:
@@ -91,7 +103,7 @@ class MessageWriter:
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": self._content,
+            "content": list(self._content),
         }
 
     def _thought(self, text: str) -> Iterator[Json]:
@@ -103,7 +115,7 @@ class MessageWriter:
 
     def _said(self, text: str) -> Iterator[Json]:
         if self._open != "text":
-            yield from self._start({"type": "text", "text": ""})
+            yield from self._start({"type": "text", "text": "", "citations": None})
         self._text += text
         yield self._delta({"type": "text_delta", "text": text})
 
@@ -135,6 +147,17 @@ class MessageWriter:
 
 
 PING: Json = {"type": "ping"}
+
+
+def _call(opening: CallOpening) -> Json:
+    identity = opening.id.replace("call_", "toolu_", 1)
+    return {
+        "type": "tool_use",
+        "id": identity,
+        "name": opening.name,
+        "input": {},
+        "caller": {"type": "direct"},
+    }
 
 
 def _signature(thought: str) -> str:

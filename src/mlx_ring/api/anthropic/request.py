@@ -8,8 +8,9 @@ from pydantic import AfterValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.anthropic.blocks import Message, Text
-from mlx_ring.api.body import Body
+from mlx_ring.api.body import Body, refusal
 from mlx_ring.api.openai.sampling import Count, SamplingFields, StopString
+from mlx_ring.api.openai.tools import Parameters
 
 _MOST_STOPS = 64
 
@@ -29,7 +30,7 @@ class Tool(Body):
     type: Annotated[str | None, AfterValidator(_own_tool)] = None
     name: Annotated[str, StringConstraints(min_length=1)]
     description: str | None = None
-    input_schema: dict[str, object]
+    input_schema: Parameters
     strict: bool | None = None
     cache_control: dict[str, object] | None = None
     eager_input_streaming: bool | None = None
@@ -84,6 +85,9 @@ class ContextManagement(Body):
     edits: list[ClearThinking] | None = None
 
 
+_Stateless = Annotated[None, refusal("answers are not kept here; send the whole conversation as 'messages'.")]
+
+
 class PromptFields(Body):
     """What makes the prompt. Of the fields without a meaning here, `metadata` and `service_tier` are dropped before."""
 
@@ -98,8 +102,11 @@ class PromptFields(Body):
     """Where `output_config.format` was before."""
     context_management: ContextManagement | None = None
     cache_control: dict[str, object] | None = None
+    speed: Literal["standard"] | None = None
     diagnostics: dict[str, object] | None = None
     """Asks what the cache missed, where it did; `usage` says how much was found."""
+    thread: _Stateless = None
+    """Of a conversation that the server keeps; SDKs go on without when they are told so."""
     chat_template_kwargs: dict[str, object] | None = None
     """More of what the model's chat template knows; not Anthropic's."""
 
@@ -112,5 +119,4 @@ class MessagesRequest(PromptFields, SamplingFields):
     max_tokens: Count
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
-    stop: None = None
     stream: bool | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -111,12 +111,6 @@ class ChatGeneration:
                 if told or not batch:
                     yield told
 
-    async def run(self) -> list[ChatAnswer]:
-        """All the answers, when they have ended."""
-        async for _ in self.batches():
-            pass
-        return self.answers
-
     def _read(self, piece: Piece) -> News:
         reader, answer, delta = self._readers[piece.index], self.answers[piece.index], piece.delta
         parts, tokens = self._read_pieces(reader, answer, delta)
@@ -189,12 +183,21 @@ def stream_chat(
     return LiveAnswer(lambda: _begun(engine, chat), write, writer.failure, writer.media_type)
 
 
-async def answer_chat(request: Request, engine: Answering, chat: PreparedChat) -> list[ChatAnswer]:
-    """The answers when all have ended; stops at once when the client leaves."""
+def _nobody(_: News) -> None:
+    """Who wants the answers whole."""
+
+
+async def answer_chat(
+    request: Request, engine: Answering, chat: PreparedChat, told: Callable[[News], object] = _nobody
+) -> list[ChatAnswer]:
+    """The answers when all have ended; stops at once when the client leaves. `told` gets all news as they come."""
 
     async def run() -> list[ChatAnswer]:
         async with _begun(engine, chat) as generation:
-            return await generation.run()
+            async for batch in generation.batches():
+                for news in batch:
+                    told(news)
+            return generation.answers
 
     return await while_connected(request.receive, run())
 

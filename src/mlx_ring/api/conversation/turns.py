@@ -1,9 +1,12 @@
-"""Messages of one side that stand next to each other, where a dialect or a template takes them for one turn."""
+"""Parts of a conversation as templates want them, whatever dialect they came in."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import cast
+
+from mlx_ring.api.body import parse_json
+from mlx_ring.core.errors import RequestError
 
 
 def join_neighbours(
@@ -35,3 +38,18 @@ def _text(first: object, second: object, between: str) -> str:
 
 def _calls(message: Mapping[str, object]) -> list[object]:
     return cast("list[object]", message.get("tool_calls", []))
+
+
+def template_call(name: str, arguments: object, call_id: str | None) -> dict[str, object]:
+    """A call of a tool; some dialects have no ids."""
+    named = {} if call_id is None else {"id": call_id}
+    return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def arguments_of(text: str) -> object:
+    """What a model wrote as arguments may be no JSON object; then the template shows it as it is."""
+    try:
+        value = parse_json(text.encode())
+    except RequestError:
+        return text
+    return cast("dict[str, object]", value) if isinstance(value, dict) else text

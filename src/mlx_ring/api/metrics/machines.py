@@ -118,11 +118,12 @@ def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCo
         [(labels, use.kept_bytes) for labels, use in limits],
     )
     for labels, worker in workers:
-        if worker.sends is not None:
+        # Where nothing could be compressed, nothing is counted.
+        if worker.sends is not None and worker.sends.frames:
             links.hear(labels, worker.pid, worker.sends)
     for place, (name, about) in enumerate(
         (
-            ("link_frames", "Tensors that went to the next stage."),
+            ("link_frames", "Tensors that went to the next stage, on another machine."),
             ("link_tensor_bytes", "Their bytes."),
             ("link_sent_bytes", "Their bytes as they went over the wire."),
         )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
+from itertools import chain
 
 from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
-from starlette.responses import PlainTextResponse, Response
+from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from mlx_ring.api.metrics.families import gauge
 from mlx_ring.api.metrics.http import HttpMeter
@@ -24,8 +26,13 @@ from mlx_ring.api.metrics.machines import (
     workers_now,
 )
 from mlx_ring.api.metrics.requests import replicas_of, request_families, step_families
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelCatalog
+
+_END = b"# EOF\n"
+"""Of a page of OpenMetrics."""
 
 
 class Numbers:
@@ -35,12 +42,13 @@ class Numbers:
         self._catalog = catalog
         self._http = http
         self._links = LinkCounts()
+        self._version = version("mlx-ring")
 
     def collect(self) -> Iterator[Metric]:
         models = list(self._catalog.models)
         replicas = [replica for model in models for replica in replicas_of(model)]
         workers = workers_now(replicas)
-        yield gauge("build_info", "1, with the version.", ("version",), [((version("mlx-ring"),), 1.0)])
+        yield gauge("build_info", "1, with the version.", ("version",), [((self._version,), 1.0)])
         yield gauge("uptime_seconds", "Since the head started.", (), [((), time.time() - models[0].created)])
         yield from request_families(replicas, models)
         yield from step_families(replicas)
@@ -51,14 +59,24 @@ class Numbers:
         yield from self._http.families()
 
 
-class _Collected:
-    """What was read in the event loop, to be written in a thread of its own."""
+class _Family:
+    """One family as a collector."""
 
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
+    def __init__(self, family: Metric) -> None:
+        self._family = family
 
-    def collect(self) -> list[Metric]:
-        return self._families
+    def collect(self) -> Iterator[Metric]:
+        yield self._family
+
+
+async def written(families: Iterable[Metric], encode: Callable[[Collector], bytes]) -> bytes:
+    """The page. After each family whoever else has something to do in the event loop gets to it."""
+    parts: list[bytes] = []
+    for family in families:
+        parts.append(encode(_Family(family)).removesuffix(_END))
+        await asyncio.sleep(0)
+    is_open_metrics = encode(CollectorRegistry()) == _END
+    return b"".join([*parts, _END if is_open_metrics else b""])
 
 
 def routes(context: ApiContext, http: HttpMeter) -> APIRouter:
@@ -70,9 +88,8 @@ def routes(context: ApiContext, http: HttpMeter) -> APIRouter:
     async def metrics(request: Request) -> Response:
         """Numbers for Prometheus, in its text format or in OpenMetrics'."""
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
-        registry = CollectorRegistry()
-        registry.register(_Collected([*numbers.collect(), *process.collect()]))
-        return Response(await asyncio.to_thread(encode, registry), headers={"content-type": media_type})
+        page = await written(chain(numbers.collect(), process.collect()), encode)
+        return Response(page, headers={"content-type": media_type})
 
-    router.add_api_route("/metrics", metrics, methods=["GET"], response_class=PlainTextResponse)
+    told(router, "/metrics", metrics, about.METRICS)
     return router

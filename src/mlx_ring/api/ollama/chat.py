@@ -4,48 +4,36 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.body import Body
 from mlx_ring.api.conversation.answering import answer_chat, stream_chat
-from mlx_ring.api.conversation.asked import Conversation, ToolUse
+from mlx_ring.api.conversation.asked import Conversation, Tool, ToolUse
 from mlx_ring.api.conversation.prepare import PreparedChat, prepare_chat
-from mlx_ring.api.ollama.lines import LineWriter, Stopwatch, chat_words
+from mlx_ring.api.ollama import answers as about
+from mlx_ring.api.ollama.lines import LineWriter, Stopwatch, Words, chat_words
 from mlx_ring.api.ollama.messages import (
-    Format,
     Message,
     OfferedTool,
-    Think,
     read_format,
     read_think,
     template_messages,
 )
-from mlx_ring.api.ollama.names import KeepAlive, find_model
-from mlx_ring.api.ollama.options import Options, read_options
+from mlx_ring.api.ollama.names import find_model
+from mlx_ring.api.ollama.options import AskedFields, read_sampling
 from mlx_ring.api.ollama.staying import load_or_unload
+from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openai.tools import check_names
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import Answering, ModelService
 
 
-class ChatRequest(Body):
-    model: str | None = None
+class ChatRequest(AskedFields):
     messages: Sequence[Message] = ()
     """None: the model is loaded, or with a `keep_alive` of 0 unloaded."""
     tools: list[OfferedTool] | None = None
-    format: Format | None = None
-    think: Think | None = None
-    options: Options | None = None
-    stream: bool | None = None
-    """On if nothing is said."""
-    keep_alive: KeepAlive | None = None
-    """A loaded model stays until its memory is needed, however long is asked for."""
-    truncate: Literal[False] | None = None
-    """What is over the context is refused, and no message is dropped."""
-    shift: Literal[False] | None = None
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -55,21 +43,25 @@ def routes(context: ApiContext) -> APIRouter:
         watch = Stopwatch()
         fields = await context.read(request, ChatRequest)
         service = find_model(context, fields.model)
-        writer = LineWriter(fields.model or service.model_id, watch, chat_words)
+        writer = line_writer(fields, service, watch, chat_words)
         if not fields.messages:
             return await load_or_unload(context, request, service, fields.keep_alive, writer)
-        sampling = read_options(fields.options, service, context.settings.default_max_tokens)
+        sampling = read_sampling(fields, service, context.settings.default_max_tokens)
         conversation = _conversation(context, service, fields)
         engine = await context.answering(service)
         watch.loaded()
         prepared = await prepare_chat(
             context, service, conversation, [sampling], request_id=f"ollama-{secrets.token_hex(12)}"
         )
-        streams = fields.stream is not False
-        return await respond(context, request, engine, prepared, writer, streams=streams)
+        return await respond(context, request, engine, prepared, writer, streams=fields.streams)
 
-    documented(router, "/api/chat", chat, ChatRequest)
+    documented(router, "/api/chat", chat, ChatRequest, about.CHAT)
     return router
+
+
+def line_writer(fields: AskedFields, service: ModelService, watch: Stopwatch, words: Words) -> LineWriter:
+    texts = TokenTexts(service.tokenizer) if fields.logprobs else None
+    return LineWriter(fields.model or service.model_id, watch, words, texts)
 
 
 async def respond(
@@ -88,10 +80,15 @@ async def respond(
     return JSONResponse(writer.whole(answer))
 
 
+def _tools(offered: Sequence[OfferedTool]) -> list[Tool]:
+    check_names([tool.function.name for tool in offered], "tools[{}].function.name")
+    return [tool.plain() for tool in offered]
+
+
 def _conversation(context: ApiContext, service: ModelService, fields: ChatRequest) -> Conversation:
     return Conversation(
         messages=template_messages(fields.messages),
-        tool_use=ToolUse([tool.plain() for tool in fields.tools or ()]),
+        tool_use=ToolUse(_tools(fields.tools or ())),
         format=read_format(fields.format),
         template_kwargs=read_think(context.formats[service.tokenizer], fields.think),
     )

@@ -9,16 +9,16 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mlx_ring.api.body import Body
 from mlx_ring.api.conversation.asked import Conversation
 from mlx_ring.api.conversation.format import ChatFormat
 from mlx_ring.api.conversation.prepare import PreparedChat, prepare_chat
 from mlx_ring.api.conversation.reader import ReadingRules
-from mlx_ring.api.ollama.chat import respond
-from mlx_ring.api.ollama.lines import LineWriter, Stopwatch, generate_words
-from mlx_ring.api.ollama.messages import Format, Images, Think, read_format, read_think
-from mlx_ring.api.ollama.names import KeepAlive, find_model
-from mlx_ring.api.ollama.options import Options, read_options
+from mlx_ring.api.ollama import answers as about
+from mlx_ring.api.ollama.chat import line_writer, respond
+from mlx_ring.api.ollama.lines import Stopwatch, generate_words
+from mlx_ring.api.ollama.messages import Images, read_format, read_think
+from mlx_ring.api.ollama.names import find_model
+from mlx_ring.api.ollama.options import AskedFields, read_sampling
 from mlx_ring.api.ollama.refusals import refused
 from mlx_ring.api.ollama.staying import load_or_unload
 from mlx_ring.api.openapi import documented
@@ -29,20 +29,12 @@ from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.sequence import GenerateRequest
 
 
-class GenerateRequestBody(Body):
-    model: str | None = None
+class GenerateFields(AskedFields):
     prompt: str = ""
     """Empty: the model is loaded, or with a `keep_alive` of 0 unloaded."""
     system: str | None = None
     raw: bool | None = None
     """The prompt goes to the model as it is, without its chat template."""
-    format: Format | None = None
-    think: Think | None = None
-    options: Options | None = None
-    stream: bool | None = None
-    """On if nothing is said."""
-    keep_alive: KeepAlive | None = None
-    """A loaded model stays until its memory is needed, however long is asked for."""
     suffix: Annotated[str, refused("a text is gone on with at its end alone")] | None = None
     template: Annotated[str, refused("the model's own chat template is used; 'raw' goes without")] | None = (
         None
@@ -56,24 +48,23 @@ def routes(context: ApiContext) -> APIRouter:
 
     async def generate(request: Request) -> Response:
         watch = Stopwatch()
-        fields = await context.read(request, GenerateRequestBody)
+        fields = await context.read(request, GenerateFields)
         service = find_model(context, fields.model)
-        writer = LineWriter(fields.model or service.model_id, watch, generate_words)
+        writer = line_writer(fields, service, watch, generate_words)
         if not fields.prompt:
             return await load_or_unload(context, request, service, fields.keep_alive, writer)
-        sampling = read_options(fields.options, service, context.settings.default_max_tokens)
+        sampling = read_sampling(fields, service, context.settings.default_max_tokens)
         engine = await context.answering(service)
         watch.loaded()
         prepared = await _prepare(context, service, fields, sampling)
-        streams = fields.stream is not False
-        return await respond(context, request, engine, prepared, writer, streams=streams)
+        return await respond(context, request, engine, prepared, writer, streams=fields.streams)
 
-    documented(router, "/api/generate", generate, GenerateRequestBody)
+    documented(router, "/api/generate", generate, GenerateFields, about.GENERATE)
     return router
 
 
 async def _prepare(
-    context: ApiContext, service: ModelService, fields: GenerateRequestBody, sampling: SamplingParams
+    context: ApiContext, service: ModelService, fields: GenerateFields, sampling: SamplingParams
 ) -> PreparedChat:
     request_id = f"ollama-{secrets.token_hex(12)}"
     if fields.raw or not service.tokenizer.has_chat_template:
@@ -99,7 +90,7 @@ async def _prepare_raw(
     return PreparedChat((asked,), (rules,), "prompt")
 
 
-def _check_raw(fields: GenerateRequestBody) -> None:
+def _check_raw(fields: GenerateFields) -> None:
     """What only a chat template has a place for is refused where none is used."""
     given = {"system": fields.system, "format": fields.format, "think": fields.think}
     for name, value in given.items():

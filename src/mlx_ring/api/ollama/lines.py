@@ -12,6 +12,9 @@ from mlx_ring.api.conversation.answering import Call, ChatAnswer, News
 from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
 from mlx_ring.api.errors import trouble_of
 from mlx_ring.api.json_lines import Json, json_bytes
+from mlx_ring.api.openai.chat import finite_logprob
+from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.core.types import TokenLogprob
 
 _SECOND_NS = 1_000_000_000
 
@@ -42,11 +45,12 @@ class LineWriter:
     media_type = "application/x-ndjson"
     keep_alive = b""
 
-    def __init__(self, model: str, watch: Stopwatch, words: Words) -> None:
-        """`model` as the request calls it."""
+    def __init__(self, model: str, watch: Stopwatch, words: Words, texts: TokenTexts | None) -> None:
+        """`model` as the request calls it; `texts` where log-probabilities are asked for."""
         self._model = model
         self._watch = watch
         self._words = words
+        self._texts = texts
         self._told_calls = 0
 
     def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
@@ -60,7 +64,8 @@ class LineWriter:
         return _line(self._last(answers[0], "", "", ()))
 
     def whole(self, answer: ChatAnswer) -> Json:
-        return self._last(answer, answer.content, answer.reasoning, answer.calls)
+        last = self._last(answer, answer.content, answer.reasoning, answer.calls)
+        return last | self._scored(answer.logprobs)
 
     def loaded(self, reason: str) -> Json:
         """The answer to a request that asks nothing: the model was loaded, or unloaded."""
@@ -71,27 +76,41 @@ class LineWriter:
         return _line({"error": trouble_of(error).message})
 
     def _lines(self, news: News, answer: ChatAnswer) -> Iterator[bytes]:
-        for part in news.parts:
-            yield from self._part(part, answer)
+        """Tokens' log-probabilities come with the first piece that they made, or with an empty one."""
+        pieces = [piece for part in news.parts for piece in self._part(part, answer)]
         if news.end is not None:
-            yield from self._calls(answer.calls)
+            pieces += self._calls(answer.calls)
+        scored = self._scored(news.logprobs)
+        if scored:
+            first, *rest = pieces or [self._piece("", "", ())]
+            pieces = [first | scored, *rest]
+        return map(_line, pieces)
 
-    def _part(self, part: AnswerPart, answer: ChatAnswer) -> Iterator[bytes]:
+    def _part(self, part: AnswerPart, answer: ChatAnswer) -> list[Json]:
         match part:
             case Content():
-                yield _line(self._piece(part.text, "", ()))
+                return [self._piece(part.text, "", ())]
             case Reasoning():
-                yield _line(self._piece("", part.text, ()))
+                return [self._piece("", part.text, ())]
             case CallOpening():
-                yield from self._calls(answer.calls[: part.index])
+                return self._calls(answer.calls[: part.index])
             case CallArguments():
-                return
+                return []
 
-    def _calls(self, complete: Sequence[Call]) -> Iterator[bytes]:
+    def _calls(self, complete: Sequence[Call]) -> list[Json]:
         """Those that were not told yet."""
         fresh, self._told_calls = complete[self._told_calls :], max(self._told_calls, len(complete))
-        if fresh:
-            yield _line(self._piece("", "", fresh))
+        return [self._piece("", "", fresh)] if fresh else []
+
+    def _scored(self, logprobs: Sequence[TokenLogprob]) -> Json:
+        if self._texts is None or not logprobs:
+            return {}
+        told = [
+            _token(self._texts, scored.token, scored.logprob)
+            | {"top_logprobs": [_token(self._texts, token, logprob) for token, logprob in scored.top]}
+            for scored in logprobs
+        ]
+        return {"logprobs": told}
 
     def _piece(self, content: str, thought: str, calls: Sequence[Call]) -> Json:
         told: Json = {"model": self._model, "created_at": now()}
@@ -113,12 +132,18 @@ def chat_words(content: str, thought: str, calls: Sequence[Call]) -> Json:
 
 def generate_words(content: str, thought: str, calls: Sequence[Call]) -> Json:
     del calls
-    return {"response": content} | ({"thinking": thought} if thought else {})
+    told: Json = {"response": content}
+    return told | {"thinking": thought} if thought else told
 
 
 def now() -> str:
     """RFC 3339, as Go writes it."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _token(texts: TokenTexts, token: int, logprob: float) -> Json:
+    text = texts[token]
+    return {"token": text.text, "logprob": finite_logprob(logprob), "bytes": list(text.data)}
 
 
 def _call(call: Call) -> Json:

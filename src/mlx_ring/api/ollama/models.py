@@ -12,13 +12,14 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.body import Body
 from mlx_ring.api.capabilities import capabilities
+from mlx_ring.api.ollama import answers as about
 from mlx_ring.api.ollama.names import find_model
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented, told
 from mlx_ring.api.routes import ApiContext, workers_of_model
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError, UnknownModel
 
-_API_VERSION = "0.12.6"
+_API_VERSION = "0.12.11"
 """The version of Ollama whose API this is: clients ask whether it is new enough for them."""
 _FOREVER = "9999-12-31T23:59:59Z"
 _BILLION, _MILLION = 1_000_000_000, 1_000_000
@@ -71,11 +72,11 @@ def routes(context: ApiContext) -> APIRouter:
             "or come from the hub with `mlx-ring models pull`."
         )
 
-    router.add_api_route("/api/tags", tags, methods=["GET"])
-    router.add_api_route("/api/ps", running, methods=["GET"])
-    router.add_api_route("/api/version", api_version, methods=["GET"])
-    documented(router, "/api/show", show, NamedModel)
-    documented(router, "/api/pull", pull, NamedModel)
+    told(router, "/api/tags", tags, about.TAGS)
+    told(router, "/api/ps", running, about.RUNNING)
+    told(router, "/api/version", api_version, about.VERSION)
+    documented(router, "/api/show", show, NamedModel, about.SHOW)
+    documented(router, "/api/pull", pull, NamedModel, about.PULL)
     for path, method in (
         ("/api/create", "POST"),
         ("/api/copy", "POST"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.body import Body
+from mlx_ring.api.ollama.messages import Format, Think
+from mlx_ring.api.ollama.names import KeepAlive
 from mlx_ring.api.ollama.refusals import refused
 from mlx_ring.api.openai.sampling import (
     Count,
@@ -86,17 +88,46 @@ class Options(Body):
     embedding_only: bool | None = None
 
 
-def read_options(
-    options: Options | None, service: ModelService, default_max_tokens: int | None
+class AskedFields(Body):
+    """What `/api/chat` and `/api/generate` both take."""
+
+    model: str | None = None
+    format: Format | None = None
+    think: Think | None = None
+    options: Options | None = None
+    stream: bool | None = None
+    """On if nothing is said."""
+    keep_alive: KeepAlive | None = None
+    """A loaded model stays until its memory is needed, however long is asked for."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate: Literal[False] | None = None
+    """What is over the context is refused, and nothing is dropped."""
+    shift: Literal[False] | None = None
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+    @property
+    def alternatives(self) -> int | None:
+        """Beside each token's own log-probability; None: none are asked for."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def read_sampling(
+    fields: AskedFields, service: ModelService, default_max_tokens: int | None
 ) -> SamplingParams:
     """The engine's parameters; what is left open is the model's default.
 
     Raises:
-        RequestError: a longer context is asked for than the model has.
+        RequestError: a longer context is asked for than the model has, or what makes no sense alone.
     """
-    given = options or Options()
+    given = fields.options or Options()
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     check_context(given, service)
-    fields = SamplingFields(
+    drawing = SamplingFields(
         temperature=given.temperature,
         top_k=given.top_k,
         top_p=given.top_p,
@@ -107,7 +138,10 @@ def read_options(
         frequency_penalty=given.frequency_penalty,
     )
     params = sampling_params(
-        fields, service, max_tokens=_max_tokens(given.num_predict, default_max_tokens), top_logprobs=None
+        drawing,
+        service,
+        max_tokens=_max_tokens(given.num_predict, default_max_tokens),
+        top_logprobs=fields.alternatives,
     )
     stop = (given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ())
     return replace(params, stop=stop)

@@ -8,7 +8,8 @@ from typing import Annotated, Literal, cast
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from mlx_ring.api.body import Body, parse_json
+from mlx_ring.api.body import Body
+from mlx_ring.api.conversation.turns import arguments_of, template_call
 from mlx_ring.api.openai.sampling import one_or_many
 from mlx_ring.core.errors import RequestError
 
@@ -144,9 +145,12 @@ def _template_message(index: int, message: Message) -> dict[str, object]:
 
 def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
     content = message.refusal if message.content is None else _text(message.content)
-    calls = [_call(call.function, call.id) for call in message.tool_calls or ()]
+    functions: list[tuple[FunctionCall, str | None]] = [
+        (call.function, call.id) for call in message.tool_calls or ()
+    ]
     if message.function_call is not None:
-        calls.append(_call(message.function_call, None))
+        functions.append((message.function_call, None))
+    calls = [template_call(call.name, arguments_of(call.arguments), call_id) for call, call_id in functions]
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if content is None and not calls and reasoning is None:
         raise RequestError(
@@ -161,24 +165,6 @@ def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
     return plain
-
-
-def _call(function: FunctionCall, call_id: str | None) -> dict[str, object]:
-    named = {} if call_id is None else {"id": call_id}
-    return {
-        **named,
-        "type": "function",
-        "function": {"name": function.name, "arguments": _arguments(function.arguments)},
-    }
-
-
-def _arguments(text: str) -> object:
-    """What a model wrote as arguments may be no JSON; then the template shows it as it is."""
-    try:
-        value = parse_json(text.encode())
-    except RequestError:
-        return text
-    return cast("dict[str, object]", value) if isinstance(value, dict) else text
 
 
 def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:

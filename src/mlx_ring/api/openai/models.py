@@ -5,6 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from mlx_ring.api.capabilities import capabilities, efforts
+from mlx_ring.api.openai import answers as about
+from mlx_ring.api.openapi import told
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelService
 
@@ -19,8 +21,8 @@ def routes(context: ApiContext) -> APIRouter:
         return describe(context, context.model(model))
 
     for prefix in ("/v1", ""):
-        router.add_api_route(f"{prefix}/models", list_models, methods=["GET"])
-        router.add_api_route(f"{prefix}/models/{{model:path}}", retrieve_model, methods=["GET"])
+        told(router, f"{prefix}/models", list_models, about.MODELS)
+        told(router, f"{prefix}/models/{{model:path}}", retrieve_model, about.MODEL)
     return router
 
 

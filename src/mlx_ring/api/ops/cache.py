@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter
 
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.routes import ApiContext, workers_of
 from mlx_ring.api.service import ModelService, ServedInstance, WorkerInfo
 from mlx_ring.engine.executor import RankId
@@ -18,7 +20,7 @@ def routes(context: ApiContext) -> APIRouter:
     async def cache_stats() -> dict[str, object]:
         return told_cache(context)
 
-    router.add_api_route("/cache/stats", cache_stats, methods=["GET"])
+    told(router, "/cache/stats", cache_stats, about.CACHE_STATS)
     return router
 
 

@@ -9,6 +9,8 @@ from statistics import mean
 
 from fastapi import APIRouter
 
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.ops.links import told_links
 from mlx_ring.api.ops.status import ClusterStatus
 from mlx_ring.api.routes import ApiContext, workers_of
@@ -24,7 +26,7 @@ def routes(context: ApiContext) -> APIRouter:
     async def cluster_status() -> ClusterStatus:
         return told_cluster(context)
 
-    router.add_api_route("/cluster/status", cluster_status, methods=["GET"])
+    told(router, "/cluster/status", cluster_status, about.CLUSTER_STATUS)
     return router
 
 

@@ -10,6 +10,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.errors import error_response
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.routes import ApiContext, workers_of_model
 from mlx_ring.api.service import ModelService, WorkerInfo
 from mlx_ring.core.errors import Draining, NotReady, RingError
@@ -37,9 +39,9 @@ def routes(context: ApiContext) -> APIRouter:
         response.status_code = _UNAVAILABLE
         return response
 
-    router.add_api_route("/health", health, methods=["GET"])
-    router.add_api_route("/health/live", live, methods=["GET"])
-    router.add_api_route("/health/ready", ready, methods=["GET"])
+    told(router, "/health", health, about.HEALTH)
+    told(router, "/health/live", live, about.LIVE)
+    told(router, "/health/ready", ready, about.READY)
     return router
 
 

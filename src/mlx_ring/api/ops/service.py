@@ -7,6 +7,8 @@ from importlib.metadata import version
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.page.routes import page_response
 from mlx_ring.api.page.wanted import wants_page
 from mlx_ring.api.routes import ApiContext, workers_of_model
@@ -18,6 +20,9 @@ _ENDPOINTS = {
     "POST /v1/embeddings": "a vector of each text",
     "POST /tokenize": "text or messages as tokens",
     "POST /detokenize": "tokens as text",
+    "POST /v1/responses": "a chat answer in items, whole or streamed; nothing is kept",
+    "POST /v1/messages": "a chat answer as Anthropic has it, whole or streamed",
+    "POST /v1/messages/count_tokens": "how long its prompt would be",
     "GET /v1/models": "the models that are served",
     "GET /v1/models/{model}": "one of them",
     "POST /api/chat": "Ollama's chat",
@@ -78,8 +83,8 @@ def routes(context: ApiContext) -> APIRouter:
             "metadata": dict(service.metadata),
         }
 
-    router.add_api_route("/", root, methods=["GET"])
-    router.add_api_route("/model/info", model_info, methods=["GET"])
+    told(router, "/", root, about.ROOT)
+    told(router, "/model/info", model_info, about.MODEL_INFO)
     return router
 
 

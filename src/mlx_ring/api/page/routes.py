@@ -38,8 +38,8 @@ def routes() -> APIRouter:
         image = page.files["favicon.svg"]
         return _tagged(request, page, Response(image.data, media_type=image.kind, headers=_SAFE))
 
-    router.add_api_route("/page/{digest}/{path:path}", file, methods=["GET"])
-    router.add_api_route("/favicon.ico", icon, methods=["GET"])
+    router.add_api_route("/page/{digest}/{path:path}", file, methods=["GET"], include_in_schema=False)
+    router.add_api_route("/favicon.ico", icon, methods=["GET"], include_in_schema=False)
     return router
 
 

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool, ToolUse
+from mlx_ring.api.conversation.format import ChatFormat
+from mlx_ring.api.conversation.prepare import effort_arguments
 from mlx_ring.api.conversation.turns import join_neighbours
+from mlx_ring.api.openai.formats import JsonObjectFormat
 from mlx_ring.api.openai.responses.items import template_messages
 from mlx_ring.api.openai.responses.request import (
     AllowedTools,
-    JsonObjectFormat,
     JsonSchemaFormat,
     NamedTool,
     ResponsesRequest,
 )
-from mlx_ring.core.errors import RequestError
+from mlx_ring.api.openai.tools import check_names, choose
 
 Plain = dict[str, object]
 
 
-def conversation_of(fields: ResponsesRequest) -> Conversation:
+def conversation_of(fields: ResponsesRequest, format_: ChatFormat) -> Conversation:
     """The chat so far, and what its next answer should be like.
 
+    Args:
+        fields: the request.
+        format_: what the model's template knows.
+
     Raises:
-        RequestError: fields that contradict each other; names one of them.
+        RequestError: fields that contradict each other, or that the template cannot heed; names one of them.
     """
     return Conversation(
         messages=_messages(fields),
         tool_use=_tool_use(fields),
         format=_format(fields),
-        template_kwargs=_template_kwargs(fields),
+        template_kwargs=_template_kwargs(fields, format_),
         messages_param="input",
     )
 
@@ -49,22 +55,14 @@ def _tool_use(fields: ResponsesRequest) -> ToolUse:
         Tool(tool.name, tool.description, tool.parameters, strict=bool(tool.strict))
         for tool in fields.tools or ()
     ]
-    parallel = fields.parallel_tool_calls is not False
-    choice = fields.tool_choice or "auto"
+    check_names([tool.name for tool in tools], "tools[{}].name")
+    use = ToolUse(tools, parallel=fields.parallel_tool_calls is not False)
+    choice = fields.tool_choice
     if isinstance(choice, NamedTool):
-        return ToolUse(tools, "required", _allowed(tools, choice, "tool_choice.name"), parallel)
+        return choose(use, "required", [choice.name], "tool_choice.name")
     if isinstance(choice, AllowedTools):
-        names = [_allowed(tools, named, "tool_choice.tools") for named in choice.tools]
-        return ToolUse(tools, choice.mode, frozenset[str]().union(*names), parallel)
-    if choice == "required" and not tools:
-        raise RequestError("'tool_choice' is 'required', and there are no 'tools'.", param="tool_choice")
-    return ToolUse(tools, choice, parallel=parallel)
-
-
-def _allowed(tools: list[Tool], named: NamedTool, param: str) -> frozenset[str]:
-    if named.name not in {tool.name for tool in tools}:
-        raise RequestError(f"'{param}' names '{named.name}', which is none of 'tools'.", param=param)
-    return frozenset({named.name})
+        return choose(use, choice.mode, [tool.name for tool in choice.tools], "tool_choice.tools")
+    return choose(use, choice or "auto", None, "tool_choice")
 
 
 def _format(fields: ResponsesRequest) -> AnswerFormat:
@@ -76,7 +74,7 @@ def _format(fields: ResponsesRequest) -> AnswerFormat:
     return AnswerFormat(param="text.format")
 
 
-def _template_kwargs(fields: ResponsesRequest) -> Plain:
+def _template_kwargs(fields: ResponsesRequest, format_: ChatFormat) -> Plain:
     effort = None if fields.reasoning is None else fields.reasoning.effort
-    kwargs: Plain = {} if effort is None else {"reasoning_effort": effort}
+    kwargs = {} if effort is None else effort_arguments(format_, effort, param="reasoning.effort")
     return kwargs | (fields.chat_template_kwargs or {})

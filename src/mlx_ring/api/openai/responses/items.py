@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.body import Body
-from mlx_ring.api.openai.messages import call_for_template
+from mlx_ring.api.conversation.turns import arguments_of, template_call
 from mlx_ring.api.openai.sampling import one_or_many
 
 Plain = dict[str, object]
@@ -32,6 +32,8 @@ class OutputText(Body):
     text: str
     annotations: Annotated[list[object], Field(max_length=0)] | None = None
     logprobs: list[object] | None = None
+    parsed: object = None
+    """What an SDK read in it."""
 
 
 class Refusal(Body):
@@ -74,6 +76,8 @@ class FunctionCallItem(Item):
     call_id: str
     name: str
     arguments: str
+    parsed_arguments: object = None
+    """What an SDK read in them."""
 
 
 class FunctionCallOutputItem(Item):
@@ -135,7 +139,7 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
             case FunctionCallItem():
                 turn = _turn(messages, thought)
                 calls = cast("list[Plain]", turn.setdefault("tool_calls", []))
-                calls.append(call_for_template(item.name, item.arguments, item.call_id))
+                calls.append(template_call(item.name, arguments_of(item.arguments), item.call_id))
                 thought = ""
             case MessageItem(role="assistant"):
                 messages.append(_thoughtful({"role": "assistant", "content": _text(item.content)}, thought))

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from mlx_ring.api.json_lines import Json
 from mlx_ring.api.openai.responses.items import seal
 
-Json = dict[str, object]
 Status = Literal["in_progress", "completed", "incomplete"]
 Event = tuple[str, Json]
 """Its kind, and what it tells; the writer adds where and in which order."""
@@ -23,7 +23,7 @@ class OpenItem(ABC):
 
     def __init__(self) -> None:
         self.id = f"{self.prefix}_{secrets.token_hex(16)}"
-        self.text = ""
+        self.text: str = ""
 
     @abstractmethod
     def item(self, status: Status) -> Json:

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from mlx_ring.api.body import Body
+from mlx_ring.api.body import Body, refusal
+from mlx_ring.api.openai.formats import JsonObjectFormat, TextFormat
 from mlx_ring.api.openai.responses.items import AnyItem
 from mlx_ring.api.openai.sampling import Count, SamplingFields, one_or_many
+from mlx_ring.api.openai.tools import FunctionName, Parameters
 
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 
 
-def _refusal(why: str) -> BeforeValidator:
-    """Of whatever is given: why it cannot be had, and what to do."""
-
-    def refuse(given: object) -> None:
-        if given not in (None, False):
-            raise PydanticCustomError("unsupported", "is not supported: {why}", {"why": why})
-
-    return BeforeValidator(refuse)
-
-
-_Stateless = Annotated[None, _refusal("answers are not kept here; send the whole conversation as 'input'.")]
-_Waited = Annotated[None, _refusal("answers are given while the client waits; leave it out.")]
+_Stateless = Annotated[None, refusal("answers are not kept here; send the whole conversation as 'input'.")]
+_Waited = Annotated[None, refusal("answers are given while the client waits; leave it out.")]
 _Prompt = Annotated[
-    None, _refusal("prompts are not kept here; send what it says as 'instructions' and 'input'.")
+    None, refusal("prompts are not kept here; send what it says as 'instructions' and 'input'.")
 ]
-_Obfuscated = Annotated[None, _refusal("what is streamed is not padded; leave it out or give false.")]
+_Obfuscated = Annotated[None, refusal("what is streamed is not padded; leave it out or give false.")]
 
 
 def _own_tool(kind: str) -> str:
@@ -45,9 +37,9 @@ def _own_tool(kind: str) -> str:
 
 class FunctionTool(Body):
     type: Annotated[str, AfterValidator(_own_tool)]
-    name: Annotated[str, StringConstraints(min_length=1)]
+    name: FunctionName
     description: str | None = None
-    parameters: dict[str, object] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
@@ -62,14 +54,6 @@ class AllowedTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1)]
-
-
-class TextFormat(Body):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    type: Literal["json_object"]
 
 
 class JsonSchemaFormat(Body):

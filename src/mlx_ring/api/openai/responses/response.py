@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from mlx_ring.api.json_lines import Json
+from mlx_ring.api.openai.formats import JsonObjectFormat
 from mlx_ring.api.openai.responses.request import (
     FunctionTool,
-    JsonObjectFormat,
     JsonSchemaFormat,
     ResponsesRequest,
 )
 from mlx_ring.core.types import SamplingParams
-
-Json = dict[str, object]
 
 
 def response_of(fields: ResponsesRequest, sampling: SamplingParams, **identity: object) -> Json:
@@ -77,7 +76,7 @@ def _reasoning(fields: ResponsesRequest) -> Json:
 def _text(fields: ResponsesRequest) -> Json:
     given = fields.text
     shown = {"type": "text"} if given is None or given.format is None else _format(given.format)
-    return {"format": shown, "verbosity": None if given is None else given.verbosity}
+    return {"format": shown, "verbosity": (given and given.verbosity) or "medium"}
 
 
 def _format(given: object) -> Json:

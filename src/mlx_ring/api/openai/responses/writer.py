@@ -8,9 +8,9 @@ from typing import Literal
 
 from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Reasoning
 from mlx_ring.api.error_bodies import Trouble
+from mlx_ring.api.json_lines import Json
 from mlx_ring.api.openai.responses.open_items import Call, Event, Message, OpenItem, Status, Thought
 
-Json = dict[str, object]
 End = Literal["completed", "incomplete", "failed"]
 
 
@@ -59,7 +59,7 @@ class ResponseWriter:
             "error": {"code": _failure_code(trouble), "message": trouble.message},
         }
         yield self._event("response.failed", {"response": self._whole()})
-        told = {"code": trouble.code, "message": trouble.message, "param": trouble.param}
+        told: Json = {"code": trouble.code, "message": trouble.message, "param": trouble.param}
         yield self._event("error", told | {"error": told | {"type": trouble.type}})
 
     def whole(self, end: End, usage: Json) -> Json:
