@@ -38,6 +38,7 @@ check: .venv/.ready-dev ## lint, format, types, import contracts, generated code
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/generate_protos.py --check
 	$(BIN)/python scripts/generate_settings_table.py --check
+	$(BIN)/python scripts/generate_dashboard.py --check
 
 conformance: architectures clients ## every architecture and every client
 
@@ -54,8 +55,9 @@ bench: .venv/.ready-dev ## compare with mlx-lm on this machine, side by side
 protos: .venv/.ready-dev ## generate the messages' code from the protos
 	$(BIN)/python scripts/generate_protos.py
 
-docs: .venv/.ready-dev ## write the table of settings in docs/configuration.md
+docs: .venv/.ready-dev ## write the table of settings and the Grafana dashboard
 	$(BIN)/python scripts/generate_settings_table.py
+	$(BIN)/python scripts/generate_dashboard.py
 
 format: .venv/.ready-dev ## format, and mend what ruff can mend
 	$(BIN)/ruff format

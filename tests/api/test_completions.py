@@ -28,6 +28,18 @@ def test_a_stream_carries_the_same_text(api: Api) -> None:
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
 
 
+def test_several_prompts_are_streamed_side_by_side(api: Api) -> None:
+    choices = [
+        chunk["choices"][0]
+        for chunk in events(api.complete(stream=True, prompt=["a", "bc"], n=2, max_tokens=3))
+    ]
+    texts = {
+        index: "".join(choice["text"] for choice in choices if choice["index"] == index) for index in range(4)
+    }
+    assert texts == {0: "cde", 1: "cde", 2: "def", 3: "def"}
+    assert sorted(choice["index"] for choice in choices if choice["finish_reason"]) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("prompt", "texts"),
     [

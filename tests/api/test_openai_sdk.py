@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import FunctionToolParam
+from openai.types.responses.response_input_item_param import FunctionCallOutput
+from pydantic import BaseModel
 from tests.api.clients import serving
-from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
 
 from mlx_ring.core.errors import WorkerLost
 
@@ -34,6 +38,14 @@ def test_a_chat_answer(client: openai.OpenAI) -> None:
     assert [choice.message.content for choice in answer.choices] == [ANSWER_TEXT] * 2
     assert answer.usage is not None
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_embeddings_which_the_sdk_asks_for_in_base64(client: openai.OpenAI) -> None:
+    answer = client.embeddings.create(model="twin", input=["A", "BC"])
+    plain = client.embeddings.create(model="twin", input=["A", "BC"], encoding_format="float")
+    assert [len(each.embedding) for each in answer.data] == [3, 3]
+    for encoded, each in zip(answer.data, plain.data, strict=True):
+        assert encoded.embedding == pytest.approx(each.embedding)
 
 
 def test_a_chat_stream_with_logprobs_and_usage(client: openai.OpenAI) -> None:
@@ -70,12 +82,117 @@ def test_the_stream_helper_puts_the_answer_together(client: openai.OpenAI) -> No
         assert stream.get_final_completion().choices[0].message.content == ANSWER_TEXT
 
 
+class GetWeather(BaseModel):
+    """The weather of a city."""
+
+    city: str
+
+
+CALL = (
+    '<think>Hm.</think>\n<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+)
+WEATHER = openai.pydantic_function_tool(GetWeather)
+
+
+@pytest.fixture
+def caller() -> Iterator[openai.OpenAI]:
+    """The SDK, pointed at a model that thinks and calls a tool."""
+    with (
+        serving(TwinService(tokenizer=MarkingTokenizer(), says=CALL)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_a_streamed_call_is_put_together_and_parsed(caller: openai.OpenAI) -> None:
+    with caller.chat.completions.stream(
+        model="twin", messages=[{"role": "user", "content": "Weather?"}], tools=[WEATHER]
+    ) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_completion().choices[0].message
+    assert kinds.count("tool_calls.function.arguments.delta") > 3
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+    assert message.tool_calls is not None
+    assert message.tool_calls[0].function.parsed_arguments == GetWeather(city="Zürich")
+    assert message.content in (None, "")
+
+
+def test_a_call_and_its_result_go_back_as_history(caller: openai.OpenAI) -> None:
+    asked: Any = {"role": "user", "content": "Weather?"}
+    answer = caller.chat.completions.create(model="twin", messages=[asked], tools=[WEATHER])
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert message.tool_calls is not None
+    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
+    history: Any = message.model_dump()
+    again = caller.chat.completions.create(
+        model="twin",
+        messages=[asked, history, result],
+        tools=[WEATHER],
+    )
+    assert again.choices[0].message.tool_calls
+
+
 def test_a_completion_whole_and_streamed(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="twin", prompt="Hello.", max_tokens=3, echo=True, logprobs=2)
     assert answer.choices[0].text == "Hello.hij"
     assert answer.choices[0].logprobs is not None
     stream = client.completions.create(model="twin", prompt="Hello.", max_tokens=3, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == "hij"
+
+
+def test_a_response_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.responses.create(
+        model="twin",
+        input="Hello.",
+        instructions="Be kind.",
+        include=["message.output_text.logprobs"],
+        top_logprobs=1,
+    )
+    assert (whole.output_text, whole.status) == (ANSWER_TEXT, "completed")
+    [message] = whole.output
+    assert message.type == "message"
+    [text] = message.content
+    assert text.type == "output_text"
+    assert bytes(byte for token in text.logprobs or () for byte in token.bytes).decode() == ANSWER_TEXT
+    with client.responses.stream(model="twin", input="Hello.") as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output_text == ANSWER_TEXT
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    short = client.responses.create(model="twin", input="Hello.", max_output_tokens=3)
+    assert short.incomplete_details is not None
+    assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_a_responses_items_go_back_with_what_their_call_gave() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    service = TwinService(tokenizer=MarkingTokenizer(), says=f"<think>Hm.</think>I add.{call}")
+    tool: FunctionToolParam = {
+        "type": "function",
+        "name": "add",
+        "parameters": {"type": "object"},
+        "strict": False,
+    }
+    with serving(service) as url, openai.OpenAI(base_url=url, api_key="none") as client:
+        with client.responses.stream(model="twin", input="1+?", tools=[tool]) as stream:
+            first = stream.get_final_response()
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        assert first.usage is not None
+        assert first.usage.output_tokens_details.reasoning_tokens > 0
+        called = first.output[-1]
+        assert called.type == "function_call"
+        assert (called.name, called.arguments) == ("add", '{"a": 1}')
+        result: FunctionCallOutput = {
+            "type": "function_call_output",
+            "call_id": called.call_id,
+            "output": "2",
+        }
+        history: list[Any] = [{"role": "user", "content": "1+?"}]
+        history += [item.model_dump() for item in first.output]
+        client.responses.create(model="twin", input=[*history, result], tools=[tool], store=False)
+    _, turn, answer = service.tokenizer.conversation
+    assert (turn["content"], turn["reasoning_content"]) == ("I add.", "Hm.")
+    assert (answer["role"], answer["content"], answer["tool_call_id"]) == ("tool", "2", called.call_id)
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -95,6 +212,17 @@ def test_errors_are_the_sdks_own(client: openai.OpenAI, service: TwinService) ->
     with pytest.raises(openai.InternalServerError) as lost:
         client.completions.create(model="twin", prompt="x")
     assert lost.value.status_code == 503
+
+
+def test_an_error_in_a_responses_stream_is_told_and_raised() -> None:
+    service = TwinService(automatic=False)
+    with serving(service) as url, openai.OpenAI(base_url=url, api_key="none") as client:
+        stream = client.responses.create(model="twin", input="Hello.", stream=True)
+        kinds = [next(stream).type, next(stream).type]
+        service.executor.lose(WorkerLost("Worker 1 died."))
+        with pytest.raises(openai.APIError, match="Worker 1 died"):
+            kinds += [event.type for event in iter(lambda: next(stream), None)]
+    assert kinds == ["response.created", "response.in_progress"]
 
 
 def test_an_error_in_mid_stream_is_raised() -> None:

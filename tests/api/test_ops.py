@@ -158,6 +158,11 @@ def test_the_root_names_endpoints_that_exist(api: Api) -> None:
     for endpoint in body["endpoints"]:
         method, path = endpoint.split(" ")
         assert path == "/openapi.json" or method.lower() in documented[path]
+    listed = {endpoint.split(" ")[1] for endpoint in body["endpoints"]} | {"/"}
+    aliases = {
+        path for path in documented if f"/v1{path}" in documented or path.removeprefix("/v1") in listed
+    }
+    assert set(documented) - listed - aliases == set()
     assert api.get("/model/info").json()["device_count"] == 2
 
 

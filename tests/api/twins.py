@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
+from mlx_ring.api.conversation.format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, SamplingDefaults, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
+from mlx_ring.core.pooling import Pooling
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.twin import TwinExecutor
@@ -34,6 +40,7 @@ def printable(byte: int) -> str:
 
 @dataclass(frozen=True)
 class _Added:
+    content: str
     special: bool = True
 
 
@@ -44,14 +51,27 @@ class ByteTokenizer:
     bos_token = "<bos>"  # noqa: S105 - a token of text
     bos_token_id = BOS
     eos_token_id = EOS
-    added_tokens_decoder: Mapping[int, _Added] = {token: _Added() for token in SPECIAL}
+    special: Mapping[int, str] = SPECIAL
+    chat_template: str | None = None
+    think_start: str | None = None
+    think_end: str | None = None
+    tool_call_start: str | None = None
+    tool_call_end: str | None = None
+    tool_parser: ParseCalls | None = None
+    structural_markers: Sequence[str] = ()
+    response_transitions: Mapping[str, Sequence[tuple[str, str]]] = {}
+    response_initial_state: str | None = None
 
     def __init__(self) -> None:
         self.conversation: list[dict[str, object]] = []
         self.template_kwargs: dict[str, object] = {}
 
     def __len__(self) -> int:
-        return 259
+        return BOS + len(self.special)
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, _Added]:
+        return {token: _Added(name) for token, name in self.special.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
@@ -65,11 +85,11 @@ class ByteTokenizer:
             if token < BOS:
                 data += bytes([token])
             elif not skip_special_tokens:
-                data += SPECIAL.get(token, "").encode()
+                data += self.special.get(token, "").encode()
         return data.decode(errors="replace")
 
     def convert_ids_to_tokens(self, ids: int) -> str | None:
-        return printable(ids) if ids < BOS else SPECIAL.get(ids)
+        return printable(ids) if ids < BOS else self.special.get(ids)
 
     def apply_chat_template(
         self,
@@ -80,21 +100,74 @@ class ByteTokenizer:
         **kwargs: object,
     ) -> list[int]:
         assert tokenize
-        assert add_generation_prompt
         if kwargs.get("refuse"):
             raise ValueError("roles must alternate")
         self.conversation, self.template_kwargs = conversation, kwargs
         text = "".join(f"{message['role']}: {message['content']}\n" for message in conversation)
-        return [*self.encode(text, add_special_tokens=True), ANSWER]
+        tokens = self.encode(text, add_special_tokens=True)
+        if kwargs.get("continue_final_message"):
+            assert not add_generation_prompt
+            return [
+                *self.encode("", add_special_tokens=True),
+                ANSWER,
+                *self.encode(text.removesuffix("\n"), add_special_tokens=False),
+            ]
+        return [*tokens, ANSWER, *self.opening(kwargs)] if add_generation_prompt else tokens
+
+    def opening(self, template_kwargs: Mapping[str, object]) -> list[int]:
+        """What the template puts before the answer."""
+        del template_kwargs
+        return []
 
 
-def next_token(history: Sequence[int]) -> int:
-    """To a chat: the answer's bytes, then EOS. To other prompts: the alphabet, by position, for ever."""
-    if ANSWER not in history:
-        return ord("a") + len(history) % 26
-    said = len(history) - 1 - max(place for place, token in enumerate(history) if token == ANSWER)
-    answer = ANSWER_TEXT.encode()
-    return answer[said] if said < len(answer) else EOS
+def parse_json_call(text: str, tools: object) -> object:
+    """As mlx-lm's `json_tools`, by whose name it goes."""
+    del tools
+    return json.loads(text)
+
+
+parse_json_call.__module__ = "json_tools"
+
+
+class MarkingTokenizer(ByteTokenizer):
+    """A model's that thinks and calls tools, as Qwen's: all its marks are special tokens."""
+
+    special: Mapping[int, str] = SPECIAL | {
+        259: "<think>",
+        260: "</think>",
+        261: "<tool_call>",
+        262: "</tool_call>",
+    }
+    chat_template = "{% if tools %}{{ tools }}{% endif %}{{ enable_thinking }}"
+    think_start, think_end = "<think>", "</think>"
+    tool_call_start, tool_call_end = "<tool_call>", "</tool_call>"
+    tool_parser = staticmethod(parse_json_call)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokens = [BOS] * add_special_tokens
+        ids = {name: token for token, name in self.special.items()}
+        for piece in re.split(r"(</?(?:think|tool_call)>)", text):
+            tokens += [ids[piece]] if piece in ids else piece.encode()
+        return tokens
+
+    def opening(self, template_kwargs: Mapping[str, object]) -> list[int]:
+        return (
+            self.encode("<think>\n", add_special_tokens=False)
+            if template_kwargs.get("enable_thinking")
+            else []
+        )
+
+
+def saying(tokens: Sequence[int]) -> Callable[[Sequence[int]], int]:
+    """To a chat: these tokens, then EOS. To other prompts: the alphabet, by position, for ever."""
+
+    def next_token(history: Sequence[int]) -> int:
+        if ANSWER not in history:
+            return ord("a") + len(history) % 26
+        said = len(history) - 1 - max(place for place, token in enumerate(history) if token == ANSWER)
+        return tokens[said] if said < len(tokens) else EOS
+
+    return next_token
 
 
 class TwinService:
@@ -103,6 +176,7 @@ class TwinService:
     created = 1_700_000_000
     context_length = kept_context_length = CONTEXT
     vocab_size = VOCAB_SIZE
+    hidden_size = 3
 
     def __init__(
         self,
@@ -113,16 +187,22 @@ class TwinService:
         policy: Policy = Policy(),  # noqa: B008 - frozen
         kv: RankKv | None = None,
         names: Sequence[str] = ("org/twin", "twin"),
+        tokenizer: ByteTokenizer | None = None,
+        says: str = ANSWER_TEXT,
     ) -> None:
         self.model_id, *self.aliases = names
         self.is_loaded = True
         self.context_length = context
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.default_sampling = SamplingDefaults()
+        self.pooling = Pooling(why="a test says so")
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None
         self.stages = stages
-        self.executor = TwinExecutor([1] * stages, next_token=next_token, automatic=automatic)
+        self.meters = [Meter()]
+        self.rejected: dict[str, int] = {}
+        answer = self.tokenizer.encode(says, add_special_tokens=False)
+        self.executor = TwinExecutor([1] * stages, next_token=saying(answer), automatic=automatic)
         self.engine = Engine(
             self.executor,
             Vocabulary.of(self.tokenizer),
@@ -131,6 +211,11 @@ class TwinService:
             epoch=1,
             policy=policy,
             kv=None if kv is None else dict.fromkeys(self.executor.ranks, kv),
+            meter=self.meters[0],
+        )
+        self._counting = ExitStack()
+        self._counting.enter_context(
+            self.meters[0].following(self.engine, dict.fromkeys(self.executor.ranks, "here"))
         )
 
     @property

@@ -74,7 +74,7 @@ def test_a_sequence_is_opened_with_all_that_sampling_needs() -> None:
 def test_a_result_is_read_with_its_alternatives() -> None:
     row = prefill_row(make(1), 1)
     token = TokenLogprobs(token=4, logprob=-0.5, top_tokens=[4, 6], top_logprobs=[-0.5, -1.0])
-    sampled, scored = read_result(row, RowResult(sequence=5, tokens=[token]))
+    sampled, scored, _ = read_result(row, RowResult(sequence=5, tokens=[token]))
     assert sampled == (TokenLogprob(4, -0.5, ((4, -0.5), (6, -1.0))),)
     assert scored == ()
 

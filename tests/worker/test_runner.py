@@ -180,6 +180,19 @@ def test_hidden_states_come_after_the_final_norm(pipeline: Pipeline, reference: 
     assert mx.allclose(from_message(got[1].hidden), expected, rtol=0, atol=2e-5)
 
 
+def test_sums_of_hidden_states_are_float32_and_add_up_across_chunks(
+    pipeline: Pipeline, reference: Any
+) -> None:
+    every = want(Want.HIDDEN_SUM, Want.ALL)
+    parts = [
+        from_message(pipeline.results(chunk(1, start, tokens, every), operations=opened)[1].hidden)
+        for start, tokens, opened in ((0, PROMPT[:3], [open_sequence(1)]), (3, PROMPT[3:], []))
+    ]
+    expected = mx.sum(reference.model(mx.array([PROMPT]))[0], axis=0)
+    assert [part.dtype for part in parts] == [mx.float32] * 2
+    assert mx.allclose(parts[0] + parts[1], expected, rtol=0, atol=1e-4)
+
+
 def test_embeddings_may_stand_for_tokens(pipeline: Pipeline, reference: Any) -> None:
     embeddings = reference.model.embed_tokens(mx.array(PROMPT))
     row = step_pb2.Row(sequence=1, embeddings=to_message(embeddings), wants=[want()])

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
+from mlx_ring.api.access_log import note_answers
 from mlx_ring.api.service import Answering
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.types import FinishReason, TokenLogprob
@@ -34,7 +35,10 @@ class Answer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
+    pooled: tuple[float, ...] | None = None
+    """The prompt's vector, where asked for."""
     timings: RequestTimings | None = None
 
     def add(self, delta: Delta) -> None:
@@ -46,8 +50,19 @@ class Answer:
         self.cached_tokens = delta.cached_tokens
         self.finish_reason = delta.finish_reason
         self.timings = delta.timings
+        self.pooled = delta.pooled
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+
+
+class Costed(Protocol):
+    """An answer, as far as its cost goes."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+    timings: RequestTimings | None
 
 
 class Generation:
@@ -73,6 +88,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        note_answers(self.answers)
         await self._stop()
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:
@@ -100,6 +116,10 @@ class Generation:
         async for _ in self.batches():
             pass
         return self.answers
+
+    def stop(self, index: int) -> None:
+        """That answer is all there: it ends now, and well, with a last piece that has no text."""
+        self._streams[index].stop()
 
     async def _wait(self, quiet_s: float | None) -> None:
         """For news, `quiet_s` seconds at most. Without a task: this happens for every token."""
@@ -141,7 +161,7 @@ def _no_end(delta: Delta) -> RingError | None:
     return None
 
 
-def usage(answers: Sequence[Answer], answers_per_prompt: int) -> dict[str, object]:
+def usage(answers: Sequence[Costed], answers_per_prompt: int) -> dict[str, object]:
     """OpenAI's count of tokens: each prompt once, every answer."""
     prompts = answers[::answers_per_prompt]
     prompt_tokens = sum(answer.prompt_tokens for answer in prompts)
@@ -151,11 +171,11 @@ def usage(answers: Sequence[Answer], answers_per_prompt: int) -> dict[str, objec
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in prompts)},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
     }
 
 
-def performance(answers: Iterable[Answer]) -> dict[str, float | None]:
+def performance(answers: Iterable[Costed]) -> dict[str, float | None]:
     """Seconds, and tokens per second.
 
     Of several answers, which share the machine, it is the longest times and the tokens of all.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from jinja2 import TemplateError
 
+from mlx_ring.api.conversation.asked import Conversation
 from mlx_ring.api.service import Tokenizer
 from mlx_ring.core.errors import RequestError
 
@@ -52,28 +53,42 @@ class PromptEncoder:
         """
         return await self._run(lambda: _encode(tokenizer, text))
 
-    async def encode_chat(
-        self,
-        tokenizer: Tokenizer,
-        messages: list[dict[str, object]],
-        template_kwargs: Mapping[str, object],
+    async def encode_whole(self, tokenizer: Tokenizer, text: str, *, ends_with_eos: bool) -> tuple[int, ...]:
+        """A whole text, with the special tokens that the model wants before and behind it."""
+        return await self._run(lambda: _encode_whole(tokenizer, text, ends_with_eos=ends_with_eos))
+
+    async def encode_plain(
+        self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool
     ) -> tuple[int, ...]:
-        """The chat template's prompt for the next answer.
+        """Text as the tokenizer has it, nothing put in the place of an empty one."""
+        return await self._run(lambda: tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+
+    async def decode(self, tokenizer: Tokenizer, tokens: list[int]) -> str:
+        """The text of tokens, special ones included."""
+        return await self._run(
+            lambda: tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    async def encode_chat(
+        self, tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """The chat template's prompt for the next answer; without `add_generation_prompt` the messages alone.
 
         Raises:
             RequestError: no template, one that refuses these messages, or an argument it may not have.
         """
-        for name in template_kwargs:
+        for name in conversation.template_kwargs:
             if name in _OURS:
-                raise RequestError(
-                    f"'chat_template_kwargs.{name}' is not for the request to set; leave it out.",
-                    param=f"chat_template_kwargs.{name}",
-                )
+                param = f"{conversation.kwargs_param}.{name}"
+                raise RequestError(f"'{param}' is not for the request to set; leave it out.", param=param)
         if not tokenizer.has_chat_template:
             raise RequestError(
-                "This model has no chat template; send the prompt to /v1/completions.", param="messages"
+                "This model has no chat template; send the prompt to /v1/completions.",
+                param=conversation.messages_param,
             )
-        return await self._run(lambda: _encode_chat(tokenizer, messages, template_kwargs))
+        return await self._run(
+            lambda: _encode_chat(tokenizer, conversation, add_generation_prompt=add_generation_prompt)
+        )
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -93,7 +108,19 @@ _TEMPLATE_TROUBLE = (
 
 def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    tokens = tokenizer.encode(text, add_special_tokens=not has_bos)
+    return _or_start(tokenizer, tokenizer.encode(text, add_special_tokens=not has_bos))
+
+
+def _encode_whole(tokenizer: Tokenizer, text: str, *, ends_with_eos: bool) -> tuple[int, ...]:
+    tokens = tokenizer.encode(text, add_special_tokens=True)
+    end = tokenizer.eos_token_id
+    if ends_with_eos and end is not None and tokens[-1:] != [end]:
+        tokens = [*tokens, end]
+    return _or_start(tokenizer, tokens)
+
+
+def _or_start(tokenizer: Tokenizer, tokens: list[int]) -> tuple[int, ...]:
+    """The tokens; for those of an empty text the one that a text begins with."""
     if not tokens:
         start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         tokens = [] if start is None else [start]
@@ -118,14 +145,30 @@ def _renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
 
 
 def _encode_chat(
-    tokenizer: Tokenizer, messages: list[dict[str, object]], template_kwargs: Mapping[str, object]
+    tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool
 ) -> tuple[int, ...]:
     try:
-        tokens = _renderer(tokenizer)(messages, tokenize=True, add_generation_prompt=True, **template_kwargs)
+        tokens = _renderer(tokenizer)(
+            [dict(message) for message in conversation.messages],
+            tokenize=True,
+            add_generation_prompt=add_generation_prompt and not conversation.continues,
+            **_template_arguments(conversation),
+        )
     except _TEMPLATE_TROUBLE as error:
         raise RequestError(
-            f"The model's chat template does not take these messages: {error}", param="messages"
+            f"The model's chat template does not take these messages: {error}",
+            param=conversation.messages_param,
         ) from error
     if isinstance(tokens, str):
         tokens = tokenizer.encode(tokens, add_special_tokens=False)
     return tuple(tokens)
+
+
+def _template_arguments(conversation: Conversation) -> dict[str, object]:
+    """What is not said is left to the template's own default."""
+    tools = [tool.for_template() for tool in conversation.tool_use.tools]
+    return (
+        dict(conversation.template_kwargs)
+        | ({"tools": tools} if tools else {})
+        | ({"continue_final_message": True} if conversation.continues else {})
+    )

@@ -2,24 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.core.errors import RingError
+from mlx_ring.core.pooling import Pooling
 from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.stats import EngineStats
+from mlx_ring.engine.stats import EngineStats, OpenRequest
 from mlx_ring.engine.streams import RequestStream
+from mlx_ring.engine.totals import StepTotals
+
+
+class AddedToken(Protocol):
+    """A token that was added to a vocabulary by name."""
+
+    @property
+    def special(self) -> bool: ...
+    @property
+    def content(self) -> str: ...
 
 
 class Tokenizer(Protocol):
-    """The part of mlx-lm's `TokenizerWrapper` that makes prompts and shows tokens."""
+    """The part of mlx-lm's `TokenizerWrapper` that makes prompts, shows tokens and knows the format of answers."""
 
     has_chat_template: bool
 
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+    @property
+    def think_start(self) -> str | None:
+        """What goes before a thought; None where the model has no thoughts."""
+        ...
+
+    @property
+    def think_end(self) -> str | None: ...
+    @property
+    def tool_call_start(self) -> str | None:
+        """What goes before calls of tools; None where the format of calls is not known."""
+        ...
+
+    @property
+    def tool_call_end(self) -> str | None: ...
+    @property
+    def tool_parser(self) -> Callable[[str, list[dict[str, object]]], object] | None:
+        """Reads what is between."""
+        ...
+
+    @property
+    def structural_markers(self) -> Sequence[str]:
+        """What goes around answers and says nothing."""
+        ...
+
+    @property
+    def response_transitions(self) -> Mapping[str, Iterable[tuple[str, str]]]:
+        """By state, which marks end it and what begins then, where an answer is of several messages."""
+        ...
+
+    @property
+    def response_initial_state(self) -> str | None: ...
     @property
     def bos_token(self) -> str | None: ...
     @property
@@ -57,6 +102,14 @@ class ServingEngine(Answering, Protocol):
     """One instance's engine."""
 
     def stats(self) -> EngineStats: ...
+
+    def totals(self) -> StepTotals:
+        """What its steps have done since it began."""
+        ...
+
+    def requests(self) -> Sequence[OpenRequest]:
+        """That run or wait, the oldest first."""
+        ...
 
     @property
     def policy(self) -> Policy:
@@ -131,6 +184,10 @@ class WorkerInfo:
     peak_memory_bytes: int
     rss_bytes: int
     kv_bytes: int
+    memory_bytes: int = 0
+    """Of the device; 0 while nothing is known."""
+    memory_left_bytes: int = 0
+    """Of it, for all workers there."""
     blas: str = ""
     sends: LinkUse | None = None
     """To the next stage; None where there is none, or nothing is known."""
@@ -205,7 +262,17 @@ class ModelService(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def hidden_size(self) -> int:
+        """Numbers in a hidden state, and so in an embedding."""
+        ...
+
+    @property
     def default_sampling(self) -> SamplingDefaults: ...
+    @property
+    def pooling(self) -> Pooling:
+        """How embeddings are made of hidden states."""
+        ...
+
     @property
     def metadata(self) -> Mapping[str, object]:
         """What `/model/info` tells of the model: architecture, quantization, parameters. Plain JSON."""
@@ -221,6 +288,16 @@ class ModelService(Protocol):
     @property
     def error(self) -> RingError | None:
         """Why the model cannot answer now; None when it can, or will when it is asked for."""
+        ...
+
+    @property
+    def meters(self) -> Sequence[Meter]:
+        """Of its replicas, in their order, those included that are not loaded now."""
+        ...
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """By the name of an error, requests that were refused before they were taken."""
         ...
 
     @property

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import re
+import ssl
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+
+from mlx_ring.cli.trust import distrust
 
 _CONNECT_S = 5.0
 _SILENCE_S = 60.0
@@ -36,6 +39,8 @@ class Reply:
     """What became of one question."""
 
     text: str = ""
+    thoughts: str = ""
+    """What it thought before; it is shown, and is no part of the talk."""
     finish_reason: str | None = None
     tokens: int | None = None
     tokens_per_second: float | None = None
@@ -45,11 +50,13 @@ class Reply:
 class ChatServer:
     """A running server, as far as a chat needs it. Every trouble is a `ChatError`."""
 
-    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, base_url: str, api_key: str | None = None, trusted: ssl.SSLContext | None = None
+    ) -> None:
         self.url = base_url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._client = httpx.Client(timeout=timeout, headers=headers, trust_env=False)
+        self._client = httpx.Client(timeout=timeout, headers=headers, trust_env=False, verify=trusted or True)
 
     def close(self) -> None:
         self._client.close()
@@ -88,8 +95,11 @@ class ChatServer:
     def _clear_errors(self) -> Generator[None]:
         try:
             yield
-        except httpx.ConnectError:
-            raise ChatError(f"No server answers at {self.url}. Start one with: mlx-ring serve") from None
+        except httpx.ConnectError as error:
+            raise ChatError(
+                distrust(error, self.url)
+                or f"No server answers at {self.url}. Start one with: mlx-ring serve"
+            ) from None
         except (httpx.UnsupportedProtocol, httpx.InvalidURL):
             raise ChatError(
                 f"'{self.url}' is no address of a server; give one like http://127.0.0.1:8100."
@@ -129,8 +139,9 @@ class Talk:
         except KeyboardInterrupt:
             reply.interrupted = True
         finally:
-            if reply.text:
+            if reply.text or reply.thoughts:
                 self.console.print()
+            if reply.text:
                 self.messages.append({"role": "assistant", "content": reply.text})
             else:
                 self.messages.pop()
@@ -144,14 +155,23 @@ class Talk:
 
     def _take(self, chunk: dict[str, Any], reply: Reply) -> None:
         for choice in chunk.get("choices", []):
-            text = choice["delta"].get("content") or ""
+            thoughts, text = choice["delta"].get("reasoning") or "", choice["delta"].get("content") or ""
+            if text and reply.thoughts and not reply.text:
+                self.console.print("\n")
+            reply.thoughts += thoughts
             reply.text += text
             reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-            shown = _UNPRINTABLE.sub("", text)
-            self.console.print(shown, end="", markup=False, highlight=False, emoji=False, soft_wrap=True)
+            self._show(thoughts, style="dim")
+            self._show(text)
         if chunk.get("usage"):
             reply.tokens = chunk["usage"]["completion_tokens"]
             reply.tokens_per_second = chunk.get("performance", {}).get("generation_tokens_per_second")
+
+    def _show(self, text: str, style: str | None = None) -> None:
+        shown = _UNPRINTABLE.sub("", text)
+        self.console.print(
+            shown, end="", style=style, markup=False, highlight=False, emoji=False, soft_wrap=True
+        )
 
 
 def run_chat(
@@ -160,6 +180,7 @@ def run_chat(
     system: str | None = None,
     api_key: str | None = None,
     *,
+    trusted: ssl.SSLContext | None = None,
     console: Console | None = None,
     read_line: Callable[[], str] | None = None,
 ) -> int:
@@ -169,6 +190,7 @@ def run_chat(
         base_url: of the server, with or without `/v1`.
         model: None: the one that is served.
         system: instructions that stand before the talk.
+        trusted: for a server of HTTPS: whose certificates are believed.
         console: where to print.
         read_line: gives the next line, or raises `EOFError` at the end.
 
@@ -177,7 +199,7 @@ def run_chat(
     """
     console = console or Console()
     read_line = read_line or _read_line
-    server = ChatServer(base_url, api_key)
+    server = ChatServer(base_url, api_key, trusted)
     try:
         talk = Talk(server, server.find_model(model), console, system)
         console.print(

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 FinishReason = Literal["stop", "length", "abort", "error"]
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[DType, ...] = get_args(DType)
+PoolingKind = Literal["last", "mean", "cls"]
+"""Whose hidden states make a text's vector: the last token's, all tokens' mean, or the first token's."""
 
 
 @dataclass(frozen=True, slots=True)

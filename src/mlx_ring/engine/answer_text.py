@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlx_ring.core.types import FinishReason, SamplingParams
 from mlx_ring.engine.detokenizer import Detokenizer, Vocabulary
@@ -18,13 +18,22 @@ class Reading:
     tokens: int
     """How many were read: fewer than were given where a stop string came before."""
     stop_match: str | None = None
+    pieces: tuple[str, ...] = field(default=(), compare=False)
+    """What each token added; joined they are the text."""
 
 
 class AnswerText:
     """Reads one answer's tokens as they come."""
 
-    def __init__(self, vocabulary: Vocabulary, sampling: SamplingParams, ends: frozenset[int]) -> None:
-        self._detokenizer = Detokenizer(vocabulary)
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        sampling: SamplingParams,
+        ends: frozenset[int],
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shown` are special tokens that the text shows."""
+        self._detokenizer = Detokenizer(vocabulary.showing(shown))
         self._stops = StopMatcher(sampling.stop)
         self._min_tokens = sampling.min_tokens
         self._ends = ends
@@ -33,19 +42,21 @@ class AnswerText:
     def read(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> Reading:
         """The text that goes out after `tokens`; with a finish reason, all that was held back too."""
         pieces: list[str] = []
-        for count, token in enumerate(tokens, start=1):
+        for token in tokens:
             self._read += 1
             text, match = self._read_token(token)
             pieces.append(text)
             if match is not None:
-                return Reading("".join(pieces), count, match)
-        if finish_reason is not None:
-            text, match = self._stops.push(self._detokenizer.flush())
-            pieces.append(text)
-            if match is not None:
-                return Reading("".join(pieces), len(tokens), match)
-            pieces.append(self._stops.flush())
-        return Reading("".join(pieces), len(tokens))
+                return _reading(pieces, len(pieces), match)
+        if finish_reason is None:
+            return _reading(pieces, len(tokens))
+        text, match = self._flush()
+        return _reading([*pieces[:-1], "".join(pieces[-1:]) + text], len(tokens), match)
+
+    def _flush(self) -> tuple[str, str | None]:
+        """What was held back; it belongs to the last token."""
+        text, match = self._stops.push(self._detokenizer.flush())
+        return (text, match) if match is not None else (text + self._stops.flush(), None)
 
     def _read_token(self, token: int) -> tuple[str, str | None]:
         """A token that ends the answer says nothing; stop strings count from `min_tokens` on."""
@@ -55,3 +66,7 @@ class AnswerText:
         if self._read <= self._min_tokens:
             return text, None
         return self._stops.push(text)
+
+
+def _reading(pieces: Sequence[str], tokens: int, stop_match: str | None = None) -> Reading:
+    return Reading("".join(pieces), tokens, stop_match, tuple(pieces))

@@ -9,7 +9,8 @@ replacement characters may still become a character and is held back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
@@ -49,18 +50,26 @@ class Vocabulary:
     """Tokens that add nothing to the text."""
     size: int
     """Ids from here on name no token: models pad their vocabulary."""
+    decode_shown: Callable[[Sequence[int]], str] | None = None
+    """The same with special tokens as text; None: there are none."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Vocabulary:
         """Text as the model meant it: special tokens left out, spaces left alone."""
 
-        def decode(tokens: Sequence[int]) -> str:
+        def decode(tokens: Sequence[int], *, skip_special: bool = True) -> str:
             return tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
             )
 
         special = (token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
-        return cls(decode, frozenset(special), len(tokenizer))
+        return cls(decode, frozenset(special), len(tokenizer), partial(decode, skip_special=False))
+
+    def showing(self, tokens: frozenset[int]) -> Vocabulary:
+        """The same, where these special tokens are text like any other."""
+        if self.decode_shown is None or not tokens & self.special:
+            return self
+        return replace(self, decode=self.decode_shown, special=self.special - tokens)
 
     def is_silent(self, token: int) -> bool:
         return token >= self.size or token in self.special

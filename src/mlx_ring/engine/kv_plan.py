@@ -171,7 +171,7 @@ class KvPlan:
         return 0 if match is None else match.length
 
     def _find(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Found:
-        if not self._enabled or sequence.request.prompt_logprobs is not None or sequence.id in self.held:
+        if not self._enabled or sequence.request.computes_all or sequence.id in self.held:
             return _NOTHING
         # Where caches forget, what others have computed meanwhile counts too, and not only what is noted of them.
         now = (self._cache.version, sequence.length)
@@ -230,7 +230,7 @@ class KvPlan:
 
     def note_filled(self, sequence: Sequence) -> None:
         """Others may begin from what a sequence has prefilled."""
-        if self._enabled and sequence.request.prompt_logprobs is None:
+        if self._enabled and not sequence.request.computes_all:
             sequence.offered = sequence.scheduled
             self._cache.note_running(sequence.id, tuple(sequence.tokens[: sequence.scheduled]))
 
@@ -239,7 +239,8 @@ class KvPlan:
         if sequence.is_prefilled or sequence.scheduled - sequence.offered >= _OFFERED_TOKENS:
             self.note_filled(sequence)
         at_cut = sequence.scheduled == sequence.cut_at
-        at_end = self._cache.recurrent and sequence.is_prefilled and not sequence.generation
+        goes_on = sequence.request.pooling is None
+        at_end = self._cache.recurrent and sequence.is_prefilled and not sequence.generation and goes_on
         if self._enabled and (at_cut or at_end) and sequence.scheduled >= _LEAST_SNAPSHOT:
             self._keep_snapshot(sequence)
 
@@ -281,7 +282,7 @@ class KvPlan:
             self.free(needless)
 
     def _is_worth_keeping(self, sequence: Sequence, tokens: tuple[int, ...]) -> bool:
-        if not self._enabled or len(tokens) < LEAST_TOKENS or sequence.request.prompt_logprobs is not None:
+        if not self._enabled or len(tokens) < LEAST_TOKENS or sequence.request.computes_all:
             return False
         if not self._cache.is_exact(len(tokens), length=sequence.scheduled, reached=sequence.reached):
             return False
@@ -312,7 +313,7 @@ class KvPlan:
             entries=cache.entries,
             entry_tokens=cache.entry_tokens,
             evictions=cache.evictions,
-            ranks=self.budget.use(),
+            ranks=self.budget.use(cache.kept()),
         )
 
 

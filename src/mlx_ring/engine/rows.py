@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.types import TokenLogprob
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos import step_pb2, tensor_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
 
 _NEXT_TOKEN = Want(where=Want.LAST, what=Want.TOKEN)
@@ -25,7 +29,11 @@ def open_operation(sequence: Sequence) -> step_pb2.CacheOperation:
         eos=sorted(sequence.ends),
         prompt_length=sequence.prompt_length,
         max_length=sequence.max_length,
+        traceparent=sequence.traceparent,
     )
+    grammar = sequence.request.sampling.grammar
+    if grammar is not None:
+        opened.grammar.kind, opened.grammar.text = grammar.kind, grammar.text
     return step_pb2.CacheOperation(open=opened)
 
 
@@ -92,6 +100,15 @@ def tokens_fed(row: step_pb2.Row) -> int:
     return (len(row.tokens.ids) or 1) + len(row.draft)
 
 
+class RowReading(NamedTuple):
+    """What the last stage found for a row."""
+
+    sampled: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...]
+    hidden_sum: NDArray[np.float32] | None
+    """(hidden,), of the tokens that are pooled; None where nothing is."""
+
+
 def read_result(row: step_pb2.Row, result: step_pb2.RowResult | None) -> RowReading:
     """What the last stage found for a row.
 
@@ -107,11 +124,24 @@ def read_result(row: step_pb2.Row, result: step_pb2.RowResult | None) -> RowRead
                 f"The last stage gave {len(result.logprobs)} of {len(want.targets)} log-probabilities "
                 f"for sequence {row.sequence}."
             )
-    return tuple(map(_token_logprob, result.tokens)), tuple(map(_token_logprob, result.logprobs))
+    return RowReading(
+        tuple(map(_token_logprob, result.tokens)),
+        tuple(map(_token_logprob, result.logprobs)),
+        _read_sum(row, result.hidden) if _pools(row) else None,
+    )
 
 
-RowReading = tuple[tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]
-"""The sampled tokens, and the prompt's log-probabilities."""
+def _pools(row: step_pb2.Row) -> bool:
+    return any(want.what == Want.HIDDEN_SUM for want in row.wants)
+
+
+def _read_sum(row: step_pb2.Row, hidden: tensor_pb2.Tensor) -> NDArray[np.float32]:
+    if hidden.dtype != "float32" or list(hidden.shape) != [len(hidden.data) // 4] or not hidden.data:
+        raise ProtocolError(
+            f"The last stage gave {hidden.dtype or 'no'} hidden states of shape {list(hidden.shape)} for sequence "
+            f"{row.sequence}, where their sum was wanted."
+        )
+    return np.frombuffer(hidden.data, "<f4")
 
 
 def _prefill_wants(sequence: Sequence, start: int, end: int) -> Iterator[Want]:
@@ -128,8 +158,22 @@ def _prefill_wants(sequence: Sequence, start: int, end: int) -> Iterator[Want]:
             targets=targets,
             top_logprobs=top,
         )
+    yield from _pooled_wants(sequence, start, end)
     if end == sequence.fill_to and sequence.wants_tokens:
         yield _NEXT_TOKEN
+
+
+def _pooled_wants(sequence: Sequence, start: int, end: int) -> Iterator[Want]:
+    """Sums, so that no more than one vector comes back of a chunk."""
+    match sequence.request.pooling:
+        case "mean":
+            yield Want(where=Want.ALL, what=Want.HIDDEN_SUM)
+        case "cls" if start == 0:
+            yield Want(where=Want.LISTED, listed=[0], what=Want.HIDDEN_SUM)
+        case "last" if end == sequence.fill_to:
+            yield Want(where=Want.LAST, what=Want.HIDDEN_SUM)
+        case _:
+            return
 
 
 def _sampling(sequence: Sequence) -> step_pb2.Sampling:
@@ -145,7 +189,7 @@ def _sampling(sequence: Sequence) -> step_pb2.Sampling:
         logit_bias=dict(sampling.logit_bias),
         logprobs=sampling.logprobs,
         top_logprobs=sampling.top_logprobs,
-        min_tokens=min(sampling.min_tokens, sequence.max_length),
+        min_tokens=sequence.least_answer,
     )
 
 

@@ -35,6 +35,7 @@ from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.stats import CacheStats, SchedulerStats, Unanswered
 from mlx_ring.engine.step_deadlines import Predict, StepDeadlines
 from mlx_ring.engine.step_times import StepTimes
+from mlx_ring.engine.totals import StepTotals
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 
@@ -85,7 +86,7 @@ class Scheduler:
         )
         self._steps_failed = 0
         self._preemptions = 0
-        self._draft_tokens = self._accepted_tokens = 0
+        self._drafts = self._draft_tokens = self._accepted_tokens = 0
         self._most_running = policy.max_num_seqs
         """Fewer once ranks held too much with so many: until one of them ends, who was put back would be so again."""
         self._closing = False
@@ -140,10 +141,11 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Take out a sequence that has come to its end, also while steps with its rows are under way.
 
-        Its KV is kept for prompts that begin as it did.
+        Its KV is kept for prompts that begin as it did. Of a text that was only pooled nothing is but what it took
+        over: nobody goes on from one, and it would put out what chats come back to.
         """
         if self._take_out(sequence):
-            self._kv.keep(sequence)
+            self._kv.keep(sequence, None if sequence.request.pooling is None else sequence.taken)
 
     def abort(self, sequence: Sequence) -> None:
         """Take out a sequence that nobody wants any more. Of its KV only what it took over from others is kept."""
@@ -238,6 +240,7 @@ class Scheduler:
             sequence.feed(1 + len(row.draft))
             sequence.unanswered += 1
             sequence.verifying = bool(row.draft)
+            self._drafts += bool(row.draft)
             self._draft_tokens += len(row.draft)
         step = self._make_step([sequence for sequence, _ in rows], [row for _, row in rows], group, now)
         group.in_flight += 1
@@ -376,16 +379,18 @@ class Scheduler:
             if sequence.id not in self._running:
                 continue
             try:
-                sampled, prompt_logprobs = read_result(row, results.get(sequence.id))
+                reading = read_result(row, results.get(sequence.id))
             except ProtocolError as error:
                 self._fail(sequence)
                 yield Advance(sequence, error=error)
                 continue
-            sequence.prompt_logprobs.extend(prompt_logprobs)
+            sequence.prompt_logprobs.extend(reading.prompt_logprobs)
+            if reading.hidden_sum is not None:
+                sequence.add_hidden(reading.hidden_sum)
             if row.draft:
-                self._take_back(sequence, row, len(sampled))
+                self._take_back(sequence, row, len(reading.sampled))
             if samples_token(row) or row.start + len(row.tokens.ids) >= sequence.fill_to:
-                yield self._advance(sequence, sampled, now)
+                yield self._advance(sequence, reading.sampled, now)
 
     def _take_back(self, sequence: Sequence, row: step_pb2.Row, sampled: int) -> None:
         """After drafts were verified: cut the KV to what they leave."""
@@ -420,6 +425,21 @@ class Scheduler:
 
     def cache_stats(self) -> CacheStats:
         return self._kv.stats()
+
+    def totals(self, now: float, began: float) -> StepTotals:
+        """What was done since `began`."""
+        cache = self._kv.stats()
+        return StepTotals(
+            ranks=self._flights.totals(now, began),
+            steps_failed=self._steps_failed,
+            preemptions=self._preemptions,
+            drafts=self._drafts,
+            draft_tokens=self._draft_tokens,
+            accepted_tokens=self._accepted_tokens,
+            cache_query_tokens=cache.query_tokens,
+            cache_hit_tokens=cache.hit_tokens,
+            cache_evictions=cache.evictions,
+        )
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(

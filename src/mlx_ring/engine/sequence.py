@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mlx_ring.core.errors import ContextExceeded, RequestError
-from mlx_ring.core.types import FinishReason, SamplingParams, TokenLogprob
+from mlx_ring.core.types import FinishReason, PoolingKind, SamplingParams, TokenLogprob
 from mlx_ring.engine.drafts import PromptLookup
 from mlx_ring.engine.prefix_cache import Found
 
@@ -20,6 +23,15 @@ class GenerateRequest:
     sampling: SamplingParams
     prompt_logprobs: int | None = None
     """None: off; else how many alternatives to give beside each prompt token's own."""
+    shown_tokens: frozenset[int] = frozenset()
+    """Special tokens that the answer's text shows, for they say where something begins in it."""
+    pooling: PoolingKind | None = None
+    """None: off; else of which tokens the hidden states after the final norm make the prompt's vector."""
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether every position's result is wanted, so that nothing that is cached can stand for it."""
+        return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +64,12 @@ class Sequence:
     """On the engine's clock, seconds, as are the others."""
     tokens: list[int]
     """The prompt's and those sampled since, all of them final."""
+    traceparent: str = ""
+    """Of the span that what is done for it belongs to; empty where it is not traced."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])
     """One for each prompt token, where asked for; nothing scores the first."""
+    hidden_sum: NDArray[np.float64] | None = None
+    """Of the pooled tokens that are computed, (hidden,)."""
     fill_to: int = 0
     """Tokens to prefill: the prompt, and after a preemption what was sampled before it too."""
     scheduled: int = 0
@@ -103,6 +119,13 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     @property
+    def least_answer(self) -> int:
+        """Tokens before which the answer does not end, unless its grammar leaves nothing else."""
+        sampling = self.request.sampling
+        goes_on = sampling.ignore_eos and sampling.grammar is not None
+        return self.max_length if goes_on else min(sampling.min_tokens, self.max_length)
+
+    @property
     def is_prefilled(self) -> bool:
         """Every token to prefill is in a step that was sent."""
         return self.scheduled >= self.fill_to
@@ -125,6 +148,19 @@ class Sequence:
         if self.length >= self.max_length:
             return "length"
         return None
+
+    def add_hidden(self, hidden_sum: NDArray[np.float32]) -> None:
+        """Take a chunk's part of what is pooled."""
+        more = hidden_sum.astype(np.float64)
+        self.hidden_sum = more if self.hidden_sum is None else self.hidden_sum + more
+
+    @property
+    def pooled(self) -> tuple[float, ...] | None:
+        """The prompt's vector, where asked for, once all of it is computed."""
+        if self.hidden_sum is None:
+            return None
+        pooled_tokens = self.prompt_length if self.request.pooling == "mean" else 1
+        return tuple((self.hidden_sum / pooled_tokens).tolist())
 
     def can_step(self, steps_ahead: int) -> bool:
         """Whether a decode row can be sent: it would sample a token that belongs to the answer."""
@@ -155,6 +191,7 @@ class Sequence:
         self.unanswered = self.cut_at = self.offered = 0
         self.verifying = False
         self.fill_to = self.length
+        self.hidden_sum = None
         if self.length == self.prompt_length and self.request.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
 
@@ -172,7 +209,9 @@ def make_sequence(sequence_id: int, request: GenerateRequest, limits: Limits, no
     sampling = request.sampling
     room = limits.context_length - len(request.prompt_tokens)
     answer = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    model_ends = frozenset[int]() if sampling.ignore_eos else limits.eos
+    # A grammar may come to its end: then the answer does, whatever was asked for.
+    goes_on = sampling.ignore_eos and sampling.grammar is None
+    model_ends = frozenset[int]() if goes_on else limits.eos
     return Sequence(
         id=sequence_id,
         request=request,

@@ -46,8 +46,12 @@ class Delta:
     """The stop string that ended the answer; it and what follows are not in `text`."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """On the first delta, one for each prompt token, where asked for; nothing scores the first."""
+    pooled: tuple[float, ...] | None = None
+    """On the last delta, the prompt's vector, where asked for: as pooled, not normalised."""
     timings: RequestTimings | None = None
     """On the last delta."""
+    pieces: tuple[str, ...] = ()
+    """What each of `token_ids` added to `text`; joined they are it. Without tokens one, of what was held back."""
 
 
 def _nobody() -> None:
@@ -55,13 +59,14 @@ def _nobody() -> None:
 
 
 class RequestStream(AsyncIterator[Delta]):
-    """One request's deltas. Leaving `async with`, or `aclose`, before the end aborts the request.
+    """One request's deltas. Leaving `async with`, or `aclose`, before the end aborts the request; `stop` ends it well.
 
     Iterating raises the `RingError` that ended the request, if one did, after what came before it.
     """
 
-    def __init__(self, abort: Callable[[], None]) -> None:
+    def __init__(self, abort: Callable[[], None], stop: Callable[[], None] = _nobody) -> None:
         self._abort = abort
+        self._stop = stop
         self._deltas: deque[Delta] = deque()
         self._arrived = asyncio.Event()
         self._listener: Callable[[], None] = _nobody
@@ -108,6 +113,12 @@ class RequestStream(AsyncIterator[Delta]):
             self._arrived.clear()
             await self._arrived.wait()
         return self._deltas.popleft()
+
+    def stop(self) -> None:
+        """The answer is all there, in what was taken: it ends now, as if by itself, with one more delta that has no text."""
+        if not self._ended:
+            self._deltas.clear()
+            self._stop()
 
     async def aclose(self) -> None:
         """Leave. The sequence stops and its KV is freed at once; deltas not taken are gone."""

@@ -13,10 +13,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError
 from mlx_ring.engine.executor import Listener, RankId
 from mlx_ring.rpc.failures import error_to_failure
-from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos import step_pb2, tensor_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
 
 NextToken = Callable[[Sequence[int]], int]
@@ -322,6 +324,8 @@ class TwinExecutor:
                 result.logprobs.extend(
                     step_pb2.TokenLogprobs(token=token, logprob=-1.0) for token in want.targets
                 )
+            elif want.what == Want.HIDDEN_SUM:
+                result.hidden.CopyFrom(self._hidden_sum(want, row, held))
         return result
 
     def _verified(self, row: step_pb2.Row, held: _Held) -> Iterator[step_pb2.TokenLogprobs]:
@@ -332,6 +336,17 @@ class TwinExecutor:
             yield sampled
             if length < len(held.tokens) and held.tokens[length] != sampled.token:
                 return
+
+    @staticmethod
+    def _hidden_sum(want: step_pb2.Want, row: step_pb2.Row, held: _Held) -> tensor_pb2.Tensor:
+        """Each token's hidden state is the token, its position, and 1."""
+        positions = range(row.start, len(held.tokens))
+        if want.where != Want.ALL:
+            offsets = want.listed if want.where == Want.LISTED else [-1]
+            positions = [positions[offset] for offset in offsets]
+        states = [(held.tokens[position], position, 1) for position in positions]
+        total = np.array(states, "<f4").sum(axis=0)
+        return tensor_pb2.Tensor(dtype="float32", shape=total.shape, data=total.tobytes())
 
     def _sample(self, held: _Held, history: Sequence[int]) -> step_pb2.TokenLogprobs:
         token = self._next_token(history)

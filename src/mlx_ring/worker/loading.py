@@ -20,6 +20,7 @@ from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.core.model_folder import ModelFolder
 from mlx_ring.core.stage_folder import require_layers
 from mlx_ring.core.types import DType, LayerRange
+from mlx_ring.worker.bare_checkpoints import loading_options
 from mlx_ring.worker.shard import StageModel
 
 Progress = Callable[[int, int], None]
@@ -67,7 +68,7 @@ def load_stage(
 
 def _build(folder: ModelFolder) -> nn.Module:
     try:
-        return load_model(folder.path, lazy=True, strict=True)[0]
+        return load_model(folder.path, lazy=True, strict=True, **loading_options(folder))[0]
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         message = textwrap.shorten(str(error), 200, placeholder=" ...")
         if "not supported" in message:

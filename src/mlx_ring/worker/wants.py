@@ -26,6 +26,7 @@ class RowWants:
 
 NOTHING = RowWants()
 _NEXT_TOKEN = RowWants((0,), (0,))
+_HIDDEN = (Want.HIDDEN, Want.HIDDEN_SUM)
 
 
 def samples_token(row: step_pb2.Row) -> bool:
@@ -44,7 +45,7 @@ def read_wants(row: step_pb2.Row, count: int) -> RowWants:
         return NOTHING
     if count == 1 and len(wants) == 1 and wants[0].what == Want.TOKEN and wants[0].where != Want.LISTED:
         return _NEXT_TOKEN
-    hidden = {want.what == Want.HIDDEN for want in wants}
+    hidden = {want.what in _HIDDEN for want in wants}
     if len(hidden) > 1:
         raise ProtocolError(f"The row of sequence {row.sequence} wants hidden states and logits at once.")
     looks = tuple(want for want in wants if want.what != Want.TOKEN)

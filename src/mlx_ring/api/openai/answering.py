@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from mlx_ring.api.connection import while_connected
-from mlx_ring.api.errors import error_body, log_failure
+from mlx_ring.api.error_bodies import error_body
+from mlx_ring.api.errors import trouble_of
 from mlx_ring.api.generation import Answer, Generation, performance, usage
+from mlx_ring.api.json_lines import Json, event, json_bytes
 from mlx_ring.api.service import Answering
+from mlx_ring.api.streaming import KEEP_ALIVE, LiveAnswer
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.sequence import GenerateRequest
 from mlx_ring.engine.streams import Delta
 
-_DONE = b"data: [DONE]\n\n"
-_KEEP_ALIVE = b": keep-alive\n\n"
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
-
-Json = dict[str, object]
+DONE = b"data: [DONE]\n\n"
 
 
 class Writer(Protocol):
@@ -92,41 +88,18 @@ async def run_task(engine: Answering, task: Task) -> list[Answer]:
         return await generation.run()
 
 
-class AnswerStream(Response):
+class AnswerStream(LiveAnswer[Generation]):
     """Server-sent events. Ends with `[DONE]`, or with an event that holds an error."""
-
-    media_type = "text/event-stream"
 
     def __init__(
         self, engine: Answering, task: Task, writer: Writer, *, usage_chunk: bool, keep_alive_s: float
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._engine = engine
+        super().__init__(lambda: task.generation(engine), self._events, failure_event)
         self._task = task
         self._writer = writer
         self._usage_chunk = usage_chunk
-        self._before, self._after = _around_choice(task, usage_chunk=usage_chunk)
+        self._before, self._after = around_choice(task.body(task.chunk_object, []), usage_chunk=usage_chunk)
         self._keep_alive_s = keep_alive_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What the engine refuses is raised before the first byte, and so gets its own status."""
-        await while_connected(receive, self._send(scope, send))
-
-    async def _send(self, scope: Scope, send: Send) -> None:
-        async with self._task.generation(self._engine) as generation:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                async with aclosing(self._events(generation)) as events:
-                    async for data in events:
-                        if data:
-                            await send({"type": "http.response.body", "body": data, "more_body": True})
-            except Exception as error:  # noqa: BLE001 - the status is out: the stream itself must say it
-                log_failure(error, scope.get("request_id", "-"))
-                await send(
-                    {"type": "http.response.body", "body": _event(error_body(error)), "more_body": True}
-                )
-            await send({"type": "http.response.body", "body": b""})
 
     async def _events(self, generation: Generation) -> AsyncGenerator[bytes]:
         writer = self._writer
@@ -138,28 +111,26 @@ class AnswerStream(Response):
                     choices.append(writer.piece(piece.index, piece.delta))
                     if piece.delta.finish_reason is not None:
                         choices.append(writer.closing(piece.index, piece.delta))
-                yield self._chunks(choices) if batch else _KEEP_ALIVE
+                yield self._chunks(choices) if batch else KEEP_ALIVE
         if self._usage_chunk:
-            yield _event(self._task.body(self._task.chunk_object, []) | self._task.costs(generation.answers))
-        yield _DONE
+            yield event(self._task.body(self._task.chunk_object, []) | self._task.costs(generation.answers))
+        yield DONE
 
     def _chunks(self, choices: Iterable[Json | None]) -> bytes:
         """One event for each choice that has something to say."""
         return b"".join(
-            b"%s%s%s" % (self._before, _json(choice), self._after) for choice in choices if choice is not None
+            b"%s%s%s" % (self._before, json_bytes(choice), self._after)
+            for choice in choices
+            if choice is not None
         )
 
 
-def _around_choice(task: Task, *, usage_chunk: bool) -> tuple[bytes, bytes]:
-    """A chunk's event before and after its one choice, the same throughout a stream."""
-    empty = _json(task.body(task.chunk_object, []))
-    return b"data: " + empty.removesuffix(b"]}"), b'],"usage":null}\n\n' if usage_chunk else b"]}\n\n"
+def around_choice(body: Json, *, usage_chunk: bool) -> tuple[bytes, bytes]:
+    """A chunk's event before and after its one choice, the same throughout a stream; `body` has no choices."""
+    before = json_bytes(body).removesuffix(b"]}")
+    return b"data: " + before, b'],"usage":null}\n\n' if usage_chunk else b"]}\n\n"
 
 
-def _event(value: Mapping[str, object]) -> bytes:
-    return b"data: %s\n\n" % _json(value)
-
-
-def _json(value: Mapping[str, object]) -> bytes:
-    """In ASCII: some clients take U+2028 and its like for the end of a line."""
-    return _ENCODER.encode(value).encode()
+def failure_event(error: Exception) -> bytes:
+    """An error in mid-stream, which SDKs raise."""
+    return event(error_body(trouble_of(error), "/v1", ""))

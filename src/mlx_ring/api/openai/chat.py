@@ -3,46 +3,56 @@
 from __future__ import annotations
 
 import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.body import Body
-from mlx_ring.api.generation import Answer
-from mlx_ring.api.openai.answering import AnswerStream, Json, Task, answer_whole
+from mlx_ring.api.conversation.answering import Call, ChatAnswer, News, answer_chat, stream_chat
+from mlx_ring.api.conversation.asked import Conversation
+from mlx_ring.api.conversation.format import ChatFormat
+from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.conversation.prepare import effort_arguments, prepare_chat
+from mlx_ring.api.generation import performance, usage
+from mlx_ring.api.json_lines import Json, event, json_bytes
+from mlx_ring.api.openai import answers as about
+from mlx_ring.api.openai.answering import DONE, around_choice, failure_event
+from mlx_ring.api.openai.formats import ResponseFormat, read_format
 from mlx_ring.api.openai.messages import Message, template_messages
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
     Count,
     check_stream_options,
-    finish_reason,
     sampling_params,
     with_derived_seed,
 )
 from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openai.tools import FunctionTool, ToolChoice, read_tool_use
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import TokenLogprob
-from mlx_ring.engine.streams import Delta
 
 _NO_LOGPROB = -9999.0
 """OpenAI's number for a token that cannot be; JSON has no infinity."""
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-def _refuse_tools(tools: list[object]) -> list[object]:
-    if tools:
+
+def _refuse_functions(given: object) -> object:
+    if given is not None:
         raise PydanticCustomError(
-            "unsupported", "is not supported: this server calls no tools; leave it out."
+            "unsupported", "is not supported: 'tools' and 'tool_choice' have taken its place; send those."
         )
-    return tools
+    return given
 
 
-class TextFormat(Body):
-    type: Literal["text"]
+Replaced = Annotated[object, AfterValidator(_refuse_functions)]
 
 
 class ChatRequest(AnswerFields):
@@ -52,9 +62,14 @@ class ChatRequest(AnswerFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, object] | None = None
-    response_format: TextFormat | None = None
-    tools: Annotated[list[object], AfterValidator(_refuse_tools)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    modalities: list[Literal["text"]] | None = None
+    functions: Replaced = None
+    function_call: Replaced = None
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -66,73 +81,98 @@ def routes(context: ApiContext) -> APIRouter:
         check_stream_options(fields)
         max_tokens = _max_tokens(fields, settings.default_max_tokens)
         sampling = sampling_params(fields, service, max_tokens=max_tokens, top_logprobs=_top_logprobs(fields))
+        conversation = _conversation(fields, context.formats[service.tokenizer])
         engine = await context.answering(service)
-        prompt = await context.prompts.encode_chat(
-            service.tokenizer, template_messages(fields.messages), fields.chat_template_kwargs or {}
+        request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        chat = await prepare_chat(
+            context,
+            service,
+            conversation,
+            [with_derived_seed(sampling, choice) for choice in range(fields.n or 1)],
+            request_id=request_id,
+            early_arguments=bool(fields.stream),
         )
-        task = Task(
-            id=f"chatcmpl-{secrets.token_hex(12)}",
-            model=service.model_id,
-            object="chat.completion",
-            chunk_object="chat.completion.chunk",
-            prompts=[prompt],
-            sampling=[with_derived_seed(sampling, choice) for choice in range(fields.n or 1)],
-            prompt_field="messages",
+        writer = ChatCompletionWriter(
+            request_id,
+            service.model_id,
+            TokenTexts(service.tokenizer) if sampling.logprobs else None,
+            usage_chunk=fields.wants_usage_chunk,
         )
-        writer = ChatWriter(TokenTexts(service.tokenizer), logprobs=sampling.logprobs)
         if fields.stream:
-            return AnswerStream(
-                engine,
-                task,
-                writer,
-                usage_chunk=fields.wants_usage_chunk,
-                keep_alive_s=settings.keep_alive_s,
-            )
-        return await answer_whole(request, engine, task, writer)
+            return stream_chat(engine, chat, writer, keep_alive_s=settings.keep_alive_s)
+        return JSONResponse(writer.whole(await answer_chat(request, engine, chat)))
 
     for path in ("/v1/chat/completions", "/chat/completions"):
-        documented(router, path, chat_completions, ChatRequest)
+        documented(router, path, chat_completions, ChatRequest, about.CHAT)
     return router
 
 
-class ChatWriter:
+class ChatCompletionWriter:
     """Choices with a message, or the deltas of one."""
 
-    def __init__(self, texts: TokenTexts, *, logprobs: bool) -> None:
+    media_type = EVENT_STREAM
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, id_: str, model: str, texts: TokenTexts | None, *, usage_chunk: bool = False) -> None:
+        """`texts` where log-probabilities are asked for."""
+        self._body: Json = {"id": id_, "object": "", "created": int(time.time()), "model": model}
         self._texts = texts
-        self._logprobs = logprobs
+        self._usage_chunk = usage_chunk
+        self._chunk_body: Json = self._body | {"object": "chat.completion.chunk", "choices": list[Json]()}
+        self._before, self._after = around_choice(self._chunk_body, usage_chunk=usage_chunk)
 
-    def opening(self, index: int) -> Json:
-        return _chunk(index, {"role": "assistant", "content": "", "refusal": None})
+    def whole(self, answers: Sequence[ChatAnswer]) -> Json:
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return self._body | {"object": "chat.completion", "choices": choices} | _costs(answers)
 
-    def piece(self, index: int, delta: Delta) -> Json | None:
-        if not delta.text and not delta.logprobs:
-            return None
-        return _chunk(index, {"content": delta.text}, self._scored(delta.logprobs))
+    def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
+        role: Json = {"role": "assistant", "content": "", "refusal": None}
+        return self._chunks(_chunk(index, role) for index in range(len(answers)))
 
-    def closing(self, index: int, delta: Delta) -> Json:
-        return _chunk(index, {}) | {"finish_reason": finish_reason(delta.finish_reason)}
+    def news(self, news: Sequence[News], answers: Sequence[ChatAnswer]) -> bytes:
+        del answers
+        return self._chunks(chunk for one in news for chunk in self._news_chunks(one))
 
-    def whole(self, index: int, answer: Answer) -> Json:
+    def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
+        return (event(self._chunk_body | _costs(answers)) if self._usage_chunk else b"") + DONE
+
+    def failure(self, error: Exception) -> bytes:
+        return failure_event(error)
+
+    def _news_chunks(self, news: News) -> Iterator[Json]:
+        """Tokens' log-probabilities come with the first part that they made, or with nothing where they made none."""
+        scored = self._scored(news.logprobs) if news.logprobs else None
+        deltas = [_delta(part) for part in news.parts]
+        for delta in deltas or ([{"content": ""}] if scored else []):
+            yield _chunk(news.index, delta, scored)
+            scored = None
+        if news.end is not None:
+            yield _chunk(news.index, {}) | {"finish_reason": news.end}
+
+    def _chunks(self, choices: Iterable[Json]) -> bytes:
+        return b"".join(b"%s%s%s" % (self._before, json_bytes(choice), self._after) for choice in choices)
+
+    def _choice(self, index: int, answer: ChatAnswer) -> Json:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": _message(answer),
             "logprobs": self._scored(answer.logprobs),
-            "finish_reason": finish_reason(answer.finish_reason),
+            "finish_reason": answer.end,
         }
 
-    def _scored(self, logprobs: tuple[TokenLogprob, ...] | list[TokenLogprob]) -> Json | None:
-        if not self._logprobs:
+    def _scored(self, logprobs: Iterable[TokenLogprob]) -> Json | None:
+        if self._texts is None:
             return None
         content: list[Json] = [
-            self._token(scored.token, scored.logprob)
-            | {"top_logprobs": [self._token(token, logprob) for token, logprob in scored.top]}
+            self._token(self._texts, scored.token, scored.logprob)
+            | {"top_logprobs": [self._token(self._texts, token, logprob) for token, logprob in scored.top]}
             for scored in logprobs
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> Json:
-        text = self._texts[token]
+    @staticmethod
+    def _token(texts: TokenTexts, token: int, logprob: float) -> Json:
+        text = texts[token]
         return {"token": text.text, "logprob": finite_logprob(logprob), "bytes": list(text.data)}
 
 
@@ -140,8 +180,77 @@ def finite_logprob(logprob: float) -> float:
     return max(_NO_LOGPROB, logprob)
 
 
+def _message(answer: ChatAnswer) -> Json:
+    """Content is null where there are calls in its place."""
+    reasoning, calls = answer.reasoning, answer.calls
+    message: Json = {
+        "role": "assistant",
+        "content": answer.content or (None if calls else ""),
+        "refusal": None,
+    }
+    if reasoning:
+        message |= _reasoning(reasoning)
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message
+
+
+def _call(call: Call) -> Json:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _reasoning(text: str) -> Json:
+    """Under both names: some clients know one, some the other."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _delta(part: AnswerPart) -> Json:
+    match part:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return _reasoning(text)
+        case CallOpening(index, id_, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id_, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
 def _chunk(index: int, delta: Json, logprobs: Json | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _costs(answers: Sequence[ChatAnswer]) -> Json:
+    return {"usage": usage(answers, len(answers)), "performance": performance(answers)}
+
+
+def _conversation(fields: ChatRequest, format_: ChatFormat) -> Conversation:
+    return Conversation(
+        messages=template_messages(fields.messages),
+        tool_use=read_tool_use(fields.tools, fields.tool_choice, parallel=fields.parallel_tool_calls),
+        format=read_format(fields.response_format),
+        template_kwargs=_template_kwargs(fields, format_),
+    )
+
+
+def _template_kwargs(fields: ChatRequest, format_: ChatFormat) -> Mapping[str, object]:
+    """The client's own, and what the effort comes to."""
+    own = fields.chat_template_kwargs or {}
+    if fields.reasoning_effort is None:
+        return own
+    effort = effort_arguments(format_, fields.reasoning_effort, param="reasoning_effort")
+    for name in effort:
+        if name in own:
+            raise RequestError(
+                f"'reasoning_effort' and 'chat_template_kwargs.{name}' say the same thing; give one of them.",
+                param="reasoning_effort",
+            )
+    return {**own, **effort}
 
 
 def _max_tokens(fields: ChatRequest, default: int | None) -> int | None:

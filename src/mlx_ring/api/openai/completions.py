@@ -5,15 +5,19 @@ from __future__ import annotations
 import secrets
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from typing import Annotated, cast
+from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from mlx_ring.api.generation import Answer
-from mlx_ring.api.openai.answering import AnswerStream, Json, Task, answer_whole
+from mlx_ring.api.json_lines import Json
+from mlx_ring.api.openai import answers as about
+from mlx_ring.api.openai.answering import AnswerStream, Task, answer_whole
 from mlx_ring.api.openai.chat import finite_logprob
+from mlx_ring.api.openai.inputs import TextOrTokens, each
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
     check_stream_options,
@@ -34,43 +38,23 @@ _DEFAULT_MAX_TOKENS = 16
 _MOST_ANSWERS = 128
 """Prompts times `n`, in one request."""
 
-TokenId = Annotated[int, Field(ge=0)]
 
-
-def _prompt_kind(value: object) -> str | None:
-    if isinstance(value, str):
-        return "text"
-    if not isinstance(value, list):
-        return None
-    first = cast("list[object]", value)[0] if value else 0
-    return "texts" if isinstance(first, str) else "ids" if isinstance(first, list) else "tokens"
-
-
-Prompt = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[str], Field(min_length=1, max_length=_MOST_ANSWERS), Tag("texts")]
-    | Annotated[list[TokenId], Field(min_length=1), Tag("tokens")]
-    | Annotated[
-        list[Annotated[list[TokenId], Field(min_length=1)]],
-        Field(min_length=1, max_length=_MOST_ANSWERS),
-        Tag("ids"),
-    ],
-    Discriminator(
-        _prompt_kind,
-        custom_error_type="prompt",
-        custom_error_message="Input should be a string, a list of strings, token ids or a list of such lists",
-    ),
-]
+def _refuse_suffix(suffix: str) -> str:
+    if suffix:
+        raise PydanticCustomError(
+            "unsupported", "is not supported: a text is gone on with at its end alone; leave it out."
+        )
+    return suffix
 
 
 class CompletionRequest(AnswerFields):
-    prompt: Prompt
+    prompt: TextOrTokens
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0: the prompt alone, with `echo`."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
+    suffix: Annotated[str, AfterValidator(_refuse_suffix)] | None = None
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -88,7 +72,7 @@ def routes(context: ApiContext) -> APIRouter:
             (await context.prompts.encode(service.tokenizer, prompt))
             if isinstance(prompt, str)
             else tuple(prompt)
-            for prompt in _each(fields.prompt)
+            for prompt in each(fields.prompt)
         ]
         task = Task(
             id=f"cmpl-{secrets.token_hex(12)}",
@@ -112,7 +96,7 @@ def routes(context: ApiContext) -> APIRouter:
         return await answer_whole(request, engine, task, writer)
 
     for path in ("/v1/completions", "/completions"):
-        documented(router, path, completions, CompletionRequest)
+        documented(router, path, completions, CompletionRequest, about.COMPLETION)
     return router
 
 
@@ -128,7 +112,7 @@ class CompletionWriter:
         self._prompts = [tokens for tokens in prompts for _ in range(fields.n or 1)]
         self._echoes = [
             self._echo(prompt) if fields.echo else ""
-            for prompt in _each(fields.prompt)
+            for prompt in each(fields.prompt)
             for _ in range(fields.n or 1)
         ]
         self._positions = [_Position() for _ in self._prompts]
@@ -206,14 +190,6 @@ def _choice(index: int, text: str, logprobs: Json | None = None) -> Json:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
 
-def _each(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [cast("list[int]", prompt)]
-    return cast("list[str | list[int]]", prompt)
-
-
 def _check_counts(fields: CompletionRequest) -> None:
     n = fields.n or 1
     if fields.best_of is not None and fields.best_of != n:
@@ -221,7 +197,7 @@ def _check_counts(fields: CompletionRequest) -> None:
             f"'best_of' is {fields.best_of} and 'n' is {n}: choosing among answers is not supported.",
             param="best_of",
         )
-    answers = n * len(_each(fields.prompt))
+    answers = n * len(each(fields.prompt))
     if answers > _MOST_ANSWERS:
         raise RequestError(
             f"'prompt' and 'n' ask for {answers} answers; the most in one request are {_MOST_ANSWERS}.",

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal, cast
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
-from mlx_ring.api.body import Body, parse_json
+from mlx_ring.api.body import Body
+from mlx_ring.api.conversation.turns import arguments_of, template_call
 from mlx_ring.api.openai.sampling import one_or_many
 from mlx_ring.core.errors import RequestError
+
+_NO_TEXT = {
+    "image_url": "an image",
+    "input_audio": "a recording",
+    "file": "a file",
+    "video_url": "a video",
+}
 
 
 class TextPart(Body):
@@ -17,8 +26,36 @@ class TextPart(Body):
     text: str
 
 
+class RefusalPart(Body):
+    """Of an answer that was one."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _refuse_other_media(part: object) -> object:
+    if not isinstance(part, dict):
+        return part
+    fields = cast("dict[str, object]", part)
+    kind = fields.get("type")
+    if isinstance(kind, str) and kind in _NO_TEXT:
+        raise PydanticCustomError(
+            "unsupported",
+            "is {what} ('{kind}'), and this server reads text alone; leave it out.",
+            {"what": _NO_TEXT[kind], "kind": kind},
+        )
+    return fields
+
+
+ContentPart = Annotated[
+    Annotated[TextPart | RefusalPart, Field(discriminator="type")], BeforeValidator(_refuse_other_media)
+]
 Content = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[TextPart], Field(min_length=1), Tag("many")],
+    Annotated[str, Tag("one")] | Annotated[list[ContentPart], Field(min_length=1), Tag("many")],
     Discriminator(
         one_or_many,
         custom_error_type="one_or_many",
@@ -108,10 +145,14 @@ def _template_message(index: int, message: Message) -> dict[str, object]:
 
 def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
     content = message.refusal if message.content is None else _text(message.content)
-    calls = [_call(call.function, call.id) for call in message.tool_calls or ()]
+    functions: list[tuple[FunctionCall, str | None]] = [
+        (call.function, call.id) for call in message.tool_calls or ()
+    ]
     if message.function_call is not None:
-        calls.append(_call(message.function_call, None))
-    if content is None and not calls:
+        functions.append((message.function_call, None))
+    calls = [template_call(call.name, arguments_of(call.arguments), call_id) for call, call_id in functions]
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if content is None and not calls and reasoning is None:
         raise RequestError(
             f"'messages[{index}].content' is missing; an assistant message has content or tool calls.",
             param=f"messages[{index}].content",
@@ -121,29 +162,10 @@ def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
         plain["tool_calls"] = calls
     if message.name is not None:
         plain["name"] = message.name
-    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
     return plain
 
 
-def _call(function: FunctionCall, call_id: str | None) -> dict[str, object]:
-    named = {} if call_id is None else {"id": call_id}
-    return {
-        **named,
-        "type": "function",
-        "function": {"name": function.name, "arguments": _arguments(function.arguments)},
-    }
-
-
-def _arguments(text: str) -> object:
-    """What a model wrote as arguments may be no JSON; then the template shows it as it is."""
-    try:
-        value = parse_json(text.encode())
-    except RequestError:
-        return text
-    return cast("dict[str, object]", value) if isinstance(value, dict) else text
-
-
-def _text(content: str | Sequence[TextPart]) -> str:
+def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,1 @@
+"""Routes as Anthropic has them."""

@@ -1,0 +1,151 @@
+"""From what is asked to what the engine takes: the prompt, what its answers' text shows, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mlx_ring.api.conversation.asked import Conversation
+from mlx_ring.api.conversation.calls import CallRules
+from mlx_ring.api.conversation.format import ChatFormat, Marks, prompts_end
+from mlx_ring.api.conversation.grammars import answer_grammar
+from mlx_ring.api.conversation.reader import ReadingRules
+from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.service import ModelService
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.sequence import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat that only wants an engine."""
+
+    requests: tuple[GenerateRequest, ...]
+    """One for each answer."""
+    rules: tuple[ReadingRules, ...]
+    """How each is read."""
+    prompt_field: str
+    """What the request calls the prompt, for errors."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.requests[0].prompt_tokens)
+
+
+async def prepare_chat(
+    context: ApiContext,
+    service: ModelService,
+    conversation: Conversation,
+    sampling: Sequence[SamplingParams],
+    *,
+    request_id: str,
+    early_arguments: bool = False,
+) -> PreparedChat:
+    """Make the prompt and all that follows from it.
+
+    Args:
+        context: what routes have at hand.
+        service: the model.
+        conversation: what is asked.
+        sampling: of each answer. Stop strings count in content alone.
+        request_id: for logs.
+        early_arguments: whether arguments of calls go out as they come. A call that then ends badly has arguments that are
+            no JSON, and is text of the answer otherwise.
+
+    Raises:
+        RequestError: the model's template cannot take it, or has no place for what is asked for.
+    """
+    format_ = context.formats[service.tokenizer]
+    prompt = await encode_conversation(context, service, conversation)
+    thinking_open = _opens_thinking(format_, conversation, prompts_end(service.tokenizer, prompt))
+    grammar = answer_grammar(format_, conversation, thinking_open=thinking_open)
+    await context.grammars.check(grammar, conversation)
+    calls = _call_rules(format_, conversation, early=early_arguments)
+    shown = format_.shown_tokens(calls=calls is not None)
+    requests = tuple(
+        GenerateRequest(
+            f"{request_id}-{index}", prompt, replace(params, stop=(), grammar=grammar), shown_tokens=shown
+        )
+        for index, params in enumerate(sampling)
+    )
+    rules = tuple(
+        ReadingRules(format_, calls, thinking_open, params.stop, params.min_tokens) for params in sampling
+    )
+    return PreparedChat(requests, rules, conversation.messages_param)
+
+
+async def encode_conversation(
+    context: ApiContext,
+    service: ModelService,
+    conversation: Conversation,
+    *,
+    add_generation_prompt: bool = True,
+) -> tuple[int, ...]:
+    """The prompt alone, as the model reads it; without `add_generation_prompt` it does not begin an answer.
+
+    Raises:
+        RequestError: the model's template cannot take it.
+    """
+    _check_tools(context.formats[service.tokenizer], conversation)
+    _check_continues(conversation)
+    return await context.prompts.encode_chat(
+        service.tokenizer, conversation, add_generation_prompt=add_generation_prompt
+    )
+
+
+def effort_arguments(format_: ChatFormat, effort: str, *, param: str) -> dict[str, object]:
+    """What tells a template how much to think. `none` is no thought at all.
+
+    A template that can only be told to think or not to is told that: every effort but `none` is then the same.
+
+    Raises:
+        RequestError: the template knows nothing of it.
+    """
+    if format_.knows("reasoning_effort"):
+        return {"reasoning_effort": effort}
+    for switch in ("enable_thinking", "thinking"):
+        if format_.knows(switch):
+            return {switch: effort != "none"}
+    if effort == "none" and format_.thinking is None:
+        return {}
+    raise RequestError(
+        f"'{param}' is '{effort}', and this model's chat template has no switch for how much it thinks; leave it out.",
+        param=param,
+    )
+
+
+def _check_tools(format_: ChatFormat, conversation: Conversation) -> None:
+    if not conversation.tool_use.tools:
+        return
+    if format_.calls is None or not format_.knows("tools"):
+        raise RequestError(
+            "This model's chat template has no place for tools, so it can call none; leave 'tools' out.",
+            param="tools",
+        )
+
+
+def _check_continues(conversation: Conversation) -> None:
+    if conversation.continues and conversation.messages[-1].get("role") != "assistant":
+        raise RequestError(
+            "The last message is to be continued, and it is not the assistant's.",
+            param=conversation.messages_param,
+        )
+
+
+def _opens_thinking(format_: ChatFormat, conversation: Conversation, end: str) -> bool:
+    """Whether the answer begins as a thought: the template opened one, or the message that goes on did."""
+    if format_.thinking is None:
+        return False
+    return _is_open(format_.thinking, end) if conversation.continues else format_.opens_thinking(end)
+
+
+def _is_open(marks: Marks, text: str) -> bool:
+    return text.rfind(marks.start) > text.rfind(marks.end)
+
+
+def _call_rules(format_: ChatFormat, conversation: Conversation, *, early: bool) -> CallRules | None:
+    use = conversation.tool_use
+    if format_.calls is None or not use.callable_tools:
+        return None
+    return CallRules(format_.calls, use.callable_tools, parallel=use.parallel, early=early)

@@ -1,0 +1,55 @@
+"""Parts of a conversation as templates want them, whatever dialect they came in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import cast
+
+from mlx_ring.api.body import parse_json
+from mlx_ring.core.errors import RequestError
+
+
+def join_neighbours(
+    messages: Iterable[Mapping[str, object]], roles: Collection[str]
+) -> list[dict[str, object]]:
+    """The messages, with neighbours of the same one of these roles put together, a paragraph each."""
+    joined: list[dict[str, object]] = []
+    for message in messages:
+        if joined and message["role"] in roles and joined[-1]["role"] == message["role"]:
+            joined[-1] = _together(joined[-1], message)
+        else:
+            joined.append(dict(message))
+    return joined
+
+
+def _together(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:
+    both = {**first, **second, "content": _text(first["content"], second["content"], "\n")}
+    calls = [*_calls(first), *_calls(second)]
+    if calls:
+        both["tool_calls"] = calls
+    if "reasoning_content" in first and "reasoning_content" in second:
+        both["reasoning_content"] = _text(first["reasoning_content"], second["reasoning_content"], "\n")
+    return both
+
+
+def _text(first: object, second: object, between: str) -> str:
+    return between.join(str(text) for text in (first, second) if text)
+
+
+def _calls(message: Mapping[str, object]) -> list[object]:
+    return cast("list[object]", message.get("tool_calls", []))
+
+
+def template_call(name: str, arguments: object, call_id: str | None) -> dict[str, object]:
+    """A call of a tool; some dialects have no ids."""
+    named = {} if call_id is None else {"id": call_id}
+    return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def arguments_of(text: str) -> object:
+    """What a model wrote as arguments may be no JSON object; then the template shows it as it is."""
+    try:
+        value = parse_json(text.encode())
+    except RequestError:
+        return text
+    return cast("dict[str, object]", value) if isinstance(value, dict) else text

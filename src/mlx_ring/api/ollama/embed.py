@@ -1,0 +1,124 @@
+"""`/api/embed`, and `/api/embeddings`, which it took the place of."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from pydantic import Discriminator, Field, Tag
+from starlette.responses import JSONResponse, Response
+
+from mlx_ring.api.body import Body
+from mlx_ring.api.connection import while_connected
+from mlx_ring.api.embedding import Embedding, Text, embed, require_embeddings
+from mlx_ring.api.ollama import answers as about
+from mlx_ring.api.ollama.lines import Stopwatch
+from mlx_ring.api.ollama.names import KeepAlive, find_model
+from mlx_ring.api.ollama.options import Options, check_context
+from mlx_ring.api.openai.sampling import one_or_many
+from mlx_ring.api.openapi import documented
+from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.service import ModelService
+from mlx_ring.core.errors import RequestError
+
+_MOST_TEXTS = 2048
+
+Texts = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[str], Field(max_length=_MOST_TEXTS), Tag("many")],
+    Discriminator(
+        one_or_many,
+        custom_error_type="one_or_many",
+        custom_error_message="Input should be a string or a list of strings",
+    ),
+]
+
+
+class EmbedRequest(Body):
+    model: str | None = None
+    input: Texts
+    truncate: bool | None = None
+    """Whether what is longer than the context is cut; on if nothing is said."""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    options: Options | None = None
+    """Of these only `num_ctx` says anything of an embedding."""
+    keep_alive: KeepAlive | None = None
+
+
+class EmbeddingsRequest(Body):
+    model: str | None = None
+    prompt: str
+    options: Options | None = None
+    keep_alive: KeepAlive | None = None
+
+
+def routes(context: ApiContext) -> APIRouter:
+    router = APIRouter()
+
+    async def embed_texts(request: Request) -> Response:
+        watch = Stopwatch()
+        fields = await context.read(request, EmbedRequest)
+        service = find_model(context, fields.model)
+        check_context(fields.options, service)
+        texts = [fields.input] if isinstance(fields.input, str) else fields.input
+        cuts = fields.truncate is not False
+        work = _embed(context, service, texts, watch, dimensions=fields.dimensions, cuts=cuts)
+        made = await while_connected(request.receive, work)
+        body = {
+            "model": fields.model or service.model_id,
+            "embeddings": [embedding.vector.tolist() for embedding in made],
+            "prompt_eval_count": sum(embedding.tokens for embedding in made),
+        }
+        return JSONResponse(body | watch.durations())
+
+    async def embed_prompt(request: Request) -> Response:
+        fields = await context.read(request, EmbeddingsRequest)
+        service = find_model(context, fields.model)
+        check_context(fields.options, service)
+        work = _embed(context, service, [fields.prompt], Stopwatch(), dimensions=None, cuts=True)
+        (made,) = await while_connected(request.receive, work)
+        return JSONResponse({"embedding": made.vector.tolist()})
+
+    documented(router, "/api/embed", embed_texts, EmbedRequest, about.EMBED)
+    documented(router, "/api/embeddings", embed_prompt, EmbeddingsRequest, about.EMBEDDINGS)
+    return router
+
+
+async def _embed(
+    context: ApiContext,
+    service: ModelService,
+    given: Sequence[str],
+    watch: Stopwatch,
+    *,
+    dimensions: int | None,
+    cuts: bool,
+) -> list[Embedding]:
+    require_embeddings(service, dimensions)
+    engine = await context.answering(service)
+    watch.loaded()
+    texts = [
+        Text(await _tokens(context, service, text, place, cuts=cuts), f"input[{place}]")
+        for place, text in enumerate(given)
+    ]
+    request_id = f"embd-{secrets.token_hex(12)}"
+    return await embed(engine, service, texts, request_id=request_id, dimensions=dimensions)
+
+
+async def _tokens(
+    context: ApiContext, service: ModelService, text: str, place: int, *, cuts: bool
+) -> tuple[int, ...]:
+    ends_with_eos = service.pooling.ends_with_eos
+    tokens = await context.prompts.encode_whole(service.tokenizer, text, ends_with_eos=ends_with_eos)
+    most = service.context_length
+    if len(tokens) <= most:
+        return tokens
+    if not cuts:
+        raise RequestError(
+            f"'input[{place}]' has {len(tokens)} tokens, and the context holds {most}: shorten it, or leave out "
+            "'truncate': false.",
+            param=f"input[{place}]",
+        )
+    # A model that wants EOS at the end pools it there.
+    ends = tokens[-1] == service.tokenizer.eos_token_id
+    return (*tokens[: most - 1], tokens[-1]) if ends else tokens[:most]

@@ -1,0 +1,101 @@
+"""`/api/generate`."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mlx_ring.api.conversation.asked import Conversation
+from mlx_ring.api.conversation.format import ChatFormat
+from mlx_ring.api.conversation.prepare import PreparedChat, prepare_chat
+from mlx_ring.api.conversation.reader import ReadingRules
+from mlx_ring.api.ollama import answers as about
+from mlx_ring.api.ollama.chat import line_writer, respond
+from mlx_ring.api.ollama.lines import Stopwatch, generate_words
+from mlx_ring.api.ollama.messages import Images, read_format, read_think
+from mlx_ring.api.ollama.names import find_model
+from mlx_ring.api.ollama.options import AskedFields, read_sampling
+from mlx_ring.api.ollama.refusals import refused
+from mlx_ring.api.ollama.staying import load_or_unload
+from mlx_ring.api.openapi import documented
+from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.service import ModelService
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.sequence import GenerateRequest
+
+
+class GenerateFields(AskedFields):
+    prompt: str = ""
+    """Empty: the model is loaded, or with a `keep_alive` of 0 unloaded."""
+    system: str | None = None
+    raw: bool | None = None
+    """The prompt goes to the model as it is, without its chat template."""
+    suffix: Annotated[str, refused("a text is gone on with at its end alone")] | None = None
+    template: Annotated[str, refused("the model's own chat template is used; 'raw' goes without")] | None = (
+        None
+    )
+    context: Annotated[list[int], refused("no answer gives one; /api/chat takes messages")] | None = None
+    images: Images | None = None
+
+
+def routes(context: ApiContext) -> APIRouter:
+    router = APIRouter()
+
+    async def generate(request: Request) -> Response:
+        watch = Stopwatch()
+        fields = await context.read(request, GenerateFields)
+        service = find_model(context, fields.model)
+        writer = line_writer(fields, service, watch, generate_words)
+        if not fields.prompt:
+            return await load_or_unload(context, request, service, fields.keep_alive, writer)
+        sampling = read_sampling(fields, service, context.settings.default_max_tokens)
+        engine = await context.answering(service)
+        watch.loaded()
+        prepared = await _prepare(context, service, fields, sampling)
+        return await respond(context, request, engine, prepared, writer, streams=fields.streams)
+
+    documented(router, "/api/generate", generate, GenerateFields, about.GENERATE)
+    return router
+
+
+async def _prepare(
+    context: ApiContext, service: ModelService, fields: GenerateFields, sampling: SamplingParams
+) -> PreparedChat:
+    request_id = f"ollama-{secrets.token_hex(12)}"
+    if fields.raw or not service.tokenizer.has_chat_template:
+        _check_raw(fields)
+        return await _prepare_raw(context, service, fields.prompt, sampling, request_id)
+    system = [{"role": "system", "content": fields.system}] if fields.system else []
+    conversation = Conversation(
+        messages=[*system, {"role": "user", "content": fields.prompt}],
+        format=read_format(fields.format),
+        template_kwargs=read_think(context.formats[service.tokenizer], fields.think),
+        messages_param="prompt",
+    )
+    return await prepare_chat(context, service, conversation, [sampling], request_id=request_id)
+
+
+async def _prepare_raw(
+    context: ApiContext, service: ModelService, prompt: str, sampling: SamplingParams, request_id: str
+) -> PreparedChat:
+    """Of an answer that is text alone, whatever it looks like."""
+    tokens = await context.prompts.encode(service.tokenizer, prompt)
+    asked = GenerateRequest(f"{request_id}-0", tokens, replace(sampling, stop=()))
+    rules = ReadingRules(ChatFormat(), stops=sampling.stop)
+    return PreparedChat((asked,), (rules,), "prompt")
+
+
+def _check_raw(fields: GenerateFields) -> None:
+    """What only a chat template has a place for is refused where none is used."""
+    given = {"system": fields.system, "format": fields.format, "think": fields.think}
+    for name, value in given.items():
+        if value:
+            raise RequestError(
+                f"'{name}' needs the model's chat template, which a raw prompt goes without; leave it out.",
+                param=name,
+            )

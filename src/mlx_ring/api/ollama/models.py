@@ -1,0 +1,173 @@
+"""`/api/tags`, `/api/ps`, `/api/show`, `/api/version`, and what would change the models on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import cast
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_ring.api.body import Body
+from mlx_ring.api.capabilities import capabilities
+from mlx_ring.api.ollama import answers as about
+from mlx_ring.api.ollama.names import find_model
+from mlx_ring.api.openapi import documented, told
+from mlx_ring.api.routes import ApiContext, workers_of_model
+from mlx_ring.api.service import ModelService
+from mlx_ring.core.errors import RequestError, UnknownModel
+
+_API_VERSION = "0.12.11"
+"""The version of Ollama whose API this is: clients ask whether it is new enough for them."""
+_FOREVER = "9999-12-31T23:59:59Z"
+_BILLION, _MILLION = 1_000_000_000, 1_000_000
+
+Json = dict[str, object]
+
+
+class NamedModel(Body):
+    model: str | None = None
+    name: str | None = None
+    """The same, as older clients say it."""
+    verbose: bool | None = None
+    stream: bool | None = None
+    insecure: bool | None = None
+
+
+def routes(context: ApiContext) -> APIRouter:
+    router = APIRouter()
+
+    async def tags() -> Json:
+        return {"models": [_listed(model) for model in context.catalog.models]}
+
+    async def running() -> Json:
+        loaded = [model for model in context.catalog.models if model.state == "ready"]
+        return {"models": [_listed(model) | _held(model) for model in loaded]}
+
+    async def show(request: Request) -> Response:
+        fields = await context.read(request, NamedModel)
+        return JSONResponse(_shown(context, find_model(context, fields.model or fields.name)))
+
+    async def api_version() -> Json:
+        return {"version": _API_VERSION, "mlx_ring": version("mlx-ring")}
+
+    async def pull(request: Request) -> Response:
+        fields = await context.read(request, NamedModel)
+        name = fields.model or fields.name
+        try:
+            find_model(context, name)
+        except UnknownModel:
+            raise RequestError(
+                f"'{name}' is not served here, and nothing is fetched over this API: POST /models/load loads a model "
+                "beside the others, and `mlx-ring serve` takes several.",
+                param="model",
+            ) from None
+        return JSONResponse({"status": "success"})
+
+    async def refuse(request: Request) -> Response:
+        raise RequestError(
+            f"{request.url.path} would change the models on disk, which this server leaves alone: they are folders, "
+            "or come from the hub with `mlx-ring models pull`."
+        )
+
+    told(router, "/api/tags", tags, about.TAGS)
+    told(router, "/api/ps", running, about.RUNNING)
+    told(router, "/api/version", api_version, about.VERSION)
+    documented(router, "/api/show", show, NamedModel, about.SHOW)
+    documented(router, "/api/pull", pull, NamedModel, about.PULL)
+    for path, method in (
+        ("/api/create", "POST"),
+        ("/api/copy", "POST"),
+        ("/api/push", "POST"),
+        ("/api/delete", "DELETE"),
+        ("/api/blobs/{digest}", "POST"),
+        ("/api/blobs/{digest}", "HEAD"),
+    ):
+        router.add_api_route(path, refuse, methods=[method], include_in_schema=False)
+    return router
+
+
+def _listed(model: ModelService) -> Json:
+    told = model.metadata
+    return {
+        "name": model.model_id,
+        "model": model.model_id,
+        "modified_at": _modified(model),
+        "size": told.get("weight_bytes_on_disk", 0),
+        "digest": told.get("digest", ""),
+        "details": _details(told),
+    }
+
+
+def _held(model: ModelService) -> Json:
+    """Memory of a model that is loaded, on all its nodes; it goes when others need it, and not by the clock."""
+    workers = workers_of_model(model)
+    return {
+        "size": sum(worker.weight_bytes + worker.kv_bytes for worker in workers),
+        "size_vram": sum(worker.device_memory_bytes for worker in workers if worker.device != "cpu"),
+        "expires_at": _FOREVER,
+        "context_length": model.context_length,
+    }
+
+
+def _shown(context: ApiContext, model: ModelService) -> Json:
+    told = model.metadata
+    family = str(told.get("model_type", "unknown"))
+    return {
+        "details": _details(told),
+        "parameters": _parameters(model),
+        "model_info": {
+            "general.architecture": family,
+            "general.parameter_count": told.get("parameters"),
+            f"{family}.context_length": model.context_length,
+            f"{family}.embedding_length": model.hidden_size,
+            f"{family}.block_count": told.get("layers"),
+        },
+        "capabilities": capabilities(context, model),
+        "modified_at": _modified(model),
+    }
+
+
+def _parameters(model: ModelService) -> str:
+    """What requests that say nothing get, a line each."""
+    default = model.default_sampling
+    values = {
+        "temperature": default.temperature,
+        "top_p": default.top_p,
+        "top_k": default.top_k,
+        "min_p": default.min_p,
+        "repeat_penalty": default.repetition_penalty,
+    }
+    return "\n".join(f"{name:<30} {value:g}" for name, value in values.items())
+
+
+def _details(told: Mapping[str, object]) -> Json:
+    family = str(told.get("model_type", "unknown"))
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": _size(told.get("parameters")),
+        "quantization_level": _quantization(told.get("quantization")),
+    }
+
+
+def _size(parameters: object) -> str:
+    if not isinstance(parameters, int):
+        return ""
+    if parameters >= _BILLION:
+        return f"{parameters / _BILLION:.1f}B"
+    return f"{parameters / _MILLION:.2f}M"
+
+
+def _quantization(quantization: object) -> str:
+    if not isinstance(quantization, Mapping):
+        return "none"
+    return f"{cast('Mapping[str, object]', quantization).get('bits')}-bit"
+
+
+def _modified(model: ModelService) -> str:
+    return datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,110 @@
+"""`/v1/embeddings`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from numpy.typing import NDArray
+from pydantic import Field
+from starlette.responses import Response
+
+from mlx_ring.api.body import Body
+from mlx_ring.api.connection import while_connected
+from mlx_ring.api.embedding import Embedding, Text, embed, require_embeddings
+from mlx_ring.api.openai import answers as about
+from mlx_ring.api.openai.inputs import TextOrTokens, each
+from mlx_ring.api.openapi import documented
+from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.service import ModelService
+from mlx_ring.core.errors import RequestError
+
+_MOST_TEXTS = 2048
+"""OpenAI's."""
+
+
+class EmbeddingRequest(Body):
+    model: str | None = None
+    input: TextOrTokens
+    encoding_format: Literal["float", "base64"] | None = None
+    """`base64` is of little-endian float32."""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """Only so many of a vector's first numbers, of length 1 again."""
+
+
+def routes(context: ApiContext) -> APIRouter:
+    router = APIRouter()
+
+    async def embeddings(request: Request) -> Response:
+        fields = await context.read(request, EmbeddingRequest)
+        service = context.model(fields.model)
+        require_embeddings(service, fields.dimensions)
+        given = each(fields.input)
+        _check_count(given)
+        work = _embed(context, service, given, fields.dimensions)
+        made = await while_connected(request.receive, work)
+        body = await _body(service.model_id, made, fields.encoding_format or "float")
+        return Response(body, media_type="application/json")
+
+    for path in ("/v1/embeddings", "/embeddings"):
+        documented(router, path, embeddings, EmbeddingRequest, about.EMBEDDINGS)
+    return router
+
+
+async def _embed(
+    context: ApiContext, service: ModelService, given: Sequence[str | list[int]], dimensions: int | None
+) -> list[Embedding]:
+    engine = await context.answering(service)
+    texts = [
+        Text(await _tokens(context, service, text), "input" if len(given) == 1 else f"input[{place}]")
+        for place, text in enumerate(given)
+    ]
+    request_id = f"embd-{secrets.token_hex(12)}"
+    return await embed(engine, service, texts, request_id=request_id, dimensions=dimensions)
+
+
+async def _tokens(context: ApiContext, service: ModelService, text: str | list[int]) -> tuple[int, ...]:
+    if isinstance(text, str):
+        return await context.prompts.encode_whole(
+            service.tokenizer, text, ends_with_eos=service.pooling.ends_with_eos
+        )
+    if max(text) >= service.vocab_size:
+        raise RequestError(
+            f"'input' holds token id {max(text)}; this model's token ids are 0 to {service.vocab_size - 1}.",
+            param="input",
+        )
+    return tuple(text)
+
+
+def _check_count(given: Sequence[str | list[int]]) -> None:
+    if len(given) > _MOST_TEXTS:
+        raise RequestError(
+            f"'input' has {len(given)} texts; the most in one request are {_MOST_TEXTS}.", param="input"
+        )
+
+
+async def _body(model: str, made: Sequence[Embedding], encoding: Literal["float", "base64"]) -> bytes:
+    """Written text by text: a thousand vectors at once would hold up everybody's tokens."""
+    data: list[bytes] = []
+    for index, embedding in enumerate(made):
+        value = _base64(embedding.vector) if encoding == "base64" else _floats(embedding.vector)
+        data.append(b'{"object":"embedding","index":%d,"embedding":%s}' % (index, value))
+        await asyncio.sleep(0)
+    tokens = sum(embedding.tokens for embedding in made)
+    rest = {"model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    return b'{"object":"list","data":[%s],%s' % (b",".join(data), json.dumps(rest).encode()[1:])
+
+
+def _base64(vector: NDArray[np.float32]) -> bytes:
+    return b'"%s"' % base64.b64encode(vector.astype("<f4").tobytes())
+
+
+def _floats(vector: NDArray[np.float32]) -> bytes:
+    """In nine digits, which no two float32 share."""
+    return b"[%s]" % ",".join(f"{number:.9g}" for number in vector.tolist()).encode()

@@ -1,0 +1,1 @@
+"""`/v1/responses`, without a memory: each request brings the whole conversation."""

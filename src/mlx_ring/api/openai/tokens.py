@@ -1,0 +1,121 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shapes: text or messages to tokens, and tokens to text."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from mlx_ring.api.body import Body
+from mlx_ring.api.conversation.asked import Conversation
+from mlx_ring.api.conversation.prepare import encode_conversation
+from mlx_ring.api.openai import answers as about
+from mlx_ring.api.openai.inputs import TokenId
+from mlx_ring.api.openai.messages import Message, template_messages
+from mlx_ring.api.openai.tools import FunctionTool, read_tool_use
+from mlx_ring.api.openapi import documented
+from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.service import ModelService
+from mlx_ring.core.errors import RequestError
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | None = None
+    """Either this or `messages`."""
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    """With `prompt`: what the model wants before a text; on if nothing is said."""
+    add_generation_prompt: bool | None = None
+    """With `messages`: what an answer begins with; on if nothing is said."""
+    continue_final_message: bool | None = None
+    """With `messages`: the last one is the beginning of the answer."""
+    tools: list[FunctionTool] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def routes(context: ApiContext) -> APIRouter:
+    router = APIRouter()
+
+    async def tokenize(request: Request) -> Response:
+        fields = await context.read(request, TokenizeRequest)
+        _check_kind(fields)
+        service = context.model(fields.model)
+        tokens = await _tokens(context, service, fields)
+        strings = None
+        if fields.return_token_strs:
+            strings = [service.tokenizer.convert_ids_to_tokens(token) or "" for token in tokens]
+        return JSONResponse(
+            {
+                "count": len(tokens),
+                "max_model_len": service.context_length,
+                "tokens": tokens,
+                "token_strs": strings,
+            }
+        )
+
+    async def detokenize(request: Request) -> Response:
+        fields = await context.read(request, DetokenizeRequest)
+        service = context.model(fields.model)
+        for place, token in enumerate(fields.tokens):
+            check_token(token, service, f"tokens[{place}]")
+        return JSONResponse({"prompt": await context.prompts.decode(service.tokenizer, fields.tokens)})
+
+    for prefix in ("", "/v1"):
+        documented(router, f"{prefix}/tokenize", tokenize, TokenizeRequest, about.TOKENIZE)
+        documented(router, f"{prefix}/detokenize", detokenize, DetokenizeRequest, about.DETOKENIZE)
+    return router
+
+
+def check_token(token: int, service: ModelService, param: str) -> None:
+    """Raises `RequestError` for an id that is no token's."""
+    if token >= service.vocab_size:
+        raise RequestError(
+            f"'{param}' is {token}; this model's token ids are 0 to {service.vocab_size - 1}.", param=param
+        )
+
+
+def _check_kind(fields: TokenizeRequest) -> None:
+    """Either a prompt or messages, with what goes with them."""
+    if (fields.prompt is None) == (fields.messages is None):
+        raise RequestError("Give either 'prompt' or 'messages'.", param="prompt")
+    of_messages = {
+        "add_generation_prompt": fields.add_generation_prompt,
+        "continue_final_message": fields.continue_final_message,
+        "tools": fields.tools,
+        "chat_template_kwargs": fields.chat_template_kwargs,
+    }
+    if fields.prompt is None:
+        if fields.add_special_tokens:
+            raise RequestError(
+                "'add_special_tokens' goes with 'prompt': messages get theirs from the chat template.",
+                param="add_special_tokens",
+            )
+        return
+    for name, value in of_messages.items():
+        if value:
+            raise RequestError(f"'{name}' goes with 'messages'; leave it out.", param=name)
+
+
+async def _tokens(context: ApiContext, service: ModelService, fields: TokenizeRequest) -> tuple[int, ...]:
+    if fields.prompt is not None:
+        return await context.prompts.encode_plain(
+            service.tokenizer, fields.prompt, add_special_tokens=fields.add_special_tokens is not False
+        )
+    conversation = Conversation(
+        messages=template_messages(fields.messages or []),
+        tool_use=read_tool_use(fields.tools, None, parallel=None),
+        template_kwargs=fields.chat_template_kwargs or {},
+        continues=bool(fields.continue_final_message),
+    )
+    return await encode_conversation(
+        context, service, conversation, add_generation_prompt=fields.add_generation_prompt is not False
+    )

@@ -1,0 +1,102 @@
+"""How a model makes one vector of a text: what its folder says, as sentence-transformers wrote it.
+
+`modules.json` lists what stands behind the transformer, and `1_Pooling/config.json` says which tokens count.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from mlx_ring.core.types import PoolingKind
+
+_KINDS: dict[str, PoolingKind] = {
+    "lasttoken": "last",
+    "mean_tokens": "mean",
+    "mean": "mean",
+    "cls_token": "cls",
+    "cls": "cls",
+}
+_MODE = "pooling_mode"
+_KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
+_MEND = "--pooling last, mean or cls gives embeddings without it"
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What becomes of a text's hidden states."""
+
+    kind: PoolingKind = "last"
+    normalize: bool = True
+    """Whether vectors have length 1."""
+    ends_with_eos: bool = False
+    """Whether a text's tokens are to end with EOS, also where the tokenizer adds none."""
+    why: str = ""
+    """It is that kind."""
+    refusal: str = ""
+    """Why the model's own embeddings cannot be computed; empty where they can."""
+
+
+def read_pooling(folder: Path, asked: PoolingKind | Literal["auto"] = "auto") -> Pooling:
+    """What to do for a model; what is asked for goes before what its folder says.
+
+    A model that says nothing is one that was made to go on with a text: of its tokens only the last has seen all of it.
+    """
+    try:
+        return _read(folder, asked)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"What {folder.name} says of its embeddings cannot be read: {error}; {_MEND}."
+        return Pooling(refusal=reason)
+
+
+def _read(folder: Path, asked: PoolingKind | Literal["auto"]) -> Pooling:
+    modules = _modules(folder)
+    names = [name for name, _ in modules]
+    normalize = not modules or "Normalize" in names
+    eos = _json(folder / "tokenizer_config.json").get("add_eos_token") is True
+    if asked != "auto":
+        return Pooling(asked, normalize, eos, why="--pooling asks for it")
+    foreign = sorted(set(names) - _KNOWN_MODULES)
+    if foreign:
+        return Pooling(
+            refusal=f"{folder.name} has a module {foreign[0]} behind its hidden states (modules.json), which is not "
+            f"computed here: {_MEND}."
+        )
+    path = next((path for name, path in modules if name == "Pooling"), "1_Pooling")
+    config = _json(folder / path / "config.json")
+    if not config:
+        return Pooling(
+            "last", normalize, eos, why="the folder names no pooling, and the last token has seen all"
+        )
+    modes = _modes(config)
+    if len(modes) != 1 or modes[0] not in _KINDS:
+        named = " and ".join(modes) or "no tokens"
+        return Pooling(
+            refusal=f"{folder.name} pools {named} ({path}/config.json), which is not done here: {_MEND}."
+        )
+    return Pooling(_KINDS[modes[0]], normalize, eos, why=f"{path}/config.json says so")
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """Each module's class and subfolder, in order."""
+    file = folder / "modules.json"
+    listed: list[dict[str, str]] = json.loads(file.read_text("utf-8")) if file.is_file() else []
+    return [(module["type"].rpartition(".")[2], module["path"]) for module in listed]
+
+
+def _modes(config: dict[str, Any]) -> list[str]:
+    """Newer files name the mode; older ones have a switch for each, of which several may be on."""
+    named = config.get(_MODE)
+    if named is not None:
+        return [str(mode) for mode in (cast("list[object]", named) if isinstance(named, list) else [named])]
+    prefix = f"{_MODE}_"
+    return [
+        name.removeprefix(prefix) for name, on in config.items() if name.startswith(prefix) and on is True
+    ]
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """A file's object; empty where there is no such file."""
+    return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}

@@ -1,0 +1,80 @@
+"""What Ollama's client asks of models, and its embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+from ollama import Client, ResponseError
+from tests.api.clients import Api, serving
+from tests.api.twins import TwinService
+
+METADATA = {
+    "model_type": "qwen3",
+    "layers": 8,
+    "parameters": 1_720_000_000,
+    "quantization": {"bits": 4},
+    "weight_bytes_on_disk": 900,
+    "digest": "ab12",
+}
+
+
+@pytest.fixture(scope="module")
+def client() -> Generator[Client]:
+    service = TwinService()
+    service.metadata = dict(METADATA)
+    with serving(service) as url:
+        yield Client(url)
+
+
+def test_models_are_listed_and_shown(client: Client) -> None:
+    (listed,) = client.list().models
+    assert (listed.model, listed.size, listed.digest) == ("org/twin", 900, "ab12")
+    assert listed.details is not None
+    assert (listed.details.parameter_size, listed.details.quantization_level) == ("1.7B", "4-bit")
+    shown = client.show("twin:latest")
+    assert shown.modelinfo is not None
+    assert (shown.modelinfo["general.architecture"], shown.modelinfo["qwen3.context_length"]) == (
+        "qwen3",
+        4096,
+    )
+    assert shown.capabilities == ["completion", "embedding"]
+
+
+def test_loaded_models_tell_what_they_hold(client: Client) -> None:
+    (held,) = client.ps().models
+    assert (held.model, held.size, held.context_length) == ("org/twin", 2 * (10 + 0), 4096)
+    assert held.size_vram == 0
+
+
+def test_texts_are_embedded(client: Client) -> None:
+    answer = client.embed("twin", ["A", "BC"], dimensions=2)
+    assert [len(vector) for vector in answer.embeddings] == [2, 2]
+    assert answer.prompt_eval_count == 5
+    assert client.embeddings("twin", "A").embedding == pytest.approx(client.embed("twin", "A").embeddings[0])
+
+
+def test_a_text_over_the_context_is_cut_or_refused(api: Api) -> None:
+    long, most = "x" * 5000, "x" * 4095
+    (cut,) = api.post("/api/embed", {"input": long}).json()["embeddings"]
+    assert cut == api.post("/api/embed", {"input": most}).json()["embeddings"][0]
+    refused = api.post("/api/embed", {"input": long, "truncate": False})
+    assert refused.status_code == 400
+    assert "5001 tokens" in refused.json()["error"]
+
+
+def test_a_model_that_is_served_is_there_and_no_other_is_fetched(client: Client) -> None:
+    assert client.pull("twin").status == "success"
+    with pytest.raises(ResponseError, match="models/load"):
+        client.pull("llama3.2")
+
+
+def test_what_would_change_models_is_refused_with_a_reason(client: Client, api: Api) -> None:
+    for ask in (
+        lambda: client.delete("twin"),
+        lambda: client.copy("twin", "other"),
+        lambda: client.push("twin"),
+    ):
+        with pytest.raises(ResponseError, match="leaves alone"):
+            ask()
+    assert set(api.get("/api/version").json()) == {"version", "mlx_ring"}

@@ -1,0 +1,234 @@
+"""`/v1/messages`: what is read, what is written, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+from tests.api.clients import Api
+
+from mlx_ring.api.anthropic.asking import conversation_of
+from mlx_ring.api.anthropic.message import Costs, MessageWriter, Stop
+from mlx_ring.api.anthropic.request import MessagesRequest
+from mlx_ring.api.conversation.asked import Conversation
+from mlx_ring.api.conversation.format import ChatFormat
+from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+Events = list[Any]
+ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
+PARTS: tuple[AnswerPart, ...] = (
+    Reasoning("Let me see."),
+    Content("I'll "),
+    Content("add."),
+    CallOpening(0, "call_1", "add"),
+    CallArguments(0, '{"a"'),
+    CallArguments(0, ": 1}"),
+    CallOpening(1, "call_2", "add"),
+    CallArguments(1, "{}"),
+)
+
+
+def asked(
+    messages: list[dict[str, Any]], format_: ChatFormat | None = None, **fields: object
+) -> Conversation:
+    body = {"max_tokens": 8, "messages": messages} | fields
+    return conversation_of(MessagesRequest.model_validate(body), format_ or ChatFormat())
+
+
+def written(writer: MessageWriter) -> Events:
+    events: Events = list(writer.opening(Costs(10)))
+    for part in PARTS:
+        events += writer.part(part)
+    return [*events, *writer.closing(Stop("tool_use"), Costs(10, 4, 9, 3))]
+
+
+def steps(events: Events) -> list[tuple[str, object]]:
+    """Each event's kind, with its block's index or its delta's kind."""
+    return [
+        (str(event["type"]), event["delta"].get("type") if isinstance(event.get("delta"), dict) else event.get("index"))
+        for event in events
+    ]  # fmt: skip
+
+
+def test_blocks_open_grow_and_close_in_the_order_of_the_answer() -> None:
+    events = written(MessageWriter("msg_1", "twin"))
+    for event in events:
+        if event["type"] != "ping":
+            EVENT.validate_python(event)
+    assert steps(events) == [
+        ("message_start", None),
+        ("ping", None),
+        ("content_block_start", 0),
+        ("content_block_delta", "thinking_delta"),
+        ("content_block_delta", "signature_delta"),
+        ("content_block_stop", 0),
+        ("content_block_start", 1),
+        ("content_block_delta", "text_delta"),
+        ("content_block_delta", "text_delta"),
+        ("content_block_stop", 1),
+        ("content_block_start", 2),
+        ("content_block_delta", "input_json_delta"),
+        ("content_block_delta", "input_json_delta"),
+        ("content_block_stop", 2),
+        ("content_block_start", 3),
+        ("content_block_delta", "input_json_delta"),
+        ("content_block_stop", 3),
+        ("message_delta", None),
+        ("message_stop", None),
+    ]
+    start = Message.model_validate(events[0]["message"])
+    assert (start.content, start.stop_reason, start.usage.input_tokens) == ([], None, 10)
+    assert events[-2]["delta"] == {"stop_reason": "tool_use"} | dict.fromkeys(
+        ("stop_sequence", "stop_details", "container")
+    )
+    usage = Message.model_validate(events[0]["message"] | {"usage": events[-2]["usage"]}).usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (6, 4, 9)
+
+
+def test_the_whole_message_is_what_its_events_add_up_to() -> None:
+    writer = MessageWriter("msg_1", "twin")
+    for part in PARTS:
+        list(writer.part(part))
+    message = Message.model_validate(writer.whole(Stop("tool_use"), Costs(10, 4, 9)))
+    thought, said, first, second = message.content
+    assert thought.type == "thinking"
+    assert (thought.thinking, bool(thought.signature)) == ("Let me see.", True)
+    assert said.to_dict() == {"type": "text", "text": "I'll add.", "citations": None}
+    call = {"type": "tool_use", "name": "add", "caller": {"type": "direct"}}
+    assert first.to_dict() == call | {"id": "toolu_1", "input": {"a": 1}}
+    assert second.to_dict() == call | {"id": "toolu_2", "input": {}}
+
+
+def test_thoughts_that_are_to_be_omitted_leave_their_signature() -> None:
+    events = written(MessageWriter("msg_1", "twin", shows_thinking=False))
+    assert [step for step in steps(events) if step[1] in (0, "thinking_delta", "signature_delta")] == [
+        ("content_block_start", 0),
+        ("content_block_delta", "signature_delta"),
+        ("content_block_stop", 0),
+    ]
+
+
+def test_blocks_go_to_the_template_as_templates_read_them() -> None:
+    conversation = asked(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "1+1?"}, {"type": "text", "text": "And 2+2?", "cache_control": {"type": "ephemeral"}}]},
+            {"role": "user", "content": "Quick."},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": "of another"},
+                    {"type": "redacted_thinking", "data": "xyz"},
+                    {"type": "text", "text": "I add."},
+                    {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "no"}], "is_error": True},
+                    {"type": "tool_result", "tool_use_id": "t0"},
+                    {"type": "text", "text": "Well?"},
+                ],
+            },
+            {"role": "assistant", "content": "It is"},
+        ],
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2"},
+            {"type": "text", "text": "Be kind."},
+            {"type": "text", "text": "Be brief."},
+        ],
+        tools=[ADD],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    )  # fmt: skip
+    call = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert conversation.messages == [
+        {"role": "system", "content": "Be kind.\nBe brief."},
+        {"role": "user", "content": "1+1?\nAnd 2+2?\nQuick."},
+        {"role": "assistant", "content": "I add.", "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "content": "Error: no", "tool_call_id": "t1", "name": "add"},
+        {"role": "tool", "content": "", "tool_call_id": "t0"},
+        {"role": "user", "content": "Well?"},
+        {"role": "assistant", "content": "It is"},
+    ]
+    assert conversation.continues
+    use = conversation.tool_use
+    assert (use.choice, use.parallel, use.tools[0].name) == ("required", False, "add")
+
+
+@pytest.mark.parametrize(
+    ("choice", "chosen"),
+    [("auto", ("auto", None)), ("none", ("none", None)), ("tool", ("required", frozenset({"add"})))],
+)
+def test_a_choice_of_tools_is_read(choice: str, chosen: object) -> None:
+    named = {"name": "add"} if choice == "tool" else {}
+    conversation = asked(
+        [{"role": "user", "content": "x"}], tools=[ADD], tool_choice={"type": choice} | named
+    )
+    assert (conversation.tool_use.choice, conversation.tool_use.allowed) == chosen
+
+
+@pytest.mark.parametrize(
+    ("thinking", "known", "told"),
+    [
+        ({"type": "enabled", "budget_tokens": 2048}, "enable_thinking thinking_budget", {"enable_thinking": True, "thinking_budget": 2048}),
+        ({"type": "adaptive"}, "thinking", {"thinking": True}),
+        ({"type": "disabled"}, "enable_thinking", {"enable_thinking": False}),
+        ({"type": "enabled", "budget_tokens": 2048}, "messages", {}),
+        (None, "enable_thinking", {}),
+    ],
+)  # fmt: skip
+def test_a_template_is_told_of_thinking_what_it_knows(
+    thinking: dict[str, object] | None, known: str, told: dict[str, object]
+) -> None:
+    format_ = ChatFormat(words=frozenset(known.split()))
+    conversation = asked([{"role": "user", "content": "x"}], format_, thinking=thinking)
+    assert conversation.template_kwargs == told
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [("all", 2), (None, 1), ({"type": "thinking_turns", "value": 2}, 2)]
+)
+def test_earlier_thoughts_are_cleared_as_asked(keep: object, left: int) -> None:
+    turn = {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}]}
+    edit = {"type": "clear_thinking_20251015"} | ({} if keep is None else {"keep": keep})
+    conversation = asked(
+        [{"role": "user", "content": "x"}, turn, {"role": "user", "content": "y"}, turn, {"role": "user", "content": "z"}],
+        context_management={"edits": [edit]},
+    )  # fmt: skip
+    assert sum("reasoning_content" in message for message in conversation.messages) == left
+
+
+USER = {"role": "user", "content": "Hello."}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "'max_tokens'"),
+    ({"temperature": 1.5}, "'temperature'"),
+    ({"messages": []}, "'messages'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": None}]}]}, '"image"'),
+    ({"messages": [{"role": "user", "content": [{"type": "document", "source": None}]}]}, '"document"'),
+    ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "add", "input": {}}]}]}, "'messages[1]'"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+    ({"tools": [{"name": "add"}]}, "'tools[0].input_schema'"),
+    ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "'sub'"),
+    ({"tool_choice": {"type": "any"}}, "no 'tools'"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_thinking"),
+    ({"mcp_servers": []}, "'mcp_servers'"),
+    ({"speed": "fast"}, "'speed'"),
+    ({"stop_sequences": [""]}, "'stop_sequences[0]'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "says"), REFUSED)
+def test_what_cannot_be_had_is_refused_by_name_in_anthropics_words(
+    api: Api, fields: dict[str, object], says: str
+) -> None:
+    response = api.post("/v1/messages", {"max_tokens": 8, "messages": [USER]} | fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert says in error["message"]
+    assert error["message"].endswith(".")

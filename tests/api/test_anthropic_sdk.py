@@ -1,0 +1,151 @@
+"""Anthropic's SDK as a client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anthropic
+import pytest
+from anthropic import beta_tool
+from tests.api.clients import serving
+from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
+
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.errors import NotReady, WorkerLost
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+SAYS = f"<think>\nHm.\n</think>\n\nI add.{CALL}"
+
+
+@pytest.fixture
+def plain() -> TwinService:
+    return TwinService()
+
+
+@pytest.fixture
+def thinker() -> TwinService:
+    """Thinks, says something and calls a tool, whatever it is asked."""
+    return TwinService(tokenizer=MarkingTokenizer(), says=SAYS)
+
+
+@pytest.fixture
+def client(request: pytest.FixtureRequest) -> Iterator[anthropic.Anthropic]:
+    """The SDK, pointed at a server with a key that serves the service the test names."""
+    service: TwinService = request.getfixturevalue(request.param)
+    with (
+        serving(service, ApiSettings(api_keys=("key",))) as url,
+        anthropic.Anthropic(base_url=url, api_key="key", max_retries=0) as client,
+    ):
+        yield client
+
+
+both = pytest.mark.parametrize("client", ["plain", "thinker"], indirect=True)
+with_plain = pytest.mark.parametrize("client", ["plain"], indirect=True)
+with_thinker = pytest.mark.parametrize("client", ["thinker"], indirect=True)
+USER: anthropic.types.MessageParam = {"role": "user", "content": "Hello."}
+ADD: anthropic.types.ToolParam = {"name": "add", "input_schema": {"type": "object"}}
+
+
+@with_plain
+def test_an_answer_and_why_it_ended(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(model="twin", max_tokens=100, messages=[USER], system="Be kind.")
+    assert [getattr(block, "text", "") for block in whole.content] == [ANSWER_TEXT]
+    assert (whole.stop_reason, whole.role, whole.model) == ("end_turn", "assistant", "org/twin")
+    short = client.messages.create(model="twin", max_tokens=3, messages=[USER])
+    assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 3)
+    stopped = client.messages.create(
+        model="twin", max_tokens=100, messages=[USER], stop_sequences=["no", ": "]
+    )
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", ": ")
+    full = client.messages.create(
+        model="twin", max_tokens=9999, messages=[{"role": "user", "content": "x" * 4065}]
+    )
+    assert full.stop_reason == "model_context_window_exceeded"
+
+
+@both
+def test_counting_gives_the_tokens_that_an_answer_is_charged_for(client: anthropic.Anthropic) -> None:
+    counted = client.messages.count_tokens(model="twin", messages=[USER], system="Be kind.")
+    answer = client.messages.create(model="twin", max_tokens=1, messages=[USER], system="Be kind.")
+    usage = answer.usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+@with_thinker
+def test_a_streamed_message_is_put_together_as_the_whole_one_is(client: anthropic.Anthropic) -> None:
+    with client.messages.stream(model="twin", max_tokens=200, messages=[USER], tools=[ADD]) as stream:
+        streamed = stream.get_final_message()
+    whole = client.messages.create(model="twin", max_tokens=200, messages=[USER], tools=[ADD])
+    thought, said, call = whole.content
+    assert thought.type == "thinking"
+    assert (thought.thinking, bool(thought.signature)) == ("Hm.", True)
+    assert (said.type, getattr(said, "text", "")) == ("text", "I add.")
+    assert call.type == "tool_use"
+    assert (call.name, call.input) == ("add", {"a": 1, "b": 2})
+    assert whole.stop_reason == streamed.stop_reason == "tool_use"
+    assert [block.to_dict() | {"id": ""} for block in streamed.content] == [
+        block.to_dict() | {"id": ""} for block in whole.content
+    ]
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+
+
+@with_thinker
+def test_the_tool_runner_runs_the_tool_and_sends_all_of_it_back(
+    client: anthropic.Anthropic, thinker: TwinService
+) -> None:
+    ran: list[tuple[int, int]] = []
+
+    @beta_tool
+    def add(a: int, b: int) -> str:
+        """Adds two numbers."""
+        ran.append((a, b))
+        return str(a + b)
+
+    runner = client.beta.messages.tool_runner(
+        model="twin",
+        max_tokens=200,
+        messages=[{"role": "user", "content": "Hello."}],
+        tools=[add],
+        max_iterations=2,
+    )
+    assert len(list(runner)) == 2
+    assert ran[0] == (1, 2)
+    user, turn, result = thinker.tokenizer.conversation
+    assert (user["role"], turn["reasoning_content"], turn["content"]) == ("user", "Hm.", "I add.")
+    assert (result["role"], result["content"], result["name"]) == ("tool", "3", "add")
+
+
+@with_plain
+def test_an_answer_goes_on_from_its_beginning(client: anthropic.Anthropic, plain: TwinService) -> None:
+    client.messages.create(
+        model="twin", max_tokens=3, messages=[USER, {"role": "assistant", "content": "Well,"}]
+    )
+    assert plain.tokenizer.template_kwargs["continue_final_message"] is True
+
+
+@with_plain
+def test_errors_are_the_sdks_own(client: anthropic.Anthropic, plain: TwinService) -> None:
+    with pytest.raises(anthropic.AuthenticationError):
+        client.with_options(api_key="wrong").messages.create(model="twin", max_tokens=1, messages=[USER])
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        client.messages.create(model="other", max_tokens=1, messages=[USER])
+    assert (unknown.value.type, bool(unknown.value.request_id)) == ("not_found_error", True)
+    with pytest.raises(anthropic.BadRequestError, match="'temperature'"):
+        client.messages.create(model="twin", max_tokens=1, messages=[USER], extra_body={"temperature": 2})
+    with pytest.raises(anthropic.BadRequestError, match="4096"):
+        client.messages.create(model="twin", max_tokens=1, messages=[{"role": "user", "content": "x" * 5000}])
+    plain.error = NotReady("The model is being loaded.")
+    with pytest.raises(anthropic.InternalServerError) as loading:
+        client.messages.create(model="twin", max_tokens=1, messages=[USER])
+    assert (loading.value.status_code, loading.value.type) == (503, "overloaded_error")
+
+
+def test_an_error_in_mid_stream_is_raised_and_pings_come_before_it() -> None:
+    service = TwinService(automatic=False)
+    with serving(service, ApiSettings(keep_alive_s=0.005)) as url, anthropic.Anthropic(base_url=url, auth_token="x") as client:  # noqa: S106 - no secret  # fmt: skip
+        stream = client.messages.create(model="twin", max_tokens=9, messages=[USER], stream=True)
+        assert next(iter(stream)).type == "message_start"
+        service.executor.lose(WorkerLost("Worker 1 died."))
+        with pytest.raises(anthropic.APIStatusError, match=r"Worker 1 died\.") as lost:
+            list(stream)
+    assert lost.value.type == "api_error"

@@ -1,0 +1,124 @@
+"""`/v1/embeddings`: the twin's hidden state of a token is the token, its position, and 1."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.api.clients import Api, refusal
+from tests.api.twins import BOS, EOS, TwinService
+
+from mlx_ring.core.types import PoolingKind
+from mlx_ring.engine.policy import Policy
+
+
+def service_with(kind: PoolingKind, *, normalize: bool = False, **changes: bool) -> TwinService:
+    service = TwinService(policy=Policy(max_num_seqs=2, max_waiting=2, prefill_chunk=4))
+    service.pooling = replace(service.pooling, kind=kind, normalize=normalize, **changes)
+    return service
+
+
+def embed(api: Api, given: object, **fields: object) -> list[list[float]]:
+    response = api.post("/v1/embeddings", {"input": given} | fields)
+    assert response.status_code == 200, response.text
+    data = response.json()["data"]
+    assert [(each["object"], each["index"]) for each in data] == [
+        ("embedding", index) for index in range(len(data))
+    ]
+    return [each["embedding"] for each in data]
+
+
+def unit(vector: Sequence[float]) -> list[float]:
+    return list(np.array(vector) / np.linalg.norm(vector))
+
+
+@pytest.mark.parametrize(
+    ("kind", "vector"),
+    [("last", [70.0, 5.0, 1.0]), ("mean", [67.5, 2.5, 1.0]), ("cls", [65.0, 0.0, 1.0])],
+)
+def test_each_kind_pools_its_tokens_across_chunks(kind: PoolingKind, vector: list[float]) -> None:
+    assert embed(Api(service_with(kind)), list(range(65, 71))) == [vector]
+
+
+@pytest.mark.parametrize(
+    ("given", "vectors"),
+    [
+        ("AB", [[66, 2, 1]]),
+        (["AB", "C"], [[66, 2, 1], [67, 1, 1]]),
+        ([65, 66], [[66, 1, 1]]),
+        ([[65], [66, 67]], [[65, 0, 1], [67, 1, 1]]),
+        ("", [[BOS, 0, 1]]),
+    ],
+)
+def test_each_form_of_input_is_embedded_in_order(given: object, vectors: list[list[float]]) -> None:
+    assert embed(Api(service_with("last")), given) == vectors
+
+
+def test_more_texts_than_places_are_all_embedded() -> None:
+    api = Api(service_with("last"))
+    assert embed(api, [[65, token] for token in range(100)]) == [[token, 1, 1] for token in range(100)]
+    assert api.service.sequences_held == 0, "nobody goes on from a text that was only embedded"
+
+
+def test_vectors_have_length_one_also_when_they_are_cut(api: Api) -> None:
+    assert embed(api, "A") == [pytest.approx(unit([65, 1, 1]))]
+    assert embed(api, "A", dimensions=2) == [pytest.approx(unit([65, 1]))]
+
+
+def test_base64_holds_the_same_numbers_as_little_endian_float32(api: Api) -> None:
+    (plain,) = embed(api, "Hello.")
+    (encoded,) = embed(api, "Hello.", encoding_format="base64")
+    assert isinstance(encoded, str)
+    assert np.frombuffer(base64.b64decode(encoded), "<f4").tolist() == np.array(plain, np.float32).tolist()
+
+
+def test_usage_counts_every_text_s_tokens(api: Api) -> None:
+    body = api.post("/embeddings", {"input": ["A", "BC"], "model": "twin"}).json()
+    assert (body["object"], body["model"]) == ("list", "org/twin")
+    assert body["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+
+
+def test_a_text_ends_with_eos_where_the_model_wants_it() -> None:
+    api = Api(service_with("last", ends_with_eos=True))
+    assert embed(api, "AB") == [[EOS, 3, 1]]
+    assert embed(api, [65, 66]) == [[66, 1, 1]], "tokens are taken as they are"
+
+
+@pytest.mark.parametrize(("kind", "hits"), [("last", 1), ("mean", 0)])
+def test_what_is_cached_serves_the_last_token_and_no_mean(kind: PoolingKind, hits: int) -> None:
+    text = "One text that begins as another one has, for more than sixteen tokens."
+    api = Api(service_with(kind))
+    api.complete(prompt=text, max_tokens=1)
+    assert embed(api, text) == embed(Api(service_with(kind)), text)
+    assert api.service.engine.stats().cache.hits == hits
+    assert api.service.sequences_held == 1, "what was kept of the completion stays"
+
+
+def test_a_model_that_cannot_embed_says_why() -> None:
+    service = TwinService()
+    service.pooling = replace(service.pooling, refusal="It has a Dense module.")
+    assert refusal(Api(service).post("/v1/embeddings", {"input": "A"})) == ("model", "It has a Dense module.")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"input": list[int]()}, "input"),
+        ({"input": [list[int]()]}, "input[0]"),
+        ({"input": 3}, "input"),
+        ({"input": [320]}, "input"),
+        ({"input": ["A", "x" * 4100]}, "input[1]"),
+        ({"input": ["A"] * 2049}, "input"),
+        ({"dimensions": 4}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+        ({"input_type": "query"}, "input_type"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(api: Api, fields: dict[str, object], named: str) -> None:
+    param, message = refusal(api.post("/v1/embeddings", {"input": "A"} | fields))
+    assert param == named
+    assert message

@@ -1,0 +1,150 @@
+"""Errors in the words of each dialect, whatever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+from tests.api.clients import Api
+
+from mlx_ring.api.errors import install_error_handlers
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.errors import NotReady, Overloaded, RingError, WorkerLost
+
+OPENAI, ANTHROPIC, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
+FIELDS: dict[str, dict[str, Any]] = {
+    OPENAI: {"input": "Hello."},
+    ANTHROPIC: {"max_tokens": 4, "messages": [{"role": "user", "content": "Hello."}]},
+}
+
+
+def openai_kind(body: dict[str, Any]) -> str:
+    assert set(body) == {"error"}
+    assert set(body["error"]) >= {"message", "type", "param", "code"}
+    return body["error"]["type"]
+
+
+def anthropic_kind(body: dict[str, Any]) -> str:
+    assert set(body) == {"type", "error", "request_id"}
+    assert body["type"] == "error"
+    assert body["error"]["message"]
+    return body["error"]["type"]
+
+
+def ollama_kind(body: dict[str, Any]) -> str:
+    assert set(body) == {"error"}
+    assert body["error"].endswith(".")
+    return ""
+
+
+KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    OPENAI: openai_kind,
+    ANTHROPIC: anthropic_kind,
+    "/v1/messages/nothing": anthropic_kind,
+    "/v1/messagesx": openai_kind,
+    OLLAMA: ollama_kind,
+    "/apix": openai_kind,
+}
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_an_unknown_key_a_foreign_page_and_an_unknown_path_are_told_in_the_dialect_of_the_path(
+    path: str,
+) -> None:
+    keyed = Api(settings=ApiSettings(api_keys=("key",)))
+    refused = keyed.post(path, {})
+    foreign = keyed.post(path, {}, origin="https://evil.example")
+    unknown = keyed.request("DELETE", path, headers={"x-api-key": "key"})
+    assert (refused.status_code, foreign.status_code) == (401, 403)
+    assert unknown.status_code in (404, 405)
+    kinds = [KINDS[path](answer.json()) for answer in (refused, foreign, unknown)]
+    if KINDS[path] is anthropic_kind:
+        unknown_kind = "not_found_error" if unknown.status_code == 404 else "invalid_request_error"
+        assert kinds == ["authentication_error", "permission_error", unknown_kind]
+
+
+def test_anthropics_errors_name_the_request_in_the_body_and_in_two_headers() -> None:
+    answer = Api().post(ANTHROPIC, {})
+    assert answer.status_code == 400
+    assert answer.json()["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert "request-id" not in Api().post(OPENAI, {}).headers
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "again"),
+    [
+        (NotReady("The model is being loaded."), 503, "overloaded_error", ("5", None)),
+        (WorkerLost("Worker 1 died."), 503, "api_error", ("5", "false")),
+        (Overloaded("Too many.", retry_after_s=1.2), 429, "rate_limit_error", ("2", None)),
+        (RingError("It broke."), 500, "api_error", (None, "false")),
+    ],
+)
+def test_what_may_pass_says_when_to_come_again_and_what_may_not_says_so(
+    api: Api, error: RingError, status: int, kind: str, again: tuple[str | None, str | None]
+) -> None:
+    api.service.error = error
+    for path, fields in FIELDS.items():
+        answer = api.post(path, fields)
+        assert answer.status_code == status
+        assert (answer.headers.get("retry-after"), answer.headers.get("x-should-retry")) == again
+        told = KINDS[path](answer.json())
+        assert told == kind or path == OPENAI
+
+
+def test_fastapis_422_is_a_400_of_the_dialect() -> None:
+    app = FastAPI()
+    install_error_handlers(app)
+
+    async def counted(count: int) -> int:
+        return count
+
+    app.add_api_route("/api/counted", counted)
+    answer = TestClient(app).get("/api/counted?count=many")
+    assert (answer.status_code, ollama_kind(answer.json())) == (400, "")
+    assert "'count'" in answer.json()["error"]
+
+
+def test_a_body_over_the_limit_is_anthropics_413() -> None:
+    large = Api(settings=ApiSettings(max_body_bytes=10)).post(ANTHROPIC, FIELDS[ANTHROPIC])
+    assert (large.status_code, anthropic_kind(large.json())) == (413, "request_too_large")
+
+
+NAMES = [
+    "input", "messages", "system", "instructions", "tools", "tool_choice", "thinking", "reasoning", "text", "include",
+    "output_config", "context_management", "stop_sequences", "max_tokens", "stream", "thread", "metadata", "conversation",
+]  # fmt: skip
+INNER = [
+    "type",
+    "role",
+    "content",
+    "text",
+    "name",
+    "input",
+    "arguments",
+    "call_id",
+    "format",
+    "schema",
+    "edits",
+    "keep",
+]
+WORDS = ["user", "assistant", "message", "function", "function_call", "tool_use", "tool", "text", "input_text", "enabled", "json_schema"]  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.sampled_from(WORDS) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(INNER), inner, max_size=4),
+    max_leaves=10,
+)
+FUZZED = Api()
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(path=st.sampled_from(sorted(FIELDS)), body=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
+def test_no_body_is_the_servers_failure(path: str, body: dict[str, object]) -> None:
+    answer = FUZZED.post(path, FIELDS[path] | body)
+    assert answer.status_code in (200, 400)
+    if answer.status_code == 400:
+        assert KINDS[path](answer.json()) == "invalid_request_error"

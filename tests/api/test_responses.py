@@ -1,0 +1,199 @@
+"""`/v1/responses`: what is read, what is written, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from tests.api.clients import Api, refusal
+
+from mlx_ring.api.conversation.format import ChatFormat
+from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.error_bodies import Trouble
+from mlx_ring.api.openai.responses.asking import conversation_of
+from mlx_ring.api.openai.responses.items import seal
+from mlx_ring.api.openai.responses.request import ResponsesRequest
+from mlx_ring.api.openai.responses.response import response_of, usage_of
+from mlx_ring.api.openai.responses.writer import ResponseWriter
+from mlx_ring.core.types import SamplingParams
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+Events = list[Any]
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+PARTS: tuple[AnswerPart, ...] = (
+    Reasoning("Let me "),
+    Reasoning("see."),
+    Content("I'll "),
+    Content("add."),
+    CallOpening(0, "call_1", "add"),
+    CallArguments(0, '{"a"'),
+    CallArguments(0, ": 1}"),
+    CallOpening(1, "call_2", "add"),
+    CallArguments(1, "{}"),
+)
+TEXT = ("output_item.added", "content_part.added", "{0}.delta", "{0}.delta", "{0}.done", "content_part.done", "output_item.done")  # fmt: skip
+CALL = ("function_call_arguments.delta", "function_call_arguments.done", "output_item.done")
+
+
+def writer(**fields: object) -> ResponseWriter:
+    asked = ResponsesRequest.model_validate({"input": "Hello."} | fields)
+    response = response_of(asked, SamplingParams(), id="resp_1", model="twin", created_at=1)
+    return ResponseWriter(response, seals_reasoning=asked.seals_reasoning)
+
+
+def kinds(events: Events) -> list[str]:
+    return [str(event["type"]).removeprefix("response.") for event in events]
+
+
+def checked(events: Events) -> Events:
+    """Each event is one that the SDK's own types take, numbered without a gap."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        EVENT.validate_python(event)
+    return events
+
+
+def test_items_open_grow_and_close_in_the_order_of_the_answer() -> None:
+    made = writer(include=["reasoning.encrypted_content"])
+    events: Events = list(made.opening())
+    for part in PARTS:
+        events += made.part(part)
+    events += made.closing("completed", usage_of(10, 4, 9, 3))
+    assert kinds(checked(events)) == [
+        "created",
+        "in_progress",
+        *(kind.format("reasoning_text") for kind in TEXT),
+        *(kind.format("output_text") for kind in TEXT),
+        "output_item.added",
+        "function_call_arguments.delta",
+        *CALL,
+        "output_item.added",
+        *CALL,
+        "completed",
+    ]
+    whole = Response.model_validate(events[-1]["response"])
+    thought, said, first, second = (item.to_dict() for item in whole.output)
+    assert thought["content"] == [{"type": "reasoning_text", "text": "Let me see."}]
+    assert thought["encrypted_content"] == seal("Let me see.")
+    assert said["content"] == [
+        {"type": "output_text", "text": "I'll add.", "annotations": [], "logprobs": []}
+    ]
+    assert (first["call_id"], first["name"], first["arguments"]) == ("call_1", "add", '{"a": 1}')
+    assert (second["call_id"], second["arguments"], second["status"]) == ("call_2", "{}", "completed")
+    places = [event["output_index"] for event in events if "output_index" in event]
+    assert places == sorted(places)
+    assert {
+        event["item_id"] for event in events if event.get("output_index") == 1 and "item_id" in event
+    } == {said["id"]}
+
+
+def test_an_answer_at_its_limit_is_incomplete_and_so_is_its_last_item() -> None:
+    made = writer()
+    list(made.part(Content("Hel")))
+    whole: dict[str, Any] = made.whole("incomplete", usage_of(1, 0, 1, 0))
+    assert whole["status"] == "incomplete"
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in whole["output"]] == ["incomplete"]
+
+
+def test_a_failure_is_told_to_readers_of_events_and_raised_by_sdks() -> None:
+    made = writer()
+    events: Events = [*made.opening(), *made.part(Content("Hel"))]
+    events += made.failing(Trouble(503, "Worker 1 died.", "server_error", "worker_lost"))
+    assert kinds(checked(events))[-4:] == ["content_part.done", "output_item.done", "failed", "error"]
+    failed = Response.model_validate(events[-2]["response"])
+    assert failed.status == "failed"
+    assert failed.error is not None
+    assert (failed.error.code, failed.error.message) == ("server_error", "Worker 1 died.")
+    assert events[-1]["error"] == events[-1]["error"] | {"message": "Worker 1 died.", "code": "worker_lost"}
+
+
+def asked(items: object, **fields: object) -> list[Any]:
+    request = ResponsesRequest.model_validate({"input": items} | fields)
+    return list(conversation_of(request, ChatFormat()).messages)
+
+
+def test_a_turns_items_are_one_message_to_the_template() -> None:
+    answer = writer()
+    for part in PARTS:
+        list(answer.part(part))
+    whole: dict[str, Any] = answer.whole("completed", usage_of(1, 0, 1, 0))
+    own: Events = whole["output"]
+    call = {"type": "function_call", "call_id": "c3", "name": "add", "arguments": "no json"}
+    assert asked([{"role": "user", "content": "1+?"}, *own, call, {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "2"}]}]) == [
+        {"role": "user", "content": "1+?"},
+        {
+            "role": "assistant",
+            "content": "I'll add.",
+            "reasoning_content": "Let me see.",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+                {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": {}}},
+                {"id": "c3", "type": "function", "function": {"name": "add", "arguments": "no json"}},
+            ],
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+    ]  # fmt: skip
+
+
+def test_instructions_and_a_developers_message_at_the_beginning_are_one() -> None:
+    assert asked([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi."}], instructions="Be kind.") == [
+        {"role": "system", "content": "Be kind.\nBe brief."},
+        {"role": "user", "content": "Hi."},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sealed", "thought"), [(seal("Hm."), "Hm."), ("gAAAAB", "briefly"), ("mlx-ring:%", "briefly")]
+)
+def test_a_thought_comes_back_sealed_and_anothers_seal_leaves_its_summary(sealed: str, thought: str) -> None:
+    reasoning: dict[str, Any] = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "content": None,
+        "encrypted_content": sealed,
+    }
+    reasoning["summary"] = [{"type": "summary_text", "text": "briefly"}]
+    answer: dict[str, Any] = {
+        "type": "message",
+        "id": "msg_1",
+        "role": "assistant",
+        "status": "completed",
+        "phase": None,
+    }
+    answer["content"] = [{"type": "output_text", "text": "Yes.", "annotations": [], "logprobs": None}]
+    [message] = asked([reasoning, answer])
+    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "the whole conversation"),
+        ({"conversation": "conv_1"}, "conversation", "the whole conversation"),
+        ({"background": True}, "background", "leave it out"),
+        ({"prompt": {"id": "p"}}, "prompt", "'instructions'"),
+        ({"truncation": "auto"}, "truncation", "'disabled'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice.name", "sub"),
+        ({"tool_choice": "required"}, "tool_choice", "no 'tools'"),
+        ({"include": ["file_search_call.results"]}, "include[0]", "file_search_call.results"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "not padded"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "detailed"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format", "grammar"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]", "input_image"),
+        ({"input": []}, "input", "input"),
+        ({"input": 3}, "input", "string or a list"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "1"),
+        ({"n": 2}, "n", "not supported"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused_by_name(
+    api: Api, fields: dict[str, object], param: str, says: str
+) -> None:
+    named, message = refusal(api.post("/v1/responses", {"input": "Hello."} | fields))
+    assert named == param
+    assert says in message

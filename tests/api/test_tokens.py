@@ -1,0 +1,57 @@
+"""`/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+import pytest
+from tests.api.clients import Api, refusal
+from tests.api.twins import ANSWER, BOS
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_text_becomes_tokens_and_tokens_become_text(api: Api, prefix: str) -> None:
+    body = api.post(f"{prefix}/tokenize", {"prompt": "Hi", "return_token_strs": True}).json()
+    assert body == {
+        "count": 3,
+        "max_model_len": 4096,
+        "tokens": [BOS, 72, 105],
+        "token_strs": ["<bos>", "H", "i"],
+    }
+    plain = api.post(f"{prefix}/tokenize", {"prompt": "Hi", "add_special_tokens": False}).json()
+    assert (plain["tokens"], plain["token_strs"]) == ([72, 105], None)
+    assert api.post(f"{prefix}/detokenize", {"tokens": body["tokens"]}).json() == {"prompt": "<bos>Hi"}
+
+
+def test_messages_become_the_prompt_that_a_chat_would_have(api: Api) -> None:
+    body = api.post("/tokenize", {"messages": MESSAGES}).json()
+    assert body["tokens"] == [BOS, *b"user: x\n", ANSWER]
+    assert (
+        body["count"]
+        == api.post("/v1/chat/completions", {"messages": MESSAGES}).json()["usage"]["prompt_tokens"]
+    )
+    alone = api.post("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False}).json()
+    assert alone["tokens"] == [BOS, *b"user: x\n"]
+
+
+def test_an_empty_text_has_the_tokens_that_it_has(api: Api) -> None:
+    assert api.post("/tokenize", {"prompt": "", "add_special_tokens": False}).json()["tokens"] == []
+    assert api.post("/detokenize", {"tokens": list[int]()}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/tokenize", dict[str, object](), "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"prompt": ["x"]}, "prompt"),
+        ("/detokenize", dict[str, object](), "tokens"),
+        ("/detokenize", {"tokens": [1, 320]}, "tokens[1]"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(api: Api, path: str, body: dict[str, object], named: str) -> None:
+    param, message = refusal(api.post(path, body))
+    assert param == named
+    assert named in message
