@@ -41,6 +41,7 @@ check: .venv/.ready-dev ## lint, format, types, import contracts, generated code
 
 conformance: .venv/.ready-dev ## cut every architecture and compare with the whole; rewrites docs/architectures.md
 	$(BIN)/pytest -m conformance --write-table $(ARGS)
+	$(BIN)/pytest tests/end_to_end/test_equality.py --thorough
 
 bench: .venv/.ready-dev ## compare with mlx-lm on this machine, side by side
 	$(BIN)/python bench/compare.py $(ARGS)

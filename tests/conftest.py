@@ -25,6 +25,7 @@ settings.load_profile("untimed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fail-on-skip", action="store_true", help="a skipped test fails the run")
+    parser.addoption("--thorough", action="store_true", help="more of what is tried at random")
     parser.addoption("--write-table", action="store_true", help="the conformance run writes what it finds")
 
 

@@ -23,9 +23,9 @@ _ROOMY = {
 }
 
 
-def write_tiny_model(folder: Path, vocabulary: int = 320) -> Path:
+def write_tiny_model(folder: Path, vocabulary: int = 320, kv_heads: int = 2) -> Path:
     """Five layers, 320 token ids of which 258 mean something. What it says is noise."""
-    write_random_model(folder, QWEN3 | {"vocab_size": vocabulary})
+    write_random_model(folder, QWEN3 | {"vocab_size": vocabulary, "num_key_value_heads": kv_heads})
     return _write_tokenizer(folder)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 from tests.api.clients import serving
-from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
 
 from mlx_ring.core.errors import WorkerLost
 
@@ -68,6 +70,57 @@ def test_the_stream_helper_puts_the_answer_together(client: openai.OpenAI) -> No
         model="twin", messages=[{"role": "user", "content": "Hello."}]
     ) as stream:
         assert stream.get_final_completion().choices[0].message.content == ANSWER_TEXT
+
+
+class GetWeather(BaseModel):
+    """The weather of a city."""
+
+    city: str
+
+
+CALL = (
+    '<think>Hm.</think>\n<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+)
+WEATHER = openai.pydantic_function_tool(GetWeather)
+
+
+@pytest.fixture
+def caller() -> Iterator[openai.OpenAI]:
+    """The SDK, pointed at a model that thinks and calls a tool."""
+    with (
+        serving(TwinService(tokenizer=MarkingTokenizer(), says=CALL)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_a_streamed_call_is_put_together_and_parsed(caller: openai.OpenAI) -> None:
+    with caller.chat.completions.stream(
+        model="twin", messages=[{"role": "user", "content": "Weather?"}], tools=[WEATHER]
+    ) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_completion().choices[0].message
+    assert kinds.count("tool_calls.function.arguments.delta") > 3
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+    assert message.tool_calls is not None
+    assert message.tool_calls[0].function.parsed_arguments == GetWeather(city="Zürich")
+    assert message.content in (None, "")
+
+
+def test_a_call_and_its_result_go_back_as_history(caller: openai.OpenAI) -> None:
+    asked: Any = {"role": "user", "content": "Weather?"}
+    answer = caller.chat.completions.create(model="twin", messages=[asked], tools=[WEATHER])
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert message.tool_calls is not None
+    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
+    history: Any = message.model_dump()
+    again = caller.chat.completions.create(
+        model="twin",
+        messages=[asked, history, result],
+        tools=[WEATHER],
+    )
+    assert again.choices[0].message.tool_calls
 
 
 def test_a_completion_whole_and_streamed(client: openai.OpenAI) -> None:

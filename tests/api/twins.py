@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_ring.api.conversation.format import ParseCalls
@@ -46,7 +48,7 @@ class ByteTokenizer:
     bos_token = "<bos>"  # noqa: S105 - a token of text
     bos_token_id = BOS
     eos_token_id = EOS
-    added_tokens_decoder: Mapping[int, _Added] = {token: _Added(name) for token, name in SPECIAL.items()}
+    special: Mapping[int, str] = SPECIAL
     chat_template: str | None = None
     think_start: str | None = None
     think_end: str | None = None
@@ -62,7 +64,11 @@ class ByteTokenizer:
         self.template_kwargs: dict[str, object] = {}
 
     def __len__(self) -> int:
-        return 259
+        return BOS + len(self.special)
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, _Added]:
+        return {token: _Added(name) for token, name in self.special.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
@@ -76,11 +82,11 @@ class ByteTokenizer:
             if token < BOS:
                 data += bytes([token])
             elif not skip_special_tokens:
-                data += SPECIAL.get(token, "").encode()
+                data += self.special.get(token, "").encode()
         return data.decode(errors="replace")
 
     def convert_ids_to_tokens(self, ids: int) -> str | None:
-        return printable(ids) if ids < BOS else SPECIAL.get(ids)
+        return printable(ids) if ids < BOS else self.special.get(ids)
 
     def apply_chat_template(
         self,
@@ -91,21 +97,73 @@ class ByteTokenizer:
         **kwargs: object,
     ) -> list[int]:
         assert tokenize
-        assert add_generation_prompt
         if kwargs.get("refuse"):
             raise ValueError("roles must alternate")
         self.conversation, self.template_kwargs = conversation, kwargs
         text = "".join(f"{message['role']}: {message['content']}\n" for message in conversation)
-        return [*self.encode(text, add_special_tokens=True), ANSWER]
+        assert add_generation_prompt != bool(kwargs.get("continue_final_message"))
+        if not add_generation_prompt:
+            return [
+                *self.encode("", add_special_tokens=True),
+                ANSWER,
+                *self.encode(text.removesuffix("\n"), add_special_tokens=False),
+            ]
+        return [*self.encode(text, add_special_tokens=True), ANSWER, *self.opening(kwargs)]
+
+    def opening(self, template_kwargs: Mapping[str, object]) -> list[int]:
+        """What the template puts before the answer."""
+        del template_kwargs
+        return []
 
 
-def next_token(history: Sequence[int]) -> int:
-    """To a chat: the answer's bytes, then EOS. To other prompts: the alphabet, by position, for ever."""
-    if ANSWER not in history:
-        return ord("a") + len(history) % 26
-    said = len(history) - 1 - max(place for place, token in enumerate(history) if token == ANSWER)
-    answer = ANSWER_TEXT.encode()
-    return answer[said] if said < len(answer) else EOS
+def parse_json_call(text: str, tools: object) -> object:
+    """As mlx-lm's `json_tools`, by whose name it goes."""
+    del tools
+    return json.loads(text)
+
+
+parse_json_call.__module__ = "json_tools"
+
+
+class MarkingTokenizer(ByteTokenizer):
+    """A model's that thinks and calls tools, as Qwen's: all its marks are special tokens."""
+
+    special: Mapping[int, str] = SPECIAL | {
+        259: "<think>",
+        260: "</think>",
+        261: "<tool_call>",
+        262: "</tool_call>",
+    }
+    chat_template = "{% if tools %}{{ tools }}{% endif %}{{ enable_thinking }}"
+    think_start, think_end = "<think>", "</think>"
+    tool_call_start, tool_call_end = "<tool_call>", "</tool_call>"
+    tool_parser = staticmethod(parse_json_call)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokens = [BOS] * add_special_tokens
+        ids = {name: token for token, name in self.special.items()}
+        for piece in re.split(r"(</?(?:think|tool_call)>)", text):
+            tokens += [ids[piece]] if piece in ids else piece.encode()
+        return tokens
+
+    def opening(self, template_kwargs: Mapping[str, object]) -> list[int]:
+        return (
+            self.encode("<think>\n", add_special_tokens=False)
+            if template_kwargs.get("enable_thinking")
+            else []
+        )
+
+
+def saying(tokens: Sequence[int]) -> Callable[[Sequence[int]], int]:
+    """To a chat: these tokens, then EOS. To other prompts: the alphabet, by position, for ever."""
+
+    def next_token(history: Sequence[int]) -> int:
+        if ANSWER not in history:
+            return ord("a") + len(history) % 26
+        said = len(history) - 1 - max(place for place, token in enumerate(history) if token == ANSWER)
+        return tokens[said] if said < len(tokens) else EOS
+
+    return next_token
 
 
 class TwinService:
@@ -124,16 +182,19 @@ class TwinService:
         policy: Policy = Policy(),  # noqa: B008 - frozen
         kv: RankKv | None = None,
         names: Sequence[str] = ("org/twin", "twin"),
+        tokenizer: ByteTokenizer | None = None,
+        says: str = ANSWER_TEXT,
     ) -> None:
         self.model_id, *self.aliases = names
         self.is_loaded = True
         self.context_length = context
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.default_sampling = SamplingDefaults()
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None
         self.stages = stages
-        self.executor = TwinExecutor([1] * stages, next_token=next_token, automatic=automatic)
+        answer = self.tokenizer.encode(says, add_special_tokens=False)
+        self.executor = TwinExecutor([1] * stages, next_token=saying(answer), automatic=automatic)
         self.engine = Engine(
             self.executor,
             Vocabulary.of(self.tokenizer),

@@ -23,7 +23,8 @@ from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.engine import Engine
 from mlx_ring.worker.sampler.noise import gumbel, keys
 
-PROMPTS, TOKENS = 50, 128
+THOROUGH, USUAL = (50, 128), (16, 48)
+"""Prompts and tokens of each, with `--thorough` and without."""
 FEW, SHORT = 10, 40
 """Of prompts and tokens, where ranks share layers."""
 GENERATED = 10
@@ -57,9 +58,9 @@ class Expected:
 
 
 async def _all(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
+    engine: Engine, prompts: Sequence[tuple[int, ...]], count: int, sampling: SamplingParams
 ) -> list[list[int]]:
-    return await asyncio.gather(*(generate(engine, prompt, TOKENS, sampling) for prompt in prompts))
+    return await asyncio.gather(*(generate(engine, prompt, count, sampling) for prompt in prompts))
 
 
 @pytest.fixture(scope="module", params=["demo", "demo-moe", *RANDOM_MODELS])
@@ -71,22 +72,24 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     else:
         folder = find_model(name).folder.path
     numbers = random.Random(5)
+    how_many, tokens = THOROUGH if request.config.getoption("--thorough") else USUAL
     vocabulary = read_model_folder(folder).vocab_size
     prompts = [
-        tuple(numbers.randrange(vocabulary) for _ in range(numbers.randint(1, 40))) for _ in range(PROMPTS)
+        tuple(numbers.randrange(vocabulary) for _ in range(numbers.randint(1, 40))) for _ in range(how_many)
     ]
     whole = WholeModel(folder)
 
     async def one_worker() -> tuple[list[list[int]], list[list[int]]]:
-        async with running_engine(folder, 1, tmp_path_factory.mktemp("logs"), max_num_seqs=PROMPTS) as (
+        async with running_engine(folder, 1, tmp_path_factory.mktemp("logs"), max_num_seqs=how_many) as (
             engine,
             _,
         ):
-            return await _all(engine, prompts, GREEDY), await _all(engine, prompts, SEEDED)
+            return await _all(engine, prompts, tokens, GREEDY), await _all(engine, prompts, tokens, SEEDED)
 
     greedy, seeded = asyncio.run(one_worker())
-    ties = sum(_ties(whole, prompt, tokens) for prompt, tokens in zip(prompts, greedy, strict=True))
-    greedy[:GENERATED] = [whole.greedy(prompt, TOKENS) for prompt in prompts[:GENERATED]]
+    assert {len(answer) for answer in greedy} == {tokens}
+    ties = sum(_ties(whole, prompt, answer) for prompt, answer in zip(prompts, greedy, strict=True))
+    greedy[:GENERATED] = [whole.greedy(prompt, tokens) for prompt in prompts[:GENERATED]]
     return Expected(folder, whole, prompts, greedy, ties, seeded)
 
 
@@ -95,7 +98,6 @@ def _ties(whole: WholeModel, prompt: tuple[int, ...], tokens: list[int]) -> int:
     logits = whole.every_logits((*prompt, *tokens))[len(prompt) - 1 : -1]
     chosen = mx.take_along_axis(logits, mx.array(tokens)[:, None], axis=1)
     behind = mx.max(logits, axis=1, keepdims=True) - chosen
-    assert len(tokens) == TOKENS
     assert cast("float", mx.max(behind).item()) <= TIE
     return cast("int", mx.sum(behind > 0).item())
 
@@ -106,14 +108,17 @@ def test_tokens_equal_the_whole_models_however_it_is_split(
     expected: Expected, stages: int, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
     async def run() -> dict[str, Agreement]:
-        async with running_engine(expected.folder, stages, tmp_path, max_num_seqs=PROMPTS) as (engine, _):
+        async with running_engine(expected.folder, stages, tmp_path, max_num_seqs=len(expected.prompts)) as (
+            engine,
+            _,
+        ):
             return {
                 "greedy, against mlx-lm": await _agree(engine, expected, GREEDY),
                 "seeded, against one worker": await _agree(engine, expected, SEEDED),
             }
 
     record_property("ties of one worker's, against mlx-lm", expected.ties)
-    _hold(asyncio.run(run()), PROMPTS * TOKENS, record_property)
+    _hold(asyncio.run(run()), sum(map(len, expected.greedy)), record_property)
 
 
 @pytest.mark.alone

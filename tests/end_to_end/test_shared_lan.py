@@ -31,8 +31,8 @@ LONG = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "temperature":
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every token id means something, so that answers tell their tokens."""
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", vocabulary=258)
+    """Every token id means something, so that answers tell their tokens; four ranks find a KV head each."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", vocabulary=258, kv_heads=4)
 
 
 @pytest.fixture(scope="module")
@@ -167,13 +167,25 @@ def is_ready(cluster: LanCluster, server: Server) -> bool:
     return cluster.head.threads.submit(look).result()
 
 
+@pytest.mark.parametrize("link", ["ring", "allreduce"])
 def test_stages_on_two_machines_are_linked_over_that_network(
-    cluster: LanCluster, server: Server, whole: WholeModel
+    cluster: LanCluster, server: Server, whole: WholeModel, link: str
 ) -> None:
     server.stop()
-    ring = cluster.serve(2, "--strategy", "uniform", "--link", "ring", *FLAGS)
-    check_captured(cluster, ring, whole)
-    assert ring.stop() == 0
+    linked = cluster.serve(2, "--strategy", "uniform", "--link", link, *FLAGS)
+    check_captured(cluster, linked, whole)
+    assert linked.stop() == 0
+
+
+def test_two_machines_have_two_ranks_each(cluster: LanCluster, server: Server, whole: WholeModel) -> None:
+    server.stop()
+    four = cluster.serve(2, "--tp", "4", *FLAGS)
+    check_captured(cluster, four, whole)
+    (instance,) = cluster.get(four, "/cluster/status")["instances"]
+    (stage,) = instance["stages"]
+    nodes = [machine.node for machine in cluster.machines[:2]]
+    assert sorted(rank["node"] for rank in stage["ranks"]) == sorted(nodes * 2)
+    assert four.stop() == 0
 
 
 def test_a_plan_in_which_two_machines_share_layers_is_served_as_it_says(

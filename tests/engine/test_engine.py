@@ -28,7 +28,9 @@ from mlx_ring.core.errors import (
 from mlx_ring.core.types import SamplingParams, TokenLogprob
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.sequence import GenerateRequest
+from mlx_ring.engine.streams import Delta
 from mlx_ring.engine.twin import TwinExecutor, hash_token
 
 
@@ -81,6 +83,28 @@ def test_what_only_began_like_a_stop_string_is_shown_at_the_end() -> None:
 def test_a_character_of_several_tokens_comes_out_whole() -> None:
     answer = answer_of(says("a🚀".encode()), ask())
     assert [delta.text for delta in answer.deltas] == ["a", "", "", "", "🚀", ""]
+
+
+def test_each_token_has_its_piece_of_the_text() -> None:
+    answer = answer_of(says("aé".encode() + b" EN"), ask(stop=("END",)))
+    assert [delta.pieces for delta in answer.deltas] == [("a",), ("",), ("é",), (" ",), ("",), ("",), ("EN",)]
+
+
+def test_an_answer_that_its_reader_ends_ends_well_and_is_kept() -> None:
+    async def run() -> tuple[list[Delta], Engine, TwinExecutor]:
+        twin = TwinExecutor((1,), next_token=says(b"x" * 20, prompt=30))
+        engine = make_engine(twin, Policy(draft_tokens=0))
+        stream = engine.submit(ask(30))
+        await anext(stream)
+        stream.stop()
+        stream.stop()
+        return [delta async for delta in stream], engine, twin
+
+    (last,), engine, twin = asyncio.run(run())
+    assert (last.finish_reason, last.text, last.token_ids) == ("stop", "", ())
+    assert last.timings is not None
+    assert engine.stats().finished == {"stop": 1}
+    assert any(operation.HasField("park") for step in twin.sent for operation in step.operations)
 
 
 def test_log_probabilities_come_with_their_tokens_where_asked_for() -> None:

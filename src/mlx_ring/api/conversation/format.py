@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
+from mlx_ring.api.conversation import harmony
 from mlx_ring.api.service import Tokenizer
 
 State = Literal["start", "content", "reasoning", "calls", "header"]
@@ -115,7 +116,10 @@ class ChatFormats:
 
 
 def read_format(tokenizer: Tokenizer) -> ChatFormat:
-    """What mlx-lm's wrapper has found out about a tokenizer."""
+    """What mlx-lm's wrapper has found out about a tokenizer, or what is known here besides."""
+    words = frozenset(_WORD.findall(_template_text(tokenizer)))
+    if harmony.is_harmony([added.content for added in tokenizer.added_tokens_decoder.values()]):
+        return _with_special(_harmony(words), tokenizer)
     calls = _read_calls(tokenizer)
     plain = ChatFormat(
         thinking=_read_thinking(tokenizer),
@@ -123,9 +127,18 @@ def read_format(tokenizer: Tokenizer) -> ChatFormat:
         dropped=tuple(tokenizer.structural_markers),
         begins=_STATES.get(tokenizer.response_initial_state or "", "start"),
         turns=_read_turns(tokenizer.response_transitions, calls),
-        words=frozenset(_WORD.findall(_template_text(tokenizer))),
+        words=words,
     )
     return _with_special(plain, tokenizer)
+
+
+def _harmony(words: frozenset[str]) -> ChatFormat:
+    calls = CallMarks(
+        harmony.CALL_START, harmony.CALL_END, "harmony", harmony.parse_tool_call, harmony.CALL_INNER
+    )
+    return ChatFormat(
+        calls=calls, begins="header", turns=_read_turns(harmony.TRANSITIONS, calls), words=words
+    )
 
 
 def prompts_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:

@@ -16,6 +16,8 @@ import numpy as np
 from mlx_ring.cluster.planner.stage_tables import Table
 
 _CLOSE = 1e-3
+_AT_ONCE = 8
+"""Rows that are joined with a table in one go: more, and the processor's cache does not hold what comes of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +49,50 @@ class _Search:
         self._tables = [np.ascontiguousarray(table.T) for table in tables]
         self._hops = hops
         self._join = np.add if adds else np.maximum
-        self._starts_apart = starts_apart
-        self._best: dict[tuple[int, int], Table] = {}
+        self._starts = len(tables) if starts_apart else 1
+        self._room = np.empty((_AT_ONCE, *tables[0].shape))
+        """Kept: to get so much memory anew takes longer than to fill it."""
+        self._best: dict[int, dict[int, Table]] = {}
         """By set of machines and the last of them: by first machine, the cost of covering the layers before each."""
 
     def ways(self, stages: int) -> Iterator[tuple[int, int, int, float]]:
-        """The set, the last machine, the first, and the cost of covering all layers with so many machines."""
-        for members in combinations(self._nodes, stages):
-            bits = sum(1 << node for node in members)
-            for last in members:
-                costs = self._extend(bits, last)
-                for start in np.flatnonzero(np.isfinite(costs[:, -1])):
-                    yield bits, last, int(start), float(costs[start, -1])
+        """The set, the last machine, the first, and the cost of covering all layers with so many machines.
 
-    def _extend(self, members: int, last: int) -> Table:
-        table, before = self._tables[last], members & ~(1 << last)
-        best = np.full((len(self._nodes) if self._starts_apart else 1, len(table)), np.inf)
-        if not before:
-            best[last if self._starts_apart else 0] = table[:, 0]
-        else:
-            reached = self._arriving(before, last).min(axis=0)
-            starts = np.flatnonzero(np.isfinite(reached).any(axis=1))
-            for start in starts:
-                best[start] = self._join(reached[start], table).min(axis=1)
-        self._best[members, last] = best
-        return best
+        To be asked for one machine first, then for two, and so on.
+        """
+        for last in self._nodes:
+            self._extend(stages, last)
+        for members in _sets(self._nodes, stages):
+            for last, costs in self._best[members].items():
+                for start in np.flatnonzero(np.isfinite(costs[:, -1])):
+                    yield members, last, int(start), float(costs[start, -1])
+
+    def _extend(self, stages: int, last: int) -> None:
+        """All ways of so many machines that end on this one."""
+        if stages == 1:
+            costs = np.full((self._starts, len(self._tables[last])), np.inf)
+            costs[last if self._starts > 1 else 0] = self._tables[last][:, 0]
+            self._best[1 << last] = {last: costs}
+            return
+        sets = [bits for bits in _sets(self._nodes, stages - 1) if not bits >> last & 1]
+        reached = np.stack([self._arriving(before, last).min(axis=0) for before in sets])
+        for before, costs in zip(sets, self._joined(reached, last), strict=True):
+            self._best.setdefault(before | 1 << last, {})[last] = costs
+
+    def _joined(self, reached: Table, last: int) -> Table:
+        """By set, first machine and end: what was reached, and this machine's layers on top of it."""
+        rows = reached.reshape(-1, reached.shape[-1])
+        best = np.full(rows.shape, np.inf)
+        possible = np.flatnonzero(np.isfinite(rows).any(axis=1))
+        for place in range(0, len(possible), _AT_ONCE):
+            some = possible[place : place + _AT_ONCE]
+            room = self._room[: len(some)]
+            best[some] = self._join(rows[some][:, None], self._tables[last], out=room).min(axis=2)
+        return best.reshape(reached.shape)
 
     def _arriving(self, before: int, last: int) -> Table:
         """By machine of a set, first machine and layer: the cost of covering the layers before it, and of handing over."""
-        return np.stack([self._best[before, node] + self._hops[node, last] for node in _members(before)])
+        return np.stack([costs + self._hops[node, last] for node, costs in self._best[before].items()])
 
     def trace(self, members: int, last: int, start: int) -> tuple[Piece, ...]:
         pieces: list[Piece] = []
@@ -84,12 +101,13 @@ class _Search:
             arriving = self._arriving(before, last)[:, start]
             first = int(self._join(arriving.min(axis=0), self._tables[last][end]).argmin())
             pieces.append(Piece(last, first, end))
-            members, last, end = before, _members(before)[int(arriving[:, first].argmin())], first
+            members, last, end = before, list(self._best[before])[int(arriving[:, first].argmin())], first
         return (Piece(last, 0, end), *reversed(pieces))
 
 
-def _members(bits: int) -> list[int]:
-    return [node for node in range(bits.bit_length()) if bits >> node & 1]
+def _sets(nodes: Sequence[int], size: int) -> list[int]:
+    """All sets of so many, as bits."""
+    return [sum(1 << node for node in members) for members in combinations(nodes, size)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_ring.cluster.planner.profiles import LayerProfile, ModelProfile, NodeProfile
+from mlx_ring.cluster.planner.profiles import LayerProfile, NodeProfile
 from mlx_ring.cluster.planner.stage_tables import (
     Demand,
+    LayerKinds,
     Table,
+    before,
     head_seconds,
     held_kv_bytes,
     layer_seconds,
@@ -45,16 +47,6 @@ class Fractions:
         )
 
 
-class LayerKinds:
-    """A model's layers, those that are alike once."""
-
-    def __init__(self, model: ModelProfile) -> None:
-        self.model = model
-        places = {layer: place for place, layer in enumerate(dict.fromkeys(model.layers))}
-        self.kinds = tuple(places)
-        self.index: NDArray[np.intp] = np.array([places[layer] for layer in model.layers])
-
-
 class RankCosts:
     """Of one rank, whichever layers its stage has."""
 
@@ -63,16 +55,13 @@ class RankCosts:
         self._model = layers.model
         self._demand = demand
         self._part = part
-        self._index = layers.index
+        self._layers = layers
         self._kinds = [_share_of(layer, part) for layer in layers.kinds]
         self._head_bytes = round(layers.model.head_bytes * part.vocabulary)
-        weights = self._by_layer([layer.weight_bytes for layer in self._kinds])
-        kv = self._by_layer([held_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
+        weights = layers.by_layer([layer.weight_bytes for layer in self._kinds])
+        kv = layers.by_layer([held_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
         self._seconds: dict[tuple[int, int], Table] = {}
-        self._weights_before, self._kv_before = _before(weights), _before(kv)
-
-    def _by_layer(self, values: list[float]) -> Table:
-        return np.array(values, dtype=np.float64)[self._index]
+        self._weights_before, self._kv_before = before(weights), before(kv)
 
     def seconds_before(self, rows: int, context_tokens: int) -> Table:
         """By layer: computing all before it, what the model ends with as if it stood in the last one."""
@@ -82,7 +71,7 @@ class RankCosts:
 
     def _sum_seconds(self, rows: int, context_tokens: int) -> Table:
         model, rate = self._model, self.node.rate(self._model.weights)
-        each = self._by_layer(
+        each = self._layers.by_layer(
             [
                 layer_seconds(layer, self.node, rate, model, self._demand, rows, context_tokens)
                 for layer in self._kinds
@@ -92,12 +81,12 @@ class RankCosts:
             self._head_bytes, model.vocabulary * self._part.vocabulary, model.hidden_size, rate, rows
         )
         each[-1] += self.node.costs.draw_s + rows * model.vocabulary * self.node.costs.logit_s
-        return _before(each)
+        return before(each)
 
     def prefill_s(self, first: int, end: int, tokens: int) -> float:
         """A stage's part of reading a prompt, without what ranks exchange."""
         rate = self.node.rate(self._model.weights)
-        each = self._by_layer([layer.flops_per_token for layer in self._kinds])
+        each = self._layers.by_layer([layer.flops_per_token for layer in self._kinds])
         flops = float(each[first:end].sum()) * tokens
         scores = prefill_scores(self._model, end - first, tokens) * self._part.heads
         computing = flops / rate.flops + scores / self.node.flops
@@ -113,14 +102,14 @@ class RankCosts:
 
     def memory_bytes(self, first: int, end: int) -> int:
         """Working memory and our process included."""
-        logits = 4 * self._demand.sequences * self._model.vocabulary * (end == len(self._index))
+        logits = 4 * self._demand.sequences * self._model.vocabulary * (end == len(self._layers.index))
         whole = self._ends_bytes(first, end) + logits + working_bytes(self._model) + self.node.process_bytes
         layers = self._weights_before + self._kv_before
         return int(np.ceil(layers[end] - layers[first])) + whole
 
     def _ends_bytes(self, first: int, end: int) -> int:
         """Where the embedding serves as the head, a stage that has both keeps one table, whole."""
-        is_first, is_last = first == 0, end == len(self._index)
+        is_first, is_last = first == 0, end == len(self._layers.index)
         own_head = is_last and not (is_first and self._model.is_tied)
         return self._model.embedding_bytes * is_first + self._head_bytes * own_head
 
@@ -133,10 +122,6 @@ class RankCosts:
         if self._model.is_tied:
             held[0, -1] -= self._head_bytes
         return held
-
-
-def _before(each: Table) -> Table:
-    return np.concatenate(([0.0], np.cumsum(each)))
 
 
 def _share_of(layer: LayerProfile, part: Fractions) -> LayerProfile:

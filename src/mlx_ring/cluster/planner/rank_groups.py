@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from mlx_ring.cluster.planner.collectives import Ring
 from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.cluster.planner.rank_costs import Fractions, LayerKinds, RankCosts
-from mlx_ring.cluster.planner.stage_tables import CHUNK_TOKENS, Demand, Table, Times, times_on
+from mlx_ring.cluster.planner.rank_costs import Fractions, RankCosts
+from mlx_ring.cluster.planner.stage_tables import CHUNK_TOKENS, Demand, LayerKinds, Table, Times, times_on
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.tensor_shares import TensorSizes, nearest_proportions, share_out
 
@@ -41,6 +41,7 @@ class SharedModel:
         self._stored = LayerKinds(model)
         self._widened = self._stored if model.widened is None else LayerKinds(model.widened)
         self._ends_of: dict[NodeProfile, tuple[RankCosts, RankCosts]] = {}
+        self._largest: dict[tuple[NodeProfile, bytes], Table] = {}
 
     def on(self, node: NodeProfile) -> LayerKinds:
         return self._widened if node.widens else self._stored
@@ -62,6 +63,15 @@ class SharedModel:
         if node not in self._ends_of:
             self._ends_of[node] = self.costs(node, _NONE), self.costs(node, ALL)
         return self._ends_of[node]
+
+    def largest_shares(self, node: NodeProfile, ends: Ends) -> Table:
+        """Of every stage between two of the ends, what memory allows there; minus infinity where it allows none."""
+        key = node, ends.tobytes()
+        if key not in self._largest:
+            least, whole = (costs.memory_table(ends) for costs in self.bounds(node))
+            room = (node.usable_bytes - least) / np.maximum(1.0, whole - least)
+            self._largest[key] = np.where(room > 0, np.minimum(room, 1.0), -np.inf)
+        return self._largest[key]
 
     def made(self, shares: Sequence[float]) -> tuple[list[float], list[Fractions]]:
         """The nearest shares that can be made, and what each rank then has."""
@@ -131,12 +141,8 @@ class RankGroup:
 
     def _holds_somehow(self, ends: Ends) -> NDArray[np.bool_]:
         """Whether the largest shares that memory allows each rank make a whole together."""
-        parts = np.zeros((len(ends), len(ends)))
-        for node in self.nodes:
-            least, whole = (costs.memory_table(ends) for costs in self.shared.bounds(node))
-            room = (node.usable_bytes - least) / np.maximum(1.0, whole - least)
-            parts += np.where(room > 0, np.minimum(room, 1.0), -np.inf)
-        return parts >= 1.0
+        parts = [self.shared.largest_shares(node, ends) for node in self.nodes]
+        return np.add.reduce(parts) >= 1.0
 
     def _computing(self, member: Member, rows: int, context_tokens: int, ends: Ends) -> Times[Table]:
         before = member.costs.seconds_before(rows, context_tokens)[ends]

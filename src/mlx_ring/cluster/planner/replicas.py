@@ -6,7 +6,6 @@ slowest stage; over those bounds the best division into replicas is found exactl
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,7 @@ from mlx_ring.cluster.planner.cuts import steadiest_costs
 from mlx_ring.cluster.planner.place import place
 from mlx_ring.cluster.planner.plan import Plan
 from mlx_ring.cluster.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.cluster.planner.shared_plans import MOST_NODES
+from mlx_ring.cluster.planner.shared_plans import MOST_NODES, weigh
 from mlx_ring.cluster.planner.timetable import Timetable
 from mlx_ring.cluster.planner.wish import Wish
 from mlx_ring.core.errors import PlanError
@@ -62,9 +61,8 @@ def place_replicas(
         )
     each = replace(wish, demand=replace(wish.demand, sequences=_share(wish, len(best[1]))))
     plans = tuple(place(model, _among(cluster, members), each) for members in best[1])
-    if count is None and wish.shares_layers:
-        with suppress(PlanError):
-            plans = _unless_better(plans, place(model, cluster, wish))
+    if count is None and _is_better_shared(model, cluster, wish, plans):
+        return (place(model, cluster, wish),)
     return plans
 
 
@@ -80,11 +78,15 @@ def _check(cluster: ClusterProfile, wish: Wish, count: int | None) -> None:
         raise PlanError(f"{count} replicas were asked for, and there are {nodes} machines: each needs one.")
 
 
-def _unless_better(plans: tuple[Plan, ...], whole: Plan) -> tuple[Plan, ...]:
-    """One plan in which machines share layers, where that gives more than all replicas."""
+def _is_better_shared(
+    model: ModelProfile, cluster: ClusterProfile, wish: Wish, plans: tuple[Plan, ...]
+) -> bool:
+    """Whether machines that share layers give more than all replicas together."""
+    if not wish.shares_layers:
+        return False
+    shared = weigh(model, cluster, wish, None)
     together = sum(plan.prediction.tokens_per_s for plan in plans)
-    is_shared = any(stage.is_shared for stage in whole.stages)
-    return (whole,) if is_shared and whole.prediction.tokens_per_s > together else plans
+    return shared is not None and shared.prediction.tokens_per_s > together
 
 
 def _share(wish: Wish, replicas: int) -> int:

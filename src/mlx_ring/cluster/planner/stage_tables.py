@@ -7,8 +7,8 @@ whatever is in it. Where a machine was measured each of these goes by what was f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -54,6 +54,20 @@ class Times(Generic[_Seconds]):
     """Where it always computes."""
 
 
+class LayerKinds:
+    """A model's layers, those that are alike once."""
+
+    def __init__(self, model: ModelProfile) -> None:
+        self.model = model
+        places = {layer: place for place, layer in enumerate(dict.fromkeys(model.layers))}
+        self.kinds = tuple(places)
+        self.index: NDArray[np.intp] = np.array([places[layer] for layer in model.layers])
+
+    def by_layer(self, values: Sequence[float]) -> Table:
+        """What is known of each kind, for every layer."""
+        return np.array(values, dtype=np.float64)[self.index]
+
+
 class StageTables:
     """Sums over layers, so that a stage's costs are differences."""
 
@@ -61,23 +75,28 @@ class StageTables:
         self.model = model
         self.demand = demand
         self._memory: dict[bool, Table] = {}
+        self._stored = LayerKinds(model)
+        self._widened = self._stored if model.widened is None else LayerKinds(model.widened)
 
     def model_on(self, node: NodeProfile) -> ModelProfile:
         """The model as the machine loads it."""
-        return (self.model.widened if node.widens else None) or self.model
+        return self._kinds_on(node).model
+
+    def _kinds_on(self, node: NodeProfile) -> LayerKinds:
+        return self._widened if node.widens else self._stored
 
     def memory(self, node: NodeProfile) -> Table:
         """Bytes of every stage that could be, working memory and our processes included."""
         if node.widens not in self._memory:
-            self._memory[node.widens] = _held_bytes(self.model_on(node), self.demand)
+            self._memory[node.widens] = _held_bytes(self._kinds_on(node), self.demand)
         return self._memory[node.widens] + node.process_bytes
 
     def seconds(self, node: NodeProfile, rows: int, context_tokens: int) -> Times[Table]:
         """One step with `rows` tokens of as many sequences, each behind `context_tokens`; infinite where memory ends."""
-        before = self._seconds_before(node, rows, context_tokens)
-        table = before[None, :] - before[:, None] + node.costs.step_s
+        sums = self._seconds_before(node, rows, context_tokens)
+        table = sums[None, :] - sums[:, None] + node.costs.step_s
         fits = self.memory(node) <= node.usable_bytes
-        fits &= np.arange(len(before))[:, None] < np.arange(len(before))[None, :]
+        fits &= np.arange(len(sums))[:, None] < np.arange(len(sums))[None, :]
         times = times_on(node, table)
         unhindered = np.where(fits, times.unhindered, np.inf)
         return Times(unhindered, unhindered if node.grant is None else np.where(fits, times.steady, np.inf))
@@ -86,8 +105,8 @@ class StageTables:
         self, node: NodeProfile, first: int, end: int, rows: int, context_tokens: int
     ) -> Times[float]:
         """One step of one stage, whether memory does or not."""
-        before = self._seconds_before(node, rows, context_tokens)
-        times = times_on(node, before[end : end + 1] - before[first] + node.costs.step_s)
+        sums = self._seconds_before(node, rows, context_tokens)
+        times = times_on(node, sums[end : end + 1] - sums[first] + node.costs.step_s)
         return Times(float(times.unhindered[0]), float(times.steady[0]))
 
     def weight_bytes(self, node: NodeProfile, first: int, end: int) -> int:
@@ -108,15 +127,17 @@ class StageTables:
 
     def _seconds_before(self, node: NodeProfile, rows: int, context_tokens: int) -> Table:
         """By layer: of all before it, what the model ends with as if it stood in the last one."""
-        model = self.model_on(node)
+        layers, model = self._kinds_on(node), self.model_on(node)
         rate = node.rate(model.weights)
-        each = [
-            layer_seconds(layer, node, rate, model, self.demand, rows, context_tokens)
-            for layer in model.layers
-        ]
+        each = layers.by_layer(
+            [
+                layer_seconds(layer, node, rate, model, self.demand, rows, context_tokens)
+                for layer in layers.kinds
+            ]
+        )
         each[-1] += head_seconds(model.head_bytes, model.vocabulary, model.hidden_size, rate, rows)
         each[-1] += node.costs.draw_s + rows * model.vocabulary * node.costs.logit_s
-        return np.array(list(accumulate(each, initial=0.0)))
+        return before(each)
 
     def prefill_seconds(self, node: NodeProfile, first: int, end: int, tokens: int) -> float:
         """A stage's part of reading a prompt."""
@@ -178,9 +199,9 @@ def prefill_scores(model: ModelProfile, layers: int, tokens: int) -> int:
     return layers * 2 * tokens * tokens * model.hidden_size
 
 
-def _held_bytes(model: ModelProfile, demand: Demand) -> Table:
-    before = _bytes_before(model, demand)
-    held = before[None, :] - before[:, None]
+def _held_bytes(layers: LayerKinds, demand: Demand) -> Table:
+    model, bytes_before = layers.model, _bytes_before(layers, demand)
+    held = bytes_before[None, :] - bytes_before[:, None]
     if model.is_tied:
         held[0, -1] -= model.head_bytes
     return held + working_bytes(model)
@@ -197,9 +218,17 @@ def held_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> f
     return demand.sequences * (each + layer.kv_bytes_per_sequence)
 
 
-def _bytes_before(model: ModelProfile, demand: Demand) -> Table:
+def _bytes_before(layers: LayerKinds, demand: Demand) -> Table:
     """By layer: bytes of all before it, KV included, as if embedding and head stood in the outer layers."""
-    sizes = [layer.weight_bytes + held_kv_bytes(layer, model, demand) for layer in model.layers]
+    model = layers.model
+    sizes = layers.by_layer(
+        [layer.weight_bytes + held_kv_bytes(layer, model, demand) for layer in layers.kinds]
+    )
     sizes[0] += model.embedding_bytes
     sizes[-1] += model.head_bytes + _FLOAT_BYTES * demand.sequences * model.vocabulary
-    return np.array(list(accumulate(sizes, initial=0.0)))
+    return before(sizes)
+
+
+def before(each: Table) -> Table:
+    """By layer, and for the end: the sum of all before it."""
+    return np.concatenate(([0.0], np.cumsum(each)))

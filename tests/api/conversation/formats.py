@@ -1,0 +1,70 @@
+"""Formats of answers, and what a reader makes of text in them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from itertools import count, pairwise
+from typing import Any
+
+from mlx_ring.api.conversation.asked import Tool
+from mlx_ring.api.conversation.calls import CallRules
+from mlx_ring.api.conversation.format import CallMarks, ChatFormat, Marks
+from mlx_ring.api.conversation.parts import AnswerPart
+from mlx_ring.api.conversation.reader import AnswerReader, ReadingRules, join_parts
+from mlx_ring.core.bare_package import import_bare
+
+WEATHER = Tool(
+    "get_weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "sky": {"type": "boolean"}},
+    },
+)
+TIME = Tool("get_time", parameters={"type": "object", "properties": {"city": {"type": "string"}}})
+TOOLS = (WEATHER, TIME)
+THOUGHTS = Marks("<think>", "</think>")
+
+
+def call_marks(parser: str) -> CallMarks:
+    """Those of one of mlx-lm's parsers."""
+    import_bare("mlx_lm")
+    module: Any = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+    return CallMarks(module.tool_call_start, module.tool_call_end, parser, module.parse_tool_call)
+
+
+QWEN = ChatFormat(THOUGHTS, call_marks("json_tools"))
+
+
+def rules(
+    format_: ChatFormat = QWEN,
+    *,
+    tools: Sequence[Tool] = TOOLS,
+    early: bool = False,
+    parallel: bool = True,
+    **more: Any,
+) -> ReadingRules:
+    """Calls are numbered instead of having random ids."""
+    numbers = count()
+    calls = None
+    if tools and format_.calls is not None:
+        calls = CallRules(
+            format_.calls, tools, parallel=parallel, early=early, new_id=lambda: f"c{next(numbers)}"
+        )
+    return ReadingRules(format_, calls, **more)
+
+
+def read(pieces: Iterable[str], given: ReadingRules) -> list[AnswerPart]:
+    """The parts of a whole answer, neighbours joined."""
+    reader, parts = AnswerReader(given), list[AnswerPart]()
+    for piece in pieces:
+        if reader.ended:
+            break
+        parts += reader.push(piece)
+    return join_parts(parts + reader.finish())
+
+
+def cut(text: str, places: Iterable[int]) -> list[str]:
+    """Text in pieces."""
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]

@@ -1,0 +1,252 @@
+"""Tools, thoughts and formats in `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.api.clients import Api, events, refusal
+from tests.api.twins import MarkingTokenizer, TwinService
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+
+
+def model(says: str = "Hello.") -> Api:
+    """A model that thinks and calls tools, and says this."""
+    return Api(TwinService(tokenizer=MarkingTokenizer(), says=says))
+
+
+def message_of(api: Api, **fields: object) -> dict[str, Any]:
+    return api.chat(**fields).json()["choices"][0]["message"]
+
+
+def joined(chunks: list[dict[str, Any]], name: str) -> str:
+    """One text of all deltas."""
+    return "".join(chunk["choices"][0]["delta"].get(name) or "" for chunk in chunks)
+
+
+def test_a_call_is_a_message_with_calls_and_no_content() -> None:
+    choice = model(CALL).chat(tools=[TOOL]).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert set(message) == {"role", "content", "refusal", "tool_calls"}
+    assert message["content"] is None
+    (call,) = message["tool_calls"]
+    assert call["id"].startswith("call_")
+    assert call["type"] == "function"
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Zürich"}'}
+
+
+def test_a_streamed_call_gives_its_name_whole_and_once_and_then_its_arguments() -> None:
+    chunks = events(model(f"Look.\n{CALL}").chat(tools=[TOOL], stream=True))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
+    assert joined(chunks, "content") == "Look."
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert calls[0] == {
+        "index": 0,
+        "id": calls[0]["id"],
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": ""},
+    }
+    assert len(calls) > 5
+    assert all(
+        set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in calls[1:]
+    )
+    assert json.loads("".join(call["function"]["arguments"] for call in calls)) == {"city": "Zürich"}
+    assert deltas[-1] == {}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_tools_go_to_the_template_and_the_tools_of_a_named_choice_all_do() -> None:
+    api = model(CALL)
+    assert api.chat(tools=[TOOL, TIME], tool_choice="auto").status_code == 200
+    tools = api.service.tokenizer.template_kwargs["tools"]
+    empty: dict[str, object] = {"type": "object", "properties": {}}
+    assert tools == [TOOL, {"type": "function", "function": TIME["function"] | {"parameters": empty}}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "none"},
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "get_time"}}],
+                },
+            }
+        },
+    ],
+)
+def test_a_tool_that_may_not_be_called_is_not(fields: dict[str, object]) -> None:
+    message = message_of(model(CALL), tools=[TOOL, TIME], **fields)
+    assert "tool_calls" not in message
+    assert '"get_weather"' in message["content"]
+
+
+def test_generation_stops_behind_the_first_call_where_one_may_be() -> None:
+    api = model(f"{CALL}\n{CALL} and on" + "x" * 200)
+    body = api.chat(tools=[TOOL], parallel_tool_calls=False).json()
+    assert len(body["choices"][0]["message"]["tool_calls"]) == 1
+    assert body["usage"]["completion_tokens"] < len(CALL.encode())
+    assert api.service.engine.stats().finished == {"stop": 1}
+    assert body["performance"]["generation_s"] >= 0
+
+
+def test_thoughts_are_reasoning_under_both_names_and_counted() -> None:
+    api = model("<think>\nHm.\n</think>\n\nHello.")
+    body = api.chat().json()
+    message = body["choices"][0]["message"]
+    assert message["content"] == "Hello."
+    assert message["reasoning"] == message["reasoning_content"] == "Hm."
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("<\nHm.\n>")
+    chunks = events(api.chat(stream=True))
+    assert joined(chunks, "reasoning") == joined(chunks, "reasoning_content") == "Hm."
+    assert joined(chunks, "content") == "Hello."
+
+
+@pytest.mark.parametrize(
+    "fields", [{"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "low"}]
+)
+def test_where_the_template_opens_a_thought_the_answer_begins_as_one(fields: dict[str, object]) -> None:
+    # The twin says its answer from behind the template's mark on; what it skips is the mark's length.
+    message = message_of(model("..Hm.</think>Hello."), **fields)
+    assert (message["reasoning"], message["content"]) == ("Hm.", "Hello.")
+
+
+def test_efforts_switch_thinking_where_the_template_knows_a_switch() -> None:
+    api = model()
+    for effort, thinks in (("none", False), ("minimal", True), ("high", True)):
+        assert api.chat(reasoning_effort=effort).status_code == 200
+        assert api.service.tokenizer.template_kwargs == {"enable_thinking": thinks}
+    param, message = refusal(api.chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": True}))
+    assert param == "reasoning_effort"
+    assert "chat_template_kwargs.enable_thinking" in message
+
+
+def test_a_template_that_knows_the_word_gets_the_effort_as_it_is() -> None:
+    api = model()
+    api.service.tokenizer.chat_template = "{{ reasoning_effort }}"
+    assert api.chat(reasoning_effort="high").status_code == 200
+    assert api.service.tokenizer.template_kwargs == {"reasoning_effort": "high"}
+
+
+def test_a_model_that_never_thinks_takes_the_effort_none_alone(api: Api) -> None:
+    assert api.chat(reasoning_effort="none").status_code == 200
+    param, message = refusal(api.chat(reasoning_effort="high"))
+    assert param == "reasoning_effort"
+    assert "no switch" in message
+
+
+def test_a_stop_string_within_a_thought_ends_nothing() -> None:
+    api = model("<think>a: b</think>One: two")
+    body = api.chat(stop=":").json()
+    assert body["choices"][0]["message"]["content"] == "One"
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == len("<a: b>One:")
+    assert api.service.engine.stats().finished == {"stop": 1}
+
+
+def test_logprobs_are_of_every_token_marks_and_arguments_too() -> None:
+    api = model(f"<think>Hm.</think>{CALL}")
+    tokens = len("<Hm.><\n") + len('{"name": "get_weather", "arguments": {"city": "Zürich"}}'.encode()) + 3
+    whole = api.chat(tools=[TOOL], logprobs=True).json()
+    assert len(whole["choices"][0]["logprobs"]["content"]) == tokens == whole["usage"]["completion_tokens"]
+    chunks = events(api.chat(tools=[TOOL], logprobs=True, stream=True))
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert sum(len(scored["content"]) for scored in streamed if scored) == tokens
+
+
+def test_an_answer_that_is_cut_off_in_a_call_ends_with_length() -> None:
+    api = model(CALL)
+    choice = api.chat(tools=[TOOL], max_tokens=45).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"].startswith("<tool_call>")
+    chunks = events(api.chat(tools=[TOOL], max_tokens=45, stream=True))
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_thoughts_and_calls_go_back_as_history_also_without_content() -> None:
+    api = model(f"<think>Hm.</think>{CALL}")
+    first = message_of(api, tools=[TOOL])
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "sunny"}
+    body = {"messages": [{"role": "user", "content": "?"}, first, result], "tools": [TOOL]}
+    assert api.post("/v1/chat/completions", body).status_code == 200
+    sent = api.service.tokenizer.conversation[1]
+    assert sent["reasoning_content"] == "Hm."
+    assert sent["tool_calls"] == [
+        {
+            "id": first["tool_calls"][0]["id"],
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": {"city": "Zürich"}},
+        }
+    ]
+
+
+def test_a_model_whose_template_has_no_place_for_tools_says_so(api: Api) -> None:
+    param, message = refusal(api.chat(tools=[TOOL]))
+    assert param == "tools"
+    assert "no place for tools" in message
+
+
+def function(**changes: object) -> dict[str, object]:
+    return {"type": "function", "function": TOOL["function"] | changes}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tools": [function(name="two words")]}, "tools[0].function.name"),
+        ({"tools": [function(name="x" * 65)]}, "tools[0].function.name"),
+        ({"tools": [TOOL, TIME, TOOL]}, "tools[2].function.name"),
+        ({"tools": [function(parameters={"type": "string"})]}, "tools[0].function.parameters"),
+        ({"tools": [function(parameters="none")]}, "tools[0].function.parameters"),
+        ({"tools": [function(strict="yes")]}, "tools[0].function.strict"),
+        ({"tools": [function(mood=1)]}, "tools[0].function.mood"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+            "tool_choice.allowed_tools.tools",
+        ),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields: dict[str, object], named: str) -> None:
+    param, message = refusal(model().chat(**fields))
+    assert param == named
+    assert message.endswith(".")
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
+def test_what_is_no_text_is_refused_by_its_name(kind: str) -> None:
+    content: list[object] = [{"type": "text", "text": "What?"}, {"type": kind, kind: {"url": "x"}}]
+    param, message = refusal(model().chat(content=content))
+    assert param == "messages[0].content[1]"
+    assert f"('{kind}')" in message
+
+
+@pytest.mark.parametrize("field", ["functions", "function_call"])
+def test_what_tools_have_replaced_is_refused_and_names_them(field: str) -> None:
+    _, message = refusal(model().chat(**{field: "auto"}))
+    assert "'tools'" in message

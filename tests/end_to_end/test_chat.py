@@ -1,0 +1,107 @@
+"""A real model that thinks and calls tools, over HTTP and two stages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tests.processes import Server, serving
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+ASKED: Any = {"role": "user", "content": "What is the weather in Paris?"}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo model, served once for all of them."""
+    folder: Path = tmp_path_factory.mktemp("demo")
+    with serving("demo", "--stages", "2", folder=folder) as server:
+        yield server
+
+
+@pytest.fixture
+def client(demo: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_the_demo_model_thinks_calls_a_tool_and_answers_from_its_result(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(
+        model="demo",
+        messages=[ASKED],
+        tools=[WEATHER],
+        temperature=0,
+        reasoning_effort="high",
+    )
+    message: Any = first.choices[0].message
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert "get_weather" in message.reasoning
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    assert first.usage is not None
+    assert first.usage.completion_tokens_details is not None
+    assert first.usage.completion_tokens_details.reasoning_tokens
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees and sunny"}
+    history: Any = message.model_dump()
+    second = client.chat.completions.create(
+        model="demo", messages=[ASKED, history, result], tools=[WEATHER], temperature=0
+    )
+    assert second.choices[0].finish_reason == "stop"
+    assert "21" in (second.choices[0].message.content or "")
+
+
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+    def chunks(effort: Any) -> list[Any]:
+        stream = client.chat.completions.create(
+            model="demo",
+            messages=[ASKED],
+            tools=[WEATHER],
+            temperature=0,
+            reasoning_effort=effort,
+            stream=True,
+            logprobs=True,
+            stream_options={"include_usage": True},
+        )
+        return list(stream)
+
+    *said, usage = chunks("high")
+    deltas = [chunk.choices[0].delta for chunk in said]
+    calls = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+    assert "".join(getattr(delta, "reasoning", "") for delta in deltas) == "I need the tool get_weather."
+    assert [call.function.name for call in calls if call.function.name] == ["get_weather"]
+    assert len(calls) > 3
+    assert json.loads("".join(call.function.arguments for call in calls)) == {"city": "Paris"}
+    scored = [chunk.choices[0].logprobs for chunk in said if chunk.choices[0].logprobs]
+    assert sum(len(one.content) for one in scored) == usage.usage.completion_tokens
+    assert "think" not in str([delta.content for delta in deltas])
+
+
+def test_a_stop_string_cuts_content_where_the_model_still_thinks_about_it(client: openai.OpenAI) -> None:
+    create: Any = client.chat.completions.create
+
+    def content(**more: Any) -> str:
+        answer = create(
+            model="demo",
+            messages=[{"role": "user", "content": "Name three colours."}],
+            temperature=0,
+            max_tokens=60,
+            reasoning_effort="high",
+            **more,
+        )
+        return answer.choices[0].message.content or ""
+
+    whole = content()
+    word = whole.split()[-1]
+    assert content(stop=word) == whole[: whole.index(word)]
+    assert content(stop="I ") == (whole[: whole.index("I ")] if "I " in whole else whole)
