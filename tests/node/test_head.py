@@ -21,7 +21,6 @@ from mlx_ring.engine.executor import RankId
 from mlx_ring.node.instance import Watched
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
-
 ENDLESS = {"prompt": "x", "max_tokens": 10**9, "ignore_eos": True, "stream": True}
 
 
