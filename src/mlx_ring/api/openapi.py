@@ -142,7 +142,7 @@ def _operations(routers: Sequence[APIRouter]) -> Iterable[_Operation]:
     for route in (route for router in routers for route in router.routes):
         if isinstance(route, APIRoute) and route.include_in_schema:
             about, schema = (route.openapi_extra or {})[_KEY]
-            for method in sorted(route.methods):
+            for method in sorted(route.methods or ()):
                 yield _Operation(
                     route.path_format, method.lower(), about, schema, tuple(route.param_convertors)
                 )
@@ -191,8 +191,8 @@ def _schemas(operations: Iterable[_Operation]) -> tuple[Refs, Json]:
         if model is not None
     )
     pairs: list[tuple[type[BaseModel], Literal["validation", "serialization"]]] = []
-    pairs += [(model, "validation") for model in taken]
-    pairs += [(model, "serialization") for model in given if model not in taken]
+    pairs.extend((model, "validation") for model in taken)
+    pairs.extend((model, "serialization") for model in given if model not in taken)
     refs, whole = models_json_schema(pairs, ref_template=_REF)
     definitions: Json = whole["$defs"]
     found = {cast("type[BaseModel]", model): dict(ref) for (model, _), ref in refs.items()}

@@ -137,7 +137,7 @@ class ClientConnection(H11Protocol):
             cycle is not None
             and cycle.response_started
             and not cycle.response_complete
-            and _lasts(cycle.scope)
+            and _lasts(cast("Scope", cycle.scope))
         ):
             cycle.disconnected = True
             cycle.message_event.set()
