@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from mlx_ring.api.body import Body, read_body
 from mlx_ring.api.conversation.format import ChatFormats
+from mlx_ring.api.conversation.grammars import GrammarChecks
 from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
@@ -25,6 +26,7 @@ class ApiContext:
     settings: ApiSettings
     prompts: PromptEncoder = field(default_factory=PromptEncoder)
     formats: ChatFormats = field(default_factory=ChatFormats)
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
 
     async def read(self, request: Request, schema: type[BodyT]) -> BodyT:
         return await read_body(request, schema, self.settings.max_body_bytes)
