@@ -12,7 +12,7 @@ import httpx
 import pytest
 from rich.console import Console
 from tests.api.clients import serving
-from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
 
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.cli.chat import run_chat
@@ -53,6 +53,14 @@ def test_a_talk_prints_answers_and_remembers_them() -> None:
         ANSWER_TEXT,
         "And you?",
     ]
+
+
+def test_thoughts_are_shown_before_the_answer_and_are_no_part_of_the_talk() -> None:
+    service = TwinService(tokenizer=MarkingTokenizer(), says="<think>Hm.</think>Hello.")
+    with serving(service) as url:
+        _, screen = chat(url, "One.", "Two.")
+    assert screen.count("Hm.\n\nHello.\n") == 2
+    assert [message["content"] for message in service.tokenizer.conversation] == ["One.", "Hello.", "Two."]
 
 
 def test_reset_forgets_and_keeps_the_instructions() -> None:

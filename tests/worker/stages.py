@@ -14,6 +14,7 @@ from mlx_ring.rpc.links import Inbox, InProcessLink
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.collective import with_collectives
+from mlx_ring.worker.grammars import GrammarCompiler
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.loading import load_stage
 from mlx_ring.worker.runner import StageRunner
@@ -57,7 +58,9 @@ def _stage(
             links, model, ways[stage - 1] if stage else None, None if last else ways[stage]
         )
     assignment = worker_pb2.StageAssignment(instance="test", epoch=1, stage=stage)
-    return StageRunner(assignment, model, KVStore(model.make_layer_caches(), model.dtype), links, **options)
+    kv = KVStore(model.make_layer_caches(), model.dtype)
+    grammars = GrammarCompiler(read_model_folder(folder))
+    return StageRunner(assignment, model, kv, links, grammars=grammars, **options)
 
 
 class Steps:

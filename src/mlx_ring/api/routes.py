@@ -12,9 +12,11 @@ from mlx_ring.api.access_log import note_model
 from mlx_ring.api.admission import Admission
 from mlx_ring.api.body import Body, read_body
 from mlx_ring.api.conversation.format import ChatFormats
+from mlx_ring.api.conversation.grammars import GrammarChecks
 from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.api.waiting import note_stream
 from mlx_ring.core.errors import UnknownModel
 from mlx_ring.engine.executor import RankId
 
@@ -28,10 +30,13 @@ class ApiContext:
     admission: Admission = field(default_factory=Admission)
     prompts: PromptEncoder = field(default_factory=PromptEncoder)
     formats: ChatFormats = field(default_factory=ChatFormats)
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
 
     async def read(self, request: Request, schema: type[BodyT]) -> BodyT:
         settings = self.settings
-        return await read_body(request, schema, settings.max_body_bytes, settings.client_timeout_s)
+        fields = await read_body(request, schema, settings.max_body_bytes, settings.client_timeout_s)
+        note_stream(request, fields)
+        return fields
 
     @property
     def default(self) -> ModelService:

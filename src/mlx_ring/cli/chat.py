@@ -39,6 +39,8 @@ class Reply:
     """What became of one question."""
 
     text: str = ""
+    thoughts: str = ""
+    """What it thought before; it is shown, and is no part of the talk."""
     finish_reason: str | None = None
     tokens: int | None = None
     tokens_per_second: float | None = None
@@ -137,8 +139,9 @@ class Talk:
         except KeyboardInterrupt:
             reply.interrupted = True
         finally:
-            if reply.text:
+            if reply.text or reply.thoughts:
                 self.console.print()
+            if reply.text:
                 self.messages.append({"role": "assistant", "content": reply.text})
             else:
                 self.messages.pop()
@@ -152,14 +155,23 @@ class Talk:
 
     def _take(self, chunk: dict[str, Any], reply: Reply) -> None:
         for choice in chunk.get("choices", []):
-            text = choice["delta"].get("content") or ""
+            thoughts, text = choice["delta"].get("reasoning") or "", choice["delta"].get("content") or ""
+            if text and reply.thoughts and not reply.text:
+                self.console.print("\n")
+            reply.thoughts += thoughts
             reply.text += text
             reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-            shown = _UNPRINTABLE.sub("", text)
-            self.console.print(shown, end="", markup=False, highlight=False, emoji=False, soft_wrap=True)
+            self._show(thoughts, style="dim")
+            self._show(text)
         if chunk.get("usage"):
             reply.tokens = chunk["usage"]["completion_tokens"]
             reply.tokens_per_second = chunk.get("performance", {}).get("generation_tokens_per_second")
+
+    def _show(self, text: str, style: str | None = None) -> None:
+        shown = _UNPRINTABLE.sub("", text)
+        self.console.print(
+            shown, end="", style=style, markup=False, highlight=False, emoji=False, soft_wrap=True
+        )
 
 
 def run_chat(

@@ -31,6 +31,9 @@ def open_operation(sequence: Sequence) -> step_pb2.CacheOperation:
         max_length=sequence.max_length,
         traceparent=sequence.traceparent,
     )
+    grammar = sequence.request.sampling.grammar
+    if grammar is not None:
+        opened.grammar.kind, opened.grammar.text = grammar.kind, grammar.text
     return step_pb2.CacheOperation(open=opened)
 
 
@@ -186,7 +189,7 @@ def _sampling(sequence: Sequence) -> step_pb2.Sampling:
         logit_bias=dict(sampling.logit_bias),
         logprobs=sampling.logprobs,
         top_logprobs=sampling.top_logprobs,
-        min_tokens=min(sampling.min_tokens, sequence.max_length),
+        min_tokens=sequence.least_answer,
     )
 
 

@@ -119,6 +119,13 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     @property
+    def least_answer(self) -> int:
+        """Tokens before which the answer does not end, unless its grammar leaves nothing else."""
+        sampling = self.request.sampling
+        goes_on = sampling.ignore_eos and sampling.grammar is not None
+        return self.max_length if goes_on else min(sampling.min_tokens, self.max_length)
+
+    @property
     def is_prefilled(self) -> bool:
         """Every token to prefill is in a step that was sent."""
         return self.scheduled >= self.fill_to
@@ -202,7 +209,9 @@ def make_sequence(sequence_id: int, request: GenerateRequest, limits: Limits, no
     sampling = request.sampling
     room = limits.context_length - len(request.prompt_tokens)
     answer = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    model_ends = frozenset[int]() if sampling.ignore_eos else limits.eos
+    # A grammar may come to its end: then the answer does, whatever was asked for.
+    goes_on = sampling.ignore_eos and sampling.grammar is None
+    model_ends = frozenset[int]() if goes_on else limits.eos
     return Sequence(
         id=sequence_id,
         request=request,

@@ -36,6 +36,10 @@ class RowInput:
     sampled_before: int | None
     """What the sequence's `sampled` was."""
 
+    def position(self, offset: int) -> int:
+        """Of the token that is drawn at an offset into the row."""
+        return self.row.start + offset + 1
+
 
 @dataclass(slots=True)
 class StepInput:
@@ -48,6 +52,11 @@ class StepInput:
     def only_draws(self) -> bool:
         """Whether nobody wants more of the logits than the tokens that are drawn from them."""
         return not any(row.wants.looks or row.state.opened.sampling.logprobs for row in self.rows)
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether some row draws under one: that needs every token before."""
+        return any(row.state.grammar is not None and row.wants.draws for row in self.rows)
 
     def begins(self) -> list[int]:
         """Where each row begins in the flat activations."""

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_ring.core.errors import RingError
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.forward import Pass
+from mlx_ring.worker.grammars import Drawing, StepMasks, make_masks
 from mlx_ring.worker.inputs import RowInput, StepInput
 from mlx_ring.worker.sampler import LazyLogprobs, LazySample, prompt_logprobs
 from mlx_ring.worker.sequences import LazyToken
 from mlx_ring.worker.tensor import Group, SplitHead
 from mlx_ring.worker.tensors import to_message
-from mlx_ring.worker.wants import Want, offsets_of
+from mlx_ring.worker.wants import NOTHING, Want, offsets_of
+
+NO_MASKS = StepMasks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class StepDraws:
         passes: Sequence[Pass],
         group: Group | None = None,
         head: SplitHead | None = None,
+        masks: StepMasks = NO_MASKS,
     ) -> None:
         """In a group rank 0's tokens are everybody's: ranks on unlike hardware may differ in bits.
 
@@ -75,7 +80,10 @@ class StepDraws:
             return
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         rows = [
-            draw.row.state.sampler_row(draw.row.row.start + offset + 1)
+            draw.row.state.sampler_row(
+                draw.row.position(offset),
+                masks.allowed.get((draw.row.row.sequence, draw.row.position(offset))),
+            )
             for draw in self._draws
             for offset in draw.row.wants.draws
         ]
@@ -155,6 +163,25 @@ class StepDraws:
             drawing = draw.row.state.drawing
             if self._sample is not None and drawing is not None and drawing.drawn is self._sample.tokens:
                 draw.row.state.drawing = None
+
+
+def grammar_masks(step: StepInput, vocabulary: int, failed: dict[int, RingError]) -> StepMasks:
+    """What the rows that answer under a grammar may draw. Those whose grammar fails draw nothing, and are added to `failed`."""
+    masks = make_masks(
+        [
+            Drawing(
+                row.row.sequence, row.state.grammar, row.state.tokens, [*map(row.position, row.wants.draws)]
+            )
+            for row in step.rows
+            if row.state.grammar is not None and row.wants.draws
+        ],
+        vocabulary,
+    )
+    for row in step.rows:
+        if row.row.sequence in masks.failed:
+            row.wants = NOTHING
+    failed.update(masks.failed)
+    return masks
 
 
 def _accept(sampled: Sequence[int], draft: Sequence[int]) -> list[int]:

@@ -16,10 +16,11 @@ from mlx_ring.core.errors import ProtocolError, StaleMessage
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.answers import StageLinks, StepAnswers
 from mlx_ring.worker.forward import StageForward, end_mark, evaluate, flat_activations
+from mlx_ring.worker.grammars import GrammarCompiler, StepMasks
 from mlx_ring.worker.handover import TokenHandover
-from mlx_ring.worker.inputs import StepInputs, row_length, sampled_key
+from mlx_ring.worker.inputs import StepInput, StepInputs, row_length, sampled_key
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.results import StepDraws
+from mlx_ring.worker.results import NO_MASKS, StepDraws, grammar_masks
 from mlx_ring.worker.sequences import SequenceTable
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.step_traces import StepTraces
@@ -38,10 +39,11 @@ class StageRunner:
         kv: KVStore,
         links: StageLinks,
         group: Group | None = None,
+        grammars: GrammarCompiler | None = None,
         *,
         submits_ahead: bool | None = None,
     ) -> None:
-        """`submits_ahead` says whether the device is given a step before the last one is done.
+        """`grammars` are for the last stage, which draws. `submits_ahead` says whether the device is given a step before the last one is done.
 
         By default a GPU is: it takes commands without making us wait. The CPU's queue is short, so that
         whoever fills it waits for most of the step, and the answer before that would be late by it.
@@ -50,7 +52,8 @@ class StageRunner:
         self._model = model
         self._kv = kv
         self._forward = StageForward(model, kv)
-        self._sequences = SequenceTable(kv, model.vocab_size)
+        self._grammars = grammars if model.is_last else None
+        self._sequences = SequenceTable(kv, model.vocab_size, self._grammars)
         self._handover = TokenHandover(links.inbox, self._sequences)
         self._inputs = StepInputs(model, links.inbox, self._sequences, self._handover)
         self._answers = StepAnswers(assignment, model, links)
@@ -101,6 +104,7 @@ class StageRunner:
             if work.is_taken_back:
                 self._attempt(work, self._build)
         self._submit(work)
+        self._draw_by_grammar(work)
         self._under_way = work
         if not work.is_under_way:
             yield self._finish(work)
@@ -197,13 +201,18 @@ class StageRunner:
         work.inputs = self._inputs.feed(step, work.message, work.failed)
         self._forward.build(work.inputs, work.passes)
         if self._model.is_last:
-            head = self._model.head if work.inputs.only_draws else None
-            work.draws = StepDraws(work.inputs, work.passes, self._group, head)
+            work.waits_to_draw = work.inputs.has_grammars
+            if not work.waits_to_draw:
+                work.draws = self._draws(work.inputs, work)
             return
         work.activations = flat_activations(work.passes) if work.passes else None
         if self._model.is_first and step.hand_over_tokens:
             sampling = [row.row.sequence for row in work.inputs.rows if samples_token(row.row)]
             self._handover.expect(sampled_key(step), sampling)
+
+    def _draws(self, inputs: StepInput, work: StepWork, masks: StepMasks = NO_MASKS) -> StepDraws:
+        head = self._model.head if inputs.only_draws else None
+        return StepDraws(inputs, work.passes, self._group, head, masks)
 
     def _take_back(self, work: StepWork) -> None:
         """Undo what was built: sequences stand as before the step, but for its operations."""
@@ -228,6 +237,29 @@ class StageRunner:
             self._lose(work, error)
         work.clock.submitted = monotonic_us()
 
+    def _draw_by_grammar(self, work: StepWork) -> None:
+        """Draw where a grammar has its say: it needs every token before, and tells while the device computes the pass.
+
+        No step can be taken back from here on, for it has been given to the device.
+        """
+        if not work.waits_to_draw or not work.is_under_way or work.inputs is None:
+            return
+        work.waits_to_draw = False
+        try:
+            masks = grammar_masks(work.inputs, self._model.vocab_size, work.failed)
+            self._forget_grammars(work.inputs, masks)
+            work.draws = self._draws(work.inputs, work, masks)
+            mx.async_eval(*work.draws.arrays)
+            work.outputs += work.draws.arrays
+        except Exception as error:  # noqa: BLE001 - as above
+            self._lose(work, error)
+
+    def _forget_grammars(self, inputs: StepInput, masks: StepMasks) -> None:
+        """Whoever asks for one that has failed gets it afresh."""
+        for row in inputs.rows:
+            if row.row.sequence in masks.failed and self._grammars is not None:
+                self._grammars.forget(row.state.opened)
+
     @staticmethod
     def _outputs(work: StepWork) -> list[mx.array]:
         if work.activations is not None:
@@ -235,8 +267,8 @@ class StageRunner:
         outputs = list(work.draws.arrays) if work.draws is not None else []
         if outputs:
             outputs += [end_mark([item]) for item in work.passes if not any(item.offsets)]
-        if work.is_looked_at:
-            outputs += [item.values for item in work.passes]
+        if work.is_looked_at or work.waits_to_draw:
+            outputs += [item.values for item in work.passes if any(item.offsets)]
         return outputs or [end_mark(work.passes)]
 
     def _lose(self, work: StepWork, error: Exception) -> None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_ring.core.errors import ProtocolError, RingError, StepFailed
 from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker.grammars import Allowed, AnswerGrammar, GrammarCompiler
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.sampler import Parameters, SamplerRow
 
@@ -41,37 +42,43 @@ class OpenSequence:
     redrawn: bool = False
     """Whether what was sampled last is another token than the lazy one."""
     parked: bool = False
+    grammar: AnswerGrammar | None = None
+    """On a stage that draws: what the answer must match."""
 
     @classmethod
-    def from_message(cls, opened: step_pb2.Open, vocabulary: int) -> OpenSequence:
+    def from_message(
+        cls, opened: step_pb2.Open, vocabulary: int, grammars: GrammarCompiler | None = None
+    ) -> OpenSequence:
         """Raises `RequestError` for sampling that a model of this vocabulary cannot apply."""
-        if opened.HasField("grammar"):
-            raise ProtocolError(
-                f"Sequence {opened.sequence} asks for a {opened.grammar.kind!r} grammar, "
-                "which this version of the worker does not apply."
-            )
         sampling = Parameters.from_message(opened.sampling)
         sampling.check(vocabulary)
-        return cls(opened, list(opened.tokens), sampling, frozenset(opened.eos))
+        grammar = grammars.begin(opened) if grammars is not None and opened.HasField("grammar") else None
+        return cls(opened, list(opened.tokens), sampling, frozenset(opened.eos), grammar=grammar)
 
-    def sampler_row(self, position: int) -> SamplerRow:
-        """How the token at `position` is drawn, given the tokens before it."""
+    def sampler_row(self, position: int, allowed: Allowed | None = None) -> SamplerRow:
+        """How the token at `position` is drawn, given the tokens before it.
+
+        Where its grammar leaves nothing but to end, an answer ends, however short it was to be at least.
+        """
         return SamplerRow(
             sampling=self.sampling,
             seed=self.opened.seed,
             position=position,
             tokens=self.tokens,
             prompt_length=self.opened.prompt_length,
-            eos=self.eos,
+            eos=frozenset() if allowed is not None and allowed.must_end else self.eos,
+            allowed=None if allowed is None else allowed.tokens,
         )
 
 
 class SequenceTable:
     """Every open sequence, beside its KV. Cache operations run on both."""
 
-    def __init__(self, kv: KVStore, vocabulary: int) -> None:
+    def __init__(self, kv: KVStore, vocabulary: int, grammars: GrammarCompiler | None = None) -> None:
+        """`grammars` are for the stage that draws; the others hold no answer to any."""
         self._kv = kv
         self._vocabulary = vocabulary
+        self._grammars = grammars
         self._open: dict[int, OpenSequence] = {}
         self._refused: dict[int, RingError] = {}
         """Sequences that could not be opened, until they are freed."""
@@ -152,7 +159,7 @@ class SequenceTable:
         if sequence in self._open:
             raise ProtocolError(f"Sequence {sequence} is open already.")
         try:
-            state = OpenSequence.from_message(opened, self._vocabulary)
+            state = OpenSequence.from_message(opened, self._vocabulary, self._grammars)
             self._kv.open(sequence, opened.max_length)
         except RingError as error:
             self._refused[sequence] = error

@@ -25,6 +25,7 @@ from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.names import node_name
 from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.collective import over_collectives
+from mlx_ring.worker.grammars import GrammarCompiler
 from mlx_ring.worker.group import GroupPort, join_group, join_stages
 from mlx_ring.worker.kv import STEP_BYTES, KVStore
 from mlx_ring.worker.loading import load_stage
@@ -134,7 +135,7 @@ def build_stage(
     links = _join_links(assignment, inbox, hello, model, trust, packer)
     if stages is not None:
         links = over_collectives(links, assignment, model, stages)
-    runner = StageRunner(assignment, model, kv, links, group)
+    runner = StageRunner(assignment, model, kv, links, group, GrammarCompiler(folder))
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _warm_up(model, kv)
     return BuiltStage(runner, dtype, kv.traits(), partial(_sends, assignment, packer))

@@ -92,6 +92,8 @@ class StepWork:
     """What to wait for."""
     drawn: list[DrawnRow] = field(default_factory=list[DrawnRow])
     is_submitted: bool = False
+    waits_to_draw: bool = False
+    """Whether its tokens are drawn once those before them are known."""
 
     @property
     def is_under_way(self) -> bool:
@@ -128,7 +130,7 @@ class StepWork:
     def take_back(self) -> None:
         """Forget what was built."""
         self.inputs, self.passes, self.draws, self.activations = None, [], None, None
-        self.outputs, self.is_submitted = [], False
+        self.outputs, self.is_submitted, self.waits_to_draw = [], False, False
 
     def row_failure(self) -> step_pb2.Failure | None:
         """What befell single rows and operations."""

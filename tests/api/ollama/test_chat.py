@@ -28,7 +28,7 @@ ADD = {
 def thinking_service() -> TwinService:
     """A twin that thinks, and then calls a tool twice."""
     calls = f"<tool_call>{CALL}</tool_call>" * 2
-    return TwinService(tokenizer=MarkingTokenizer(), says=f"{THOUGHT}</think>Now.{calls}")
+    return TwinService(tokenizer=MarkingTokenizer(), says=f"<think>\n{THOUGHT}</think>Now.{calls}")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from mlx_ring.api.conversation import harmony
 from mlx_ring.api.conversation.asked import Tool
 from mlx_ring.api.conversation.format import CallMarks
 from mlx_ring.api.conversation.json_text import JsonObject, is_object
@@ -31,6 +32,7 @@ class _Spelling:
 
 
 _SPELLINGS: Mapping[str, _Spelling] = {
+    "harmony": _Spelling(harmony.HEADING, re.compile(r"\s*")),
     "json_tools": _Spelling(
         re.compile(
             r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
+from mlx_ring.api.conversation import harmony
 from mlx_ring.api.service import Tokenizer
 
 State = Literal["start", "content", "reasoning", "calls", "header"]
@@ -75,6 +76,8 @@ class ChatFormat:
     """Every word of the template: what it never mentions it cannot heed."""
     special: Mapping[str, int] = field(default_factory=dict[str, int])
     """Special tokens that are part of marks, by their text."""
+    added: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The same, with tokens that were added by name and are not special: a tokenizer never makes them of other text."""
 
     def knows(self, word: str) -> bool:
         """Whether the template has a variable of that name, or so it seems."""
@@ -113,7 +116,10 @@ class ChatFormats:
 
 
 def read_format(tokenizer: Tokenizer) -> ChatFormat:
-    """What mlx-lm's wrapper has found out about a tokenizer."""
+    """What mlx-lm's wrapper has found out about a tokenizer, or what is known here besides."""
+    words = frozenset(_WORD.findall(_template_text(tokenizer)))
+    if harmony.is_harmony([added.content for added in tokenizer.added_tokens_decoder.values()]):
+        return _with_special(_harmony(words), tokenizer)
     calls = _read_calls(tokenizer)
     plain = ChatFormat(
         thinking=_read_thinking(tokenizer),
@@ -121,9 +127,18 @@ def read_format(tokenizer: Tokenizer) -> ChatFormat:
         dropped=tuple(tokenizer.structural_markers),
         begins=_STATES.get(tokenizer.response_initial_state or "", "start"),
         turns=_read_turns(tokenizer.response_transitions, calls),
-        words=frozenset(_WORD.findall(_template_text(tokenizer))),
+        words=words,
     )
     return _with_special(plain, tokenizer)
+
+
+def _harmony(words: frozenset[str]) -> ChatFormat:
+    calls = CallMarks(
+        harmony.CALL_START, harmony.CALL_END, "harmony", harmony.parse_tool_call, harmony.CALL_INNER
+    )
+    return ChatFormat(
+        calls=calls, begins="header", turns=_read_turns(harmony.TRANSITIONS, calls), words=words
+    )
 
 
 def prompts_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
@@ -174,9 +189,11 @@ def _template_text(tokenizer: Tokenizer) -> str:
 
 def _with_special(plain: ChatFormat, tokenizer: Tokenizer) -> ChatFormat:
     marks = plain.marks(calls=True)
-    special = {
-        added.content: token
-        for token, added in tokenizer.added_tokens_decoder.items()
-        if added.special and any(added.content in mark for mark in marks)
+    known = tokenizer.added_tokens_decoder
+    added = {
+        each.content: token
+        for token, each in known.items()
+        if each.content and any(each.content in mark for mark in marks)
     }
-    return replace(plain, special=special)
+    special = {text: token for text, token in added.items() if known[token].special}
+    return replace(plain, special=special, added=added)

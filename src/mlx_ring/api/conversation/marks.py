@@ -12,11 +12,12 @@ def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
 
 
 def open_end(text: str, marks: Iterable[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of a mark."""
-    known = tuple(marks)
-    longest = min(len(text), max(map(len, known), default=1) - 1)
-    for length in range(longest, 0, -1):
-        end = text[-length:]
-        if any(mark.startswith(end) for mark in known):
-            return length
-    return 0
+    """Characters at the end of `text` that may be the beginning of a mark. Asked for every token: mostly there are none."""
+    return max((_open_end(text, mark) for mark in marks), default=0)
+
+
+def _open_end(text: str, mark: str) -> int:
+    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while place >= 0 and not mark.startswith(text[place:]):
+        place = text.find(mark[0], place + 1)
+    return len(text) - place if place >= 0 else 0

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from mlx_ring.api.conversation.asked import Conversation
 from mlx_ring.api.conversation.calls import CallRules
 from mlx_ring.api.conversation.format import ChatFormat, Marks, prompts_end
+from mlx_ring.api.conversation.grammars import answer_grammar
 from mlx_ring.api.conversation.reader import ReadingRules
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
-from mlx_ring.core.types import Grammar, SamplingParams
+from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.sequence import GenerateRequest
 
 
@@ -58,7 +59,8 @@ async def prepare_chat(
     format_ = context.formats[service.tokenizer]
     prompt = await encode_conversation(context, service, conversation)
     thinking_open = _opens_thinking(format_, conversation, prompts_end(service.tokenizer, prompt))
-    grammar = _grammar(format_, conversation, thinking_open=thinking_open)
+    grammar = answer_grammar(format_, conversation, thinking_open=thinking_open)
+    await context.grammars.check(grammar, conversation)
     calls = _call_rules(format_, conversation, early=early_arguments)
     shown = format_.shown_tokens(calls=calls is not None)
     requests = tuple(
@@ -140,19 +142,6 @@ def _opens_thinking(format_: ChatFormat, conversation: Conversation, end: str) -
 
 def _is_open(marks: Marks, text: str) -> bool:
     return text.rfind(marks.start) > text.rfind(marks.end)
-
-
-def _grammar(format_: ChatFormat, conversation: Conversation, *, thinking_open: bool) -> Grammar | None:
-    """What every answer must match."""
-    del format_, thinking_open
-    if conversation.format.kind != "text":
-        raise RequestError(
-            f"'{conversation.format.param}' of type '{conversation.format.kind}' is not supported.",
-            param=conversation.format.param,
-        )
-    if conversation.tool_use.choice == "required":
-        raise RequestError("'tool_choice' that must call a tool is not supported.", param="tool_choice")
-    return None
 
 
 def _call_rules(format_: ChatFormat, conversation: Conversation, *, early: bool) -> CallRules | None:

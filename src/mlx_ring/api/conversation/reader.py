@@ -78,7 +78,7 @@ class AnswerReader:
 
     def _taken(self) -> list[AnswerPart]:
         parts, self._parts = self._parts, []
-        return join_parts(parts)
+        return join_parts(parts) if len(parts) > 1 else parts
 
     # ---- from mark to mark
 
@@ -135,7 +135,7 @@ class AnswerReader:
         self._calls = None
         if reading.no_call:
             return self._read_again(reading.no_call) + reading.rest
-        self._state, self._behind_mark = "start", True
+        self._state, self._behind_mark = self._rules.format.begins, True
         self.ended = self.calls > 0 and not reader.parallel
         return reading.rest
 
@@ -226,6 +226,7 @@ def _marks_by_state(format_: ChatFormat, *, with_calls: bool) -> Mapping[State, 
         start |= {format_.thinking.start: "reasoning", format_.thinking.end: "start"}
         reasoning[format_.thinking.end] = "start"
     if with_calls and format_.calls is not None:
-        for marks in (start, content, reasoning, header):
+        # Where messages have headers, a header says that a call follows.
+        for marks in [header] if header else [start, content, reasoning]:
             marks[format_.calls.start] = "calls"
     return {"start": start, "content": content, "reasoning": reasoning, "header": header, "calls": {}}

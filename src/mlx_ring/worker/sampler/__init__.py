@@ -5,7 +5,7 @@ batch, at any split of the model, and after a replay; draft tokens are verified 
 position and accepting while equal.
 
 The chain, in order, is vLLM's (`vllm/v1/sample/sampler.py`): logit bias, `min_tokens`, repetition,
-frequency and presence penalties, temperature, min-p, top-k, top-p, draw. Where tokens are equally
+frequency and presence penalties, grammar, temperature, min-p, top-k, top-p, draw. Where tokens are equally
 likely at a threshold, the lowest ids are kept, so `top_k=1` is greedy.
 """
 

@@ -11,6 +11,9 @@ from mlx_ring.core.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from mlx_ring.rpc.protos import step_pb2
 
 _GREEDY_BELOW = 1e-5
@@ -95,3 +98,5 @@ class SamplerRow:
     """Tokens before this are the prompt, those after it the answer."""
     eos: frozenset[int] = frozenset()
     """Barred until `min_tokens` were drawn."""
+    allowed: NDArray[np.bool_] | None = None
+    """(vocabulary,): the tokens that a grammar allows here; None: all. Those beyond its end are barred."""

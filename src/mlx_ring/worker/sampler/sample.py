@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_ring.worker.sampler import draw
 from mlx_ring.worker.sampler.adjust import adjust
+from mlx_ring.worker.sampler.bar import bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,11 +30,10 @@ def sample(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
         return mx.zeros((0,), dtype=mx.int32)
     for row in rows:
         row.sampling.check(logits.shape[1])
-    logits = adjust(logits.astype(mx.float32), rows)
-    parts = [
-        (chosen, kind(draw.take(logits, chosen), [rows[index] for index in chosen]))
-        for kind, chosen in _kinds(rows, logits.shape[1]).items()
-    ]
+    parts: list[tuple[list[int], mx.array]] = []
+    for (kind, _), chosen in _kinds(rows, logits.shape[1]).items():
+        members = [rows[index] for index in chosen]
+        parts.append((chosen, kind(_changed(draw.take(logits, chosen), members), members)))
     return draw.reassemble(parts)
 
 
@@ -49,19 +49,18 @@ class LazySample:
         self._in_doubt: _InDoubt | None = None
         parts: list[tuple[list[int], mx.array]] = []
         kinds = _kinds(rows, head.vocabulary if head is not None else logits.shape[1])
-        self.is_agreed = head is not None and kinds.keys() == {draw.greedy}
+        self.is_agreed = head is not None and all(kind is draw.greedy for kind, _ in kinds)
         """Whether every rank has the same tokens, whatever it runs on: they come of comparisons alone."""
-        for kind, chosen in kinds.items():
+        for (kind, _), chosen in kinds.items():
             theirs = draw.take(logits, chosen)
             members = [rows[index] for index in chosen]
             if head is not None and kind is draw.greedy:
-                own = adjust(theirs.astype(mx.float32), members, head.first)
-                parts.append((chosen, head.best(own)))
+                parts.append((chosen, head.best(_changed(theirs, members, head.first))))
                 continue
             if head is not None:
                 # As the model gives them: that takes half the bytes of float32.
                 theirs = head.logits(theirs)
-            theirs = adjust(theirs.astype(mx.float32), members)
+            theirs = _changed(theirs, members)
             if kind is draw.among_largest:
                 tokens, settled = draw.among_few(theirs, members)
                 if settled is not None:
@@ -111,11 +110,17 @@ class _InDoubt:
         return list(zip(numbers, cast("list[int]", tokens.tolist()), strict=True))
 
 
-def _kinds(rows: Sequence[SamplerRow], vocabulary: int) -> dict[_Draw, list[int]]:
-    """The rows to draw in each way, ascending."""
-    kinds: dict[_Draw, list[int]] = {}
+def _changed(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.array:
+    """All that a row's parameters, history and grammar make of its logits before it is drawn from them."""
+    logits = adjust(logits.astype(mx.float32), rows, first)
+    return logits if all(row.allowed is None for row in rows) else bar(logits, rows, first)
+
+
+def _kinds(rows: Sequence[SamplerRow], vocabulary: int) -> dict[tuple[_Draw, bool], list[int]]:
+    """The rows to draw in each way, ascending; those with a grammar apart, so that no others pay for it."""
+    kinds: dict[tuple[_Draw, bool], list[int]] = {}
     for index, row in enumerate(rows):
-        kinds.setdefault(_kind(row, vocabulary), []).append(index)
+        kinds.setdefault((_kind(row, vocabulary), row.allowed is not None), []).append(index)
     return kinds
 
 

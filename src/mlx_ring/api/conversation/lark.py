@@ -1,0 +1,82 @@
+"""Writes grammars as llguidance's Lark reads them. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.grammars import JSON_OPTIONS
+
+ANY_TEXT = "/(?s:.*)/"
+"""No special token is text."""
+SPACE = r"/[ \t\r\n]{1,8}/"
+PYTHON_STRINGS = {"json_allowed_escapes": 'nrbtf\\"'}
+"""Where JSON's strings are read as Python's, which knows fewer escapes."""
+
+
+@dataclass(slots=True)
+class LarkGrammar:
+    """Rules by name, while they are put together."""
+
+    tokens: Mapping[str, int]
+    """Texts that are tokens of their own, which text never is."""
+    rules: dict[str, str] = field(default_factory=dict[str, str])
+
+    def add(self, name: str, body: str) -> str:
+        """A rule; its name."""
+        self.rules[name] = body
+        return name
+
+    def fresh(self, body: str, *, lazy: bool = False) -> str:
+        """A rule with a name of its own. A lazy one matches no more than it must."""
+        name = f"r{len(self.rules)}"
+        self.rules[f"{name}[lazy]" if lazy else name] = body
+        return name
+
+    def exactly(self, text: str) -> str:
+        """A text, tokens of their own by their ids."""
+        return " ".join(
+            f"<[{self.tokens[piece]}]>" if piece in self.tokens else json.dumps(piece)
+            for piece in self.pieces(text)
+        )
+
+    def json(self, schema: Mapping[str, object], **options: object) -> str:
+        """JSON under a schema."""
+        try:
+            return f"%json {json.dumps(dict(schema) | {'x-guidance': JSON_OPTIONS | options})}"
+        except (RecursionError, TypeError, ValueError) as error:
+            raise RequestError(f"The schema cannot be read: {error}.") from error
+
+    def until(self, text: str, *, besides: str = "") -> str:
+        """Any text and then `text`, which it does not hold; `besides` is an expression for what it must not be as a whole."""
+        first, *others = self.pieces(text)
+        free = f"/(?s:.*)/ & ~/{besides}/" if besides else ANY_TEXT
+        if first in self.tokens:
+            if besides:
+                free = self._terminal(free)
+            return f"{free} {self.exactly(text)}"
+        if besides:
+            free = self._terminal(free)
+        head = self.fresh(f"{free} {json.dumps(first)}", lazy=True)
+        return f"{head} {self.exactly(''.join(others))}" if others else head
+
+    def pieces(self, text: str) -> list[str]:
+        """Tokens of their own, and what is between."""
+        known = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))
+        return [piece for piece in (re.split(f"({known})", text) if known else [text]) if piece]
+
+    def write(self) -> str:
+        return "\n".join(["%llguidance {}", *(f"{name}: {body}" for name, body in self.rules.items())])
+
+    def _terminal(self, body: str) -> str:
+        name = f"T{len(self.rules)}"
+        self.rules[name] = body
+        return name
+
+
+def either(options: Iterable[str]) -> str:
+    """One of several expressions."""
+    return f"({' | '.join(options)})"

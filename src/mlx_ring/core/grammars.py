@@ -1,0 +1,96 @@
+"""Grammars as llguidance reads them, and within which limits: the same on the head, which tries them, and on workers.
+
+llguidance is imported when the first grammar comes: few servers ever see one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
+
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.types import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+MAX_GRAMMAR_BYTES = 256 << 10
+"""What takes llguidance a third of a second at worst; real schemas have some kilobytes."""
+_LEXER_STATES = 50_000
+"""Of one to two kilobytes each; all answers under one grammar share them."""
+JSON_OPTIONS = {
+    "whitespace_pattern": r"\x20|\x0A(\x20{0,24}|\x09{0,8})",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+"""Between JSON's tokens a space, or a new line with its indentation: where more is allowed, small models go on with white
+space until their limit. What cannot be enforced is refused, not left out."""
+
+
+def grammar_limits() -> LLParserLimits:
+    """How much one grammar may cost: some milliseconds a token at worst, and some megabytes."""
+    from llguidance import LLParserLimits  # noqa: PLC0415 - see above
+
+    return LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
+
+
+def to_llguidance(kind: str, text: str) -> str:
+    """A `Grammar` in llguidance's own form.
+
+    Raises:
+        RequestError: it is too long, or of a kind that is not known.
+    """
+    if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise RequestError(
+            f"The schema, or the grammar made of it, has {len(text)} characters; "
+            f"{MAX_GRAMMAR_BYTES} bytes are read at most."
+        )
+    match kind:
+        case "json_schema":
+            return _in_json({"json_schema": _read_schema(text) | {"x-guidance": JSON_OPTIONS}})
+        case "json_object":
+            return _in_json({"json_schema": {"type": "object", "x-guidance": JSON_OPTIONS}})
+        case "lark":
+            return _in_json({"lark_grammar": text})
+        case "regex":
+            from llguidance import LLMatcher  # noqa: PLC0415 - see above
+
+            return LLMatcher.grammar_from_regex(text)
+        case other:
+            raise RequestError(
+                f"Grammars are json_schema, json_object, regex or lark; this one is {other!r}."
+            )
+
+
+def _in_json(grammar: Mapping[str, object]) -> str:
+    return json.dumps({"grammars": [grammar]})
+
+
+def _read_schema(text: str) -> dict[str, object]:
+    try:
+        schema: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The schema cannot be read: {error}.") from error
+    if not isinstance(schema, dict):
+        raise RequestError("The schema is no object.")
+    return cast("dict[str, object]", schema)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Try to compile a grammar. Takes milliseconds, for a hostile one some hundred, without the GIL.
+
+    Raises:
+        RequestError: it cannot be enforced; why, in llguidance's words.
+    """
+    from llguidance import LLMatcher  # noqa: PLC0415 - see above
+
+    problem = LLMatcher.validate_grammar(to_llguidance(grammar.kind, grammar.text), limits=grammar_limits())
+    if problem and not problem.startswith("WARNING"):
+        raise RequestError(f"The answer cannot be held to this schema: {in_one_line(problem)}")
+
+
+def in_one_line(problem: str) -> str:
+    """What llguidance says, as the end of a sentence."""
+    said = " ".join(problem.split()).removesuffix("<non-verbose/>").strip()
+    return f"{said[:300].rstrip('.')}."

@@ -1,0 +1,11 @@
+"""Answers under a grammar: which tokens may come next, told by llguidance from the tokens so far.
+
+A matcher's place follows from the tokens of its sequence alone, so replays, forks, drafts and ranks that share a stage
+need nothing of their own: each brings its matcher to where it draws, and back.
+"""
+
+from mlx_ring.worker.grammars.answer import AnswerGrammar
+from mlx_ring.worker.grammars.compiler import GrammarCompiler
+from mlx_ring.worker.grammars.masks import Allowed, Drawing, StepMasks, make_masks
+
+__all__ = ["Allowed", "AnswerGrammar", "Drawing", "GrammarCompiler", "StepMasks", "make_masks"]

@@ -1,0 +1,126 @@
+"""One answer under a grammar: where its tokens stand in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mlx_ring.core.errors import RequestError, ServingError
+from mlx_ring.core.grammars import in_one_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar, made for a model's tokens."""
+
+    matcher: LLMatcher
+    """At its beginning. Copies share what it learns."""
+    ends: tuple[int, ...]
+    """Tokens that llguidance lets an answer end with."""
+    is_end: Callable[[int], bool]
+    """Whether a token that ends answers is no text."""
+
+
+class AnswerGrammar:
+    """How far an answer has come. Brought to any place in its tokens, forwards and back."""
+
+    def __init__(
+        self,
+        compiled: Future[Compiled],
+        prompt_length: int,
+        stops: frozenset[int],
+    ) -> None:
+        """`stops` are the tokens that end the answer."""
+        self._compiled = compiled
+        self._prompt_length = prompt_length
+        self._stops = stops
+        self._matcher: LLMatcher | None = None
+        self.ends: tuple[int, ...] = ()
+        """Tokens that may come where the grammar is satisfied, and nowhere else: those of `stops` that are no text."""
+        self.tokenizer_ends: tuple[int, ...] = ()
+        """What llguidance takes for them."""
+        self._fed: list[int] = []
+        """Tokens of the answer that the matcher has taken."""
+
+    @property
+    def matcher(self) -> LLMatcher:
+        """Its own one. Waits for the compiler.
+
+        Raises:
+            RequestError: the grammar cannot be enforced.
+        """
+        if self._matcher is None:
+            compiled = self._compiled.result()
+            self._matcher = compiled.matcher.deep_copy()
+            self.ends = tuple(sorted(filter(compiled.is_end, self._stops)))
+            self.tokenizer_ends = compiled.ends
+        return self._matcher
+
+    def go_to(self, tokens: Sequence[int], position: int) -> bool:
+        """Bring the matcher to `position` of the sequence's tokens.
+
+        Returns:
+            Whether a token there belongs to the answer: none does behind one that ends it.
+
+        Raises:
+            RequestError: the grammar cannot be enforced.
+            ServingError: a token before is none that the grammar allows.
+        """
+        matcher = self.matcher
+        if not self._is_on_the_way(tokens, position):
+            self.go_back(self._shared(tokens, position))
+        fresh = list(tokens[self._prompt_length + len(self._fed) : position])
+        over = next((at for at, token in enumerate(fresh) if token in self._stops), len(fresh))
+        taken = matcher.try_consume_tokens(fresh[:over]) if over else 0
+        self._fed += fresh[:taken]
+        if taken < over:
+            self.check()
+            raise ServingError(
+                f"Token {fresh[taken]} of the answer, number {len(self._fed) + 1}, is none that its grammar allows."
+            )
+        return over == len(fresh)
+
+    def _is_on_the_way(self, tokens: Sequence[int], position: int) -> bool:
+        """Whether the matcher stands before `position`: a look at one token, for those before it are settled."""
+        count = len(self._fed)
+        return not count or (
+            self._prompt_length + count <= position
+            and tokens[self._prompt_length + count - 1] == self._fed[-1]
+        )
+
+    def _shared(self, tokens: Sequence[int], position: int) -> int:
+        """How many of the tokens that the matcher has taken are still the answer's."""
+        answer = tokens[self._prompt_length : position]
+        pairs = zip(self._fed, answer, strict=False)
+        most = min(len(self._fed), len(answer))
+        return next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), most)
+
+    @property
+    def place(self) -> int:
+        """Tokens of the answer before where the matcher stands."""
+        return len(self._fed)
+
+    def go_back(self, place: int) -> None:
+        """Back to where so many tokens of the answer were taken."""
+        if place < len(self._fed):
+            self.matcher.rollback(len(self._fed) - place)
+            del self._fed[place:]
+
+    def try_token(self, token: int) -> bool:
+        """Go on by a draft token, if the grammar allows it and it does not end the answer."""
+        if token in self._stops or self.matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._fed.append(token)
+        return True
+
+    def check(self) -> None:
+        """Raises `RequestError` where the matcher can tell no more: it has come to its limits."""
+        if self.matcher.is_error():
+            raise RequestError(
+                f"The answer cannot be held to its schema any longer: {in_one_line(self.matcher.get_error())}"
+            )

@@ -1,0 +1,126 @@
+"""Grammars for a model's own tokens, made in a thread of their own: the steps go on meanwhile.
+
+The tokenizer is read when the first grammar comes, for few workers ever need it: it takes a large one a second, in which
+this process does little else, and some 150 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, cast
+
+from mlx_ring.core.errors import ModelCorrupt, RequestError
+from mlx_ring.core.grammars import grammar_limits, in_one_line, to_llguidance
+from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker.grammars.answer import AnswerGrammar, Compiled
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+log = logging.getLogger(__name__)
+
+_KEPT = 32
+"""Grammars that are kept compiled: clients ask for the same ones again and again."""
+
+
+class GrammarCompiler:
+    """What a last stage needs to hold answers to grammars."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self._folder = folder
+        self._tokenizer: LLTokenizer | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._compiled: OrderedDict[tuple[str, str], Future[Compiled]] = OrderedDict()
+
+    def begin(self, opened: step_pb2.Open) -> AnswerGrammar:
+        """An answer that is to match `opened.grammar`. Returns at once; what is wrong with the grammar shows at the first mask."""
+        key = (opened.grammar.kind, opened.grammar.text)
+        compiled = self._compiled.pop(key, None)
+        if compiled is None or (compiled.done() and compiled.exception() is not None):
+            compiled = self._thread.submit(self._compile, *key)
+        self._compiled[key] = compiled
+        if len(self._compiled) > _KEPT:
+            self._compiled.popitem(last=False)
+        return AnswerGrammar(compiled, opened.prompt_length, frozenset(opened.eos))
+
+    def forget(self, opened: step_pb2.Open) -> None:
+        """A grammar has come to its limits, which all answers under it share: who asks for it next gets a fresh one."""
+        self._compiled.pop((opened.grammar.kind, opened.grammar.text), None)
+
+    def _compile(self, kind: str, text: str) -> Compiled:
+        from llguidance import LLMatcher  # noqa: PLC0415 - as the tokenizer
+
+        tokenizer = self._read_tokenizer()
+        matcher = LLMatcher(tokenizer, to_llguidance(kind, text), log_level=0, limits=grammar_limits())
+        if matcher.is_error():
+            raise RequestError(
+                f"The answer cannot be held to this schema: {in_one_line(matcher.get_error())}"
+            )
+        ends = self._folder.eos_token_ids
+        return Compiled(
+            matcher,
+            tuple(tokenizer.eos_tokens),
+            lambda token: token in ends or tokenizer.is_special_token(token),
+        )
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            started = time.monotonic()
+            self._tokenizer = read_tokenizer(self._folder)
+            log.info("read the tokenizer for grammars in %.2f s", time.monotonic() - started)
+        return self._tokenizer
+
+
+def read_tokenizer(folder: ModelFolder) -> LLTokenizer:
+    """The model's tokens with what each says. The model's vocabulary may be larger: what is past the tokenizer's says nothing.
+
+    Raises:
+        ModelCorrupt: there is no tokenizer that llguidance reads.
+    """
+    from llguidance import LLTokenizer  # noqa: PLC0415 - as above
+
+    file = folder.path / "tokenizer.json"
+    ends = sorted(folder.eos_token_ids) or None
+    try:
+        if file.is_file() and not _adds_tokens(folder, file.read_bytes()):
+            return LLTokenizer(str(file), n_vocab=folder.vocab_size, eos_token=ends)
+        return LLTokenizer(_as_transformers_read_it(folder), n_vocab=folder.vocab_size, eos_token=ends)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelCorrupt(
+            f"The tokenizer in {folder.path} cannot be read for grammars: {in_one_line(str(error))}"
+        ) from error
+
+
+def _adds_tokens(folder: ModelFolder, tokenizer: bytes) -> bool:
+    """Whether tokenizer_config.json names tokens that tokenizer.json lacks, as some older models' do."""
+    config = folder.path / "tokenizer_config.json"
+    if not config.is_file():
+        return False
+    added = cast("dict[str, Any]", json.loads(config.read_bytes()).get("added_tokens_decoder") or {})
+    return not all(_is_named(str(token.get("content", "")), tokenizer) for token in added.values())
+
+
+def _is_named(text: str, tokenizer: bytes) -> bool:
+    spellings: Iterable[str] = (json.dumps(text), json.dumps(text, ensure_ascii=False))
+    return any(spelling.encode() in tokenizer for spelling in spellings)
+
+
+def _as_transformers_read_it(folder: ModelFolder) -> str:
+    """The whole tokenizer as tokenizer.json would have it: slower, and for folders without that file."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and few folders need it
+
+    wrapped: Any = cast("Any", AutoTokenizer).from_pretrained(
+        folder.path, trust_remote_code=False, local_files_only=True
+    )
+    backend: Any = getattr(wrapped, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{type(wrapped).__name__} is no tokenizer of the tokenizers library")
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())

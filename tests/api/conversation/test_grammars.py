@@ -1,0 +1,223 @@
+"""Grammars of answers: what they let through mlx-lm's parsers read, and it holds to the schema; all else is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any, Literal
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+from tests.api.conversation.written_calls import (
+    ARGUMENTS,
+    CLOCK,
+    FORMATS,
+    IDS,
+    LEAST,
+    SCHEMA,
+    WEATHER,
+    Written,
+    format_of,
+    tokenizer,
+)
+
+from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool, ToolUse
+from mlx_ring.api.conversation.format import ChatFormat, Marks
+from mlx_ring.api.conversation.grammars import GrammarChecks, answer_grammar
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.grammars import to_llguidance
+from mlx_ring.core.types import Grammar
+
+THINKING = Marks("<think>", "</think>")
+JSON_TOOLS = FORMATS[0]
+WRONG = (("days", "nights"), ("3", "15"), ("3", '"3"'), ("20]", "24]"), ("get_weather", "get_time"))
+"""What is written in the place of what."""
+every_format = pytest.mark.parametrize("written", FORMATS, ids=IDS)
+
+
+def asked(
+    *tools: Tool, choice: Literal["none", "auto", "required"] = "required", **more: Any
+) -> Conversation:
+    answer = more.pop("format", AnswerFormat())
+    return Conversation((), ToolUse(tools, choice, **more), answer)
+
+
+def under(schema: Any, *tools: Tool, param: str = "response_format") -> Conversation:
+    return asked(*tools, choice="auto", format=AnswerFormat("json_schema", schema, param))
+
+
+def grammar_of(written: Written, conversation: Conversation) -> Grammar | None:
+    return answer_grammar(written.format(), conversation, thinking_open=False)
+
+
+def lets_through(grammar: Grammar | None, text: str, written: Written = JSON_TOOLS) -> bool:
+    """Whether an answer may be this text."""
+    assert grammar is not None
+    known = tokenizer(written.added)[0]
+    matcher = LLMatcher(known, to_llguidance(grammar.kind, grammar.text), log_level=0)
+    assert matcher.get_error() == ""
+    tokens = known.tokenize_str(text, parse_special=True)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@every_format
+def test_a_required_call_is_let_through_and_read_back(written: Written) -> None:
+    grammar = grammar_of(written, asked(WEATHER, CLOCK))
+    tools = [WEATHER.for_template(), CLOCK.for_template()]
+    for call, arguments in ((written.call, ARGUMENTS), (written.least, LEAST)):
+        assert lets_through(grammar, written.whole(call), written)
+        parsed: Any = written.marks().parse(call, tools)
+        (found,) = parsed if isinstance(parsed, list) else [parsed]
+        assert (found["name"], found["arguments"]) == ("get_weather", json.loads(arguments))
+        jsonschema.validate(found["arguments"], SCHEMA)
+    assert not written.none or lets_through(grammar, written.whole(written.none), written)
+    assert not lets_through(grammar, "Rome is warm.", written)
+    assert not lets_through(grammar, written.whole(written.call) + "It is warm.", written)
+
+
+@every_format
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_call_that_breaks_its_schema_is_stopped(written: Written, wrong: tuple[str, str]) -> None:
+    broken = written.call.replace(*wrong)
+    assert not lets_through(grammar_of(written, asked(WEATHER, CLOCK)), written.whole(broken), written)
+
+
+@every_format
+def test_several_calls_come_where_they_may(written: Written) -> None:
+    assert lets_through(grammar_of(written, asked(WEATHER)), written.several(), written)
+    alone = grammar_of(written, asked(WEATHER, parallel=False))
+    assert not lets_through(alone, written.several(), written)
+
+
+@every_format
+def test_free_text_goes_on_until_a_call_of_a_strict_tool_opens(written: Written) -> None:
+    for parallel in (True, False):
+        grammar = grammar_of(written, asked(WEATHER, choice="auto", parallel=parallel))
+        assert lets_through(grammar, "Rome is <b>warm</b>\n[today].", written)
+        assert lets_through(grammar, "Let me see.\n" + written.whole(written.call), written)
+        wrong = written.call.replace("get_weather", "get_time")
+        assert not lets_through(grammar, "Let me see.\n" + written.whole(wrong), written)
+
+
+def test_a_model_thinks_first_where_it_does() -> None:
+    format_ = JSON_TOOLS.format(THINKING)
+    for conversation, text in (
+        (asked(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
+        (under(SCHEMA), LEAST),
+    ):
+        is_open = answer_grammar(format_, conversation, thinking_open=True)
+        assert lets_through(is_open, f"Rome, {{ I think.\n</think>\n\n{text}")
+        assert not lets_through(is_open, text)
+        free = answer_grammar(format_, conversation, thinking_open=False)
+        assert lets_through(free, f"<think>\nRome\n</think>\n\n{text}")
+        assert lets_through(free, text)
+
+
+def test_an_answer_is_json_of_its_schema_or_a_call() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    grammar = grammar_of(JSON_TOOLS, under(schema, replace(WEATHER, strict=False)))
+    assert lets_through(grammar, "[1, 2]")
+    assert lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
+    assert not lets_through(grammar, "[1.5]")
+    assert not lets_through(grammar, "One")
+
+
+def test_any_object_is_json_and_nothing_else_is() -> None:
+    conversation = asked(choice="auto", format=AnswerFormat("json_object"))
+    grammar = answer_grammar(ChatFormat(), conversation, thinking_open=False)
+    assert lets_through(grammar, '{"a": [1, {"b": null}]}')
+    assert not lets_through(grammar, "[1]")
+
+
+def test_text_without_strict_tools_has_no_grammar() -> None:
+    assert grammar_of(JSON_TOOLS, asked(replace(WEATHER, strict=False), choice="auto")) is None
+    assert grammar_of(JSON_TOOLS, asked(WEATHER, choice="none")) is None
+
+
+def test_a_tool_that_must_be_called_is_the_only_one() -> None:
+    grammar = grammar_of(JSON_TOOLS, asked(WEATHER, CLOCK, allowed=frozenset({"clock"})))
+    assert lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.none))
+    assert not lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
+
+
+@pytest.mark.parametrize("parser", ["gemma4", "function_gemma", "muse_spark"])
+def test_formats_without_a_grammar_are_refused_by_name(parser: str) -> None:
+    with pytest.raises(RequestError, match=parser):
+        grammar_of(Written(parser, "", "", ""), asked(WEATHER))
+
+
+def problem(conversation: Conversation, format_: ChatFormat) -> RequestError:
+    async def check() -> None:
+        grammar = answer_grammar(format_, conversation, thinking_open=False)
+        await GrammarChecks().check(grammar, conversation)
+
+    with pytest.raises(RequestError) as raised:
+        asyncio.run(check())
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"not": {"type": "string"}}, '"not"'),
+        ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "format": "iban"}, "iban"),
+        ({"$ref": "https://example.org/schema"}, "example.org"),
+        ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
+        ({"enum": ["x" * 300_000]}, "262144"),
+    ],
+    ids=str,
+)
+def test_a_schema_that_cannot_be_enforced_is_refused_and_says_what_of_it(schema: Any, says: str) -> None:
+    error = problem(under(schema, param="text.format.schema"), ChatFormat())
+    assert says in str(error)
+    assert error.param == "text.format.schema"
+    tool = Tool(
+        "f", parameters={"type": "object", "properties": {"a": schema}, "required": ["a"]}, strict=True
+    )
+    error = problem(asked(CLOCK, tool), JSON_TOOLS.format())
+    assert says in str(error)
+    assert (error.param, "'f'" in str(error)) == ("tools.1.function.parameters", True)
+
+
+def test_options_of_the_library_are_not_for_requests_to_set() -> None:
+    schema = {"type": "object", "x-guidance": {"lenient": True}}
+    assert "x-guidance" in str(problem(under(schema), ChatFormat()))
+    assert "x-guidance" in str(problem(asked(Tool("f", parameters=schema)), JSON_TOOLS.format()))
+
+
+@pytest.mark.parametrize("depth", [150, 900])
+def test_a_schema_that_is_nested_without_end_is_refused(depth: int) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    assert "recursion" in str(problem(under(schema), ChatFormat()))
+
+
+def test_what_cannot_be_enforced_of_a_tool_that_is_not_strict_is_left_out() -> None:
+    tool = Tool("get_weather", parameters={**SCHEMA, "not": {"required": ["hours"]}})
+    grammar = grammar_of(JSON_TOOLS, asked(tool))
+    assert lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
+    assert not lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call.replace("3", "15")))
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "minimax_m2", "minicpm5"])
+def test_a_string_that_would_be_read_as_null_is_stopped(parser: str) -> None:
+    written = format_of(parser)
+    grammar = grammar_of(written, asked(WEATHER))
+    for city, passes in (("Null", False), ("Nullarbor", True), ("Annull", True)):
+        call = written.whole(written.least.replace("Rome", city))
+        assert lets_through(grammar, call, written) == passes
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "string", "pattern": "^a"}, {"anyOf": [{"type": "string"}, {"type": "integer"}]}]
+)
+def test_what_a_format_without_quotes_cannot_tell_is_refused_for_strict_tools(schema: Any) -> None:
+    tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}}, strict=True)
+    with pytest.raises(RequestError, match="'a' of tool 'f'"):
+        grammar_of(format_of("qwen3_coder"), asked(tool))

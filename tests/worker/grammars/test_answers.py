@@ -1,0 +1,233 @@
+"""Steps under grammars: every answer matches, whatever else the step carries, and however it is cut."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jsonschema
+import pytest
+from tests.tiny_model import write_tiny_model
+from tests.worker.stages import (
+    CUTS,
+    Pipeline,
+    Steps,
+    answer_all,
+    chunk,
+    make_stages,
+    open_sequence,
+    previous,
+    tokens_of,
+    trim,
+    want,
+)
+
+from mlx_ring.rpc.protos import step_pb2
+
+END = 1
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["ab", "ac", "b"]},
+        "count": {"type": "integer", "minimum": -3, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["kind", "count", "tags"],
+    "additionalProperties": False,
+}
+PROMPT = [40, 50, 60]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def under(
+    sequence: int, schema: object, *, kind: str = "json_schema", eos: Sequence[int] = (END,), **sampling: Any
+) -> step_pb2.CacheOperation:
+    operation = open_sequence(sequence, len(PROMPT), eos, **sampling)
+    operation.open.max_length = 1600
+    operation.open.seed = sequence
+    operation.open.grammar.kind = kind
+    operation.open.grammar.text = schema if isinstance(schema, str) else json.dumps(schema)
+    return operation
+
+
+def text_of(folder: Path, tokens: Sequence[int]) -> str:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds
+
+    return cast("str", AutoTokenizer.from_pretrained(folder).decode(list(tokens), skip_special_tokens=True))
+
+
+def run(
+    pipeline: Pipeline, opened: Sequence[step_pb2.CacheOperation], count: int = 1500
+) -> dict[int, list[int]]:
+    """Each sequence's answer to its end, or `count` tokens; all step together."""
+    sequences = [operation.open.sequence for operation in opened]
+    first = pipeline.results(*(chunk(each, 0, PROMPT, want()) for each in sequences), operations=opened)
+    answers = {each: tokens_of(first[each]) for each in sequences}
+    hand_over = len(pipeline.runners) > 1
+    while going := [each for each in sequences if answers[each][-1] != END and len(answers[each]) < count]:
+        rows = [
+            step_pb2.Row(
+                sequence=each,
+                start=len(PROMPT) + len(answers[each]) - 1,
+                token=answers[each][-1],
+                wants=[want()],
+            )
+            for each in going
+        ]
+        for sequence, result in pipeline.results(*rows, hand_over=hand_over).items():
+            answers[sequence] += tokens_of(result)
+    return answers
+
+
+def test_answers_match_in_a_batch_with_others_that_are_free(folder: Path) -> None:
+    pipeline = Pipeline(folder, CUTS[1])
+    hot = {"temperature": 1.0}
+    free = open_sequence(9, len(PROMPT), (END,), temperature=1.0)
+    free.open.max_length = 1600
+    answers = run(
+        pipeline,
+        [under(1, SCHEMA), under(2, SCHEMA, **hot), free, under(3, SCHEMA, **hot, top_p=0.9, min_p=0.01)],
+    )
+    for sequence in (1, 2, 3):
+        assert answers[sequence][-1] == END
+        jsonschema.validate(json.loads(text_of(folder, answers[sequence])), SCHEMA)
+    alone = open_sequence(9, len(PROMPT), (END,), temperature=1.0)
+    alone.open.max_length = 1600
+    assert run(Pipeline(folder, CUTS[1]), [alone])[9] == answers[9]
+
+
+FIXED = "^(ab|cd){3}$"
+"""A regular expression with a few answers, of six tokens and an end."""
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("submits_ahead", [False, True])
+def test_steps_built_ahead_draw_the_same_answers(folder: Path, stages: int, *, submits_ahead: bool) -> None:
+    """One with a grammar and one without: the head names tokens as `previous`, before it knows them."""
+    expected = run(Pipeline(folder, CUTS[1]), [under(1, FIXED, kind="regex", temperature=1.0)])[1]
+    runners = make_stages(folder, CUTS[stages], submits_ahead=submits_ahead)
+    steps = Steps()
+    free = open_sequence(2, len(PROMPT), (END,), temperature=1.0)
+    operations = [under(1, FIXED, kind="regex", temperature=1.0), free]
+    made = [
+        steps.make(
+            *(chunk(each, 0, PROMPT, want()) for each in (1, 2)), operations=operations, hand_over=True
+        )
+    ]
+    made += [
+        steps.make(*(previous(each, len(PROMPT) + at) for each in (1, 2)), hand_over=True)
+        for at in range(len(expected) + 2)
+    ]
+    dones: list[step_pb2.StepDone] = []
+    for window in [made] if stages == 1 else [[step] for step in made]:
+        for runner in runners:
+            answered = answer_all(runner, *window)
+            dones += answered if runner is runners[-1] else []
+    assert [done.failure.message for done in dones] == [""] * len(made)
+    tokens = [
+        token
+        for done in dones
+        for result in done.results
+        if result.sequence == 1
+        for token in tokens_of(result)
+    ]
+    assert tokens[: len(expected)] == expected
+
+
+def test_drafts_are_verified_under_the_grammar(folder: Path) -> None:
+    expected = run(Pipeline(folder, CUTS[1]), [under(1, FIXED, kind="regex")])[1]
+    right, wrong = expected[1:4], [*expected[1:3], 77, expected[4]]
+    for draft, accepted in ((right, 4), (wrong, 3)):
+        pipeline = Pipeline(folder, CUTS[1])
+        first = pipeline.results(chunk(1, 0, PROMPT, want()), operations=[under(1, FIXED, kind="regex")])
+        result = pipeline.results(previous(1, len(PROMPT), draft))[1]
+        assert [*tokens_of(first[1]), *tokens_of(result)] == expected[: accepted + 1]
+        start = len(PROMPT) + accepted
+        rest = pipeline.results(previous(1, start), operations=[trim(1, start)] if draft is wrong else [])[1]
+        assert tokens_of(rest) == expected[accepted + 1 : accepted + 2]
+
+
+def test_an_answer_goes_on_from_its_tokens_after_a_replay(folder: Path) -> None:
+    expected = run(Pipeline(folder, CUTS[1]), [under(1, FIXED, kind="regex", temperature=1.0)])[1]
+    again = under(5, FIXED, kind="regex", temperature=1.0)
+    again.open.seed = 1
+    result = Pipeline(folder, CUTS[1]).results(
+        chunk(5, 0, [*PROMPT, *expected[:4]], want()), operations=[again]
+    )[5]
+    assert tokens_of(result) == expected[4:5]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"min_tokens": 20},
+        {"logit_bias": {END: 100.0}},
+        {"logit_bias": dict.fromkeys(range(60, 120), -100.0)},
+        {"temperature": 1.0, "top_k": 2, "repetition_penalty": 1.8, "presence_penalty": 2.0},
+        {"temperature": 1.5, "top_p": 0.3, "min_p": 0.2},
+        {"logprobs": True, "top_logprobs": 3},
+    ],
+    ids=str,
+)
+def test_no_other_parameter_breaks_a_grammar(folder: Path, sampling: dict[str, Any]) -> None:
+    tokens = run(Pipeline(folder, CUTS[1]), [under(1, FIXED, kind="regex", **sampling)], 20)[1]
+    assert tokens[-1] == END
+    assert re.fullmatch(FIXED, text_of(folder, tokens))
+
+
+def test_an_answer_ends_where_the_grammar_is_satisfied_and_not_before(folder: Path) -> None:
+    other = 45
+    sampling: dict[str, Any] = {"logit_bias": {END: 100.0, other: 100.0}}
+    tokens = run(Pipeline(folder, CUTS[1]), [under(1, "^(ab){2,9}$", kind="regex", **sampling)], 30)[1]
+    assert text_of(folder, tokens) == "abab"
+    assert tokens[-1] == END
+    longer = {**sampling, "min_tokens": 9}
+    tokens = run(Pipeline(folder, CUTS[1]), [under(1, "^(ab){2,9}$", kind="regex", **longer)], 30)[1]
+    assert len(tokens) >= 9
+
+
+def test_tokens_past_the_tokenizer_are_never_drawn(folder: Path) -> None:
+    bias = dict.fromkeys(range(258, 320), 100.0)
+    tokens = run(Pipeline(folder, CUTS[1]), [under(1, "^.{9}$", kind="regex", logit_bias=bias)], 60)[1]
+    assert max(tokens) < 258
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        ("json_schema", '{"not": {}}', '"not"'),
+        ("json_schema", "{", "cannot be read"),
+        ("regex", "a(", "unclosed"),
+        ("lark", "start: nowhere", "nowhere"),
+        ("ebnf", "", "ebnf"),
+        ("json_schema", '{"$ref": "#"}', "cannot be held"),
+    ],
+)
+def test_a_grammar_that_fails_ends_its_own_answer_alone(
+    folder: Path, kind: str, text: str, says: str
+) -> None:
+    pipeline = Pipeline(folder, CUTS[1])
+    (done,) = pipeline.run(
+        *(chunk(each, 0, PROMPT, want()) for each in (1, 2)),
+        operations=[under(1, text, kind=kind), under(2, FIXED, kind="regex")],
+    )
+    assert (done.failure.kind, list(done.failure.sequences)) == ("RequestError", [1])
+    assert says in done.failure.message
+    results = {result.sequence: tokens_of(result) for result in done.results}
+    assert len(results[2]) == 1
+    assert not results[1]
+
+
+def test_behind_the_end_of_an_answer_anything_is_drawn(folder: Path) -> None:
+    """Steps are on their way when an answer ends: what they draw is for nobody, and must not fail."""
+    pipeline = Pipeline(folder, CUTS[1])
+    answer = [*PROMPT, *run(pipeline, [under(1, FIXED, kind="regex")])[1]]
+    assert len(tokens_of(pipeline.results(previous(1, len(answer) - 1))[1])) == 1
+    assert len(tokens_of(pipeline.results(previous(1, len(answer)))[1])) == 1
