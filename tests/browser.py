@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, sync_playwright
+
+from mlx_ring.core.environment import inherited_environment
 
 _UNPACKED = Path(__file__).parent.parent / ".debian" / "root"
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -24,17 +25,13 @@ _FLAGS = (
 def running_browser() -> Generator[Browser]:
     """Skips the tests where there is none."""
     program, libraries = _find()
-    environment = dict(inherited())
-    if libraries:
-        environment["LD_LIBRARY_PATH"] = ":".join(map(str, libraries))
+    found = {"LD_LIBRARY_PATH": ":".join(map(str, libraries))} if libraries else {}
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=list(_FLAGS), env={**environment})
+        browser = playwright.chromium.launch(
+            executable_path=program, args=list(_FLAGS), env={**inherited_environment(found)}
+        )
         yield browser
         browser.close()
-
-
-def inherited() -> dict[str, str]:
-    return {name: os.environ[name] for name in ("HOME", "PATH", "LANG") if name in os.environ}  # noqa: TID251 - the browser's
 
 
 def _find() -> tuple[Path, list[Path]]:

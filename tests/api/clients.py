@@ -92,10 +92,11 @@ def serving(
     limits: ConnectionLimits | None = None,
     admission: Admission | None = None,
     port: int = 0,
+    catalog: TwinCatalog | None = None,
 ) -> Generator[str]:
     """A real server on the loopback, on a free port where none is named; gives its URL."""
     listener = socket.create_server(("127.0.0.1", port))
-    app = build_app(TwinCatalog(service), settings or ApiSettings(), admission=admission)
+    app = build_app(catalog or TwinCatalog(service), settings or ApiSettings(), admission=admission)
     server = uvicorn.Server(HttpConfig(app, limits or ConnectionLimits(), end_s=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

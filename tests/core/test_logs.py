@@ -211,13 +211,16 @@ def test_as_json_every_line_is_an_object_whoever_writes_it(tmp_path: Path) -> No
         assert failed["exception"].splitlines()[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_as_json_a_line_names_the_request_that_it_belongs_to(tmp_path: Path) -> None:
+def test_as_json_a_line_names_the_request_and_the_trace_that_it_belongs_to(tmp_path: Path) -> None:
     code = (
-        "from mlx_ring.core.request_context import REQUEST_ID\n"
+        "from mlx_ring.core.request_context import REQUEST_ID, TRACEPARENT\n"
         "logging.info('before'); REQUEST_ID.set('req_1'); logging.info('in it')\n"
+        "TRACEPARENT.set('00-abc-def-01')\n"
         "logging.info('another', extra={'request_id': 'req_2'})\n"
     )
-    assert [told.get("request_id") for told in objects_of(code, tmp_path)] == [None, "req_1", "req_2"]
+    told = objects_of(code, tmp_path)
+    assert [each.get("request_id") for each in told] == [None, "req_1", "req_2"]
+    assert [each.get("trace_id") for each in told] == [None, None, "abc"]
 
 
 def test_a_child_s_json_line_passes_as_it_is_and_what_is_none_becomes_one(tmp_path: Path) -> None:

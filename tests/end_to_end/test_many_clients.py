@@ -19,7 +19,7 @@ from tests.processes import POLL_S, Server, serving
 
 CLIENTS, GOOD_EACH = 200, 4
 """Every fourth behaves."""
-TOKENS = 12
+TOKENS = 8
 GROWTH_BYTES = 48 << 20
 PATIENCE_S = 60.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -67,7 +67,7 @@ async def stalls(url: str, seed: int, chance: random.Random) -> None:
     async with connected(url) as (reader, writer):
         writer.write(request(seed, max_tokens=400))
         await reader.read(256)
-        await asyncio.sleep(chance.uniform(0.5, 3))
+        await asyncio.sleep(chance.uniform(0.5, 2))
 
 
 async def vanishes(url: str, seed: int, chance: random.Random) -> None:

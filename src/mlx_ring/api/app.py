@@ -56,6 +56,7 @@ def build_app(
     ]
     for router in routers:
         app.include_router(router)
+    app.state.keep_alive_s = settings.keep_alive_s
     describe_api(app, routers, settings)
     install_error_handlers(app)
     app.add_middleware(Guard, settings=settings, admission=admission)

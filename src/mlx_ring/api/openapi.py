@@ -5,7 +5,7 @@ Routes read their own bodies and write their own answers, so nothing of this is 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal, cast
@@ -14,16 +14,14 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
-from starlette.requests import Request
-from starlette.responses import Response
 
 from mlx_ring.api.body import WITHOUT_EFFECT, Body
 from mlx_ring.api.error_answers import error_schema
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import EVENT_STREAM
+from mlx_ring.api.waiting import Endpoint, begun_in_time
 
 Json = dict[str, Any]
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 _REF = "#/components/schemas/{model}"
 _KEY = "about"
@@ -90,8 +88,9 @@ def documented(
     schema: type[Body],
     about: About,
 ) -> None:
-    """Add a POST route whose endpoint reads a body of that schema."""
-    _add(router, path, endpoint, "POST", about, schema)
+    """Add a POST route whose endpoint reads a body of that schema. Streams of events begin in time."""
+    waited = begun_in_time(endpoint) if EVENT_STREAM in about.streams else endpoint
+    _add(router, path, waited, "POST", about, schema)
 
 
 def told(router: APIRouter, path: str, endpoint: Callable[..., Any], about: About) -> None:
@@ -143,7 +142,7 @@ def _operations(routers: Sequence[APIRouter]) -> Iterable[_Operation]:
     for route in (route for router in routers for route in router.routes):
         if isinstance(route, APIRoute) and route.include_in_schema:
             about, schema = (route.openapi_extra or {})[_KEY]
-            for method in sorted(route.methods):
+            for method in sorted(route.methods or ()):
                 yield _Operation(
                     route.path_format, method.lower(), about, schema, tuple(route.param_convertors)
                 )
@@ -192,8 +191,8 @@ def _schemas(operations: Iterable[_Operation]) -> tuple[Refs, Json]:
         if model is not None
     )
     pairs: list[tuple[type[BaseModel], Literal["validation", "serialization"]]] = []
-    pairs += [(model, "validation") for model in taken]
-    pairs += [(model, "serialization") for model in given if model not in taken]
+    pairs.extend((model, "validation") for model in taken)
+    pairs.extend((model, "serialization") for model in given if model not in taken)
     refs, whole = models_json_schema(pairs, ref_template=_REF)
     definitions: Json = whole["$defs"]
     found = {cast("type[BaseModel]", model): dict(ref) for (model, _), ref in refs.items()}

@@ -16,6 +16,7 @@ from mlx_ring.api.conversation.grammars import GrammarChecks
 from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.api.waiting import note_stream
 from mlx_ring.core.errors import UnknownModel
 from mlx_ring.engine.executor import RankId
 
@@ -33,7 +34,9 @@ class ApiContext:
 
     async def read(self, request: Request, schema: type[BodyT]) -> BodyT:
         settings = self.settings
-        return await read_body(request, schema, settings.max_body_bytes, settings.client_timeout_s)
+        fields = await read_body(request, schema, settings.max_body_bytes, settings.client_timeout_s)
+        note_stream(request, fields)
+        return fields
 
     @property
     def default(self) -> ModelService:

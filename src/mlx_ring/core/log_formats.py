@@ -9,7 +9,7 @@ import time
 from datetime import UTC, datetime
 from typing import Literal
 
-from mlx_ring.core.request_context import REQUEST_ID
+from mlx_ring.core.request_context import REQUEST_ID, TRACEPARENT
 
 LogFormat = Literal["text", "json"]
 _WORKER = re.compile(r"worker-(\d+)-\d+")
@@ -66,6 +66,8 @@ class JsonFormatter(TagFormatter):
         }
         if request_id := getattr(record, "request_id", "") or REQUEST_ID.get():
             told["request_id"] = request_id
+        if traceparent := TRACEPARENT.get():
+            told["trace_id"] = traceparent.split("-")[1]
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
         if record.stack_info:

@@ -130,6 +130,20 @@ class ClientConnection(H11Protocol):
         super().pause_writing()
         self._expect_reading()
 
+    def shutdown(self) -> None:
+        """The server ends: who is told what changes, as long as they listen, is told no more."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if (
+            cycle is not None
+            and cycle.response_started
+            and not cycle.response_complete
+            and _lasts(cast("Scope", cycle.scope))
+        ):
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self.transport.close()
+        super().shutdown()
+
     def send_400_response(self, msg: str) -> None:
         """Called while the error is being handled."""
         error = sys.exception()
@@ -232,6 +246,11 @@ class ClientConnection(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+
+def _lasts(scope: Scope) -> bool:
+    """Whether an answer that has begun may never be whole: what asks no model ends by itself at once, or by nothing."""
+    return scope["method"] == "GET"
 
 
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,11 +8,13 @@ import anthropic
 import instructor
 import openai
 from checks import KEY, LAMP_REQUEST, MODEL, URL, WRONG_KEY, check, expect, raises, run
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class Lamp(BaseModel):
     """A lamp."""
+
+    model_config = ConfigDict(extra="forbid")
 
     room: Literal["kitchen", "garden", "hall"]
     on: bool

@@ -29,7 +29,7 @@ _FILES = {
 def routes(_: ApiContext) -> APIRouter:
     router = APIRouter()
     for path, (name, media_type) in _FILES.items():
-        content = resources.files(__package__).joinpath(name).read_bytes()
+        content = resources.files("mlx_ring.api.docs").joinpath(name).read_bytes()
 
         async def page(content: bytes = content, media_type: str = media_type) -> Response:
             return Response(content, media_type=media_type, headers=_HEADERS)
