@@ -8,7 +8,7 @@ ARGS ?=
 SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check conformance bench protos docs format clean
+.PHONY: help setup demo test check conformance architectures clients bench protos docs format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ demo: .venv/.ready-run ## set up from nothing, serve the demo model over two sta
 
 test: .venv/.ready-dev ## set up and run the tests (ARGS="-k scheduler", ARGS="-n 0" for one process)
 	$(BIN)/pytest -m "not conformance" $(SIDE_BY_SIDE) $(ARGS)
-	@echo "Not run here: the conformance run over every architecture (make conformance)."
+	@echo "Not run here: the conformance runs over every architecture and every client (make conformance)."
 
 check: .venv/.ready-dev ## lint, format, types, import contracts, generated code
 	$(BIN)/ruff check
@@ -38,10 +38,16 @@ check: .venv/.ready-dev ## lint, format, types, import contracts, generated code
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/generate_protos.py --check
 	$(BIN)/python scripts/generate_settings_table.py --check
+	$(BIN)/python scripts/generate_dashboard.py --check
 
-conformance: .venv/.ready-dev ## cut every architecture and compare with the whole; rewrites docs/architectures.md
-	$(BIN)/pytest -m conformance --write-table $(ARGS)
+conformance: architectures clients ## every architecture and every client
+
+architectures: .venv/.ready-dev ## cut every architecture and compare with the whole; rewrites docs/architectures.md
+	$(BIN)/pytest -m conformance --ignore tests/clients --write-table $(ARGS)
 	$(BIN)/pytest tests/end_to_end/test_equality.py --thorough
+
+clients: .venv/.ready-dev ## run real clients, each in an environment of its own; rewrites docs/clients.md (ARGS="-k litellm")
+	$(BIN)/pytest tests/clients -m conformance --write-table $(ARGS)
 
 bench: .venv/.ready-dev ## compare with mlx-lm on this machine, side by side
 	$(BIN)/python bench/compare.py $(ARGS)
@@ -49,13 +55,14 @@ bench: .venv/.ready-dev ## compare with mlx-lm on this machine, side by side
 protos: .venv/.ready-dev ## generate the messages' code from the protos
 	$(BIN)/python scripts/generate_protos.py
 
-docs: .venv/.ready-dev ## write the table of settings in docs/configuration.md
+docs: .venv/.ready-dev ## write the table of settings and the Grafana dashboard
 	$(BIN)/python scripts/generate_settings_table.py
+	$(BIN)/python scripts/generate_dashboard.py
 
 format: .venv/.ready-dev ## format, and mend what ruff can mend
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
 clean: ## remove what was set up and built
-	rm -rf .uv .venv .debian dist build logs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .uv .venv .clients .debian dist build logs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests bench scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -151,7 +151,7 @@ def _wait_until_ready(process: subprocess.Popen[str], folder: Path, heard: Calla
     url = ""
     for line in process.stdout or ():
         heard(line)
-        found = re.search(r"at (http://\S+)", line)
+        found = re.search(r"at (https?://\S+)", line)
         url = found.group(1) if found else url
         if line.startswith("Ctrl-C"):
             return url

@@ -14,8 +14,10 @@ import httpx
 import uvicorn
 from tests.api.twins import TwinCatalog, TwinService
 
+from mlx_ring.api.admission import Admission
 from mlx_ring.api.app import build_app
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.node.connections import ConnectionLimits, HttpConfig
 
 
 class Api:
@@ -31,7 +33,8 @@ class Api:
         self._client = client
         self.service = TwinService() if service is None else service
         self.catalog = TwinCatalog(self.service, *more)
-        self._app = build_app(self.catalog, settings or ApiSettings())
+        self.admission = Admission()
+        self._app = build_app(self.catalog, settings or ApiSettings(), admission=self.admission)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.request("GET", path, headers=headers)
@@ -82,15 +85,19 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def serving(service: TwinService, settings: ApiSettings | None = None) -> Generator[str]:
-    """A real server on a free port of the loopback; gives its URL."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        build_app(TwinCatalog(service), settings or ApiSettings()),
-        log_config=None,
-        timeout_graceful_shutdown=1,
-    )
-    server = uvicorn.Server(config)
+def serving(
+    service: TwinService,
+    settings: ApiSettings | None = None,
+    *,
+    limits: ConnectionLimits | None = None,
+    admission: Admission | None = None,
+    port: int = 0,
+    catalog: TwinCatalog | None = None,
+) -> Generator[str]:
+    """A real server on the loopback, on a free port where none is named; gives its URL."""
+    listener = socket.create_server(("127.0.0.1", port))
+    app = build_app(catalog or TwinCatalog(service), settings or ApiSettings(), admission=admission)
+    server = uvicorn.Server(HttpConfig(app, limits or ConnectionLimits(), end_s=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -204,25 +204,25 @@ def test_earlier_thoughts_are_cleared_as_asked(keep: object, left: int) -> None:
 USER = {"role": "user", "content": "Hello."}
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"max_tokens": None}, "'max_tokens'"),
-        ({"temperature": 1.5}, "'temperature'"),
-        ({"messages": []}, "'messages'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": None}]}]}, '"image"'),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": None}]}]}, '"document"'),
-        ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "add", "input": {}}]}]}, "'messages[1]'"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
-        ({"tools": [{"name": "add"}]}, "'tools[0].input_schema'"),
-        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "'sub'"),
-        ({"tool_choice": {"type": "any"}}, "no 'tools'"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_thinking"),
-        ({"mcp_servers": []}, "'mcp_servers'"),
-        ({"speed": "fast"}, "'speed'"),
-        ({"stop_sequences": [""]}, "'stop_sequences[0]'"),
-    ],
-)  # fmt: skip
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "'max_tokens'"),
+    ({"temperature": 1.5}, "'temperature'"),
+    ({"messages": []}, "'messages'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": None}]}]}, '"image"'),
+    ({"messages": [{"role": "user", "content": [{"type": "document", "source": None}]}]}, '"document"'),
+    ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "add", "input": {}}]}]}, "'messages[1]'"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+    ({"tools": [{"name": "add"}]}, "'tools[0].input_schema'"),
+    ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "'sub'"),
+    ({"tool_choice": {"type": "any"}}, "no 'tools'"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_thinking"),
+    ({"mcp_servers": []}, "'mcp_servers'"),
+    ({"speed": "fast"}, "'speed'"),
+    ({"stop_sequences": [""]}, "'stop_sequences[0]'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "says"), REFUSED)
 def test_what_cannot_be_had_is_refused_by_name_in_anthropics_words(
     api: Api, fields: dict[str, object], says: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from tests.api.clients import Api
+from tests.api.twins import CONTEXT
 
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.settings import ApiSettings
@@ -148,3 +150,35 @@ def test_no_body_is_the_servers_failure(path: str, body: dict[str, object]) -> N
     assert answer.status_code in (200, 400)
     if answer.status_code == 400:
         assert KINDS[path](answer.json()) == "invalid_request_error"
+
+
+LONG = "x" * (CONTEXT + 1)
+TALK = {"messages": [{"role": "user", "content": LONG}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", TALK),
+        ("/chat/completions", TALK | {"stream": True}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": LONG, "stream": True}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/responses", {"input": LONG, "stream": True}),
+        ("/v1/messages", TALK | {"max_tokens": 4}),
+        ("/v1/messages", TALK | {"max_tokens": 4, "stream": True}),
+        ("/v1/embeddings", {"input": LONG}),
+        ("/generate", {"prompt": LONG}),
+        ("/api/chat", TALK),
+        ("/api/generate", {"prompt": LONG}),
+        ("/api/embed", {"input": LONG, "truncate": False}),
+    ],
+)
+def test_a_prompt_over_the_context_is_400_with_both_numbers_everywhere(
+    api: Api, path: str, body: dict[str, object]
+) -> None:
+    refused = api.post(path, body)
+    assert refused.status_code == 400, refused.text
+    numbers = [int(number) for number in re.findall(r"\d+", refused.text)]
+    assert CONTEXT in numbers
+    assert any(CONTEXT < number < CONTEXT + 100 for number in numbers)

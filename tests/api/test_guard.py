@@ -78,6 +78,21 @@ def test_every_answer_has_a_request_id_of_its_own(api: Api) -> None:
     assert len(ids) == 3
 
 
+@pytest.mark.parametrize("name", ["x-request-id", "x-client-request-id"])
+def test_a_client_s_own_name_for_its_request_is_taken_where_it_may_stand_in_a_log(
+    api: Api, name: str
+) -> None:
+    given = "trace-7f3a.2:/+=@_"
+    assert api.get("/", **{name: given}).headers["x-request-id"] == given
+    for other in ("two words", "x" * 129, "{}", "\x1b[2J"):
+        assert api.get("/", **{name: other}).headers["x-request-id"].startswith("req_")
+
+
+def test_head_is_answered_as_get_is(api: Api) -> None:
+    assert api.request("HEAD", "/health/ready").status_code == 200
+    assert api.request("HEAD", "/generate").status_code == 405
+
+
 KEYED = ApiSettings(api_keys=("first-key", "schlüssel"))
 
 

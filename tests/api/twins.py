@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from mlx_ring.api.conversation.format import ParseCalls
@@ -16,6 +17,7 @@ from mlx_ring.core.pooling import Pooling
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.twin import TwinExecutor
@@ -197,6 +199,8 @@ class TwinService:
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None
         self.stages = stages
+        self.meters = [Meter()]
+        self.rejected: dict[str, int] = {}
         answer = self.tokenizer.encode(says, add_special_tokens=False)
         self.executor = TwinExecutor([1] * stages, next_token=saying(answer), automatic=automatic)
         self.engine = Engine(
@@ -207,6 +211,11 @@ class TwinService:
             epoch=1,
             policy=policy,
             kv=None if kv is None else dict.fromkeys(self.executor.ranks, kv),
+            meter=self.meters[0],
+        )
+        self._counting = ExitStack()
+        self._counting.enter_context(
+            self.meters[0].following(self.engine, dict.fromkeys(self.executor.ranks, "here"))
         )
 
     @property

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlx_ring.core.environment import inherited_environment
+from mlx_ring.core.log_formats import is_tagged
 
 TAG = re.compile(
     r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL) "
@@ -171,3 +174,60 @@ def test_stderr_has_all_where_there_is_no_file_to_write(tmp_path: Path) -> None:
     done = run(QUIET + "logging.getLogger('a').info('once')", tmp_path / "file")
     assert "lines go to stderr alone" in done.stderr
     assert done.stderr.splitlines()[-1].endswith("a: once")
+
+
+JSON = CONFIGURE.replace("log_dir=", "log_format='json', log_dir=") + "\n"
+FIELDS = {"time", "level", "logger", "message", "node", "process", "stage", "rank", "epoch"}
+
+
+def objects_of(code: str, log_dir: Path) -> list[dict[str, Any]]:
+    """What such a process writes to stderr, every line an object; its file must say the same."""
+    done = run(JSON + code, log_dir)
+    lines = done.stderr.splitlines()
+    assert (log_dir / "worker-1-0.log").read_text().splitlines() == lines
+    told = [json.loads(line) for line in lines]
+    assert all(set(each) >= FIELDS for each in told)
+    return told
+
+
+def test_as_json_every_line_is_an_object_whoever_writes_it(tmp_path: Path) -> None:
+    code = (
+        "import uvicorn.config, grpc\n"
+        "log = logging.getLogger('a.b')\n"
+        "log.info('two\\nlines and \"quotes\" %d', 1, extra={'status': 200, 'path': Path('/x')})\n"
+        "set_log_epoch(3)\n"
+        "logging.getLogger('uvicorn.access').warning('theirs')\n"
+        "warnings.warn('careful')\n"
+        "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()\n"
+        "1 / 0\n"
+    )
+    first, theirs, warned, thread, end = objects_of(code, tmp_path)
+    assert first["message"] == 'two\nlines and "quotes" 1'
+    assert (first["node"], first["stage"], first["rank"], first["epoch"]) == ("mini", 1, 0, None)
+    assert (first["status"], first["path"], first["level"], first["logger"]) == (200, "/x", "INFO", "a.b")
+    assert (theirs["logger"], theirs["epoch"]) == ("uvicorn.access", 3)
+    assert "careful" in warned["message"]
+    for failed in (thread, end):
+        assert failed["exception"].splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_as_json_a_line_names_the_request_and_the_trace_that_it_belongs_to(tmp_path: Path) -> None:
+    code = (
+        "from mlx_ring.core.request_context import REQUEST_ID, TRACEPARENT\n"
+        "logging.info('before'); REQUEST_ID.set('req_1'); logging.info('in it')\n"
+        "TRACEPARENT.set('00-abc-def-01')\n"
+        "logging.info('another', extra={'request_id': 'req_2'})\n"
+    )
+    told = objects_of(code, tmp_path)
+    assert [each.get("request_id") for each in told] == [None, "req_1", "req_2"]
+    assert [each.get("trace_id") for each in told] == [None, None, "abc"]
+
+
+def test_a_child_s_json_line_passes_as_it_is_and_what_is_none_becomes_one(tmp_path: Path) -> None:
+    code = "logging.getLogger('a').info('hello')"
+    (line,) = run(JSON + code, tmp_path).stderr.splitlines()
+    assert is_tagged(line)
+    assert not is_tagged('{"message": "another program\'s"}')
+    relayed = "logging.warning('raw', extra={'child_process': 'worker-2-1', 'child_rank': '1'})"
+    (told,) = objects_of(relayed, tmp_path / "other")
+    assert (told["process"], told["stage"], told["rank"]) == ("worker-2-1", 2, 1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 from tests.processes import Server, serving
 
 WEATHER: Any = {
@@ -85,6 +86,29 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
     scored = [chunk.choices[0].logprobs for chunk in said if chunk.choices[0].logprobs]
     assert sum(len(one.content) for one in scored) == usage.usage.completion_tokens
     assert "think" not in str([delta.content for delta in deltas])
+
+
+class Weather(BaseModel):
+    city: Literal["Paris", "Rome"]
+    sky: Literal["sunny", "cloudy"]
+
+
+def test_the_sdk_parses_what_a_schema_and_a_demanded_tool_make_of_an_answer(client: openai.OpenAI) -> None:
+    parsed = client.chat.completions.parse(
+        model="demo", messages=[ASKED], response_format=Weather, seed=1, max_tokens=200
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Weather)
+    asked: Any = {"role": "user", "content": "Hello."}
+    called: Any = client.chat.completions.parse(
+        model="demo",
+        messages=[asked],
+        tools=[openai.pydantic_function_tool(Weather)],
+        tool_choice={"type": "function", "function": {"name": "Weather"}},
+        seed=1,
+        max_tokens=200,
+    )
+    assert called.choices[0].finish_reason == "tool_calls"
+    assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Weather)
 
 
 def test_a_stop_string_cuts_content_where_the_model_still_thinks_about_it(client: openai.OpenAI) -> None:

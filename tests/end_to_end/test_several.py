@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.end_to_end.test_cluster import cluster
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, run_cli, serving
@@ -85,6 +86,17 @@ def test_requests_at_once_are_shared_by_the_replicas(server: Server, tiny_model:
     first, second = httpx.get(f"{server.url}/cluster/status").json()["models"][0]["instances"]
     assert first["step_times"][0]["decode_steps"] > 0
     assert second["step_times"][0]["decode_steps"] > 0
+
+
+def test_metrics_tell_the_models_and_their_replicas_apart(server: Server, tiny_model: Path) -> None:
+    counted = {
+        (sample.labels["model_name"], sample.labels["instance"]): sample.value
+        for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+        for sample in family.samples
+        if sample.name == "mlx_ring_request_success_total" and sample.labels["finished_reason"] == "length"
+    }
+    assert {(name, number) for name in (tiny_model.name, "second") for number in "01"} <= set(counted)
+    assert all(counted[tiny_model.name, number] > 0 for number in "01")
 
 
 def test_a_prompt_that_comes_again_goes_where_it_is_cached(server: Server) -> None:

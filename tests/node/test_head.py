@@ -21,6 +21,8 @@ from mlx_ring.engine.executor import RankId
 from mlx_ring.node.instance import Watched
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
+ENDLESS = {"prompt": "x", "max_tokens": 10**9, "ignore_eos": True, "stream": True}
+
 
 def ask(server: Server) -> httpx.Response:
     question = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
@@ -175,7 +177,12 @@ def test_a_worker_that_ends_or_hangs_is_named_and_replaced(
 ) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
         worker = server.one("mlx_ring.worker", "--stage", "1")
-        worker.send_signal(trouble)
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=120) as streamed:
+            lines = streamed.iter_lines()
+            next(lines)
+            worker.send_signal(trouble)
+            last = [line for line in lines if line.startswith("data: ")][-1]
+        assert last.startswith('data: {"error":{"message":')
         answer = wait_until_lost(server)
         assert answer.status_code == 503
         wait_until_ready_again(server)

@@ -24,7 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run until the head is gone, asks to stop, or SIGTERM comes; leave no worker and no socket behind."""
     options = _parse(arguments)
     configure_logging(
-        process="agent", node=options.node, rank=None, level=options.log_level, log_dir=options.log_dir
+        process="agent",
+        node=options.node,
+        rank=None,
+        level=options.log_level,
+        log_dir=options.log_dir,
+        log_format=options.log_format,
     )
     tell_stacks_on_signal()
     try:
@@ -40,6 +45,7 @@ async def _serve(options: argparse.Namespace) -> None:
             run_dir=options.run_dir,
             log_dir=options.log_dir,
             log_level=options.log_level,
+            log_format=options.log_format,
             blas=options.blas,
             blas_threads=options.blas_threads,
             lent=options.lent,
@@ -74,6 +80,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--node", required=True)
     parser.add_argument("--log-dir", type=Path, required=True)
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)

@@ -29,7 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415
 
     configure_logging(
-        process="agent", node=given.node, rank=None, level=given.log_level, log_dir=given.log_dir
+        process="agent",
+        node=given.node,
+        rank=None,
+        level=given.log_level,
+        log_dir=given.log_dir,
+        log_format=given.log_format,
     )
     log_refused_handshakes()
     with recorded(given.state, "agent"), make_run_folder(given.run_dir) as run_dir:
@@ -40,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run_dir=run_dir,
             log_dir=given.log_dir,
             log_level=given.log_level,
+            log_format=given.log_format,
             blas=given.blas,
             blas_threads=given.blas_threads,
             load_timeout_s=given.load_timeout,
@@ -60,6 +66,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, help="where to make a private folder for sockets")
     parser.add_argument("--log-dir", type=Path, required=True)
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds")

@@ -26,6 +26,7 @@ from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import node_folder, weights_folder
 from mlx_ring.core.errors import ConfigError, RingError
+from mlx_ring.core.log_formats import LogFormat
 from mlx_ring.core.private_files import try_lock
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, add_secure_port, make_aio_server
 from mlx_ring.rpc.methods import AGENT_SERVICE
@@ -56,6 +57,7 @@ class MemberOptions:
     blas_threads: int
     load_timeout_s: float
     memory_utilization: float
+    log_format: LogFormat = "text"
     listen: str = "[::]"
     """Address for other machines."""
     weights_limit_bytes: int | None = None
@@ -162,6 +164,7 @@ def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:
             run_dir=options.run_dir,
             log_dir=options.log_dir,
             log_level=options.log_level,
+            log_format=options.log_format,
             blas=options.blas,
             blas_threads=options.blas_threads,
             credentials=credentials,

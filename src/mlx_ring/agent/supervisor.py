@@ -21,6 +21,7 @@ from mlx_ring.agent.worker_environment import worker_environment
 from mlx_ring.core.child import GRACE_S, ChildProcess
 from mlx_ring.core.environment import speaking_environment
 from mlx_ring.core.errors import WorkerLost
+from mlx_ring.core.log_formats import LogFormat
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.joined_ranks import asked_backend, joined_ranks, rank_in_group
 from mlx_ring.rpc.methods import STATUS
@@ -45,6 +46,7 @@ class WorkerOptions:
     log_level: str
     blas: str
     blas_threads: int
+    log_format: LogFormat = "text"
     credentials: Path | None = None
     """The node's, for workers that other machines reach; None: nobody else's."""
     listen: str = "[::]"
@@ -164,6 +166,7 @@ class Supervisor:
                 *("--socket", str(socket), "--node", options.node),
                 *("--stage", str(assignment.stage), "--rank", str(assignment.rank)),
                 *("--log-dir", str(options.log_dir), "--log-level", options.log_level),
+                *("--log-format", options.log_format),
                 *("--blas", options.blas, "--blas-threads", str(options.blas_threads)),
                 *_reach_arguments(options),
                 *(["--in-group", asked_backend(assignment)] if joined_ranks(assignment) else []),

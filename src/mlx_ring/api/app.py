@@ -6,35 +6,61 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
+from mlx_ring.api.access_log import AccessLog
+from mlx_ring.api.admission import Admission
 from mlx_ring.api.anthropic import messages as anthropic
+from mlx_ring.api.docs import routes as docs
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
+from mlx_ring.api.metrics import page as metrics
+from mlx_ring.api.metrics.http import HttpMeter, Observed
 from mlx_ring.api.ollama import chat as ollama_chat
 from mlx_ring.api.ollama import embed as ollama_embed
 from mlx_ring.api.ollama import generate as ollama_generate
 from mlx_ring.api.ollama import models as ollama_models
 from mlx_ring.api.openai import chat, completions, embeddings, models, tokens
 from mlx_ring.api.openai.responses import route as responses
-from mlx_ring.api.ops import cache, cluster, generate, health
+from mlx_ring.api.openapi import describe_api
+from mlx_ring.api.ops import cache, cluster, events, generate, health
 from mlx_ring.api.ops import models as loading
 from mlx_ring.api.ops import service as service_routes
+from mlx_ring.api.page import routes as page
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.traces import Tracing
 
 
-def build_app(catalog: ModelCatalog, settings: ApiSettings) -> FastAPI:
-    """The HTTP side of the models that are served. Its pages load nothing from other servers, so there are no docs pages."""
+def build_app(
+    catalog: ModelCatalog,
+    settings: ApiSettings,
+    tracing: Tracing | None = None,
+    admission: Admission | None = None,
+) -> FastAPI:
+    """The HTTP side of the models that are served; what `admission` closes takes no new requests."""
+    admission = admission or Admission()
     app = FastAPI(
         title="mlx-ring", version=version("mlx-ring"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    context = ApiContext(catalog, settings)
-    for module in (
-        *(chat, completions, embeddings, tokens, models, responses, anthropic),
+    context = ApiContext(catalog, settings, admission)
+    http = HttpMeter()
+    # Where several routes take a path, the first does: `/models/{model}` would take `/models/load`.
+    modules = (
+        *(chat, completions, responses, embeddings, tokens, anthropic),
         *(ollama_chat, ollama_generate, ollama_embed, ollama_models),
-        *(generate, loading, health, cluster, cache, service_routes),
-    ):
-        app.include_router(module.routes(context))
+        *(generate, loading, models, health, cluster, cache, events, service_routes, docs),
+    )
+    routers = [
+        *(module.routes(context) for module in modules),
+        *(metrics.routes(context, http), page.routes()),
+    ]
+    for router in routers:
+        app.include_router(router)
+    app.state.keep_alive_s = settings.keep_alive_s
+    describe_api(app, routers, settings)
     install_error_handlers(app)
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Guard, settings=settings, admission=admission)
+    app.add_middleware(Observed, meter=http, tracing=tracing)
+    if settings.access_log:
+        app.add_middleware(AccessLog)
     return app

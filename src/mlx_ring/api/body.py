@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -11,16 +12,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 
-from mlx_ring.core.errors import BodyTooLarge, RequestError
+from mlx_ring.core.errors import BodyTooLarge, BodyTooSlow, RequestError
 
 _DEEPEST = 64
 """Levels of lists and objects in a body; no field needs more than a dozen."""
 _DRAIN = 4
 """A body over the limit is read on, and dropped, to this many times the limit: a client that is
 still sending when the connection closes would see a broken pipe and not the answer."""
+_SLOWEST = 1024
+"""Bytes a second."""
 _SHOWN = 60
 """Characters of a wrong value that an error repeats."""
-_WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
+WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
 """Clients send these (and `prompt_cache_...`), and they promise nothing about the answer."""
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Number|Tuple|Object)\b")
 
@@ -44,14 +47,21 @@ def refusal(why: str) -> BeforeValidator:
     return BeforeValidator(refuse)
 
 
-async def read_body(request: Request, schema: type[BodyT], max_bytes: int) -> BodyT:
+async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeout_s: float) -> BodyT:
     """The request's body as `schema`.
+
+    Args:
+        request: none of whose body was read yet.
+        schema: what it must be.
+        max_bytes: its longest.
+        timeout_s: for how long the client may stall.
 
     Raises:
         BodyTooLarge: longer than `max_bytes`.
+        BodyTooSlow: it does not come.
         RequestError: not JSON, or not what the schema says; names the field.
     """
-    value = parse_json(await _read_bytes(request, max_bytes))
+    value = parse_json(await _read_bytes(request, max_bytes, timeout_s))
     if not isinstance(value, dict):
         raise RequestError(f"The body must be a JSON object, not {_show(value)}.")
     fields = cast("dict[str, object]", value)
@@ -82,15 +92,24 @@ def parse_json(data: bytes) -> object:
     return value
 
 
-async def _read_bytes(request: Request, max_bytes: int) -> bytes:
+async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """Whoever sends drop by drop is waited for no longer than who sends nothing: each KiB buys a second."""
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= max_bytes:
-            chunks.append(chunk)
-        elif size > max_bytes * _DRAIN:
-            break
+    latest_s = asyncio.get_running_loop().time() + timeout_s
+    try:
+        async with asyncio.timeout_at(latest_s) as timeout:
+            async for chunk in request.stream():
+                size += len(chunk)
+                timeout.reschedule(latest_s + size / _SLOWEST)
+                if size <= max_bytes:
+                    chunks.append(chunk)
+                elif size > max_bytes * _DRAIN:
+                    break
+    except TimeoutError:
+        raise BodyTooSlow(
+            f"The body did not come: {size} bytes of it are here, and the server waits {timeout_s:g} s for more."
+        ) from None
     if size > max_bytes:
         raise BodyTooLarge(f"The body is over {max_bytes} bytes, the most this server reads.")
     return b"".join(chunks)
@@ -146,7 +165,7 @@ def _too_deep() -> RequestError:
 
 
 def _has_no_effect(name: str) -> bool:
-    return name in _WITHOUT_EFFECT or name.startswith("prompt_cache_")
+    return name in WITHOUT_EFFECT or name.startswith("prompt_cache_")
 
 
 def _first_error(error: ValidationError, body: object) -> RequestError:

@@ -37,6 +37,11 @@ def is_anthropic(path: str) -> bool:
     return _dialect(path) is _anthropic
 
 
+def is_ollama(path: str) -> bool:
+    """Whether a path is one of Ollama's."""
+    return _dialect(path) is _ollama
+
+
 def _openai(trouble: Trouble, _: str) -> Json:
     shown = {"message": trouble.message, "type": trouble.type, "param": trouble.param, "code": trouble.code}
     return {"error": shown | dict(trouble.more)}

@@ -44,6 +44,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     errors.Refused: _Reply(403, INVALID, "foreign_request"),
     errors.Unauthenticated: _Reply(401, INVALID, "invalid_api_key"),
     errors.BodyTooLarge: _Reply(413, INVALID, "body_too_large"),
+    errors.BodyTooSlow: _Reply(408, "timeout_error", "body_timeout"),
     errors.Overloaded: _Reply(429, "rate_limit_error", "overloaded"),
     errors.DeadlineExceeded: _Reply(408, "timeout_error", "request_timeout"),
     errors.ModelNotFound: _Reply(404, INVALID, "model_not_found"),
@@ -51,6 +52,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     errors.PlanError: _Reply(503, SERVER, "no_room"),
     errors.Conflict: _Reply(409, INVALID, "conflict"),
     errors.NotReady: _Reply(503, SERVER, "not_ready"),
+    errors.Draining: _Reply(503, SERVER, "draining"),
     errors.WorkerLost: _Reply(503, SERVER, "worker_lost"),
     errors.WorkerStuck: _Reply(503, SERVER, "worker_stuck"),
     errors.StaleMessage: _Reply(503, SERVER, "stale_message"),
@@ -59,6 +61,8 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
 }
 _PASSING = (errors.NotReady, errors.Overloaded, errors.StaleMessage)
 """Worth another try; clients are told not to repeat what ends in any other 5xx, or took too long once."""
+_LAST_WORDS = (errors.Draining, errors.BodyTooSlow)
+"""The connection ends with them."""
 
 
 def trouble_of(error: Exception) -> Trouble:
@@ -93,6 +97,8 @@ def error_response(error: Exception, scope: Scope) -> Response:
         headers["x-should-retry"] = "false"
     if isinstance(error, errors.Unauthenticated):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, _LAST_WORDS):
+        headers["connection"] = "close"
     seconds = _retry_after_s(error, trouble.status)
     if seconds is not None:
         headers["retry-after"] = str(max(1, math.ceil(seconds)))
@@ -103,6 +109,19 @@ def _retry_after_s(error: Exception, status: int) -> float | None:
     if isinstance(error, errors.Overloaded | errors.NotReady):
         return error.retry_after_s
     return errors.NotReady.retry_after_s if status == _UNAVAILABLE else None
+
+
+def transport_error(status: int, message: str) -> Json:
+    """The body for what is no HTTP request, or none that can be taken: no route has seen it."""
+    return error_bodies.error_body(Trouble(status, message, *_TRANSPORT[status]), "", "-")
+
+
+_TRANSPORT = {
+    400: (INVALID, "bad_request"),
+    408: ("timeout_error", "request_timeout"),
+    431: (INVALID, "headers_too_large"),
+    503: (SERVER, "too_many_connections"),
+}
 
 
 def log_failure(error: Exception, request_id: str) -> None:

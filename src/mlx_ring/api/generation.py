@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
+from mlx_ring.api.access_log import note_answers
 from mlx_ring.api.service import Answering
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.types import FinishReason, TokenLogprob
@@ -87,6 +88,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        note_answers(self.answers)
         await self._stop()
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:

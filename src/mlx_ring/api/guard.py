@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import secrets
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -18,21 +19,29 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_ring.api.admission import Admission
 from mlx_ring.api.error_bodies import is_anthropic
 from mlx_ring.api.errors import error_response, log_failure
+from mlx_ring.api.page.wanted import wants_page
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.errors import Refused, Unauthenticated
+from mlx_ring.core.errors import Draining, Refused, Unauthenticated
+from mlx_ring.core.request_context import REQUEST_ID
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised here, bound elsewhere
+_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+"""A client's own name for its request that may stand in a log."""
+_OPEN = ("/health", "/docs", "/page", "/favicon.ico")
+"""Need no key: who asks whether we live has none, and a page must be there before a key can be typed into it."""
 
 
 class Guard:
     """ASGI middleware round the whole application."""
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiSettings, admission: Admission) -> None:
         self._app = app
         self._settings = settings
+        self._admission = admission
         self._hosts = _LOCAL | set(map(_bare, settings.allowed_hosts)) | {_bare(settings.host)}
         self._keys = tuple(key.encode() for key in settings.api_keys)
         self._origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
@@ -41,8 +50,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = scope["request_id"] = f"req_{secrets.token_hex(12)}"
         headers = Headers(scope=scope)
+        request_id = scope["request_id"] = _given_id(headers) or f"req_{secrets.token_hex(12)}"
+        REQUEST_ID.set(request_id)
         origin = headers.get("origin")
         started = False
 
@@ -50,7 +60,7 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                _add_headers(MutableHeaders(scope=message), scope, origin)
+                self._add_headers(MutableHeaders(scope=message), scope, origin)
             await send(message)
 
         try:
@@ -59,10 +69,11 @@ class Guard:
                 await _preflight_response(headers)(scope, receive, send_named)
             else:
                 self._authenticate(scope["path"], headers)
-                await self._app(scope, receive, send_named)
+                with self._admission.admit(scope["method"]):
+                    await self._app(_as_routed(scope), receive, send_named)
         except ClientDisconnect:
             pass
-        except Unauthenticated as error:
+        except (Unauthenticated, Draining) as error:
             await error_response(error, scope)(scope, receive, send_named)
         except Refused as error:
             origin = None
@@ -85,7 +96,7 @@ class Guard:
 
     def _authenticate(self, path: str, headers: Headers) -> None:
         """Every key is compared, each in constant time: how long it takes tells nothing."""
-        if not self._keys or path == "/health" or path.startswith("/health/"):
+        if not self._keys or is_open(path) or (path == "/" and wants_page(headers.get("accept"))):
             return
         given = _given_key(headers)
         if given is None:
@@ -93,7 +104,7 @@ class Guard:
                 "This server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
             )
         if not sum(hmac.compare_digest(given.encode(), key) for key in self._keys):
-            raise Unauthenticated("The API key is not one of this server's.")
+            raise Unauthenticated("Incorrect API key provided: it is not one of this server's.")
 
     def _is_allowed_origin(self, origin: str) -> bool:
         host = _hostname(origin)
@@ -110,20 +121,37 @@ class Guard:
             return True
         return _bare(self._settings.host) in _EVERY_ADDRESS and _is_address(host)
 
+    def _add_headers(self, headers: MutableHeaders, scope: Scope, origin: str | None) -> None:
+        headers["x-request-id"] = scope["request_id"]
+        if is_anthropic(scope["path"]):
+            headers["request-id"] = scope["request_id"]
+        if self._admission.is_draining:
+            headers["connection"] = "close"
+        if origin is not None:
+            headers["access-control-allow-origin"] = origin
+            headers["access-control-expose-headers"] = "x-request-id, retry-after"
+            headers.add_vary_header("origin")
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key."""
+    return any(path == each or path.startswith(f"{each}/") for each in _OPEN)
+
+
+def _given_id(headers: Headers) -> str | None:
+    """What the client calls its request, as proxies and OpenAI's clients do; None where it is nothing for a log."""
+    given = headers.get("x-request-id") or headers.get("x-client-request-id") or ""
+    return given if _SANE_ID.fullmatch(given) else None
+
+
+def _as_routed(scope: Scope) -> Scope:
+    """HEAD is answered as GET is; the server leaves the body out."""
+    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+
 
 def _given_key(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else headers.get("x-api-key")
-
-
-def _add_headers(headers: MutableHeaders, scope: Scope, origin: str | None) -> None:
-    headers["x-request-id"] = scope["request_id"]
-    if is_anthropic(scope["path"]):
-        headers["request-id"] = scope["request_id"]
-    if origin is not None:
-        headers["access-control-allow-origin"] = origin
-        headers["access-control-expose-headers"] = "x-request-id"
-        headers.add_vary_header("origin")
 
 
 def _is_preflight(scope: Scope, headers: Headers) -> bool:
@@ -136,6 +164,9 @@ def _preflight_response(headers: Headers) -> Response:
         "access-control-allow-headers": headers.get("access-control-request-headers", "content-type"),
         "access-control-max-age": "600",
     }
+    if "access-control-request-private-network" in headers:
+        # A page of the web asks for a server in this house: its origin was allowed by name.
+        allowed["access-control-allow-private-network"] = "true"
     return Response(status_code=204, headers=allowed)
 
 

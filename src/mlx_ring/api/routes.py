@@ -8,12 +8,15 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from mlx_ring.api.access_log import note_model
+from mlx_ring.api.admission import Admission
 from mlx_ring.api.body import Body, read_body
 from mlx_ring.api.conversation.format import ChatFormats
 from mlx_ring.api.conversation.grammars import GrammarChecks
 from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.api.waiting import note_stream
 from mlx_ring.core.errors import UnknownModel
 from mlx_ring.engine.executor import RankId
 
@@ -24,12 +27,16 @@ BodyT = TypeVar("BodyT", bound=Body)
 class ApiContext:
     catalog: ModelCatalog
     settings: ApiSettings
+    admission: Admission = field(default_factory=Admission)
     prompts: PromptEncoder = field(default_factory=PromptEncoder)
     formats: ChatFormats = field(default_factory=ChatFormats)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
 
     async def read(self, request: Request, schema: type[BodyT]) -> BodyT:
-        return await read_body(request, schema, self.settings.max_body_bytes)
+        settings = self.settings
+        fields = await read_body(request, schema, settings.max_body_bytes, settings.client_timeout_s)
+        note_stream(request, fields)
+        return fields
 
     @property
     def default(self) -> ModelService:
@@ -42,10 +49,9 @@ class ApiContext:
         Raises:
             UnknownModel: there is none of that name.
         """
-        if name is None:
-            return self.default
         for model in self.catalog.models:
-            if name == model.model_id or name in model.aliases:
+            if name is None or name == model.model_id or name in model.aliases:
+                note_model(model.model_id)
                 return model
         served = ", ".join(f"'{model.model_id}'" for model in self.catalog.models)
         raise UnknownModel(f"The model '{name}' is not served here; this server has {served}.", param="model")

@@ -10,10 +10,12 @@ from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.pooling import Pooling
 from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.stats import EngineStats
+from mlx_ring.engine.stats import EngineStats, OpenRequest
 from mlx_ring.engine.streams import RequestStream
+from mlx_ring.engine.totals import StepTotals
 
 
 class AddedToken(Protocol):
@@ -101,6 +103,14 @@ class ServingEngine(Answering, Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def totals(self) -> StepTotals:
+        """What its steps have done since it began."""
+        ...
+
+    def requests(self) -> Sequence[OpenRequest]:
+        """That run or wait, the oldest first."""
+        ...
+
     @property
     def policy(self) -> Policy:
         """How steps are made."""
@@ -174,6 +184,10 @@ class WorkerInfo:
     peak_memory_bytes: int
     rss_bytes: int
     kv_bytes: int
+    memory_bytes: int = 0
+    """Of the device; 0 while nothing is known."""
+    memory_left_bytes: int = 0
+    """Of it, for all workers there."""
     blas: str = ""
     sends: LinkUse | None = None
     """To the next stage; None where there is none, or nothing is known."""
@@ -274,6 +288,16 @@ class ModelService(Protocol):
     @property
     def error(self) -> RingError | None:
         """Why the model cannot answer now; None when it can, or will when it is asked for."""
+        ...
+
+    @property
+    def meters(self) -> Sequence[Meter]:
+        """Of its replicas, in their order, those included that are not loaded now."""
+        ...
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """By the name of an error, requests that were refused before they were taken."""
         ...
 
     @property

@@ -20,5 +20,9 @@ class ApiSettings:
     default_max_tokens: int | None = None
     """Of a chat answer whose request sets no limit; None: to the end of the context."""
     max_body_bytes: int = 16 * 2**20
+    client_timeout_s: float = 60.0
+    """For how long a client may stall while it sends its request."""
+    access_log: bool = True
+    """Whether each request is a line of log."""
     keep_alive_s: float = 10.0
     """Silence after which a stream sends a comment, so that nothing in between takes it for dead."""

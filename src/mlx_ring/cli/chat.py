@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import re
+import ssl
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+
+from mlx_ring.cli.trust import distrust
 
 _CONNECT_S = 5.0
 _SILENCE_S = 60.0
@@ -47,11 +50,13 @@ class Reply:
 class ChatServer:
     """A running server, as far as a chat needs it. Every trouble is a `ChatError`."""
 
-    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, base_url: str, api_key: str | None = None, trusted: ssl.SSLContext | None = None
+    ) -> None:
         self.url = base_url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._client = httpx.Client(timeout=timeout, headers=headers, trust_env=False)
+        self._client = httpx.Client(timeout=timeout, headers=headers, trust_env=False, verify=trusted or True)
 
     def close(self) -> None:
         self._client.close()
@@ -90,8 +95,11 @@ class ChatServer:
     def _clear_errors(self) -> Generator[None]:
         try:
             yield
-        except httpx.ConnectError:
-            raise ChatError(f"No server answers at {self.url}. Start one with: mlx-ring serve") from None
+        except httpx.ConnectError as error:
+            raise ChatError(
+                distrust(error, self.url)
+                or f"No server answers at {self.url}. Start one with: mlx-ring serve"
+            ) from None
         except (httpx.UnsupportedProtocol, httpx.InvalidURL):
             raise ChatError(
                 f"'{self.url}' is no address of a server; give one like http://127.0.0.1:8100."
@@ -172,6 +180,7 @@ def run_chat(
     system: str | None = None,
     api_key: str | None = None,
     *,
+    trusted: ssl.SSLContext | None = None,
     console: Console | None = None,
     read_line: Callable[[], str] | None = None,
 ) -> int:
@@ -181,6 +190,7 @@ def run_chat(
         base_url: of the server, with or without `/v1`.
         model: None: the one that is served.
         system: instructions that stand before the talk.
+        trusted: for a server of HTTPS: whose certificates are believed.
         console: where to print.
         read_line: gives the next line, or raises `EOFError` at the end.
 
@@ -189,7 +199,7 @@ def run_chat(
     """
     console = console or Console()
     read_line = read_line or _read_line
-    server = ChatServer(base_url, api_key)
+    server = ChatServer(base_url, api_key, trusted)
     try:
         talk = Talk(server, server.find_model(model), console, system)
         console.print(

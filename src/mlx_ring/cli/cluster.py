@@ -18,6 +18,7 @@ from rich.table import Table
 
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
+from mlx_ring.cli.trust import CACERT, distrust, trust
 from mlx_ring.core.cluster_folders import packages_folder
 from mlx_ring.core.config import state_folder
 from mlx_ring.core.errors import ConfigError, HostFailed
@@ -98,6 +99,7 @@ def status(
         str | None,
         typer.Option(metavar="KEY", help="Where the server asks for one; MLX_RING_API_KEY otherwise."),
     ] = None,
+    cacert: Annotated[Path | None, CACERT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what `/cluster/status` says.")] = False,
 ) -> None:
     """Show machines, stages, layers and memory. Exit code 1 where the model cannot answer."""
@@ -108,7 +110,7 @@ def status(
             "--config and --api-key were both given; with the file the head's own keys are taken, of `serve`'s api-key-file."
         )
     if config is None:
-        told = _ask_url(url or _DEFAULT_URL, api_key)
+        told = _ask_url(url or _DEFAULT_URL, api_key, cacert)
         failed = False
     else:
         told, failed = _ask_machines(_read(config), quietly=as_json)
@@ -252,18 +254,23 @@ def _store(file: DevicesFile, folders: Sequence[Path], config: Path) -> WheelSto
     return WheelStore(kept, given)
 
 
-def _ask_url(url: str, api_key: str | None) -> Any:
-    keys = load_settings({"api_key": api_key}).api_key
-    headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+def _ask_url(url: str, api_key: str | None, cacert: Path | None) -> Any:
+    settings = load_settings({"api_key": api_key})
+    headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
     try:
         answer = httpx.get(
-            f"{url.rstrip('/')}/cluster/status", headers=headers, timeout=_ASK_S, trust_env=False
+            f"{url.rstrip('/')}/cluster/status",
+            headers=headers,
+            timeout=_ASK_S,
+            trust_env=False,
+            verify=trust(cacert, settings.ssl_certfile),
         )
         answer.raise_for_status()
         return answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ConfigError(
-            f"No head answers at {url} ({error}): give --url, or -c with the machines' file."
+            distrust(error, url)
+            or f"No head answers at {url} ({error}): give --url, or -c with the machines' file."
         ) from error
 
 

@@ -67,6 +67,9 @@ def join(
     blas: Annotated[str | None, typer.Option(metavar="auto|off", help="As `serve` has it.")] = None,
     blas_threads: Annotated[str | None, typer.Option(metavar="N", help="Of each worker's BLAS.")] = None,
     log_level: Annotated[str | None, typer.Option(metavar="LEVEL", help="How much to log.")] = None,
+    log_format: Annotated[
+        str | None, typer.Option(metavar="text|json", help=Settings.model_fields["log_format"].description)
+    ] = None,
     log_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for log files.")] = None,
     run_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for sockets.")] = None,
     model_load_timeout: Annotated[
@@ -92,6 +95,7 @@ def join(
             "blas": blas,
             "blas_threads": blas_threads,
             "log_level": log_level,
+            "log_format": log_format,
             "log_dir": log_dir,
             "run_dir": run_dir,
             "model_load_timeout": model_load_timeout,
@@ -158,6 +162,7 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
         level=settings.log_level,
         log_dir=settings.log_dir,
         to_stderr=settings.log_stderr == "on",
+        log_format=settings.log_format,
     )
     log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)
@@ -169,6 +174,7 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
             run_dir=run_dir,
             log_dir=settings.log_dir,
             log_level=settings.log_level,
+            log_format=settings.log_format,
             blas=settings.blas,
             blas_threads=settings.blas_threads or share_cores(1),
             load_timeout_s=settings.model_load_timeout,

@@ -41,6 +41,7 @@ def lend_to_first(settings: Settings, launch: Launch) -> None:
         level=settings.log_level,
         log_dir=settings.log_dir,
         to_stderr=settings.log_stderr == "on",
+        log_format=settings.log_format,
     )
     # Ctrl-C in the terminal comes to all of them; the server ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,13 +24,16 @@ from mlx_ring.core.rank_settings import check_link, check_ranks
 from mlx_ring.core.running import recorded
 from mlx_ring.core.setting_words import allowed_values
 from mlx_ring.core.settings_sources import load_settings
-from mlx_ring.core.vllm_names import PREFIX_CACHING_FLAG, VLLM_FLAGS
+from mlx_ring.core.traces import check_exporter
+from mlx_ring.core.vllm_names import ACCESS_LOG_FLAG, PREFIX_CACHING_FLAG, VLLM_FLAGS
 
 _CHOICES = (
     "dtype",
     "strategy",
     "aim",
     "log_level",
+    "access_log",
+    "log_format",
     "blas",
     "prefix_cache",
     "kv_bits",
@@ -57,6 +61,8 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "allowed_hosts": "NAME,...",
     "allowed_origins": "URL,...",
     "log_level": "LEVEL",
+    "log_format": "FORMAT",
+    "otlp_traces_endpoint": "URL",
     "blas": "MODE",
     "prefix_cache": "MODE",
     "kv_cache_memory": "SIZE",
@@ -68,6 +74,13 @@ _METAVARS = dict.fromkeys(("log_dir", "run_dir", "state_dir"), "DIR") | {
     "hostfile": "FILE",
     "link_compression": "MODE",
     "request_timeout_s": "SECONDS",
+    "client_timeout_s": "SECONDS",
+    "http_timeout_keep_alive": "SECONDS",
+    "shutdown_timeout_s": "SECONDS",
+    "ssl_certfile": "FILE",
+    "ssl_keyfile": "FILE",
+    "ssl_keyfile_password": "PASSWORD",
+    "access_log": "MODE",
     "step_deadline_s": "SECONDS",
     "model_load_timeout": "SECONDS",
 }
@@ -81,6 +94,7 @@ _PREFIX_CACHING = typer.Option(
     help="The same as --prefix-cache on or off.",
     show_default=False,
 )
+_NO_ACCESS_LOG = typer.Option(ACCESS_LOG_FLAG, help="The same as --access-log off.", show_default=False)
 
 
 _UNINVITING = typer.Option(
@@ -153,13 +167,24 @@ def serve(
     request_timeout_s: Annotated[str | None, setting("request_timeout_s")] = None,
     step_deadline_s: Annotated[str | None, setting("step_deadline_s")] = None,
     max_request_mb: Annotated[str | None, setting("max_request_mb")] = None,
+    client_timeout_s: Annotated[str | None, setting("client_timeout_s")] = None,
+    http_timeout_keep_alive: Annotated[str | None, setting("http_timeout_keep_alive")] = None,
+    max_connections: Annotated[str | None, setting("max_connections")] = None,
+    shutdown_timeout_s: Annotated[str | None, setting("shutdown_timeout_s")] = None,
+    ssl_certfile: Annotated[str | None, setting("ssl_certfile")] = None,
+    ssl_keyfile: Annotated[str | None, setting("ssl_keyfile")] = None,
+    ssl_keyfile_password: Annotated[str | None, setting("ssl_keyfile_password")] = None,
     allowed_hosts: Annotated[str | None, setting("allowed_hosts")] = None,
     allowed_origins: Annotated[str | None, setting("allowed_origins")] = None,
     api_key: Annotated[str | None, setting("api_key")] = None,
     api_key_file: Annotated[str | None, setting("api_key_file")] = None,
     log_level: Annotated[str | None, setting("log_level")] = None,
+    access_log: Annotated[str | None, setting("access_log")] = None,
+    no_access_log: Annotated[bool, _NO_ACCESS_LOG] = False,
+    log_format: Annotated[str | None, setting("log_format")] = None,
     log_dir: Annotated[str | None, setting("log_dir")] = None,
     log_stderr: Annotated[str | None, setting("log_stderr")] = None,
+    otlp_traces_endpoint: Annotated[str | None, setting("otlp_traces_endpoint")] = None,
     run_dir: Annotated[str | None, setting("run_dir")] = None,
     state_dir: Annotated[str | None, setting("state_dir")] = None,
     blas: Annotated[str | None, setting("blas")] = None,
@@ -176,11 +201,13 @@ def serve(
     flags: dict[str, object] = {
         name: value
         for name, value in locals().items()
-        if name not in ("config", "prefix_caching", "models", "no_join_lines")
+        if name not in ("config", "prefix_caching", "no_access_log", "models", "no_join_lines")
     }
     flags |= _named(models or [], more_models)
     if prefix_caching is not None:
-        flags["prefix_cache"] = _one_switch(prefix_cache, "on" if prefix_caching else "off")
+        flags["prefix_cache"] = _one_switch("prefix-cache", prefix_cache, "on" if prefix_caching else "off")
+    if no_access_log:
+        flags["access_log"] = _one_switch("access-log", access_log, "off")
     settings = with_named_group(load_settings(flags, config=config))
     _check(settings)
     launch = read_launch()
@@ -189,6 +216,7 @@ def serve(
 
         lend_to_first(settings, launch)
         return
+    tls = _tls(settings)
     listener = listen(settings.host, settings.port)
     configure_logging(
         process="head",
@@ -197,6 +225,8 @@ def serve(
         level=settings.log_level,
         log_dir=settings.log_dir,
         to_stderr=settings.log_stderr == "on",
+        log_format=settings.log_format,
+        keeps_lines=True,
     )
     let_grpc_speak()
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
@@ -205,9 +235,9 @@ def serve(
     log_refused_handshakes()
     with (
         _leading(launch),
-        recorded(state_folder(settings), "head", local_url(*listener.getsockname()[:2])),
+        recorded(state_folder(settings), "head", _url(listener, tls), settings.shutdown_timeout_s),
     ):
-        _run(settings, listener, invites=not no_join_lines)
+        _run(settings, listener, tls, invites=not no_join_lines)
 
 
 def _leading(launch: Launch | None) -> contextlib.AbstractContextManager[None]:
@@ -223,9 +253,22 @@ def _check(settings: Settings) -> None:
     """Raises `ConfigError` for settings that do not go together."""
     check_link(settings)
     check_ranks(settings)
+    check_exporter(settings.otlp_traces_endpoint)
 
 
-def _run(settings: Settings, listener: socket.socket, *, invites: bool) -> None:
+def _tls(settings: Settings) -> ssl.SSLContext | None:
+    if not (settings.ssl_certfile or settings.ssl_keyfile or settings.ssl_keyfile_password):
+        return None
+    from mlx_ring.core.https import server_tls  # noqa: PLC0415 - reads certificates, which few have
+
+    return server_tls(settings)
+
+
+def _url(listener: socket.socket, tls: ssl.SSLContext | None) -> str:
+    return local_url(*listener.getsockname()[:2], scheme="http" if tls is None else "https")
+
+
+def _run(settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None, *, invites: bool) -> None:
     from mlx_ring.engine.served_model import prepare_models  # noqa: PLC0415 - needs none of what follows
 
     served = prepare_models(settings)
@@ -235,7 +278,7 @@ def _run(settings: Settings, listener: socket.socket, *, invites: bool) -> None:
 
     async def run() -> None:
         with Telling(invites=invites, lasting=settings.log_stderr == "on") as audience:
-            await Head(settings, served, listener, audience).run()
+            await Head(settings, served, listener, audience, tls).run()
 
     asyncio.run(run())
 
@@ -253,10 +296,8 @@ def _named(models: Sequence[str], more: str | None) -> dict[str, object]:
     return named | ({"more_models": ",".join(others)} if others else {})
 
 
-def _one_switch(given: str | None, switch: str) -> str:
-    """The prefix cache's value, given in one way or in both alike."""
+def _one_switch(flag: str, given: str | None, switch: str) -> str:
+    """A switch's value, given in one way or in both alike."""
     if given not in (None, switch):
-        raise ConfigError(
-            f"--prefix-cache is {given}, and another flag switches the prefix cache {switch}; give one of them."
-        )
+        raise ConfigError(f"--{flag} is {given}, and another flag switches it {switch}; give one of them.")
     return switch

@@ -40,6 +40,7 @@ def ensure_head_member(
         [
             *(sys.executable, "-m", _MODULE, "--head", head.cluster, "--node", node, "--state", str(state)),
             *("--log-dir", str(settings.log_dir.absolute()), "--log-level", settings.log_level),
+            *("--log-format", settings.log_format),
             *("--blas", settings.blas, "--blas-threads", str(settings.blas_threads or share_cores(1))),
             *("--load-timeout", str(settings.model_load_timeout)),
             *("--memory-utilization", str(settings.memory_utilization), *run_dir),

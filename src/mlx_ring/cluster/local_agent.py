@@ -44,6 +44,7 @@ class LocalAgent:
             [
                 *("--run-dir", str(run_dir), "--node", node),
                 *("--log-dir", str(settings.log_dir), "--log-level", settings.log_level),
+                *("--log-format", settings.log_format),
                 *("--blas", settings.blas, "--blas-threads", str(blas_threads)),
                 *("--load-timeout", str(settings.model_load_timeout)),
                 *(["--lent", str(launch.meeting_place)] if launch is not None else []),

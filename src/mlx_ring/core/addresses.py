@@ -79,7 +79,7 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if _is_bare_ipv6(host) else host
 
 
-def local_url(host: str, port: int) -> str:
+def local_url(host: str, port: int, scheme: str = "http") -> str:
     """Where a person on this machine reaches the server."""
     local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))  # noqa: S104
-    return f"http://{local}:{port}"
+    return f"{scheme}://{local}:{port}"

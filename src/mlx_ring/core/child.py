@@ -11,7 +11,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from mlx_ring.core.logs import is_tagged, pass_on
+from mlx_ring.core.log_formats import is_tagged
+from mlx_ring.core.logs import pass_on
 from mlx_ring.core.stacks import SIGNAL
 
 log = logging.getLogger(__name__)

@@ -5,11 +5,13 @@ Of what these two leave, this module and `environment.py` alone read the environ
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal, cast
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -33,10 +35,12 @@ SOCKET_PATH_LIMIT = 103
 
 
 def _split(value: object) -> object:
-    """`a,b` from a flag or a variable; a file may hold a list."""
-    return (
-        tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-    )
+    """`a,b` from a flag or a variable, or as vLLM has lists: `["a", "b"]`; a file may hold a list."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = json.loads(value)
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
 
 
 def _yaml_switch(value: object) -> object:
@@ -85,13 +89,20 @@ def _shares(value: object) -> object:
     return parts
 
 
+def _http_address(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError
+    return value
+
+
 def _short_enough(path: Path | None) -> Path | None:
     if path is not None and len(os.fsencode(path.absolute())) > SOCKET_PATH_LIMIT - 40:
         raise ValueError
     return path
 
 
-_SWITCHES = ("prefix_cache", "log_stderr")
+_SWITCHES = ("prefix_cache", "log_stderr", "access_log")
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
@@ -240,6 +251,31 @@ class Settings(BaseSettings):
     max_request_mb: Annotated[int, Field(ge=1, le=4096)] = Field(
         16, description="Largest body of a request, in MiB."
     )
+    client_timeout_s: Annotated[float, Field(gt=0, le=86400)] = Field(
+        60.0,
+        description="Seconds that a client may stall: with a request that does not come, or an answer that it does not read.",
+    )
+    http_timeout_keep_alive: Annotated[float, Field(gt=0, le=86400)] = Field(
+        75.0,
+        description="Seconds that a connection stays open between two requests; more than a proxy before it keeps its own.",
+    )
+    max_connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        1024, description="Connections of clients at a time; for one more the one that is idle longest ends."
+    )
+    shutdown_timeout_s: Annotated[float, Field(ge=0, le=86400)] = Field(
+        30.0,
+        description="Seconds that running requests get to finish when the server is told to end; they then end with an error.",
+    )
+    ssl_certfile: Path | None = Field(
+        None,
+        description="PEM file of a certificate, with those between it and its authority: HTTPS is served.",
+    )
+    ssl_keyfile: Path | None = Field(
+        None, description="PEM file of the certificate's private key; the certificate's own file otherwise."
+    )
+    ssl_keyfile_password: Annotated[str | None, Field(min_length=1)] = Field(
+        None, repr=False, description="What opens a private key that is locked."
+    )
     allowed_hosts: Names = Field(
         (), description="More names that clients may reach this server by; * allows all."
     )
@@ -251,9 +287,19 @@ class Settings(BaseSettings):
     )
     api_key_file: Path | None = Field(None, description="File of such keys, one in a line.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much to log.")
+    access_log: Annotated[Literal["on", "off"], BeforeValidator(_yaml_switch)] = Field(
+        "on", description="Log a line for each request when it has ended: who, what, status, time, tokens."
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="How log lines are written: for people, or as one JSON object each."
+    )
     log_dir: Path = Field(Path("logs"), description="Folder for one log file per process.")
     log_stderr: Annotated[Literal["on", "off"], BeforeValidator(_yaml_switch)] = Field(
         "on", description="Write log lines to stderr too, besides their files."
+    )
+    otlp_traces_endpoint: Annotated[str, AfterValidator(_http_address)] | None = Field(
+        None,
+        description="Where traces of requests go by OTLP over HTTP, such as http://localhost:4318; needs mlx-ring[otel].",
     )
     run_dir: Annotated[Path | None, AfterValidator(_short_enough)] = Field(
         None, description="Folder for sockets, at most 63 bytes long; a private temporary one otherwise."

@@ -20,6 +20,7 @@
     │   ├── Refused                foreign Host or Origin
     │   ├── Unauthenticated        no API key, or a wrong one
     │   ├── BodyTooLarge
+    │   ├── BodyTooSlow            the client stalls while it sends
     │   ├── Conflict               it would undo what is going on
     │   └── Overloaded             `retry_after_s` says when to try again
     └── ServingError               the service's own trouble
@@ -33,6 +34,7 @@
         ├── ProtocolError          a peer sent what the contract does not allow
         ├── WeightsMissing         no peer gives the tensors that a stage needs
         └── NotReady               no instance can answer now
+            └── Draining           the server ends, and takes nothing new
 
 Each message says what happened, with which value, and what to do. Errors cross
 gRPC in `rpc/failures.py` and HTTP in `api/errors.py`, and nowhere else.
@@ -148,6 +150,10 @@ class BodyTooLarge(RequestError):
     """The request's body is longer than the server reads."""
 
 
+class BodyTooSlow(RequestError):
+    """The request's body does not come."""
+
+
 class Overloaded(RequestError):
     """The queue is full; try again in `retry_after_s` seconds."""
 
@@ -201,3 +207,9 @@ class NotReady(ServingError):
 
     retry_after_s: float = 5.0
     """When it is worth asking again; the others of its instance's troubles take no longer to pass."""
+
+
+class Draining(NotReady):
+    """The server is about to end: it finishes what it has, and takes nothing new."""
+
+    retry_after_s = 10.0

@@ -4,8 +4,9 @@
 
 Lines go to stderr and to `<log_dir>/<process>.log`, which rotates; where stderr is a file that nobody
 rotates, to the latter alone. Third-party loggers have no handlers of their own here: whatever they attach is
-dropped, so that their lines take the same way. Each line of a traceback carries the tag too. What is said before
-a log is set up goes to stderr at once, and to the log's file later.
+dropped, so that their lines take the same way. Each line of a traceback carries the tag too; with `--log-format json`
+a record is one object in one line (`log_formats.py`). What is said before a log is set up goes to stderr at once, and to
+the log's file later. The last lines are kept in memory where that is asked for.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import contextlib
 import logging
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
+
+from mlx_ring.core.kept_lines import KEPT
+from mlx_ring.core.log_formats import LogFormat, TagFormatter, make_formatter
 
 FILE_BYTES = 10 << 20
 FILES_KEPT = 3
@@ -39,27 +42,6 @@ _CHATTY = (
 _GRPC_READS = ("grpc._common", "grpc._cython.cygrpc")
 _OF_PEERS = ("DecodeError", "ExecuteBatchError")
 """Errors of gRPC's own code about what a peer sent, or about one that is gone."""
-
-
-class TagFormatter(logging.Formatter):
-    """Puts time, level, node, process, rank and epoch before each line of a record."""
-
-    def __init__(self, node: str, process: str, rank: int | None) -> None:
-        super().__init__()
-        self.node, self.process = node, process
-        self.rank = "-" if rank is None else str(rank)
-        self.epoch = "-"
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
-        process = getattr(record, "child_process", self.process)
-        rank = getattr(record, "child_rank", self.rank)
-        tag = (
-            f"{moment}.{int(record.msecs):03d} {record.levelname} node={self.node} process={process} "
-            f"rank={rank} epoch={self.epoch} {record.name}: "
-        )
-        return "\n".join(tag + line for line in text.splitlines() or [""])
 
 
 class _CentralLogger(logging.Logger):
@@ -114,6 +96,8 @@ def configure_logging(
     level: str,
     log_dir: Path | None,
     to_stderr: bool = True,
+    log_format: LogFormat = "text",
+    keeps_lines: bool = False,
 ) -> None:
     """Send every log line of this process, tagged, to stderr and to its file. Call it once, first thing.
 
@@ -124,10 +108,14 @@ def configure_logging(
         level: "debug", "info", "warning" or "error".
         log_dir: folder for the file; None for stderr alone. One that cannot be written is a warning.
         to_stderr: whether lines go there too where there is a file; the process's death does in any case.
+        log_format: "text" for people, "json" for programs.
+        keeps_lines: whether `recent_lines` tells the last of them, and of what children pass on.
     """
-    formatter = TagFormatter(node, process, rank)
+    formatter = make_formatter(log_format, node, process, rank)
     stderr = _StderrHandler()
     handlers: list[logging.Handler] = [stderr]
+    if keeps_lines:
+        handlers.append(KEPT)
     early = [each for each in logging.getLogger().handlers if isinstance(each, _EarlyHandler)]
     trouble = ""
     if log_dir is not None:
@@ -168,13 +156,10 @@ def write_to_stderr(line: str) -> None:
 def pass_on(line: str) -> None:
     """A line of a child's log, which is in the child's own file: it goes where this process's go besides their file."""
     handlers = logging.getLogger().handlers
+    if KEPT in handlers:
+        KEPT.keep_tagged(line)
     if not any(isinstance(each, _StderrHandler) and each.level >= logging.CRITICAL for each in handlers):
         write_to_stderr(line)
-
-
-def is_tagged(line: str) -> bool:
-    """Whether a line that a child wrote to its stderr is already one of ours."""
-    return " node=" in line and " process=" in line and " rank=" in line
 
 
 def _file_handler(path: Path) -> RotatingFileHandler:

@@ -44,16 +44,24 @@ class Running:
     """A digest of what it was started with."""
     url: str = ""
     """Of a head: where it answers."""
+    ending_s: float = 0.0
+    """For how long it may finish what it has under way before it ends."""
     start_mark: str = ""
     """What tells it from later processes of the same number wherever the clock is set; empty where nothing does."""
 
 
 @contextlib.contextmanager
-def recorded(state: Path, kind: Kind, url: str = "") -> Generator[None]:
+def recorded(state: Path, kind: Kind, url: str = "", ending_s: float = 0.0) -> Generator[None]:
     """Meanwhile this process stands among those that run with this state folder."""
     own = psutil.Process()
     record = Running(
-        kind, own.pid, own.create_time(), arguments_digest(sys.argv[1:]), url, start_mark(own.pid)
+        kind,
+        own.pid,
+        own.create_time(),
+        arguments_digest(sys.argv[1:]),
+        url,
+        ending_s,
+        start_mark(own.pid),
     )
     path = _path(state, record)
     try:
@@ -116,21 +124,22 @@ def _end(records: Sequence[Running]) -> list[str]:
     for _, process in pairs:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    stuck = _wait([process for _, process in pairs])
+    patience_s = END_WAIT_S + max((record.ending_s for record, _ in pairs), default=0.0)
+    stuck = _wait([process for _, process in pairs], patience_s)
     for process in stuck:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    _wait(stuck)
+    _wait(stuck, END_WAIT_S)
     return [
         f"The {record.kind} is ended (process {record.pid}"
-        + (f", killed after {END_WAIT_S:g} s)." if process in stuck else ").")
+        + (f", killed after {patience_s:g} s)." if process in stuck else ").")
         for record, process in pairs
     ]
 
 
-def _wait(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+def _wait(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Until they have ended; those that have not in time. One that nobody has asked after has ended too."""
-    end = time.monotonic() + END_WAIT_S
+    end = time.monotonic() + timeout_s
     left = list(processes)
     while left and time.monotonic() < end:
         left = [process for process in left if _runs(process)]

@@ -17,12 +17,14 @@ Scope = Literal["user", "system"]
 Keeper = Literal["systemd", "launchd"]
 """The operating system's program that keeps services running."""
 VERBS = ("join", "serve")
-_STOP_S = 30
+_STOP_S = 90
+"""A head finishes what it answers first: `--shutdown-timeout-s`."""
 _RESTART_S = 10
 _DESCRIPTORS = 65536
 _SECRET_FLAGS = {
     "--token": "run `mlx-ring join HEAD --token TOKEN` once by hand; a machine that has joined needs no token",
     "--api-key": "put the keys into a file that only its owner reads, and give --api-key-file FILE",
+    "--ssl-keyfile-password": "unlock the key with `openssl pkey`, into a file that only its owner reads",
     "--hf-token": "log in once with `hf auth login`, which keeps the token in your home folder",
 }
 

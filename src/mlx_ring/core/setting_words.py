@@ -15,6 +15,7 @@ _IN_WORDS = {
     ("kv_cache_memory", "weights_limit", "memory_limit", "model_memory"): (
         "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
     ),
+    ("otlp_traces_endpoint",): "an address that begins with http:// or https://",
     ("proportions",): "shares with commas between them, as 0.7,0.3",
     ("tp_shares",): "numbers above 0 with commas between them, as 3,1",
     (

@@ -193,9 +193,16 @@ def _check(given: Mapping[str, _Given]) -> Settings:
             "log_dir": settings.log_dir.expanduser().absolute(),
             "run_dir": settings.run_dir and settings.run_dir.expanduser().absolute(),
             "state_dir": settings.state_dir and settings.state_dir.expanduser().absolute(),
-            "api_key_file": settings.api_key_file and settings.api_key_file.expanduser().absolute(),
+            **{
+                name: _whole(getattr(settings, name))
+                for name in ("api_key_file", "ssl_certfile", "ssl_keyfile")
+            },
         }
     )
+
+
+def _whole(path: Path | None) -> Path | None:
+    return path and path.expanduser().absolute()
 
 
 def _check_proportions(settings: Settings) -> None:

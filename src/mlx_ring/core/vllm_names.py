@@ -8,10 +8,15 @@ VLLM_FLAGS = {
     "memory_utilization": ("--gpu-memory-utilization",),
     "replicas": ("--data-parallel-size", "-dp"),
     "prefill_chunk": ("--max-num-batched-tokens",),
+    "shutdown_timeout_s": ("--shutdown-timeout",),
+    "http_timeout_keep_alive": ("--timeout-keep-alive",),
 }
 """By field of `Settings`."""
 PREFIX_CACHING_FLAG = "--enable-prefix-caching"
 """A switch of its own on the command line; in a file, on or off as `prefix-cache` is."""
+
+ACCESS_LOG_FLAG = "--disable-uvicorn-access-log"
+"""Ours is not uvicorn's; who switches that off wants none."""
 
 
 def field_of_key(key: str) -> str:

@@ -24,18 +24,22 @@ from mlx_ring.core.errors import (
     RingError,
     ServingError,
 )
+from mlx_ring.core.traces import Span
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.answer_text import AnswerText, Reading
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.executor import Executor, RankId
+from mlx_ring.engine.meters import EndedRequest, Meter
 from mlx_ring.engine.policy import Policy, RankKv
+from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.router import Burden
 from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
-from mlx_ring.engine.stats import EngineStats, Unanswered
+from mlx_ring.engine.stats import EngineStats, OpenRequest, RequestState, Unanswered
 from mlx_ring.engine.step_deadlines import Predict
 from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.engine.streams import Delta, RequestStream, RequestTimings
+from mlx_ring.engine.totals import StepTotals
 from mlx_ring.rpc.protos import step_pb2
 
 _log = logging.getLogger(__name__)
@@ -53,6 +57,10 @@ class _Live:
     text: AnswerText
     completion_tokens: int = 0
     is_first: bool = True
+    last_at: float = 0.0
+    """When tokens came last."""
+    span: Span | None = None
+    """Where the request is traced."""
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -72,14 +80,19 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         predict: Predict | None = None,
         on_lost: Callable[[RingError], None] | None = None,
+        meter: Meter | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         """`on_lost` is told, once, when the instance is lost; `predict` says what steps should take."""
+        self._meter = Meter() if meter is None else meter
+        self._tracer = tracer
         self._on_lost = on_lost
         self._executor = executor
         self._vocabulary = vocabulary
         self._instance = instance
         self._policy = policy
         self._clock = clock
+        self._began = clock()
         self._scheduler = Scheduler(
             executor.ranks, instance=instance, epoch=epoch, policy=policy, kv=kv, predict=predict
         )
@@ -122,7 +135,9 @@ class Engine:
         stream = RequestStream(lambda: self._abort(sequence), lambda: self._stop(sequence))
         request = sequence.request
         text = AnswerText(self._vocabulary, request.sampling, sequence.ends, request.shown_tokens)
-        self._live[sequence.id] = _Live(sequence, stream, text)
+        span = None if self._tracer is None else self._tracer.begin(request)
+        sequence.traceparent = "" if span is None else span.traceparent
+        self._live[sequence.id] = _Live(sequence, stream, text, span=span)
         self._scheduler.add(sequence)
         self._send_steps(now)
         self._set_deadline(sequence)
@@ -198,6 +213,8 @@ class Engine:
             return
         for advance in advances:
             self._postprocess(advance, now)
+        if done.spans and self._tracer is not None:
+            self._tracer.stages(RankId(done.stage, done.rank), done.spans)
         self._send_steps(now)
 
     def _postprocess(self, advance: Advance, now: float) -> None:
@@ -231,6 +248,11 @@ class Engine:
         is_first, live.is_first = live.is_first, False
         if is_first:
             self._prompt_tokens += sequence.prompt_length
+            self._meter.answers(sequence.prompt_length, now - sequence.submitted_at)
+        elif tokens:
+            self._meter.grows(len(tokens), now - live.last_at)
+        live.last_at = now
+        self._meter.generated_tokens += len(tokens)
         self._generated_tokens += len(tokens)
         live.completion_tokens += len(tokens)
         scored = is_first and request.prompt_logprobs is not None
@@ -249,9 +271,10 @@ class Engine:
             pieces=reading.pieces,
         )
 
-    def _retire(self, live: _Live, reason: FinishReason) -> None:
+    def _retire(self, live: _Live, reason: FinishReason, error: RingError | None = None) -> None:
         del self._live[live.sequence.id]
         self._finished[reason] += 1
+        self._tell_end(_ended(live, reason, error, self._clock()), live.span)
         if live.deadline is not None:
             live.deadline.cancel()
         if reason in ("stop", "length"):
@@ -261,9 +284,14 @@ class Engine:
         if self._wanted_kv and self._wanted_kv != self._scheduler.kv_limits:
             self._apply_kv_limits()
 
+    def _tell_end(self, ended: EndedRequest, span: Span | None) -> None:
+        self._meter.ends(ended)
+        if span is not None and self._tracer is not None:
+            self._tracer.end(span, ended)
+
     def _end_with_error(self, live: _Live, error: RingError) -> None:
         live.stream.fail(error)
-        self._retire(live, "error")
+        self._retire(live, "error", error)
 
     # ---- trouble, and the end
 
@@ -351,6 +379,15 @@ class Engine:
         """What the last steps took, by stage and kind."""
         return self._scheduler.step_times()
 
+    def requests(self) -> list[OpenRequest]:
+        """Those that run or wait, the oldest first."""
+        now = self._clock()
+        return [_open_request(live, now) for live in self._live.values()]
+
+    def totals(self) -> StepTotals:
+        """What its steps have done since it began."""
+        return self._scheduler.totals(self._clock(), self._began)
+
     def stats(self) -> EngineStats:
         return EngineStats(
             scheduler=self._scheduler.stats(),
@@ -359,6 +396,42 @@ class Engine:
             generated_tokens=self._generated_tokens,
             finished=dict(self._finished),
         )
+
+
+def _open_request(live: _Live, now: float) -> OpenRequest:
+    sequence = live.sequence
+    return OpenRequest(
+        id=sequence.request.request_id,
+        state=_state(sequence),
+        prompt_tokens=sequence.prompt_length,
+        cached_tokens=sequence.cached_tokens,
+        read_tokens=min(sequence.scheduled, sequence.prompt_length),
+        tokens=live.completion_tokens,
+        age_s=now - sequence.submitted_at,
+    )
+
+
+def _state(sequence: Sequence) -> RequestState:
+    """One that was put back waits too."""
+    if not sequence.scheduled:
+        return "waiting"
+    return "answering" if sequence.is_prefilled else "reading"
+
+
+def _ended(live: _Live, reason: FinishReason, error: RingError | None, now: float) -> EndedRequest:
+    sequence = live.sequence
+    return EndedRequest(
+        submitted_at=sequence.submitted_at,
+        opened_at=sequence.opened_at,
+        first_token_at=sequence.first_token_at,
+        last_token_at=sequence.last_token_at,
+        ended_at=now,
+        prompt_tokens=sequence.prompt_length,
+        completion_tokens=live.completion_tokens,
+        cached_tokens=sequence.cached_tokens,
+        reason=reason,
+        error=error,
+    )
 
 
 def _timings(sequence: Sequence, now: float) -> RequestTimings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.engine.executor import RankId
@@ -14,6 +14,7 @@ from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.stats import StepTiming, Unanswered
 from mlx_ring.engine.step_deadlines import StepDeadlines, StepSize
 from mlx_ring.engine.step_times import StepWindow
+from mlx_ring.engine.totals import RankTotals
 from mlx_ring.rpc.protos import step_pb2
 
 _RECENT_STEPS = 256
@@ -56,6 +57,8 @@ class _Progress:
     begun: int = 0
     """The last step that it is known to have taken in, from heartbeats."""
     begun_at: float = 0.0
+    answered_at: float = 0.0
+    totals: RankTotals = field(default_factory=RankTotals)
 
 
 @dataclass(slots=True)
@@ -110,6 +113,8 @@ class Flights:
                 f"of {self.sent} sent."
             )
         progress.step, progress.kv_bytes = done.step, done.kv_bytes
+        progress.answered_at = now
+        progress.totals.note(done.timings)
         flight = self._flights[done.step]
         flight.answered_at = now
         timing = _timing(rank, flight, done.timings)
@@ -137,6 +142,16 @@ class Flights:
     @property
     def kv_bytes(self) -> dict[RankId, int]:
         return {rank: progress.kv_bytes for rank, progress in self._progress.items()}
+
+    def totals(self, now: float, began: float) -> dict[RankId, RankTotals]:
+        """Where each rank's time went since `began`. Idle is what neither steps nor those under way account for."""
+        told: dict[RankId, RankTotals] = {}
+        for rank, progress in self._progress.items():
+            owed = self._flights.get(progress.step + 1)
+            under_way_s = 0.0 if owed is None else now - max(owed.sent_at, progress.answered_at)
+            idle_us = int(1e6 * (now - began - under_way_s)) - progress.totals.busy_us
+            told[rank] = replace(progress.totals, idle_us=max(0, idle_us))
+        return told
 
     @property
     def recent(self) -> tuple[StepTiming, ...]:

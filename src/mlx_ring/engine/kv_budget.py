@@ -28,6 +28,8 @@ class RankKvUse:
     """As the rank said last."""
     bytes_per_token: int
     bytes_per_sequence: int
+    kept_bytes: int = 0
+    """Of those used, what is kept of ended sequences, and makes way when others need it."""
 
     def sequences_allowed(self, tokens: int) -> int:
         """How many sequences of so many tokens the limit holds."""
@@ -156,7 +158,9 @@ class KvBudget:
         """What a rank says it holds."""
         self._held[rank] = held_bytes
 
-    def use(self) -> dict[RankId, RankKvUse]:
+    def use(self, kept: Iterable[int] = ()) -> dict[RankId, RankKvUse]:
+        """How every rank stands; `kept` are the ended sequences whose KV stays."""
+        blocks = [self._blocks[sequence] for sequence in kept if sequence in self._blocks]
         return {
             place: RankKvUse(
                 limit_bytes=rank.limit_bytes,
@@ -164,6 +168,7 @@ class KvBudget:
                 held_bytes=self._held[place],
                 bytes_per_token=rank.bytes_per_token,
                 bytes_per_sequence=rank.bytes_per_sequence,
+                kept_bytes=self._bytes(rank, sum(blocks), len(blocks)),
             )
             for place, rank in self._ranks.items()
         }

@@ -313,7 +313,7 @@ class KvPlan:
             entries=cache.entries,
             entry_tokens=cache.entry_tokens,
             evictions=cache.evictions,
-            ranks=self.budget.use(),
+            ranks=self.budget.use(cache.kept()),
         )
 
 

@@ -8,11 +8,12 @@ than reading the chat elsewhere would cost.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlx_ring.core.errors import NotReady, Overloaded
+from mlx_ring.core.errors import NotReady, Overloaded, RingError
 from mlx_ring.engine.sequence import GenerateRequest
 from mlx_ring.engine.streams import RequestStream
 
@@ -53,6 +54,8 @@ class Router:
         """`engines` gives those that serve now."""
         self._engines = engines
         self._turn = 0
+        self.rejected: Counter[str] = Counter()
+        """By error, requests that were refused."""
 
     def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
         """Start to answer requests that belong together, on one instance.
@@ -62,6 +65,13 @@ class Router:
             Overloaded: too many requests wait everywhere.
             NotReady: no instance can answer.
         """
+        try:
+            return self._submit(requests)
+        except RingError as error:
+            self.rejected[type(error).__name__] += len(requests)
+            raise
+
+    def _submit(self, requests: Sequence[GenerateRequest]) -> list[RequestStream]:
         refusal: Overloaded | None = None
         for engine in self._by_cost(requests):
             try:

@@ -29,6 +29,7 @@ def open_operation(sequence: Sequence) -> step_pb2.CacheOperation:
         eos=sorted(sequence.ends),
         prompt_length=sequence.prompt_length,
         max_length=sequence.max_length,
+        traceparent=sequence.traceparent,
     )
     grammar = sequence.request.sampling.grammar
     if grammar is not None:

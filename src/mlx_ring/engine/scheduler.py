@@ -35,6 +35,7 @@ from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.stats import CacheStats, SchedulerStats, Unanswered
 from mlx_ring.engine.step_deadlines import Predict, StepDeadlines
 from mlx_ring.engine.step_times import StepTimes
+from mlx_ring.engine.totals import StepTotals
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 
@@ -85,7 +86,7 @@ class Scheduler:
         )
         self._steps_failed = 0
         self._preemptions = 0
-        self._draft_tokens = self._accepted_tokens = 0
+        self._drafts = self._draft_tokens = self._accepted_tokens = 0
         self._most_running = policy.max_num_seqs
         """Fewer once ranks held too much with so many: until one of them ends, who was put back would be so again."""
         self._closing = False
@@ -239,6 +240,7 @@ class Scheduler:
             sequence.feed(1 + len(row.draft))
             sequence.unanswered += 1
             sequence.verifying = bool(row.draft)
+            self._drafts += bool(row.draft)
             self._draft_tokens += len(row.draft)
         step = self._make_step([sequence for sequence, _ in rows], [row for _, row in rows], group, now)
         group.in_flight += 1
@@ -423,6 +425,21 @@ class Scheduler:
 
     def cache_stats(self) -> CacheStats:
         return self._kv.stats()
+
+    def totals(self, now: float, began: float) -> StepTotals:
+        """What was done since `began`."""
+        cache = self._kv.stats()
+        return StepTotals(
+            ranks=self._flights.totals(now, began),
+            steps_failed=self._steps_failed,
+            preemptions=self._preemptions,
+            drafts=self._drafts,
+            draft_tokens=self._draft_tokens,
+            accepted_tokens=self._accepted_tokens,
+            cache_query_tokens=cache.query_tokens,
+            cache_hit_tokens=cache.hit_tokens,
+            cache_evictions=cache.evictions,
+        )
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(

@@ -64,6 +64,8 @@ class Sequence:
     """On the engine's clock, seconds, as are the others."""
     tokens: list[int]
     """The prompt's and those sampled since, all of them final."""
+    traceparent: str = ""
+    """Of the span that what is done for it belongs to; empty where it is not traced."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])
     """One for each prompt token, where asked for; nothing scores the first."""
     hidden_sum: NDArray[np.float64] | None = None
@@ -229,8 +231,8 @@ def _check_length(request: GenerateRequest, limits: Limits) -> None:
     least_answer = 0 if request.sampling.max_tokens == 0 else 1
     if prompt_tokens + least_answer > limits.context_length:
         raise ContextExceeded(
-            f"The prompt has {prompt_tokens} tokens, and the context holds {limits.context_length} "
-            "of prompt and answer together: shorten the prompt.",
+            f"This model's maximum context length is {limits.context_length} tokens, of prompt and answer together, "
+            f"and the prompt has {prompt_tokens}: shorten the prompt.",
             prompt_tokens=prompt_tokens,
             context_tokens=limits.context_length,
         )

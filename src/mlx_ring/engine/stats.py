@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from mlx_ring.core.types import FinishReason
 from mlx_ring.engine.executor import RankId
@@ -46,6 +47,26 @@ class Unanswered:
     @property
     def is_late(self) -> bool:
         return 0 < self.deadline_s < self.waited_s
+
+
+RequestState = Literal["waiting", "reading", "answering"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """A request that has not ended. Nothing is told of what it says."""
+
+    id: str
+    state: RequestState
+    """`reading`: its prompt."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt, that need not be read."""
+    read_tokens: int
+    """Of the prompt, cached ones included."""
+    tokens: int
+    """Of the answer so far."""
+    age_s: float
 
 
 @dataclass(frozen=True, slots=True)

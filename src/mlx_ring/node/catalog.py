@@ -12,6 +12,7 @@ from mlx_ring.api.service import LinkInfo, ModelService
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import Conflict, ContextKept, NotReady, PlanError, RingError
 from mlx_ring.core.machine import node_name
+from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.served_model import ServedModel, memory_for_weights, prepare_model
 from mlx_ring.node.hosted_model import JUST_NOW_S, HostedModel, Ready
 from mlx_ring.node.instance_service import LOADING
@@ -33,6 +34,7 @@ class Catalog:
         served: Sequence[tuple[Settings, ServedModel]],
         watcher: Watcher,
         ready: Ready,
+        tracing: Tracing | None = None,
     ) -> None:
         """Nothing is loaded before `begin`.
 
@@ -41,8 +43,10 @@ class Catalog:
             served: the models that it begins with, each with the settings that hold for it.
             watcher: told how instances come up.
             ready: told of each instance that serves.
+            tracing: where traces of requests go.
         """
         self._settings = settings
+        self._tracing = tracing
         self._watcher, self._ready = watcher, ready
         self._shares = KvShares(settings.kv_cache_memory)
         self._machines: Machines | None = None
@@ -175,7 +179,12 @@ class Catalog:
             )
             self._loads[hosted.model_id] = task
             task.add_done_callback(lambda done: self._forget(hosted, done))
-        await asyncio.shield(task)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._has_ended and task.cancelled():
+                raise NotReady("The server is shutting down.") from None
+            raise
 
     def _forget(self, hosted: HostedModel, done: asyncio.Task[None]) -> None:
         self._loads.pop(hosted.model_id, None)
@@ -217,8 +226,10 @@ class Catalog:
                 nodes=nodes,
                 territory=territory,
                 replicas=len(territories),
+                meter=hosted.meter(number),
+                tracing=self._tracing,
             )
-            for territory in territories
+            for number, territory in enumerate(territories)
         ]
         await hosted.run(replicas, self._ready)
         self._has_served = True

@@ -12,11 +12,13 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Generator, Sequence
+import ssl
+from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from mlx_ring.agent.weights.serving import WeightsFront
+from mlx_ring.api.admission import Admission
 from mlx_ring.api.service import InstanceInfo
 from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.discovery import announcing
@@ -27,6 +29,7 @@ from mlx_ring.core.head_announcement import HeadAnnouncement
 from mlx_ring.core.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.core.model_digests import manifest_of_folder
 from mlx_ring.core.rank_settings import rank_shares
+from mlx_ring.core.traces import open_tracing
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.catalog import Catalog
@@ -80,6 +83,7 @@ class Head:
         served: Sequence[tuple[Settings, ServedModel]],
         listener: socket.socket,
         audience: Audience,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """To be made in the event loop.
 
@@ -88,32 +92,54 @@ class Head:
             served: the models, each with the settings that hold for it.
             listener: for HTTP.
             audience: told how it comes up.
+            tls: what HTTPS is served with; None for HTTP.
         """
         self._settings = settings
+        self._tls = tls
+        self._admission = Admission()
         self._listener = listener
         self._audience = audience
         self._has_told = False
-        self._catalog = Catalog(settings, served, audience, self._tell)
+        self._tracing = open_tracing(settings.otlp_traces_endpoint, node_name(), package_version("mlx-ring"))
+        self._catalog = Catalog(settings, served, audience, self._tell, self._tracing)
         self._weights = WeightsFront(node_name(), None)
-        self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Load, serve, and return after Ctrl-C, SIGTERM or a hang-up.
+        """Load, serve, and return after Ctrl-C, SIGTERM or a hang-up, when what was under way is finished.
 
         Raises:
             RingError: the first model could not be loaded.
         """
         raise_descriptor_limit(self._settings.file_descriptor_limit)
-        with end_signals(self._stop):
+        with end_signals() as end:
             async with contextlib.AsyncExitStack() as cleanup:
-                server = HttpServer(http_config(self._catalog, self._settings))
+                if self._tracing is not None:
+                    cleanup.push_async_callback(asyncio.to_thread, self._tracing.close)
+                server = HttpServer(
+                    http_config(self._catalog, self._settings, self._admission, self._tls, self._tracing)
+                )
                 serving = asyncio.create_task(server.serve([self._listener]), name="http")
                 cleanup.push_async_callback(end_http, server, serving)
                 machines = await self._machines(cleanup)
                 cleanup.push_async_callback(self._catalog.end)
                 work = asyncio.create_task(self._keep_serving(machines))
-                await _first_of(asyncio.create_task(self._stop.wait()), serving, work)
+                cleanup.push_async_callback(_cancelled, work)
+                await _first_of(end.asked.wait(), serving, work)
+                await self._drain(end, serving, work)
                 log.info("stopping")
+
+    async def _drain(self, end: EndSignals, *running: asyncio.Task[None]) -> None:
+        """Take nothing new, and let what is under way finish, unless whoever ends the server insists."""
+        self._admission.close()
+        left, within_s = self._admission.open, self._settings.shutdown_timeout_s
+        if not left or not within_s:
+            return
+        log.info("finishing %d requests within %g s; a second signal ends them at once", left, within_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await _first_of(self._admission.drained(), end.insisted.wait(), *running)
+        if self._admission.open:
+            log.warning("ending %d requests that are not finished", self._admission.open)
 
     async def _keep_serving(self, machines: Machines) -> None:
         await self._catalog.begin(machines)
@@ -122,7 +148,8 @@ class Head:
     def _tell(self, served: ServedModel, instance: InstanceInfo, load_s: float) -> None:
         host, port = self._listener.getsockname()[:2]
         is_first, self._has_told = not self._has_told, True
-        self._audience.serving(Running(local_url(host, port), served, instance, load_s, is_first))
+        url = local_url(host, port, "http" if self._tls is None else "https")
+        self._audience.serving(Running(url, served, instance, load_s, is_first))
 
     async def _machines(self, cleanup: contextlib.AsyncExitStack) -> Machines:
         """The head's own, or those of a cluster, whose ports open now."""
@@ -165,17 +192,22 @@ class Head:
         return manifest
 
 
-async def _first_of(*tasks: asyncio.Task[Any]) -> None:
-    """Wait for the first to end; its error, where it has one, is raised."""
+async def _first_of(first: Awaitable[object], *others: Awaitable[object]) -> None:
+    """Wait for one to end; its error, where it has one, is raised. Tasks go on, whatever else was waited for does not."""
+    tasks = [asyncio.ensure_future(each) for each in (first, *others)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        work = tasks[-1]
-        work.cancel()
-        tasks[0].cancel()
-        await asyncio.wait((work,))
+        for task in tasks:
+            if task not in (first, *others):
+                task.cancel()
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))
 
 
 def _is_loopback(host: str) -> bool:
@@ -184,14 +216,27 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+class EndSignals:
+    """What a person, or who runs the machine, asks of a head that serves."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        """To end."""
+        self.insisted = asyncio.Event()
+        """Again: at once."""
+
+    def heard(self) -> None:
+        (self.insisted if self.asked.is_set() else self.asked).set()
+
+
 @contextlib.contextmanager
-def end_signals(stop: asyncio.Event) -> Generator[None]:
-    loop = asyncio.get_running_loop()
+def end_signals() -> Generator[EndSignals]:
+    loop, signals = asyncio.get_running_loop(), EndSignals()
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in caught:
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, signals.heard)
     try:
-        yield
+        yield signals
     finally:
         for number in caught:
             loop.remove_signal_handler(number)

@@ -12,6 +12,7 @@ from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.pooling import Pooling, read_pooling
 from mlx_ring.engine.kv_limits import KEPT_TOKENS
+from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.router import Router
 from mlx_ring.engine.served_model import ServedModel, describe_model
 from mlx_ring.node.instance_service import LOADING, InstanceService
@@ -37,6 +38,8 @@ class HostedModel:
         """The head's, as they hold for this model."""
         self.served = served
         self.replicas: list[Replica] = []
+        self.meters: list[Meter] = []
+        """Of its replicas, by their numbers, also of those that are gone."""
         self.is_awaited = False
         """Whether it is about to be loaded, so that nobody need ask for it."""
         self.waiting = 0
@@ -109,6 +112,17 @@ class HostedModel:
             return NotReady(LOADING) if self.is_awaited else self._failure
         errors = [replica.service.error for replica in self.replicas]
         return None if None in errors else errors[0]
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """By error, requests that were refused before they were taken."""
+        return self._router.rejected
+
+    def meter(self, replica: int) -> Meter:
+        """Of the replica with that number, whichever has it."""
+        while len(self.meters) <= replica:
+            self.meters.append(Meter())
+        return self.meters[replica]
 
     @property
     def instances(self) -> Sequence[InstanceService]:

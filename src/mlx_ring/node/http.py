@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Generator
 
 import uvicorn
 
+from mlx_ring.api.admission import Admission
 from mlx_ring.api.app import build_app
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.config import Settings, api_keys
+from mlx_ring.core.traces import Tracing
+from mlx_ring.node.connections import ConnectionLimits, HttpConfig
 
 
 class HttpServer(uvicorn.Server):
@@ -27,7 +31,13 @@ async def end_http(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
     await asyncio.wait((serving,))
 
 
-def http_config(catalog: ModelCatalog, settings: Settings) -> uvicorn.Config:
+def http_config(
+    catalog: ModelCatalog,
+    settings: Settings,
+    admission: Admission,
+    tls: ssl.SSLContext | None,
+    tracing: Tracing | None,
+) -> HttpConfig:
     """What is served, and to whom."""
     app = build_app(
         catalog,
@@ -38,8 +48,13 @@ def http_config(catalog: ModelCatalog, settings: Settings) -> uvicorn.Config:
             api_keys=api_keys(settings),
             default_max_tokens=settings.default_max_tokens,
             max_body_bytes=settings.max_request_mb << 20,
+            client_timeout_s=settings.client_timeout_s,
+            access_log=settings.access_log == "on",
         ),
+        tracing,
+        admission,
     )
-    return uvicorn.Config(
-        app, log_config=None, proxy_headers=False, server_header=False, timeout_graceful_shutdown=2
+    limits = ConnectionLimits(
+        settings.max_connections, settings.http_timeout_keep_alive, settings.client_timeout_s
     )
+    return HttpConfig(app, limits, tls)

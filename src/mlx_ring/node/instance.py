@@ -20,12 +20,15 @@ from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.named_group import named_addresses, named_machines
 from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
+from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.grpc_executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.kv_limits import Allowance, Place
+from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.served_model import ServedModel, memory_for_weights
 from mlx_ring.engine.stats import Unanswered
 from mlx_ring.engine.step_deadlines import Predict, StepSize
@@ -75,7 +78,11 @@ class Instance:
         epoch: Epoch,
         report: Report,
         shares: KvShares,
+        meter: Meter,
+        tracing: Tracing | None,
     ) -> None:
+        self._meter = meter
+        self._tracing = tracing
         self._settings = settings
         self._shares = shares
         self._served = served
@@ -147,6 +154,7 @@ class Instance:
             await asyncio.wait((first_words, self._lost), return_when=asyncio.FIRST_COMPLETED)
             if first_words.done():
                 engine = self._engine = self._make_engine(executor, first_words.result())
+                cleanup.enter_context(self._meter.following(engine, self._nodes))
                 cleanup.push_async_callback(engine.close)
                 looking = asyncio.create_task(self._find_stuck(engine), name="deadlines")
                 cleanup.push_async_callback(_end, looking)
@@ -156,6 +164,21 @@ class Instance:
             await self._lost
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._explained.wait(), _BETTER_REASON_S)
+
+    @property
+    def _nodes(self) -> Mapping[RankId, str]:
+        """Where every rank is."""
+        return {
+            RankId(stage, rank): seat.site.node
+            for stage, seats in enumerate(self._epoch.arrangement.seats)
+            for rank, seat in enumerate(seats)
+        }
+
+    @property
+    def _tracer(self) -> RequestTracer | None:
+        if self._tracing is None:
+            return None
+        return RequestTracer(self._tracing, self._served.names[0], self._nodes)
 
     @property
     def _tenant(self) -> Tenant:
@@ -277,6 +300,8 @@ class Instance:
             kv=kv,
             predict=predict_by(self._epoch.arrangement.forecast),
             on_lost=lambda error: self.lose(error, explains=False),
+            meter=self._meter,
+            tracer=self._tracer,
         )
         self._shares.attach(instance, engine)
         return engine

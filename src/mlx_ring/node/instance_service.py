@@ -131,6 +131,8 @@ def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) ->
         peak_memory_bytes=status.peak_memory_bytes,
         rss_bytes=status.rss_bytes,
         kv_bytes=status.kv_bytes,
+        memory_bytes=status.memory_bytes,
+        memory_left_bytes=status.memory_left_bytes,
         blas=status.blas,
         sends=_sends(status),
         group=GroupUse(status.group.backend, status.group.why) if status.HasField("group") else None,

@@ -10,6 +10,8 @@ from typing import Protocol
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
+from mlx_ring.core.traces import Tracing
+from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.arrangement import Arrangement, Order
 from mlx_ring.node.instance import Epoch, Instance
@@ -50,6 +52,8 @@ class Replica:
         nodes: int,
         territory: frozenset[str] | None,
         replicas: int,
+        meter: Meter,
+        tracing: Tracing | None,
     ) -> None:
         """What is to be loaded.
 
@@ -62,7 +66,10 @@ class Replica:
             nodes: that must be there for the first instance.
             territory: the nodes that the first instance may have; None: any.
             replicas: of the model, this one included.
+            meter: of what its instances do, one after the other.
+            tracing: where traces of requests go.
         """
+        self._meter, self._tracing = meter, tracing
         self._settings = settings
         self._served = served
         self._machines = machines
@@ -99,6 +106,7 @@ class Replica:
                 await self._run(epoch, ready)
                 has_served, pause_s = True, _FIRST_PAUSE_S
             except RingError as error:
+                self._meter.lost(error)
                 if not has_served and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
@@ -115,7 +123,17 @@ class Replica:
             self.service.hear_loading(progress)
             self._watcher.loading(epoch.instance, progress)
 
-        instance = Instance(self._settings, self._served, self.service, epoch, loading, self._shares)
+        instance = Instance(
+            self._settings,
+            self._served,
+            self.service,
+            epoch,
+            loading,
+            self._shares,
+            self._meter,
+            self._tracing,
+        )
         with self._machines.watching(epoch.instance, instance.heed_loss):
             await instance.run(ready)
+        self._meter.lost(instance.loss)
         self._machines.heed_failure(instance.loss)

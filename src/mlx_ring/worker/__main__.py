@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rank=options.rank,
         level=options.log_level,
         log_dir=options.log_dir,
+        log_format=options.log_format,
     )
     tell_stacks_on_signal()
     watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
@@ -89,6 +90,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument(
         "--in-group", metavar="BACKEND", help="MLX joins it with others, by this backend or `auto`"

@@ -23,6 +23,7 @@ from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.results import NO_MASKS, StepDraws, grammar_masks
 from mlx_ring.worker.sequences import SequenceTable
 from mlx_ring.worker.shard import StageModel
+from mlx_ring.worker.step_traces import StepTraces
 from mlx_ring.worker.tensor import Group
 from mlx_ring.worker.wants import samples_token
 from mlx_ring.worker.work import Patience, StepClock, StepWork, monotonic_us
@@ -64,6 +65,7 @@ class StageRunner:
         """Why this rank's group can go on no more: a step failed, which the other ranks may have gone on with."""
         self._under_way: StepWork | None = None
         self._patience = Patience()
+        self._traces = StepTraces()
         self.last_step = 0
         self.kv_bytes = 0
         """Held after the last step that was answered; other threads may ask."""
@@ -132,6 +134,7 @@ class StageRunner:
             pass
         self._sequences.reset()
         self._handover.reset()
+        self._traces = StepTraces()
         self.last_step = 0
         self.kv_bytes = self._kv.nbytes
 
@@ -289,6 +292,7 @@ class StageRunner:
         done = self._answers.give(work)
         done.kv_bytes = self.kv_bytes = self._kv.nbytes
         done.timings.CopyFrom(work.clock.timings(monotonic_us()))
+        done.spans.extend(self._traces.note(work.step, done.timings))
         return done
 
     def _conclude(self, work: StepWork, follower: StepWork | None) -> None:

@@ -10,7 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.cluster.lifecycle.shipping import archived_files, needed_distributions, of_nobody, write_archive
+from mlx_ring.cluster.lifecycle import shipping
+from mlx_ring.cluster.lifecycle.shipping import (
+    archived_files,
+    needed_distributions,
+    of_nobody,
+    wanted_here,
+    write_archive,
+)
+
+
+def test_an_extra_that_is_installed_here_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = "opentelemetry-exporter-otlp-proto-http"
+    assert extra in {found.name for found in needed_distributions()}
+    assert any(text.startswith(extra) and ";" not in text for text in wanted_here().requirements)
+    monkeypatch.setattr(shipping, "_EXTRAS", ())
+    assert extra not in {found.name for found in needed_distributions()}
 
 
 def test_all_that_is_required_here_is_named_once_and_no_more() -> None:

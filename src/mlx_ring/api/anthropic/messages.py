@@ -9,6 +9,7 @@ from dataclasses import replace
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_ring.api.anthropic import answers as about
 from mlx_ring.api.anthropic.asking import conversation_of
 from mlx_ring.api.anthropic.message import PING, Costs, MessageWriter, Stop
 from mlx_ring.api.anthropic.request import CountTokensRequest, MessagesRequest
@@ -61,8 +62,8 @@ def routes(context: ApiContext) -> APIRouter:
         prompt = await encode_conversation(context, service, conversation)
         return JSONResponse({"input_tokens": len(prompt)})
 
-    documented(router, _PATH, messages, MessagesRequest)
-    documented(router, f"{_PATH}/count_tokens", count_tokens, CountTokensRequest)
+    documented(router, _PATH, messages, MessagesRequest, about.MESSAGES)
+    documented(router, f"{_PATH}/count_tokens", count_tokens, CountTokensRequest, about.COUNT_TOKENS)
     return router
 
 

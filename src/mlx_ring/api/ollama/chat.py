@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_ring.api.conversation.answering import answer_chat, stream_chat
 from mlx_ring.api.conversation.asked import Conversation, Tool, ToolUse
 from mlx_ring.api.conversation.prepare import PreparedChat, prepare_chat
+from mlx_ring.api.ollama import answers as about
 from mlx_ring.api.ollama.lines import LineWriter, Stopwatch, Words, chat_words
 from mlx_ring.api.ollama.messages import (
     Message,
@@ -54,7 +55,7 @@ def routes(context: ApiContext) -> APIRouter:
         )
         return await respond(context, request, engine, prepared, writer, streams=fields.streams)
 
-    documented(router, "/api/chat", chat, ChatRequest)
+    documented(router, "/api/chat", chat, ChatRequest, about.CHAT)
     return router
 
 

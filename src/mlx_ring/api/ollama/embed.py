@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_ring.api.body import Body
 from mlx_ring.api.connection import while_connected
 from mlx_ring.api.embedding import Embedding, Text, embed, require_embeddings
+from mlx_ring.api.ollama import answers as about
 from mlx_ring.api.ollama.lines import Stopwatch
 from mlx_ring.api.ollama.names import KeepAlive, find_model
 from mlx_ring.api.ollama.options import Options, check_context
@@ -79,8 +80,8 @@ def routes(context: ApiContext) -> APIRouter:
         (made,) = await while_connected(request.receive, work)
         return JSONResponse({"embedding": made.vector.tolist()})
 
-    documented(router, "/api/embed", embed_texts, EmbedRequest)
-    documented(router, "/api/embeddings", embed_prompt, EmbeddingsRequest)
+    documented(router, "/api/embed", embed_texts, EmbedRequest, about.EMBED)
+    documented(router, "/api/embeddings", embed_prompt, EmbeddingsRequest, about.EMBEDDINGS)
     return router
 
 

@@ -14,6 +14,7 @@ from mlx_ring.api.conversation.format import ChatFormat
 from mlx_ring.api.conversation.grammars import answer_grammar
 from mlx_ring.api.conversation.prepare import PreparedChat, prepare_chat
 from mlx_ring.api.conversation.reader import ReadingRules
+from mlx_ring.api.ollama import answers as about
 from mlx_ring.api.ollama.chat import line_writer, respond
 from mlx_ring.api.ollama.lines import Stopwatch, generate_words
 from mlx_ring.api.ollama.messages import Images, read_format, read_think
@@ -59,7 +60,7 @@ def routes(context: ApiContext) -> APIRouter:
         prepared = await _prepare(context, service, fields, sampling)
         return await respond(context, request, engine, prepared, writer, streams=fields.streams)
 
-    documented(router, "/api/generate", generate, GenerateFields)
+    documented(router, "/api/generate", generate, GenerateFields, about.GENERATE)
     return router
 
 

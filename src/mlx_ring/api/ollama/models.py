@@ -11,8 +11,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.body import Body
+from mlx_ring.api.capabilities import capabilities
+from mlx_ring.api.ollama import answers as about
 from mlx_ring.api.ollama.names import find_model
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented, told
 from mlx_ring.api.routes import ApiContext, workers_of_model
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError, UnknownModel
@@ -70,11 +72,11 @@ def routes(context: ApiContext) -> APIRouter:
             "or come from the hub with `mlx-ring models pull`."
         )
 
-    router.add_api_route("/api/tags", tags, methods=["GET"])
-    router.add_api_route("/api/ps", running, methods=["GET"])
-    router.add_api_route("/api/version", api_version, methods=["GET"])
-    documented(router, "/api/show", show, NamedModel)
-    documented(router, "/api/pull", pull, NamedModel)
+    told(router, "/api/tags", tags, about.TAGS)
+    told(router, "/api/ps", running, about.RUNNING)
+    told(router, "/api/version", api_version, about.VERSION)
+    documented(router, "/api/show", show, NamedModel, about.SHOW)
+    documented(router, "/api/pull", pull, NamedModel, about.PULL)
     for path, method in (
         ("/api/create", "POST"),
         ("/api/copy", "POST"),
@@ -123,20 +125,9 @@ def _shown(context: ApiContext, model: ModelService) -> Json:
             f"{family}.embedding_length": model.hidden_size,
             f"{family}.block_count": told.get("layers"),
         },
-        "capabilities": _capabilities(context, model),
+        "capabilities": capabilities(context, model),
         "modified_at": _modified(model),
     }
-
-
-def _capabilities(context: ApiContext, model: ModelService) -> list[str]:
-    format_ = context.formats[model.tokenizer]
-    can = {
-        "completion": True,
-        "tools": format_.calls is not None and format_.knows("tools"),
-        "thinking": format_.thinking is not None,
-        "embedding": not model.pooling.refusal,
-    }
-    return [name for name, is_so in can.items() if is_so]
 
 
 def _parameters(model: ModelService) -> str:

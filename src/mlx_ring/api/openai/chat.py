@@ -19,6 +19,7 @@ from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpeni
 from mlx_ring.api.conversation.prepare import effort_arguments, prepare_chat
 from mlx_ring.api.generation import performance, usage
 from mlx_ring.api.json_lines import Json, event, json_bytes
+from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.answering import DONE, around_choice, failure_event
 from mlx_ring.api.openai.formats import ResponseFormat, read_format
 from mlx_ring.api.openai.messages import Message, template_messages
@@ -102,7 +103,7 @@ def routes(context: ApiContext) -> APIRouter:
         return JSONResponse(writer.whole(await answer_chat(request, engine, chat)))
 
     for path in ("/v1/chat/completions", "/chat/completions"):
-        documented(router, path, chat_completions, ChatRequest)
+        documented(router, path, chat_completions, ChatRequest, about.CHAT)
     return router
 
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from mlx_ring.api.generation import Answer
 from mlx_ring.api.json_lines import Json
+from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.answering import AnswerStream, Task, answer_whole
 from mlx_ring.api.openai.chat import finite_logprob
 from mlx_ring.api.openai.inputs import TextOrTokens, each
@@ -95,7 +96,7 @@ def routes(context: ApiContext) -> APIRouter:
         return await answer_whole(request, engine, task, writer)
 
     for path in ("/v1/completions", "/completions"):
-        documented(router, path, completions, CompletionRequest)
+        documented(router, path, completions, CompletionRequest, about.COMPLETION)
     return router
 
 

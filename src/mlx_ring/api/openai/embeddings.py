@@ -18,6 +18,7 @@ from starlette.responses import Response
 from mlx_ring.api.body import Body
 from mlx_ring.api.connection import while_connected
 from mlx_ring.api.embedding import Embedding, Text, embed, require_embeddings
+from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.inputs import TextOrTokens, each
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.routes import ApiContext
@@ -52,7 +53,7 @@ def routes(context: ApiContext) -> APIRouter:
         return Response(body, media_type="application/json")
 
     for path in ("/v1/embeddings", "/embeddings"):
-        documented(router, path, embeddings, EmbeddingRequest)
+        documented(router, path, embeddings, EmbeddingRequest, about.EMBEDDINGS)
     return router
 
 

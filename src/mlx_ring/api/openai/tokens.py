@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_ring.api.body import Body
 from mlx_ring.api.conversation.asked import Conversation
 from mlx_ring.api.conversation.prepare import encode_conversation
+from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.inputs import TokenId
 from mlx_ring.api.openai.messages import Message, template_messages
 from mlx_ring.api.openai.tools import FunctionTool, read_tool_use
@@ -69,8 +70,8 @@ def routes(context: ApiContext) -> APIRouter:
         return JSONResponse({"prompt": await context.prompts.decode(service.tokenizer, fields.tokens)})
 
     for prefix in ("", "/v1"):
-        documented(router, f"{prefix}/tokenize", tokenize, TokenizeRequest)
-        documented(router, f"{prefix}/detokenize", detokenize, DetokenizeRequest)
+        documented(router, f"{prefix}/tokenize", tokenize, TokenizeRequest, about.TOKENIZE)
+        documented(router, f"{prefix}/detokenize", detokenize, DetokenizeRequest, about.DETOKENIZE)
     return router
 
 

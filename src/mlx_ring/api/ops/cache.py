@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter
 
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.routes import ApiContext, workers_of
 from mlx_ring.api.service import ModelService, ServedInstance, WorkerInfo
 from mlx_ring.engine.executor import RankId
@@ -16,22 +18,27 @@ def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
     async def cache_stats() -> dict[str, object]:
-        every = list(context.instances())
-        stats = [instance.engine.stats() for _, instance in every if instance.error is None]
-        steps = [each.scheduler for each in stats]
-        return {
-            "kv_bytes": sum(worker.kv_bytes for _, instance in every for worker in workers_of(instance)),
-            "sequences": sum(each.sequences_held for each in steps),
-            "running": sum(each.running for each in steps),
-            "waiting": sum(each.waiting for each in steps),
-            "num_preemptions": sum(each.num_preemptions for each in steps),
-            "prefix_cache": _prefix_cache([each.cache for each in stats]),
-            "speculation": _speculation(steps),
-            "workers": [told for model, instance in every for told in _workers(model, instance)],
-        }
+        return told_cache(context)
 
-    router.add_api_route("/cache/stats", cache_stats, methods=["GET"])
+    told(router, "/cache/stats", cache_stats, about.CACHE_STATS)
     return router
+
+
+def told_cache(context: ApiContext) -> dict[str, object]:
+    """How the caches stand now."""
+    every = list(context.instances())
+    stats = [instance.engine.stats() for _, instance in every if instance.error is None]
+    steps = [each.scheduler for each in stats]
+    return {
+        "kv_bytes": sum(worker.kv_bytes for _, instance in every for worker in workers_of(instance)),
+        "sequences": sum(each.sequences_held for each in steps),
+        "running": sum(each.running for each in steps),
+        "waiting": sum(each.waiting for each in steps),
+        "num_preemptions": sum(each.num_preemptions for each in steps),
+        "prefix_cache": _prefix_cache([each.cache for each in stats]),
+        "speculation": _speculation(steps),
+        "workers": [told for model, instance in every for told in _workers(model, instance)],
+    }
 
 
 _COUNTS = ("queries", "hits", "query_tokens", "hit_tokens", "entries", "entry_tokens", "evictions")

@@ -9,6 +9,8 @@ from statistics import mean
 
 from fastapi import APIRouter
 
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.ops.links import told_links
 from mlx_ring.api.ops.status import ClusterStatus
 from mlx_ring.api.routes import ApiContext, workers_of
@@ -22,32 +24,37 @@ def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
     async def cluster_status() -> ClusterStatus:
-        model, parts = context.default, context.catalog.cluster()
-        error, instances = model.error, model.instances
-        first = _NOTHING if not instances else _instance(instances[0])
-        return ClusterStatus.model_validate(
-            {
-                "nodes": parts.nodes,
-                "instances": parts.instances,
-                "status": "ready" if error is None else "unavailable",
-                "reason": None if error is None else str(error),
-                "model": model.model_id,
-                **{name: first[name] for name in _OF_FIRST},
-                "world_size": sum(len(instance.info.workers) for _, instance in context.instances()),
-                "devices": [
-                    {"model": model.model_id, "instance": instance.info.name, **device}
-                    for model, instance in context.instances()
-                    for device in _devices(instance)
-                ],
-                "models": [_model(model) for model in context.catalog.models],
-                "links": told_links(
-                    context.catalog.links, [instance.info for _, instance in context.instances()], time.time()
-                ),
-            }
-        )
+        return told_cluster(context)
 
-    router.add_api_route("/cluster/status", cluster_status, methods=["GET"])
+    told(router, "/cluster/status", cluster_status, about.CLUSTER_STATUS)
     return router
+
+
+def told_cluster(context: ApiContext) -> ClusterStatus:
+    """How the cluster stands now."""
+    model, parts = context.default, context.catalog.cluster()
+    error, instances = model.error, model.instances
+    first = _NOTHING if not instances else _instance(instances[0])
+    return ClusterStatus.model_validate(
+        {
+            "nodes": parts.nodes,
+            "instances": parts.instances,
+            "status": "ready" if error is None else "unavailable",
+            "reason": None if error is None else str(error),
+            "model": model.model_id,
+            **{name: first[name] for name in _OF_FIRST},
+            "world_size": sum(len(instance.info.workers) for _, instance in context.instances()),
+            "devices": [
+                {"model": model.model_id, "instance": instance.info.name, **device}
+                for model, instance in context.instances()
+                for device in _devices(instance)
+            ],
+            "models": [_model(model) for model in context.catalog.models],
+            "links": told_links(
+                context.catalog.links, [instance.info for _, instance in context.instances()], time.time()
+            ),
+        }
+    )
 
 
 _OF_FIRST = ("instance", "epoch", "stages", "layers", "scheduling", "step_times")
@@ -116,6 +123,8 @@ def _device(worker: WorkerInfo, instance: InstanceInfo) -> dict[str, object]:
         "peak_memory_bytes": worker.peak_memory_bytes,
         "rss_bytes": worker.rss_bytes,
         "kv_bytes": worker.kv_bytes,
+        "device_limit_bytes": worker.memory_bytes or None,
+        "device_left_bytes": worker.memory_left_bytes if worker.memory_bytes else None,
     }
 
 

@@ -13,6 +13,7 @@ from mlx_ring.api.connection import while_connected
 from mlx_ring.api.openai.answering import Task, run_task
 from mlx_ring.api.openai.sampling import SamplingFields, finish_reason, sampling_params
 from mlx_ring.api.openapi import documented
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.routes import ApiContext
 
 _DEFAULT_MAX_TOKENS = 50
@@ -49,5 +50,5 @@ def routes(context: ApiContext) -> APIRouter:
         }
         return JSONResponse(body | task.costs(answers))
 
-    documented(router, "/generate", generate, GenerateFields)
+    documented(router, "/generate", generate, GenerateFields, about.GENERATE)
     return router

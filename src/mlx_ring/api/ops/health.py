@@ -10,9 +10,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.errors import error_response
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.routes import ApiContext, workers_of_model
 from mlx_ring.api.service import ModelService, WorkerInfo
-from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.core.errors import Draining, NotReady, RingError
 
 _UNAVAILABLE = 503
 _GIGABYTE = 1e9
@@ -37,14 +39,16 @@ def routes(context: ApiContext) -> APIRouter:
         response.status_code = _UNAVAILABLE
         return response
 
-    router.add_api_route("/health", health, methods=["GET"])
-    router.add_api_route("/health/live", live, methods=["GET"])
-    router.add_api_route("/health/ready", ready, methods=["GET"])
+    told(router, "/health", health, about.HEALTH)
+    told(router, "/health/live", live, about.LIVE)
+    told(router, "/health/ready", ready, about.READY)
     return router
 
 
 def _trouble(context: ApiContext) -> RingError | None:
     """Why no model can answer: that of the first; None where some model can."""
+    if context.admission.is_draining:
+        return Draining(f"The server is draining: {context.admission.open} requests are under way.")
     errors = [model.error for model in context.catalog.models]
     return None if None in errors else errors[0]
 
@@ -53,9 +57,8 @@ def _health(context: ApiContext, error: RingError | None) -> dict[str, object]:
     service = context.default
     first = next((instance.info for instance in service.instances), None)
     workers = workers_of_model(service)
-    loading = isinstance(error, NotReady)
     return {
-        "status": "healthy" if error is None else "loading" if loading else "unhealthy",
+        "status": _word(error),
         "reason": None if error is None else str(error),
         "rank": 0,
         "world_size": len(workers),
@@ -76,6 +79,14 @@ def _health(context: ApiContext, error: RingError | None) -> dict[str, object]:
         "version": version("mlx-ring"),
         "requests": _requests(service) if service.error is None else None,
     }
+
+
+def _word(error: RingError | None) -> str:
+    if error is None:
+        return "healthy"
+    if isinstance(error, Draining):
+        return "draining"
+    return "loading" if isinstance(error, NotReady) else "unhealthy"
 
 
 def _model(model: ModelService) -> dict[str, object]:

@@ -38,6 +38,7 @@ def _told(
         told |= {
             "round_trip_us": round(1e6 * link.round_trip_s, 1),
             "bytes_per_s": round(link.bytes_per_s),
+            "measured_at": round(link.unix_time_s),
             "measured_s_ago": round(max(0.0, unix_time_s - link.unix_time_s), 1),
         }
     senders = uses.get((link.source, link.target), ())

@@ -13,6 +13,7 @@ from mlx_ring.api.body import Body
 from mlx_ring.api.connection import while_connected
 from mlx_ring.api.openai.models import describe
 from mlx_ring.api.openapi import documented
+from mlx_ring.api.ops import answers as about
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Refused
@@ -38,17 +39,17 @@ def routes(context: ApiContext) -> APIRouter:
         check_manager(request, context.settings)
         fields = await context.read(request, LoadRequest)
         model = await while_connected(request.receive, context.catalog.load(fields.model))
-        return JSONResponse(describe(model))
+        return JSONResponse(describe(context, model))
 
     async def unload(request: Request) -> Response:
         check_manager(request, context.settings)
         fields = await context.read(request, UnloadRequest)
         model = context.model(fields.model)
         await context.catalog.unload(model, force=fields.force)
-        return JSONResponse(describe(model))
+        return JSONResponse(describe(context, model))
 
-    documented(router, "/models/load", load, LoadRequest)
-    documented(router, "/models/unload", unload, UnloadRequest)
+    documented(router, "/models/load", load, LoadRequest, about.LOAD)
+    documented(router, "/models/unload", unload, UnloadRequest, about.UNLOAD)
     return router
 
 

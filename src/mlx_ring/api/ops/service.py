@@ -1,11 +1,16 @@
-"""`/` and `/model/info`: what this is, and what it serves."""
+"""`/` and `/model/info`: what this is, and what it serves. People get the page at `/`, programs JSON."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
 
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
+from mlx_ring.api.page.routes import page_response
+from mlx_ring.api.page.wanted import wants_page
 from mlx_ring.api.routes import ApiContext, workers_of_model
 from mlx_ring.api.service import ModelService
 
@@ -34,7 +39,9 @@ _ENDPOINTS = {
     "POST /models/unload": "free what a model holds, until it is asked for again",
     "GET /model/info": "the model: metadata, context length, devices",
     "GET /cluster/status": "nodes, instances, stages: memory and times, promised and measured",
+    "GET /cluster/events": "the same and more, as it changes: server-sent events",
     "GET /cache/stats": "what the KV caches hold",
+    "GET /metrics": "numbers for Prometheus",
     "GET /health": "measured state; 503 when the model cannot answer",
     "GET /health/live": "the process runs",
     "GET /health/ready": "the model can answer; 503 with the reason when not",
@@ -45,9 +52,12 @@ _ENDPOINTS = {
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def root() -> dict[str, object]:
+    async def root(request: Request) -> Response:
+        """The page for whoever wants HTML."""
+        if wants_page(request.headers.get("accept")):
+            return page_response(request)
         service = context.default
-        return {
+        told = {
             "service": "mlx-ring",
             "version": version("mlx-ring"),
             "model": service.model_id,
@@ -55,6 +65,7 @@ def routes(context: ApiContext) -> APIRouter:
             "status": "ready" if service.error is None else "unavailable",
             "endpoints": _ENDPOINTS,
         }
+        return JSONResponse(told, headers={"vary": "accept"})
 
     async def model_info(model: str | None = None) -> dict[str, object]:
         service = context.model(model)
@@ -72,8 +83,8 @@ def routes(context: ApiContext) -> APIRouter:
             "metadata": dict(service.metadata),
         }
 
-    router.add_api_route("/", root, methods=["GET"])
-    router.add_api_route("/model/info", model_info, methods=["GET"])
+    told(router, "/", root, about.ROOT)
+    told(router, "/model/info", model_info, about.MODEL_INFO)
     return router
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import time
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -14,6 +15,7 @@ import httpx
 from mlx_ring.cli.bench.events import DONE, EventReader, read_event
 from mlx_ring.cli.bench.summary import STOPPED, Record
 from mlx_ring.cli.bench.workload import Job, Words
+from mlx_ring.cli.trust import distrust
 from mlx_ring.core.errors import ConfigError, NotReady
 
 Endpoint = Literal["completions", "chat"]
@@ -77,7 +79,9 @@ class RequestOptions:
 class BenchClient:
     """Asks one server; every request has a connection of its own if need be."""
 
-    def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None, timeout_s: float, trusted: ssl.SSLContext | None = None
+    ) -> None:
         """`timeout_s` is the longest that a request may take from its first byte to the last of its answer."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
@@ -87,7 +91,9 @@ class BenchClient:
             headers["Authorization"] = f"Bearer {api_key}"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S, read=None)
-        self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout, trust_env=False)
+        self._http = httpx.AsyncClient(
+            headers=headers, limits=limits, timeout=timeout, trust_env=False, verify=trusted or True
+        )
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -104,7 +110,8 @@ class BenchClient:
                 response = await self._http.get(f"{self.url}/v1/models")
         except (httpx.HTTPError, TimeoutError) as error:
             raise NotReady(
-                f"No server answers at {self.url} ({str(error) or type(error).__name__}). Start one with: mlx-ring serve"
+                distrust(error, self.url)
+                or f"No server answers at {self.url} ({str(error) or type(error).__name__}). Start one with: mlx-ring serve"
             ) from None
         served = _served_models(response, self.url)
         name = next((name for name, about in served.items() if model in (None, name, *_aliases(about))), None)

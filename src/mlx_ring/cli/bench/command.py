@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,7 @@ import typer
 from mlx_ring.cli.bench import flags
 from mlx_ring.cli.bench.workload import Workload
 from mlx_ring.cli.main import INTERRUPTED
+from mlx_ring.cli.trust import CACERT, trust
 from mlx_ring.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ def bench(
         str | None, typer.Option(metavar="NAME", help="The model to ask; the first that is served otherwise.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(metavar="KEY", help="Sent as a bearer token.")] = None,
+    cacert: Annotated[Path | None, CACERT] = None,
     requests: Annotated[str, typer.Option(metavar="N", help="Requests to send.")] = "32",
     concurrency: Annotated[
         str | None,
@@ -103,14 +107,23 @@ def bench(
 
     options = RequestOptions("chat" if named == "chat" else "completions", degrees)
     outputs = Outputs(*files, progress=progress and sys.stderr.isatty())
-    report = asyncio.run(_run(where, key, timeout_s, model, workload, options, warming, outputs))
+    connect = Connect(where, key, timeout_s, trust(cacert))
+    report = asyncio.run(_run(connect, model, workload, options, warming, outputs))
     raise typer.Exit(_exit_code(report))
 
 
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """How to reach a server."""
+
+    url: str
+    key: str | None
+    timeout_s: float
+    trusted: ssl.SSLContext
+
+
 async def _run(
-    url: str,
-    key: str | None,
-    timeout_s: float,
+    connect: Connect,
     model: str | None,
     workload: Workload,
     options: RequestOptions,
@@ -120,7 +133,9 @@ async def _run(
     from mlx_ring.cli.bench.client import BenchClient  # noqa: PLC0415
     from mlx_ring.cli.bench.course import run_bench  # noqa: PLC0415
 
-    client = BenchClient(url, api_key=key, timeout_s=timeout_s)
+    client = BenchClient(
+        connect.url, api_key=connect.key, timeout_s=connect.timeout_s, trusted=connect.trusted
+    )
     try:
         return await run_bench(client, model, workload, options, warmup=warmup, outputs=outputs)
     finally:

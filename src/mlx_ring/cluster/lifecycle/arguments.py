@@ -24,14 +24,18 @@ _FROM_THE_FILE = {
     "log_dir": "a device's `state_dir`, with its folder `logs`,",
 }
 FOR_AGENTS = (
-    *("log_level", "blas", "blas_threads", "weights_limit", "model_load_timeout", "file_descriptor_limit"),
-    *("run_dir", "trusted_interface"),
+    *("log_level", "log_format", "blas", "blas_threads", "weights_limit", "model_load_timeout"),
+    *("file_descriptor_limit", "run_dir", "trusted_interface"),
 )
 """Of the settings under `serve`, those that `join` takes too: they hold for every machine. Others are the head's alone,
 or reach the machines with what they are told to load."""
-_KEY_FILE = "api_key_file"
+_FILES = ("api_key_file", "ssl_certfile", "ssl_keyfile")
+"""Of the coordinator, where nobody knows the folder of whoever starts it."""
 _STAGES = "stages"
-_SECRET = "api_key"  # noqa: S105 - the setting's name
+_SECRETS = {
+    "api_key": "give api-key-file, a file on the coordinator",
+    "ssl_keyfile_password": "give a key that is not locked, in a file on the coordinator that only its owner reads",
+}
 
 
 def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, str]) -> list[str]:
@@ -122,11 +126,9 @@ def _check_key(key: str, name: str, value: object, *, several: bool) -> None:
         raise ConfigError(f"`serve` has the key {key}, which {_FROM_THE_FILE[name]} says.")
     if name == _STAGES and several:
         raise ConfigError(f"`serve` has the key {key}, which the plan says where there are several devices.")
-    if name == _SECRET:
-        raise ConfigError(
-            "`serve` has the key api-key, a secret: give api-key-file, a file on the coordinator."
-        )
-    if name == _KEY_FILE and not str(value).startswith(("/", "~")):
+    if name in _SECRETS:
+        raise ConfigError(f"`serve` has the key {key}, a secret: {_SECRETS[name]}.")
+    if name in _FILES and not str(value).startswith(("/", "~")):
         raise ConfigError(
             f"`serve` has the key {key}, and it is {value}: give the file's whole path on the coordinator."
         )

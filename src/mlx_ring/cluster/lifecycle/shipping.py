@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -23,6 +23,8 @@ from mlx_ring.core.errors import ConfigError
 _OWN = "mlx-ring"
 _FETCHERS = ("uv",)
 """Large, and of use only where there is internet."""
+_EXTRAS = ("otel",)
+"""Go along where they are installed here."""
 _NO_PACKAGES = ("bin", ".lock")
 """What uv leaves in a folder that is no package's."""
 
@@ -48,8 +50,11 @@ def wanted_here() -> Wanted:
     """What a machine of another system needs to run the same."""
     versions = {canonicalize_name(found.name): found.version for found in needed_distributions()}
     exact = tuple(f"{name}=={versions[canonicalize_name(name)]}" for name in PACKAGES if name != _OWN)
+    taken = {text for extra in extras_here() for text in _asked_by(extra)}
     requirements = [
-        text for text in distribution(_OWN).requires or () if Requirement(text).name not in _FETCHERS
+        text.partition(";")[0].strip() if text in taken else text
+        for text in distribution(_OWN).requires or ()
+        if Requirement(text).name not in _FETCHERS
     ]
     preferred = (f"{name}=={version}" for name, version in sorted(versions.items()) if name != _OWN)
     return Wanted(tuple(requirements), exact, tuple(preferred))
@@ -57,7 +62,9 @@ def wanted_here() -> Wanted:
 
 def needed_distributions(name: str = _OWN) -> list[Distribution]:
     """A distribution and all that it requires here, each once."""
-    waiting, seen, found = [(name, "")], set[tuple[str, str]](), dict[str, Distribution]()
+    extras = extras_here() if name == _OWN else ()
+    waiting = [(name, extra) for extra in ("", *extras)]
+    seen, found = set[tuple[str, str]](), dict[str, Distribution]()
     while waiting:
         entry = waiting.pop()
         if entry in seen:
@@ -72,6 +79,29 @@ def needed_distributions(name: str = _OWN) -> list[Distribution]:
                 key = canonicalize_name(requirement.name)
                 waiting += [(key, extra) for extra in ("", *requirement.extras)]
     return list(found.values())
+
+
+def extras_here() -> tuple[str, ...]:
+    """Those of ours that go along."""
+    return tuple(extra for extra in _EXTRAS if all(map(_is_here, _asked_by(extra))))
+
+
+def _asked_by(extra: str) -> list[str]:
+    """Of what we require, what is required for an extra alone."""
+    markers = [(text, Requirement(text).marker) for text in distribution(_OWN).requires or ()]
+    return [
+        text
+        for text, marker in markers
+        if marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
+    ]
+
+
+def _is_here(requirement: str) -> bool:
+    try:
+        distribution(Requirement(requirement).name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def write_archive(stream: IO[bytes], packages: Path | None = None) -> None:

@@ -22,6 +22,7 @@ from mlx_ring.core.running import Kind, Running, arguments_digest
 _TOKEN_LIFE = "1h"  # noqa: S105 - how long one holds
 _SLICE_S = 10.0
 _ANSWER_S = 660.0
+_STOP_S = 120.0
 _MOST_UNREACHED = 3
 _AGAIN_S = 2.0
 Tell = Callable[[str], None]
@@ -276,7 +277,8 @@ def _stop(place: Place, tell: Tell) -> None:
 
 
 def _stop_with(found: Ready, tell: Tell) -> None:
-    for line in found.on_host("stop").splitlines():
+    ending_s = max((running.ending_s for running in found.about.running), default=0.0)
+    for line in found.on_host("stop", timeout_s=_STOP_S + ending_s).splitlines():
         tell(f"{found.place.name}: {line}")
 
 

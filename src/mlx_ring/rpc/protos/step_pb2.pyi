@@ -43,7 +43,7 @@ class CacheOperation(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., trim: _Optional[_Union[Trim, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ..., park: _Optional[_Union[Park, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence", "sampling", "seed", "eos", "grammar", "tokens", "prompt_length", "max_length")
+    __slots__ = ("sequence", "sampling", "seed", "eos", "grammar", "tokens", "prompt_length", "max_length", "traceparent")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class Open(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     sampling: Sampling
     seed: int
@@ -60,7 +61,8 @@ class Open(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
     max_length: int
-    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("source", "destination", "length", "take")
@@ -200,7 +202,7 @@ class Want(_message.Message):
     def __init__(self, where: _Optional[_Union[Want.Where, str]] = ..., what: _Optional[_Union[Want.What, str]] = ..., listed: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
 
 class StepDone(_message.Message):
-    __slots__ = ("instance", "epoch", "step", "stage", "rank", "failure", "timings", "kv_bytes", "results")
+    __slots__ = ("instance", "epoch", "step", "stage", "rank", "failure", "timings", "kv_bytes", "results", "spans")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +212,7 @@ class StepDone(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     instance: str
     epoch: int
     step: int
@@ -219,7 +222,32 @@ class StepDone(_message.Message):
     timings: Timings
     kv_bytes: int
     results: _containers.RepeatedCompositeFieldContainer[RowResult]
-    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., results: _Optional[_Iterable[_Union[RowResult, _Mapping]]] = ...) -> None: ...
+    spans: _containers.RepeatedCompositeFieldContainer[StageSpan]
+    def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., stage: _Optional[int] = ..., rank: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., results: _Optional[_Iterable[_Union[RowResult, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ...) -> None: ...
+
+class StageSpan(_message.Message):
+    __slots__ = ("traceparent", "is_decode", "started_unix_us", "finished_unix_us", "steps", "tokens", "queue_us", "link_wait_us", "compute_us", "link_send_us")
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    IS_DECODE_FIELD_NUMBER: _ClassVar[int]
+    STARTED_UNIX_US_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_UNIX_US_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    LINK_WAIT_US_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
+    LINK_SEND_US_FIELD_NUMBER: _ClassVar[int]
+    traceparent: str
+    is_decode: bool
+    started_unix_us: int
+    finished_unix_us: int
+    steps: int
+    tokens: int
+    queue_us: int
+    link_wait_us: int
+    compute_us: int
+    link_send_us: int
+    def __init__(self, traceparent: _Optional[str] = ..., is_decode: _Optional[bool] = ..., started_unix_us: _Optional[int] = ..., finished_unix_us: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., queue_us: _Optional[int] = ..., link_wait_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., link_send_us: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("kind", "message", "sequences")

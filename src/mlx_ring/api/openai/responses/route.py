@@ -14,6 +14,7 @@ from mlx_ring.api.conversation.parts import Content
 from mlx_ring.api.conversation.prepare import prepare_chat
 from mlx_ring.api.errors import trouble_of
 from mlx_ring.api.json_lines import Json, event
+from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.answering import DONE
 from mlx_ring.api.openai.chat import finite_logprob
 from mlx_ring.api.openai.responses.asking import conversation_of
@@ -53,7 +54,7 @@ def routes(context: ApiContext) -> APIRouter:
         return JSONResponse(writer.whole(_end(answer), _usage(answer)))
 
     for path in ("/v1/responses", "/responses"):
-        documented(router, path, responses, ResponsesRequest)
+        documented(router, path, responses, ResponsesRequest, about.RESPONSE)
     return router
 
 

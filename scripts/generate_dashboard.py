@@ -1,0 +1,494 @@
+"""Write the Grafana dashboard docs/grafana/mlx-ring.json, or check it with `--check`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "grafana" / "mlx-ring.json"
+PICKED_MODEL = 'model_name=~"$model"'
+PICKED = f'{PICKED_MODEL},instance=~"$instance"'
+"""Series of what was picked at the top."""
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+WIDTH = 24
+
+Json = dict[str, object]
+Query = tuple[str, str]
+"""PromQL, and what its series are called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    unit: str
+    queries: tuple[Query, ...]
+    about: str = ""
+    kind: str = "timeseries"
+    width: int = 8
+    height: int = 8
+    stacked: bool = False
+    most: float | None = None
+
+
+def value(name: str, labels: str = PICKED) -> str:
+    return f"mlx_ring_{name}{{{labels}}}"
+
+
+def per_second(name: str, by: str, labels: str = PICKED) -> str:
+    return f"sum by ({by}) (rate(mlx_ring_{name}_total{{{labels}}}[$__rate_interval]))"
+
+
+def quantile(part: float, name: str, by: str = "model_name", labels: str = PICKED) -> str:
+    rates = f"sum by ({by}, le) (rate(mlx_ring_{name}_bucket{{{labels}}}[$__rate_interval]))"
+    return f"histogram_quantile({part}, {rates})"
+
+
+def mean(name: str) -> str:
+    sums, counts = (
+        f"sum by (model_name) (rate(mlx_ring_{name}_{part}{{{PICKED}}}[$__rate_interval]))"
+        for part in ("sum", "count")
+    )
+    return f"{sums} / {counts}"
+
+
+def quantiles(title: str, name: str, about: str, unit: str = "s") -> Panel:
+    queries = tuple(
+        (quantile(part, name), f"{{{{model_name}}}} p{round(100 * part)}") for part in (0.5, 0.95, 0.99)
+    )
+    return Panel(title, unit, queries, about)
+
+
+def ratio(of: str, to: str) -> str:
+    return f"{per_second(of, 'model_name')} / {per_second(to, 'model_name')}"
+
+
+MODEL, RANK = "{{model_name}}", "stage {{stage}} rank {{rank}} on {{node}}"
+BY_RANK = "stage, rank, node"
+
+ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    (
+        "Overview",
+        (
+            Panel(
+                "Running",
+                "short",
+                ((f"sum({value('num_requests_running')})", ""),),
+                kind="stat",
+                width=4,
+                height=4,
+            ),
+            Panel(
+                "Waiting",
+                "short",
+                ((f"sum({value('num_requests_waiting')})", ""),),
+                kind="stat",
+                width=4,
+                height=4,
+            ),
+            Panel(
+                "Tokens per second",
+                "short",
+                ((f"sum(rate(mlx_ring_generation_tokens_total{{{PICKED}}}[$__rate_interval]))", ""),),
+                kind="stat",
+                width=4,
+                height=4,
+            ),
+            Panel(
+                "KV memory",
+                "percentunit",
+                ((f"max({value('kv_cache_usage_perc')})", ""),),
+                kind="stat",
+                width=4,
+                height=4,
+                most=1,
+            ),
+            Panel(
+                "First token, p95",
+                "s",
+                ((quantile(0.95, "time_to_first_token_seconds"), MODEL),),
+                kind="stat",
+                width=4,
+                height=4,
+            ),
+            Panel(
+                "Instances up",
+                "short",
+                ((f"sum({value('instance_up')})", ""),),
+                kind="stat",
+                width=4,
+                height=4,
+            ),
+        ),
+    ),
+    (
+        "Requests",
+        (
+            Panel(
+                "Running and waiting",
+                "short",
+                (
+                    (f"sum by (model_name) ({value('num_requests_running')})", f"{MODEL} running"),
+                    (f"sum by (model_name) ({value('num_requests_waiting')})", f"{MODEL} waiting"),
+                ),
+            ),
+            Panel(
+                "Ended, by reason",
+                "reqps",
+                ((per_second("request_success", "finished_reason"), "{{finished_reason}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Refused and failed",
+                "reqps",
+                (
+                    (per_second("requests_rejected", "error", PICKED_MODEL), "refused: {{error}}"),
+                    (per_second("request_failures", "error"), "failed: {{error}}"),
+                ),
+            ),
+            quantiles(
+                "Time to first token", "time_to_first_token_seconds", "From arrival to the first token."
+            ),
+            quantiles(
+                "Between tokens", "inter_token_latency_seconds", "From one token of an answer to the next."
+            ),
+            quantiles("Whole request", "e2e_request_latency_seconds", "From arrival to the answer's end."),
+            Panel(
+                "Where a request's time goes",
+                "s",
+                tuple(
+                    (mean(f"request_{part}_time_seconds"), f"{MODEL} {part}")
+                    for part in ("queue", "prefill", "decode", "inference")
+                ),
+                "Means. Inference is prefill and decode together.",
+            ),
+            Panel(
+                "Tokens",
+                "short",
+                (
+                    (per_second("prompt_tokens", "model_name"), f"{MODEL} prompts"),
+                    (per_second("generation_tokens", "model_name"), f"{MODEL} answers"),
+                ),
+                "Per second.",
+            ),
+            Panel(
+                "Lengths, p50 and p95",
+                "short",
+                tuple(
+                    (quantile(part, f"request_{what}_tokens"), f"{MODEL} {what} p{round(100 * part)}")
+                    for what in ("prompt", "generation")
+                    for part in (0.5, 0.95)
+                ),
+            ),
+        ),
+    ),
+    (
+        "KV and guesses",
+        (
+            Panel(
+                "KV memory in use",
+                "percentunit",
+                ((value("kv_cache_usage_perc"), f"{MODEL} {{{{instance}}}}"),),
+                "Of running requests; what is kept of ended ones makes way.",
+                most=1,
+            ),
+            Panel(
+                "Prompts found in the prefix cache",
+                "percentunit",
+                ((ratio("prefix_cache_hits", "prefix_cache_queries"), MODEL),),
+                "Part of all prompt tokens.",
+                most=1,
+            ),
+            Panel(
+                "Put back and put out",
+                "short",
+                (
+                    (per_second("num_preemptions", "model_name"), f"{MODEL} requests put back"),
+                    (per_second("prefix_cache_evictions", "model_name"), f"{MODEL} kept sequences put out"),
+                ),
+                "Per second.",
+            ),
+            Panel(
+                "Guessed tokens that were right",
+                "percentunit",
+                ((ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"), MODEL),),
+                most=1,
+            ),
+            Panel(
+                "Guesses",
+                "short",
+                ((per_second("spec_decode_num_drafts", "model_name"), MODEL),),
+                "Per second.",
+            ),
+            Panel(
+                "KV by worker",
+                "bytes",
+                (
+                    (value("worker_kv_bytes"), f"held, {RANK}"),
+                    (value("worker_kv_kept_bytes"), f"kept, {RANK}"),
+                    (value("worker_kv_limit_bytes"), f"limit, {RANK}"),
+                ),
+            ),
+        ),
+    ),
+    (
+        "Stages",
+        (
+            Panel(
+                "Where a rank's time goes",
+                "percentunit",
+                tuple(
+                    (per_second(f"stage_{part}_seconds", BY_RANK), f"{part.replace('_', ' ')}, {RANK}")
+                    for part in ("compute", "link_wait", "link_send", "idle")
+                ),
+                "Parts of a second in each second. They add up to one for each rank.",
+                width=12,
+            ),
+            Panel(
+                "A step's time",
+                "s",
+                tuple(
+                    (
+                        f"{per_second(f'stage_{part}_seconds', BY_RANK)} / {per_second('stage_steps', BY_RANK)}",
+                        f"{part.replace('_', ' ')}, {RANK}",
+                    )
+                    for part in ("compute", "link_wait", "link_send", "queue")
+                ),
+                "Means.",
+                width=12,
+            ),
+            Panel("Steps", "ops", ((per_second("stage_steps", BY_RANK), RANK),), width=12),
+            Panel("Steps that failed", "ops", ((per_second("steps_failed", "model_name"), MODEL),), width=12),
+        ),
+    ),
+    (
+        "Memory",
+        (
+            Panel(
+                "By node",
+                "bytes",
+                tuple(
+                    (value(f"node_memory_{what}_bytes", ""), f"{what}, {{{{node}}}}")
+                    for what in ("limit", "free", "used", "weight", "kv")
+                ),
+                width=12,
+            ),
+            Panel(
+                "By worker",
+                "bytes",
+                tuple(
+                    (value(f"worker_{what}_bytes"), f"{what}, {RANK}")
+                    for what in ("weight", "device", "peak", "resident")
+                ),
+                width=12,
+            ),
+        ),
+    ),
+    (
+        "Cluster",
+        (
+            Panel(
+                "Nodes", "short", ((f"{value('node_state', '')} == 1", "{{node}} {{state}}"),), kind="table"
+            ),
+            Panel(
+                "Models",
+                "short",
+                ((f"{value('model_state', PICKED_MODEL)} == 1", "{{model_name}} {{state}}"),),
+                kind="table",
+            ),
+            Panel(
+                "Instances", "short", ((value("instance_info"), "{{name}}, epoch {{epoch}}"),), kind="table"
+            ),
+            Panel(
+                "Starts and losses of instances",
+                "short",
+                (
+                    (
+                        f"increase({value('instance_starts_total')}[$__rate_interval])",
+                        f"{MODEL} {{{{instance}}}} started",
+                    ),
+                    (
+                        f"increase({value('instance_losses_total')}[$__rate_interval])",
+                        f"{MODEL} {{{{instance}}}} lost: {{{{error}}}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Links: round trip",
+                "s",
+                ((value("link_round_trip_seconds", ""), "{{source}} to {{target}}"),),
+            ),
+            Panel(
+                "Links: throughput",
+                "Bps",
+                ((value("link_bytes_per_second", ""), "{{source}} to {{target}}"),),
+            ),
+            Panel("Links that work", "short", ((value("link_up", ""), "{{source}} to {{target}}"),), most=1),
+            Panel(
+                "Activations to other machines",
+                "Bps",
+                (
+                    (per_second("link_tensor_bytes", BY_RANK), f"as they are, {RANK}"),
+                    (per_second("link_sent_bytes", BY_RANK), f"as sent, {RANK}"),
+                ),
+            ),
+            Panel("Frames to other machines", "ops", ((per_second("link_frames", BY_RANK), RANK),)),
+        ),
+    ),
+    (
+        "HTTP and the head",
+        (
+            Panel(
+                "Requests",
+                "reqps",
+                (
+                    (
+                        per_second("http_requests", "method, route, status", ""),
+                        "{{method}} {{route}} {{status}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Duration, p95",
+                "s",
+                (
+                    (
+                        quantile(0.95, "http_request_duration_seconds", "route, status", ""),
+                        "{{route}} {{status}}",
+                    ),
+                ),
+            ),
+            Panel("Being answered", "short", ((value("http_requests_in_progress", ""), ""),)),
+            Panel("Memory of the head", "bytes", (('process_resident_memory_bytes{job=~"$job"}', ""),)),
+            Panel(
+                "Processors of the head",
+                "percentunit",
+                (('rate(process_cpu_seconds_total{job=~"$job"}[$__rate_interval])', ""),),
+            ),
+            Panel(
+                "Up for",
+                "s",
+                ((value("uptime_seconds", ""), ""), (value("build_info", ""), "version {{version}}")),
+                kind="stat",
+            ),
+        ),
+    ),
+)
+
+
+def dashboard() -> Json:
+    """All of it, to be imported; the data source is asked for."""
+    return {
+        "title": "mlx-ring",
+        "uid": "mlx-ring",
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "tags": ["mlx-ring", "llm"],
+        "time": {"from": "now-1h", "to": "now"},
+        "refresh": "10s",
+        "templating": {"list": list(variables())},
+        "panels": list(panels()),
+    }
+
+
+def variables() -> Iterable[Json]:
+    """What can be picked at the top."""
+    yield {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+    for name, label, query in (
+        ("job", "Job", "label_values(mlx_ring_build_info, job)"),
+        ("model", "Model", "label_values(mlx_ring_num_requests_running, model_name)"),
+        (
+            "instance",
+            "Instance",
+            'label_values(mlx_ring_num_requests_running{model_name=~"$model"}, instance)',
+        ),
+    ):
+        yield {
+            "name": name,
+            "label": label,
+            "type": "query",
+            "datasource": SOURCE,
+            "query": {"query": query, "refId": name},
+            "definition": query,
+            "refresh": 2,
+            "multi": True,
+            "includeAll": True,
+            "allValue": ".*",
+            "current": {"text": ["All"], "value": ["$__all"]},
+        }
+
+
+def panels() -> Iterable[Json]:
+    """Rows of panels, from left to right and from top to bottom."""
+    ids, y = count(1), 0
+    for title, row in ROWS:
+        yield {
+            "id": next(ids),
+            "type": "row",
+            "title": title,
+            "collapsed": False,
+            "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1},
+            "panels": [],
+        }
+        y, x, lowest = y + 1, 0, 0
+        for panel in row:
+            if x + panel.width > WIDTH:
+                x, y, lowest = 0, y + lowest, 0
+            place = {"x": x, "y": y, "w": panel.width, "h": panel.height}
+            yield drawn(panel, next(ids), place)
+            x, lowest = x + panel.width, max(lowest, panel.height)
+        y += lowest
+
+
+def drawn(panel: Panel, number: int, place: Mapping[str, int]) -> Json:
+    custom: Json = (
+        {"fillOpacity": 30, "stacking": {"mode": "normal"}} if panel.stacked else {"fillOpacity": 5}
+    )
+    defaults: Json = {"unit": panel.unit, "min": 0}
+    if panel.kind == "timeseries":
+        defaults["custom"] = custom
+    if panel.most is not None:
+        defaults["max"] = panel.most
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": SOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+        if panel.kind == "timeseries"
+        else {},
+        "targets": list(targets(panel.queries, at_once=panel.kind == "table")),
+    }
+
+
+def targets(queries: Sequence[Query], *, at_once: bool) -> Iterable[Json]:
+    for number, (query, legend) in enumerate(queries):
+        target: Json = {
+            "refId": chr(ord("A") + number),
+            "datasource": SOURCE,
+            "expr": query,
+            "legendFormat": legend or "__auto",
+        }
+        yield target | ({"instant": True, "format": "table"} if at_once else {})
+
+
+def main() -> None:
+    """Run as the module's docstring says."""
+    fresh = json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
+    if sys.argv[1:] == ["--check"]:
+        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != fresh:
+            sys.exit(f"{PAGE.name} is out of date. Run `make docs`.")
+        return
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(fresh, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

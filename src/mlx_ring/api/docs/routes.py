@@ -1,0 +1,41 @@
+"""`/docs` and its two files."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from mlx_ring.api.openapi import About, told
+from mlx_ring.api.routes import ApiContext
+
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+_FILES = {
+    "/docs": ("page.html", "text/html"),
+    "/docs/page.js": ("page.js", "text/javascript"),
+    "/docs/page.css": ("page.css", "text/css"),
+}
+
+
+def routes(_: ApiContext) -> APIRouter:
+    router = APIRouter()
+    for path, (name, media_type) in _FILES.items():
+        content = resources.files("mlx_ring.api.docs").joinpath(name).read_bytes()
+
+        async def page(content: bytes = content, media_type: str = media_type) -> Response:
+            return Response(content, media_type=media_type, headers=_HEADERS)
+
+        if path == "/docs":
+            told(router, path, page, About("This, as a page", None, {media_type: None}, open=True))
+        else:
+            router.add_api_route(path, page, methods=["GET"], include_in_schema=False)
+    return router

@@ -1,0 +1,1 @@
+"""How the cluster stands, told to whoever watches while they watch."""

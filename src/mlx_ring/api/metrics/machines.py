@@ -1,0 +1,202 @@
+"""Models, instances, workers, nodes and the links between them, as they stand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
+
+from prometheus_client.metrics_core import Metric
+
+from mlx_ring.api.metrics.families import MODEL, RANK, Labels, counter, gauge, one_of
+from mlx_ring.api.metrics.requests import Replica
+from mlx_ring.api.ops.status import NodeState, NodeStatus
+from mlx_ring.api.routes import workers_of
+from mlx_ring.api.service import LinkInfo, LinkUse, ModelService, State, WorkerInfo
+from mlx_ring.engine.executor import RankId
+
+_WORKER_BYTES = (
+    ("worker_weight_bytes", "weight_bytes", "Weights that a worker holds."),
+    ("worker_kv_bytes", "kv_bytes", "Keys and values that a worker holds."),
+    ("worker_device_bytes", "device_memory_bytes", "What MLX holds on a worker, weights and KV included."),
+    ("worker_peak_bytes", "peak_memory_bytes", "The most that MLX has held on a worker."),
+    ("worker_resident_bytes", "rss_bytes", "Resident memory of a worker's process."),
+)
+
+
+class LinkCounts:
+    """What links have carried. Workers count it, and begin anew when they do; here it goes on."""
+
+    def __init__(self) -> None:
+        self._last: dict[Labels, tuple[int, Sequence[int]]] = {}
+        """By link, the worker's process, and what it said last."""
+        self.total: dict[Labels, list[int]] = {}
+
+    def hear(self, link: Labels, pid: int, use: LinkUse) -> None:
+        """A worker says what its link has carried so far."""
+        now = (use.frames, use.tensor_bytes, use.sent_bytes)
+        before, counted = self._last.get(link, (pid, (0, 0, 0)))
+        if before != pid or now[0] < counted[0]:
+            counted = (0, 0, 0)
+        total = self.total.setdefault(link, [0, 0, 0])
+        for place, (value, seen) in enumerate(zip(now, counted, strict=True)):
+            total[place] += value - seen
+        self._last[link] = (pid, now)
+
+
+def instance_families(replicas: Sequence[Replica], models: Sequence[ModelService]) -> Iterator[Metric]:
+    """What is loaded, and how often it was lost."""
+    yield gauge(
+        "model_state",
+        "1 for the state that a model is in.",
+        ("model_name", "state"),
+        [told for model in models for told in one_of(get_args(State), model.state, (model.model_id,))],
+    )
+    yield gauge(
+        "instance_up",
+        "Whether an instance answers requests.",
+        MODEL,
+        [(each.labels, float(each.stats is not None)) for each in replicas],
+    )
+    yield gauge(
+        "instance_info",
+        "1, with an instance's name and epoch.",
+        (*MODEL, "name", "epoch"),
+        [
+            ((*each.labels, each.instance.info.name, str(each.instance.info.epoch)), 1.0)
+            for each in replicas
+            if each.instance is not None
+        ],
+    )
+    yield counter(
+        "instance_starts",
+        "Times that an instance began to serve: the first, and after each loss.",
+        MODEL,
+        [(each.labels, each.meter.loads) for each in replicas],
+    )
+    yield counter(
+        "instance_losses",
+        "Times that an instance was lost or could not be loaded, by the kind of error.",
+        (*MODEL, "error"),
+        [((*each.labels, error), count) for each in replicas for error, count in each.meter.losses.items()],
+    )
+
+
+Workers = Sequence[tuple[Labels, WorkerInfo]]
+
+
+def workers_now(replicas: Sequence[Replica]) -> Workers:
+    """Every worker, with its labels."""
+    return [
+        ((*each.labels, str(worker.stage), str(worker.rank), worker.node), worker)
+        for each in replicas
+        if each.instance is not None
+        for worker in workers_of(each.instance)
+    ]
+
+
+def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCounts) -> Iterator[Metric]:
+    """What workers hold, and what their links have carried."""
+    for name, field, about in _WORKER_BYTES:
+        yield gauge(name, about, RANK, [(labels, getattr(worker, field)) for labels, worker in workers])
+    limits = [
+        ((*each.labels, str(place.stage), str(place.rank), _node(workers, each, place)), use)
+        for each in replicas
+        if each.stats is not None
+        for place, use in each.stats.cache.ranks.items()
+    ]
+    yield gauge(
+        "worker_kv_limit_bytes",
+        "What a worker's KV may take.",
+        RANK,
+        [(labels, use.limit_bytes) for labels, use in limits],
+    )
+    yield gauge(
+        "worker_kv_kept_bytes",
+        "Of its KV, what is kept of ended requests, as accounted.",
+        RANK,
+        [(labels, use.kept_bytes) for labels, use in limits],
+    )
+    for labels, worker in workers:
+        # Where nothing could be compressed, nothing is counted.
+        if worker.sends is not None and worker.sends.frames:
+            links.hear(labels, worker.pid, worker.sends)
+    for place, (name, about) in enumerate(
+        (
+            ("link_frames", "Tensors that went to the next stage, on another machine."),
+            ("link_tensor_bytes", "Their bytes."),
+            ("link_sent_bytes", "Their bytes as they went over the wire."),
+        )
+    ):
+        yield counter(name, about, RANK, [(labels, total[place]) for labels, total in links.total.items()])
+
+
+def _node(workers: Workers, replica: Replica, place: RankId) -> str:
+    for labels, worker in workers:
+        if labels[:2] == replica.labels and (worker.stage, worker.rank) == place:
+            return worker.node
+    return ""
+
+
+def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Metric]:
+    """Machines: their state, and their memory."""
+    yield gauge(
+        "node_state",
+        "1 for the state that a node is in.",
+        ("node", "state"),
+        [told for node in nodes for told in one_of(get_args(NodeState), node.state, (node.id,))],
+    )
+    here = [worker for _, worker in workers]
+    limits = {worker.node: worker.memory_bytes for worker in here if worker.memory_bytes}
+    free = {worker.node: worker.memory_left_bytes for worker in here if worker.memory_bytes}
+    for node in nodes:
+        if node.memory is not None:
+            limits[node.id] = node.memory.total_bytes
+            if node.memory.free_bytes is not None:
+                free[node.id] = node.memory.free_bytes
+    used = _by_node(here, "rss_bytes")
+    weights, kv = _by_node(here, "weight_bytes"), _by_node(here, "kv_bytes")
+    for name, about, told in (
+        ("limit", "Memory of a node's device that may be used at all.", limits),
+        ("free", "Of it, what nobody holds.", free),
+        ("used", "Resident memory of a node's workers.", used),
+        ("weight", "Weights that a node's workers hold.", weights),
+        ("kv", "Keys and values that a node's workers hold.", kv),
+    ):
+        yield gauge(
+            f"node_memory_{name}_bytes",
+            about,
+            ("node",),
+            [((node.id,), told[node.id]) for node in nodes if node.id in told],
+        )
+
+
+def _by_node(workers: Sequence[WorkerInfo], field: str) -> Mapping[str, int]:
+    held: defaultdict[str, int] = defaultdict(int)
+    for worker in workers:
+        held[worker.node] += getattr(worker, field)
+    return held
+
+
+def link_families(links: Sequence[LinkInfo]) -> Iterator[Metric]:
+    """Ways between nodes, as they were measured."""
+    labels = ("source", "target")
+    works = [link for link in links if not link.problem]
+    yield gauge(
+        "link_up",
+        "Whether anything gets through from one node to another.",
+        labels,
+        [((link.source, link.target), float(not link.problem)) for link in links],
+    )
+    yield gauge(
+        "link_round_trip_seconds",
+        "From one node to another and back.",
+        labels,
+        [((link.source, link.target), link.round_trip_s) for link in works],
+    )
+    yield gauge(
+        "link_bytes_per_second",
+        "Throughput from one node to another.",
+        labels,
+        [((link.source, link.target), link.bytes_per_s) for link in works],
+    )

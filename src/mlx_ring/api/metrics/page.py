@@ -1,0 +1,95 @@
+"""`/metrics`: everything that is measured, for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from itertools import chain
+
+from fastapi import APIRouter, Request
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from mlx_ring.api.metrics.families import gauge
+from mlx_ring.api.metrics.http import HttpMeter
+from mlx_ring.api.metrics.machines import (
+    LinkCounts,
+    instance_families,
+    link_families,
+    node_families,
+    worker_families,
+    workers_now,
+)
+from mlx_ring.api.metrics.requests import replicas_of, request_families, step_families
+from mlx_ring.api.openapi import told
+from mlx_ring.api.ops import answers as about
+from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.service import ModelCatalog
+
+_END = b"# EOF\n"
+"""Of a page of OpenMetrics."""
+
+
+class Numbers:
+    """Everything, as a collector of Prometheus' client."""
+
+    def __init__(self, catalog: ModelCatalog, http: HttpMeter) -> None:
+        self._catalog = catalog
+        self._http = http
+        self._links = LinkCounts()
+        self._version = version("mlx-ring")
+
+    def collect(self) -> Iterator[Metric]:
+        models = list(self._catalog.models)
+        replicas = [replica for model in models for replica in replicas_of(model)]
+        workers = workers_now(replicas)
+        yield gauge("build_info", "1, with the version.", ("version",), [((self._version,), 1.0)])
+        yield gauge("uptime_seconds", "Since the head started.", (), [((), time.time() - models[0].created)])
+        yield from request_families(replicas, models)
+        yield from step_families(replicas)
+        yield from instance_families(replicas, models)
+        yield from worker_families(replicas, workers, self._links)
+        yield from node_families(self._catalog.cluster().nodes, workers)
+        yield from link_families(self._catalog.links)
+        yield from self._http.families()
+
+
+class _Family:
+    """One family as a collector."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family
+
+
+async def written(families: Iterable[Metric], encode: Callable[[Collector], bytes]) -> bytes:
+    """The page. After each family whoever else has something to do in the event loop gets to it."""
+    parts: list[bytes] = []
+    for family in families:
+        parts.append(encode(_Family(family)).removesuffix(_END))
+        await asyncio.sleep(0)
+    is_open_metrics = encode(CollectorRegistry()) == _END
+    return b"".join([*parts, _END if is_open_metrics else b""])
+
+
+def routes(context: ApiContext, http: HttpMeter) -> APIRouter:
+    router = APIRouter()
+    numbers = Numbers(context.catalog, http)
+    process = CollectorRegistry()
+    ProcessCollector(registry=process)
+
+    async def metrics(request: Request) -> Response:
+        """Numbers for Prometheus, in its text format or in OpenMetrics'."""
+        encode, media_type = choose_encoder(request.headers.get("accept", ""))
+        page = await written(chain(numbers.collect(), process.collect()), encode)
+        return Response(page, headers={"content-type": media_type})
+
+    told(router, "/metrics", metrics, about.METRICS)
+    return router

@@ -1,0 +1,142 @@
+"""Requests and steps, by model and instance: under vLLM's names, where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.metrics_core import Metric
+
+from mlx_ring.api.metrics.families import MODEL, RANK, Labels, counter, gauge, histogram
+from mlx_ring.api.service import ModelService, ServedInstance
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.meters import Meter
+from mlx_ring.engine.stats import EngineStats
+
+_REASONS = ("stop", "length", "abort", "error")
+_TIMES = (
+    ("time_to_first_token_seconds", "first_token_s", "From a request's arrival to its first token."),
+    ("inter_token_latency_seconds", "between_tokens_s", "From one token of an answer to the next."),
+    ("e2e_request_latency_seconds", "whole_s", "From a request's arrival to its answer's end."),
+    ("request_queue_time_seconds", "queue_s", "Waiting for a place."),
+    ("request_prefill_time_seconds", "prefill_s", "From there to the first token."),
+    ("request_decode_time_seconds", "decode_s", "From the first token to the last."),
+    ("request_inference_time_seconds", "inference_s", "Both together."),
+    ("request_prompt_tokens", "prompt_lengths", "Tokens of prompts."),
+    ("request_generation_tokens", "answer_lengths", "Tokens of answers."),
+)
+_COUNTS = (
+    (
+        "prefix_cache_queries",
+        "cache_query_tokens",
+        "Tokens of prompts that were looked up in the prefix cache.",
+    ),
+    ("prefix_cache_hits", "cache_hit_tokens", "Of them, those that were not computed again."),
+    ("prefix_cache_evictions", "cache_evictions", "Kept sequences that made way."),
+    ("num_preemptions", "preemptions", "Times that a request was put back, to be computed again."),
+    ("spec_decode_num_drafts", "drafts", "Times that tokens were guessed."),
+    ("spec_decode_num_draft_tokens", "draft_tokens", "Tokens that were guessed."),
+    ("spec_decode_num_accepted_tokens", "accepted_tokens", "Of them, those that were right."),
+    ("steps_failed", "steps_failed", "Steps that failed, whole or in part."),
+)
+_RANK_TIMES = (
+    ("stage_compute_seconds", "compute_us", "Computing."),
+    ("stage_link_wait_seconds", "link_wait_us", "Waiting for activations of the stage before."),
+    ("stage_link_send_seconds", "link_send_us", "Handing on to the next stage."),
+    (
+        "stage_queue_seconds",
+        "queue_us",
+        "Steps that had come and waited for the one before: beside the other times.",
+    ),
+    ("stage_idle_seconds", "idle_us", "With no step to do."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One place of a model, whether something is loaded there or not."""
+
+    labels: Labels
+    meter: Meter
+    instance: ServedInstance | None
+    stats: EngineStats | None
+    """While it serves."""
+
+
+def replicas_of(model: ModelService) -> Iterator[Replica]:
+    instances = list(model.instances)
+    for number, meter in enumerate(model.meters):
+        instance = instances[number] if number < len(instances) else None
+        stats = None if instance is None or instance.error is not None else instance.engine.stats()
+        yield Replica((model.model_id, str(number)), meter, instance, stats)
+
+
+def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]) -> Iterator[Metric]:
+    """All that is told of requests."""
+    running = [(each.labels, 0 if each.stats is None else each.stats.scheduler.running) for each in replicas]
+    waiting = [(each.labels, 0 if each.stats is None else each.stats.scheduler.waiting) for each in replicas]
+    yield gauge("num_requests_running", "Requests that are being computed.", MODEL, running)
+    yield gauge("num_requests_waiting", "Requests that wait for a place.", MODEL, waiting)
+    yield gauge(
+        "kv_cache_usage_perc",
+        "Part of the KV memory that running requests have, from 0 to 1; of the fullest rank.",
+        MODEL,
+        [(each.labels, _kv_usage(each.stats)) for each in replicas],
+    )
+    for name, about, field in (
+        ("prompt_tokens", "Tokens of prompts, those that were cached included.", "prompt_tokens"),
+        ("generation_tokens", "Tokens that were generated.", "generated_tokens"),
+    ):
+        yield counter(name, about, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas])
+    yield counter(
+        "request_success",
+        "Requests that ended, by reason.",
+        (*MODEL, "finished_reason"),
+        [((*each.labels, why), each.meter.finished[why]) for each in replicas for why in _REASONS],
+    )
+    yield counter(
+        "request_failures",
+        "Requests that ended with an error, by its kind.",
+        (*MODEL, "error"),
+        [((*each.labels, error), count) for each in replicas for error, count in each.meter.failed.items()],
+    )
+    yield counter(
+        "requests_rejected",
+        "Requests that were refused before they were taken, by the kind of error.",
+        ("model_name", "error"),
+        [((model.model_id, error), count) for model in models for error, count in model.rejected.items()],
+    )
+    for name, field, about in _TIMES:
+        yield histogram(name, about, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas])
+
+
+def _kv_usage(stats: EngineStats | None) -> float:
+    if stats is None:
+        return 0.0
+    uses = [
+        (use.used_bytes - use.kept_bytes) / use.limit_bytes
+        for use in stats.cache.ranks.values()
+        if use.limit_bytes
+    ]
+    return min(1.0, max(uses, default=0.0))
+
+
+def step_families(replicas: Sequence[Replica]) -> Iterator[Metric]:
+    """All that is told of steps, and of the time of ranks."""
+    counts = [(each.labels, each.meter.counts()) for each in replicas]
+    for name, field, about in _COUNTS:
+        yield counter(name, about, MODEL, [(labels, told[field]) for labels, told in counts])
+    ranks = [
+        (_rank_labels(each.labels, place, node), totals)
+        for each in replicas
+        for (place, node), totals in each.meter.ranks().items()
+    ]
+    yield counter(
+        "stage_steps", "Steps that were answered.", RANK, [(labels, totals.steps) for labels, totals in ranks]
+    )
+    for name, field, about in _RANK_TIMES:
+        yield counter(name, about, RANK, [(labels, getattr(totals, field) / 1e6) for labels, totals in ranks])
+
+
+def _rank_labels(labels: Labels, place: RankId, node: str) -> Labels:
+    return (*labels, str(place.stage), str(place.rank), node)

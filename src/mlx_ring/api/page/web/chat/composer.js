@@ -1,0 +1,94 @@
+// Where a question is written, and what goes with it.
+
+import { html, useEffect, useRef, useState } from "../vendor/preact.js";
+import { ParameterPanel, problemOf, summaryOf } from "./parameters.js";
+
+const TALLEST = 0.4;
+
+export function Composer({ ask, stop, isRunning, models, model, setModel, parameters, setParameters, focusOn }) {
+  const [text, setText] = useState("");
+  const [isOpen, setOpen] = useState(false);
+  const field = useRef(null);
+  const problem = problemOf(parameters);
+  const hasTouch = matchMedia("(pointer: coarse)").matches;
+
+  useEffect(() => grow(field.current), [text]);
+  // On a phone the keyboard would cover what is to be read.
+  useEffect(() => (hasTouch ? undefined : field.current.focus()), [focusOn]);
+
+  const send = () => {
+    if (!text.trim() || isRunning) return;
+    if (problem) {
+      setOpen(true);
+      return;
+    }
+    ask(text.trim());
+    setText("");
+  };
+  const onKeyDown = (event) => {
+    if (event.key === "Escape" && isRunning) stop();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || hasTouch) return;
+    event.preventDefault();
+    send();
+  };
+  const onSubmit = (event) => {
+    event.preventDefault();
+    send();
+  };
+  const summary = summaryOf(parameters);
+  const efforts = models.find(({ id }) => id === model)?.efforts ?? [];
+
+  return html`<div class="composer">
+    ${isOpen && html`<${ParameterPanel} parameters=${parameters} change=${setParameters} problem=${problem} />`}
+    <form class="ask" onSubmit=${onSubmit}>
+      <label class="unseen" for="question">Your question</label>
+      <textarea
+        id="question"
+        ref=${field}
+        rows="1"
+        placeholder="Ask something"
+        value=${text}
+        onInput=${(event) => setText(event.target.value)}
+        onKeyDown=${onKeyDown}
+      ></textarea>
+      ${isRunning
+        ? html`<button type="button" class="primary" onClick=${stop}>Stop</button>`
+        : html`<button type="submit" class="primary" disabled=${!text.trim()}>Send</button>`}
+    </form>
+    <div class="with">
+      ${models.length > 1 &&
+      html`<label><span class="unseen">Model</span>
+        <select value=${model} onChange=${(event) => setModel(event.target.value)}>
+          ${models.map(({ id, note }) => html`<option key=${id} value=${id} selected=${id === model}>${note ? `${id} (${note})` : id}</option>`)}
+        </select>
+      </label>`}
+      ${efforts.length > 0 &&
+      html`<label><span>Thinking</span>
+        <select value=${parameters.effort} onChange=${(event) => setParameters({ ...parameters, effort: event.target.value })}>
+          ${["", ...efforts].map((value) => html`<option key=${value} value=${value} selected=${value === parameters.effort}>${effortName(value, efforts)}</option>`)}
+        </select>
+      </label>`}
+      <button
+        type="button"
+        class="quiet"
+        aria-expanded=${isOpen}
+        aria-controls="parameters"
+        onClick=${() => setOpen(!isOpen)}
+      >Parameters${summary ? html`<span class="muted">: ${summary}</span>` : null}</button>
+      ${!hasTouch && html`<span class="hint">Enter sends, Shift+Enter begins a line</span>`}
+    </div>
+  </div>`;
+}
+
+/** Of a model that can only be told to think or not, it is called that. */
+function effortName(value, efforts) {
+  if (!value) return "model's own";
+  if (value === "none") return "off";
+  return efforts.length === 2 ? "on" : value;
+}
+
+/** As tall as its text, up to a part of the window. */
+function grow(field) {
+  field.style.height = "auto";
+  field.style.height = `${Math.min(field.scrollHeight + 2, window.innerHeight * TALLEST)}px`;
+}

@@ -1,0 +1,13 @@
+"""Which request the running code works for: log lines and traces tell it, and nobody has to hand it on.
+
+Whoever takes a request in sets both; tasks that are made for it have them too.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""As clients read it in `x-request-id`; empty outside of requests."""
+TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
+"""W3C's, of the span that is open for the request; empty where it is not traced."""

@@ -1,0 +1,120 @@
+"""What a trace tells of a request: its waiting, its prompt, its answer, and what every stage did for it.
+
+Names are those of OpenTelemetry's conventions for generative AI, where they have one; those of `gen_ai.server` are
+their metrics', of this one request. Whoever takes the request in has opened a span for it (`core/request_context.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from mlx_ring.core.request_context import TRACEPARENT
+from mlx_ring.core.traces import Span, TracePlace, Tracing
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.meters import EndedRequest
+from mlx_ring.engine.sequence import GenerateRequest
+from mlx_ring.rpc.protos import step_pb2
+
+
+class RequestTracer:
+    """Of one instance's requests."""
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        model: str,
+        nodes: Mapping[RankId, str],
+        unix_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """`nodes` are where its ranks are."""
+        self._tracing = tracing
+        self._model = model
+        self._nodes = nodes
+        self._unix_ns = unix_ns
+
+    def begin(self, request: GenerateRequest) -> Span | None:
+        """A request comes; None where it is not traced."""
+        parent = TRACEPARENT.get()
+        if not parent:
+            return None
+        sampling = request.sampling
+        attributes: dict[str, str | int | float] = {
+            "gen_ai.provider.name": "mlx-ring",
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+        }
+        if sampling.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
+        return self._tracing.start("llm_request", attributes, parent=parent)
+
+    def end(self, span: Span, ended: EndedRequest) -> None:
+        """Nothing more is done for the request; says where its time went."""
+        to_unix_ns = self._unix_ns() - int(ended.ended_at * 1e9)
+
+        def part(name: str, since: float, until: float, attributes: Mapping[str, int]) -> None:
+            told = self._tracing.start(
+                name, attributes, parent=span.traceparent, at_ns=to_unix_ns + int(since * 1e9)
+            )
+            if told is not None:
+                told.end(to_unix_ns + int(until * 1e9))
+
+        opened, first, last = ended.opened_at, ended.first_token_at, ended.last_token_at
+        part("queue", ended.submitted_at, ended.ended_at if opened is None else opened, {})
+        if opened is not None:
+            read = {
+                "gen_ai.usage.input_tokens": ended.prompt_tokens,
+                "gen_ai.usage.cache_read.input_tokens": ended.cached_tokens,
+            }
+            part("prefill", opened, ended.ended_at if first is None else first, read)
+        if first is not None and last is not None:
+            part("decode", first, last, {"gen_ai.usage.output_tokens": ended.completion_tokens})
+        span.tell(_usage(ended))
+        span.end(error="" if ended.error is None else type(ended.error).__name__)
+
+    def stages(self, place: RankId, spans: Iterable[step_pb2.StageSpan]) -> None:
+        """What a rank did, as it says."""
+        where = TracePlace(self._nodes.get(place, ""), place.stage, place.rank)
+        for span in spans:
+            told = self._tracing.start(
+                f"stage {place.stage} {'decode' if span.is_decode else 'prefill'}",
+                _stage_attributes(where, span),
+                parent=span.traceparent,
+                at_ns=span.started_unix_us * 1000,
+                place=where,
+            )
+            if told is not None:
+                told.end(span.finished_unix_us * 1000)
+
+
+def _usage(ended: EndedRequest) -> dict[str, int | float | tuple[str, ...]]:
+    told: dict[str, int | float | tuple[str, ...]] = {
+        "gen_ai.usage.input_tokens": ended.prompt_tokens,
+        "gen_ai.usage.output_tokens": ended.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": ended.cached_tokens,
+        "gen_ai.response.finish_reasons": (ended.reason,),
+        "gen_ai.server.request.duration": ended.ended_at - ended.submitted_at,
+    }
+    first, last = ended.first_token_at, ended.last_token_at
+    if first is not None and last is not None:
+        told["gen_ai.server.time_to_first_token"] = first - ended.submitted_at
+        if ended.completion_tokens > 1:
+            told["gen_ai.server.time_per_output_token"] = (last - first) / (ended.completion_tokens - 1)
+    return told
+
+
+def _stage_attributes(where: TracePlace, span: step_pb2.StageSpan) -> dict[str, str | int]:
+    return {
+        "mlx_ring.node": where.node,
+        "mlx_ring.stage": where.stage,
+        "mlx_ring.rank": where.rank,
+        "mlx_ring.steps": span.steps,
+        "mlx_ring.tokens": span.tokens,
+        "mlx_ring.queue_us": span.queue_us,
+        "mlx_ring.link_wait_us": span.link_wait_us,
+        "mlx_ring.compute_us": span.compute_us,
+        "mlx_ring.link_send_us": span.link_send_us,
+    }

@@ -1,0 +1,287 @@
+"""Connections to HTTP clients: bounded in number, and none waits for its client for ever.
+
+uvicorn reads requests with h11 and stops writing to a client that does not read, but waits as long as it takes. A client
+may stall while it sends a request's head, or while it should read its answer; it may also be gone without a word. Each of
+these ends its connection, and with it the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import ssl
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import h11
+import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from mlx_ring.api.errors import transport_error
+
+log = logging.getLogger(__name__)
+
+_UNSENT_BYTES = 128 << 10
+"""Of an answer, that the kernel takes before the client has made room for it."""
+_PROBES = 3
+_BAD_REQUEST, _LATE, _HEADERS_TOO_LARGE, _TOO_MANY = 400, 408, 431, 503
+_RETRY_AFTER_S = 5
+_quiet = logging.getLogger("uvicorn.error.connection")
+_quiet.setLevel(logging.ERROR)
+"""What strangers send is no trouble of ours: uvicorn would warn of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What clients may do. Seconds."""
+
+    connections: int = 1024
+    idle_s: float = 75.0
+    """Between two requests."""
+    stall_s: float = 60.0
+    """Without a whole head of a request, or without reading what was written."""
+
+
+class HttpConfig(uvicorn.Config):
+    """uvicorn's, for a server whose connections keep to limits and whose log is ours."""
+
+    def __init__(
+        self, app: ASGIApp, limits: ConnectionLimits, tls: ssl.SSLContext | None = None, *, end_s: int = 2
+    ) -> None:
+        """`end_s` is how long clients may take to read what is left for them when the server ends."""
+        self.limits = limits
+        super().__init__(
+            cast("Any", app),
+            http=ClientConnection,
+            ws="none",
+            log_config=None,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=cast("int", limits.idle_s),
+            timeout_graceful_shutdown=end_s,
+        )
+        self._tls = tls
+
+    def load(self) -> None:
+        """The certificate was read long before, when it could still be told what is wrong with it."""
+        super().load()
+        self.ssl = self._tls
+
+
+class ClientConnection(H11Protocol):
+    """One connection, which takes one request after the other."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = config.limits if isinstance(config, HttpConfig) else ConnectionLimits()
+        self.access_log = False
+        self.logger = _quiet
+        self.quiet_since_s: float | None = None
+        """Since when no request is under way, by the loop's clock; None while one is."""
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # ---- what uvicorn and the transport tell
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's own
+        super().connection_made(transport)
+        _notice_silence(transport.get_extra_info("socket"), self._limits.stall_s)
+        self.quiet_since_s = self.loop.time()
+        self._expect_head()
+        if len(self.connections) > self._limits.connections and not self._make_room():
+            self.app = cast("Any", _too_many)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_quiet():
+            self._expect_head()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+        if self._has_begun():
+            self._expect_head()
+        self._expect_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def shutdown(self) -> None:
+        """The server ends: who is told what changes, as long as they listen, is told no more."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if (
+            cycle is not None
+            and cycle.response_started
+            and not cycle.response_complete
+            and _lasts(cast("Scope", cycle.scope))
+        ):
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self.transport.close()
+        super().shutdown()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called while the error is being handled."""
+        error = sys.exception()
+        hint = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else _BAD_REQUEST
+        log.debug("%s sent what is no HTTP request: %s", self.client, error)
+        status = _HEADERS_TOO_LARGE if hint == _HEADERS_TOO_LARGE else _BAD_REQUEST
+        said = {
+            _HEADERS_TOO_LARGE: "The request's headers are too large; the most are 16 KiB.",
+            _BAD_REQUEST: f"This is no HTTP request that can be read: {str(error or msg).rstrip('.')}.",
+        }
+        self._refuse(status, said[status])
+
+    # ---- how many there are
+
+    def _look(self) -> None:
+        """Whether a request is under way now."""
+        if not self._is_quiet():
+            self.quiet_since_s = None
+            self._cancel_head_timer()
+        elif self.quiet_since_s is None:
+            self.quiet_since_s = self.loop.time()
+
+    def _is_quiet(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is None or cycle.response_complete
+
+    def _make_room(self) -> bool:
+        """Whether another connection has ended for this one: the one that has had no request for longest."""
+        others = cast("set[ClientConnection]", self.connections) - {self}
+        quiet = {each: each.quiet_since_s for each in others if each.quiet_since_s is not None}
+        if not quiet:
+            return False
+        min(quiet, key=quiet.__getitem__).transport.close()
+        return True
+
+    # ---- the head of a request
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self._limits.stall_s, self._head_is_late)
+
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.transport.is_closing() or not self._is_quiet():
+            return
+        if self._has_begun():
+            self._refuse(
+                _LATE, f"The request's head did not come whole within {self._limits.stall_s:g} seconds."
+            )
+        else:
+            self.transport.close()
+
+    # ---- the client reads
+
+    def _expect_reading(self) -> None:
+        """From now on the client must read some of what is written, again and again, until all is."""
+        left = self.transport.get_write_buffer_size()
+        if self._write_timer is None and left:
+            self._write_timer = self.loop.call_later(self._limits.stall_s, self._has_read, left)
+
+    def _has_read(self, left_before: int) -> None:
+        self._write_timer = None
+        left = self.transport.get_write_buffer_size()
+        if left and left >= left_before:
+            log.info("%s reads nothing of its answer: its connection ends", self.client)
+            self.transport.abort()
+        else:
+            self._expect_reading()
+
+    def _has_begun(self) -> bool:
+        """Whether a part of a request's head is here."""
+        return self.conn.our_state is h11.IDLE and bool(self.conn.trailing_data[0])
+
+    def _stop_timers(self) -> None:
+        self._cancel_head_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    # ---- refusals that no route sees
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, where that is still possible, and end the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(transport_error(status, message)).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                CLOSE_HEADER,
+            ]
+            for event in (
+                h11.Response(status_code=status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+def _lasts(scope: Scope) -> bool:
+    """Whether an answer that has begun may never be whole: what asks no model ends by itself at once, or by nothing."""
+    return scope["method"] == "GET"
+
+
+async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application for connections over the limit."""
+    message = "The server has as many connections as it takes; come again in a moment."
+    headers = {"retry-after": str(_RETRY_AFTER_S), "connection": "close"}
+    await JSONResponse(transport_error(_TOO_MANY, message), _TOO_MANY, headers)(scope, receive, send)
+
+
+def _notice_silence(peer: socket.socket | None, stall_s: float) -> None:
+    """Have the kernel tell when the other machine is gone, and not take an answer that nobody reads."""
+    if peer is None or peer.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    for level, option, value in _options(stall_s):
+        with contextlib.suppress(OSError):
+            peer.setsockopt(level, option, value)
+
+
+def _options(stall_s: float) -> Iterator[tuple[int, int, int]]:
+    """Those that this system has: names differ between Linux and macOS."""
+    whole_s = max(1, round(stall_s))
+    yield socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+    wanted = {
+        "TCP_KEEPIDLE": whole_s,
+        "TCP_KEEPALIVE": whole_s,
+        "TCP_KEEPINTVL": max(1, whole_s // _PROBES),
+        "TCP_KEEPCNT": _PROBES,
+        "TCP_USER_TIMEOUT": round(1000 * stall_s),
+        "TCP_NOTSENT_LOWAT": _UNSENT_BYTES,
+    }
+    for name, value in wanted.items():
+        option = getattr(socket, name, None)
+        if option is not None:
+            yield socket.IPPROTO_TCP, option, value

@@ -1,0 +1,51 @@
+"""A server that is told to end finishes what it has, and says so to who comes."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from tests.api.clients import Api, error_of, refusal, serving
+from tests.api.test_streaming import ENDLESS, until
+from tests.api.twins import TwinService
+
+from mlx_ring.api.admission import Admission
+
+
+@pytest.fixture
+def closed(api: Api) -> Api:
+    api.admission.close()
+    return api
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate", "/models/load"])
+def test_a_new_request_is_503_with_when_to_come_again(closed: Api, path: str) -> None:
+    response = closed.post(path, {})
+    _, message = refusal(response, 503)
+    assert "shutting down" in message
+    assert (response.headers["retry-after"], response.headers["connection"]) == ("10", "close")
+    assert error_of(response)["code"] == "draining"
+    assert "x-should-retry" not in response.headers
+
+
+def test_health_says_draining_and_what_asks_no_model_is_answered(closed: Api) -> None:
+    _, message = refusal(closed.get("/health/ready"), 503)
+    assert "draining" in message
+    health = closed.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "draining")
+    for path in ("/health/live", "/cluster/status", "/v1/models"):
+        answer = closed.get(path)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+
+
+def test_a_stream_that_has_begun_goes_on_to_its_end() -> None:
+    admission = Admission()
+    with serving(TwinService(context=10**9), admission=admission) as url:
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"max_tokens": 3000}) as got:
+            lines = (line for line in got.iter_lines() if line)
+            next(lines)
+            assert admission.open == 1
+            admission.close()
+            assert httpx.post(f"{url}/v1/completions", json=ENDLESS).status_code == 503
+            *_, reason, last = lines
+        assert ('"finish_reason":"length"' in reason, last) == (True, "data: [DONE]")
+        until(lambda: admission.open == 0)

@@ -1,0 +1,137 @@
+"""`/metrics`, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as read_open_metrics,  # pyright: ignore[reportUnknownVariableType] - untyped
+)
+from prometheus_client.parser import text_string_to_metric_families as read_text
+from tests.api.clients import Api, refusal
+from tests.api.twins import TwinService
+
+from mlx_ring.api.metrics.machines import LinkCounts
+from mlx_ring.api.service import LinkInfo, LinkUse
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.errors import WorkerLost
+from mlx_ring.engine.policy import RankKv
+
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
+MODEL = {"model_name": "org/twin", "instance": "0"}
+
+
+class Page:
+    """What one reading told."""
+
+    def __init__(self, api: Api, **headers: str) -> None:
+        response = api.get("/metrics", **headers)
+        assert response.status_code == 200
+        self.samples = [sample for family in read_text(response.text) for sample in family.samples]
+
+    def __call__(self, name: str, **labels: str) -> float:
+        (value,) = self.all(name, **labels).values()
+        return value
+
+    def all(self, name: str, **labels: str) -> Mapping[str, float]:
+        return {
+            str(sorted(sample.labels.items())): sample.value
+            for sample in self.samples
+            if sample.name == f"mlx_ring_{name}" and labels.items() <= sample.labels.items()
+        }
+
+
+def test_an_answer_shows_in_every_number_that_it_belongs_to(api: Api) -> None:
+    usage = api.chat().json()["usage"]
+    page = Page(api)
+    assert page("prompt_tokens_total", **MODEL) == usage["prompt_tokens"]
+    assert page("generation_tokens_total", **MODEL) == usage["completion_tokens"]
+    assert page("request_success_total", finished_reason="stop", **MODEL) == 1
+    assert page("request_success_total", finished_reason="abort", **MODEL) == 0
+    for name in (
+        "time_to_first_token",
+        "e2e_request_latency",
+        "request_queue_time",
+        "request_inference_time",
+    ):
+        assert page(f"{name}_seconds_count", **MODEL) == 1
+        assert page(f"{name}_seconds_bucket", le="+Inf", **MODEL) == 1
+    assert page("inter_token_latency_seconds_count", **MODEL) == usage["completion_tokens"] - 1
+    assert page("request_prompt_tokens_sum", **MODEL) == usage["prompt_tokens"]
+    assert page("num_requests_running", **MODEL) == page("num_requests_waiting", **MODEL) == 0
+    assert page("prefix_cache_queries_total", **MODEL) == usage["prompt_tokens"]
+    assert len(page.all("worker_weight_bytes", **MODEL)) == 2
+    assert all(steps > 1 for steps in page.all("stage_steps_total", node="here", **MODEL).values())
+    assert page("instance_up", **MODEL) == page("model_state", model_name="org/twin", state="ready") == 1
+
+
+def test_the_page_is_open_metrics_for_whoever_asks_for_it(api: Api) -> None:
+    api.chat()
+    response = api.get("/metrics", accept=OPEN_METRICS)
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    names = {family.name for family in read_open_metrics(response.text)}
+    assert {"mlx_ring_request_success", "mlx_ring_time_to_first_token_seconds"} <= names
+
+
+def test_requests_over_http_are_counted_by_route_and_status_and_not_by_path() -> None:
+    api = Api(settings=ApiSettings(api_keys=("secret",)))
+    for name in ("one", "two"):
+        api.get(f"/v1/models/{name}", authorization="Bearer secret")
+        api.get(f"/nowhere/{name}", authorization="Bearer secret")
+    api.request("BREW", "/v1/models")
+    refusal(api.get("/metrics"), 401)
+    page = Page(api, authorization="Bearer secret")
+    assert page("http_requests_total", route="/v1/models/{model:path}", status="404") == 2
+    assert page("http_requests_total", route="none", method="GET", status="404") == 2
+    assert page("http_requests_total", route="none", method="other", status="401") == 1
+    assert page("http_request_duration_seconds_count", route="none", method="GET", status="401") == 1
+    assert page("http_requests_in_progress") == 1, "this one"
+
+
+def test_what_was_counted_stays_when_a_model_is_unloaded_or_lost(api: Api) -> None:
+    api.chat()
+    before = Page(api)
+    api.service.error = WorkerLost("gone")
+    lost = Page(api)
+    api.post("/models/unload", {"model": "org/twin"})
+    unloaded = Page(api)
+    for page in (lost, unloaded):
+        for name in ("generation_tokens_total", "request_success_total", "e2e_request_latency_seconds_count"):
+            assert page.all(name) == before.all(name)
+        assert page("instance_up", **MODEL) == 0
+    assert unloaded("model_state", state="unloaded", model_name="org/twin") == 1
+
+
+def test_kv_of_ended_requests_is_not_in_use() -> None:
+    kv = RankKv(limit_bytes=64 * 256 * 8, bytes_per_token=8)
+    api = Api(TwinService(kv=kv))
+    api.complete(prompt="x" * 600, max_tokens=1)
+    page = Page(api)
+    assert page("kv_cache_usage_perc", **MODEL) == 0
+    assert page("worker_kv_kept_bytes", stage="0") == 3 * 256 * 8
+    assert page("worker_kv_limit_bytes", stage="0") == kv.limit_bytes
+
+
+def test_links_between_nodes_are_told_and_a_broken_one_has_no_figures(api: Api) -> None:
+    api.catalog.links = (
+        LinkInfo("a", "b", 0.001, 1e9, 1.0),
+        LinkInfo("b", "a", 0.0, 0.0, 1.0, problem="nothing gets through"),
+    )
+    page = Page(api)
+    assert page("link_up", source="a", target="b") == 1
+    assert page("link_up", source="b", target="a") == 0
+    assert page("link_round_trip_seconds", source="a") == 0.001
+    assert not page.all("link_bytes_per_second", source="b")
+
+
+@pytest.mark.parametrize("pid", [1, 2])
+def test_what_a_link_has_carried_goes_on_when_its_worker_begins_anew(pid: int) -> None:
+    counts, link = LinkCounts(), ("demo", "0", "0", "0", "mini")
+
+    def use(frames: int) -> LinkUse:
+        return LinkUse(compresses=True, why="", frames=frames, tensor_bytes=10 * frames, sent_bytes=frames)
+
+    for seen, process in ((3, 1), (5, 1), (2, pid), (4, pid)):
+        counts.hear(link, process, use(seen))
+    assert counts.total[link] == [9, 90, 9]

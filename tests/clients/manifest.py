@@ -1,0 +1,145 @@
+"""The clients that are tried, and how a person points each at a server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PINS = Path(__file__).parent / "pins"
+PROGRAMS = Path(__file__).parent / "programs"
+_NAMED_CHECK = re.compile(r'^@?check\("([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    name: str
+    """Also of its requirements in `pins/`, and of its environment."""
+    package: str
+    """Whose version is told."""
+    program: str
+    settings: str
+    """What makes it use a server at URL that asks for KEY, as docs/clients.md shows it."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables without which it would go to the internet."""
+
+    @property
+    def in_javascript(self) -> bool:
+        return self.program.endswith(".mjs")
+
+    @property
+    def pin(self) -> Path:
+        """What its environment is made of: exact versions of all its packages."""
+        return PINS / self.name / "package-lock.json" if self.in_javascript else PINS / f"{self.name}.txt"
+
+    @property
+    def version(self) -> str:
+        text = self.pin.read_text(encoding="utf-8")
+        written = (
+            rf'"node_modules/{self.package}": {{\s*"version": "([^"]+)"'
+            if self.in_javascript
+            else rf"^{self.package}==(\S+)"
+        )
+        found = re.search(written, text, re.MULTILINE)
+        if found is None:
+            raise LookupError(
+                f"{self.pin} pins no {self.package}; scripts/pin_clients {self.name} writes it."
+            )
+        return found.group(1)
+
+    @property
+    def checks(self) -> Sequence[str]:
+        """What its program tries, in order."""
+        return _NAMED_CHECK.findall((PROGRAMS / self.program).read_text(encoding="utf-8"))
+
+
+def _openai(major: int) -> Client:
+    return Client(f"openai-{major}", "openai", "with_openai.py", '`OpenAI(base_url="URL/v1", api_key="KEY")`')
+
+
+def _anthropic(major: int) -> Client:
+    return Client(
+        f"anthropic-{major}", "anthropic", "with_anthropic.py", '`Anthropic(base_url="URL", api_key="KEY")`'
+    )
+
+
+_LOCAL_COSTS = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+CLIENTS: Sequence[Client] = (
+    _openai(1),
+    _openai(2),
+    _openai(3),
+    _anthropic(0),
+    _anthropic(2),
+    Client(
+        "ollama", "ollama", "with_ollama.py", '`Client(host="URL", headers={"Authorization": "Bearer KEY"})`'
+    ),
+    Client(
+        "litellm",
+        "litellm",
+        "with_litellm.py",
+        '`completion(model="openai/MODEL", api_base="URL/v1", api_key="KEY")`; `anthropic/`, `ollama_chat/` with `api_base="URL"`, '
+        "`hosted_vllm/` with `/v1`",
+        _LOCAL_COSTS,
+    ),
+    Client(
+        "langchain-openai",
+        "langchain-openai",
+        "with_langchain_openai.py",
+        '`ChatOpenAI(base_url="URL/v1", api_key="KEY", model="MODEL")`; `OpenAIEmbeddings(..., check_embedding_ctx_length=False)`, '
+        "else it sends token ids of another model",
+    ),
+    Client(
+        "instructor",
+        "instructor",
+        "with_instructor.py",
+        '`instructor.from_openai(OpenAI(base_url="URL/v1", api_key="KEY"), mode=Mode.JSON_SCHEMA)`',
+    ),
+    Client(
+        "pydantic-ai",
+        "pydantic-ai-slim",
+        "with_pydantic_ai.py",
+        '`OpenAIChatModel("MODEL", provider=OpenAIProvider(base_url="URL/v1", api_key="KEY"))`',
+    ),
+    Client(
+        "openai-agents",
+        "openai-agents",
+        "with_openai_agents.py",
+        '`OpenAIChatCompletionsModel(model="MODEL", openai_client=AsyncOpenAI(base_url="URL/v1", api_key="KEY"))`; '
+        "`set_tracing_disabled(True)`, else it reports to OpenAI",
+    ),
+    Client(
+        "llm",
+        "llm",
+        "with_llm.py",
+        "in `extra-openai-models.yaml`: `model_id`, `model_name: MODEL`, `api_base: URL/v1`, `api_key_name`, `supports_tools: true`, "
+        "`supports_schema: true`",
+    ),
+    Client(
+        "aider",
+        "aider-chat",
+        "with_aider.py",
+        "`aider --model openai/MODEL --openai-api-base URL/v1 --openai-api-key KEY`",
+        _LOCAL_COSTS,
+    ),
+    Client("openai-js", "openai", "with_openai.mjs", '`new OpenAI({ baseURL: "URL/v1", apiKey: "KEY" })`'),
+    Client(
+        "anthropic-js",
+        "@anthropic-ai/sdk",
+        "with_anthropic.mjs",
+        '`new Anthropic({ baseURL: "URL", apiKey: "KEY" })`',
+    ),
+    Client(
+        "llm-comply",
+        "llm-comply",
+        "with_llm_comply.py",
+        "`llm-comply --format openai-chat -u URL/v1 -k KEY -m MODEL`",
+    ),
+    Client(
+        "aiperf",
+        "aiperf",
+        "with_aiperf.py",
+        "`aiperf profile --url URL --model MODEL --api-key KEY --endpoint-type chat --streaming --tokenizer FOLDER`",
+    ),
+)

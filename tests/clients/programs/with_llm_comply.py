@@ -1,0 +1,65 @@
+"""The suite `llm-comply`: what three published descriptions of these APIs say of an answer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from checks import KEY, MODEL, URL, check, equal, run
+
+PROGRAM = Path(sys.executable).with_name("llm-comply")
+NO_IMAGES = "models here read text alone, so images are refused by name"
+ONE_MODEL = "a request without a model gets the one that is served"
+NOT_ALIKE: Mapping[str, str] = {
+    "chat-image-input": NO_IMAGES,
+    "image-input": NO_IMAGES,
+    "anth-image-input": NO_IMAGES,
+    "chat-error-handling": ONE_MODEL,
+    "error-handling": ONE_MODEL,
+}
+"""What the suite expects and this server answers otherwise, and why. It must go on failing, else it is no exception."""
+
+
+@cache
+def results(format_: str, *more: str) -> Sequence[Mapping[str, Any]]:
+    done = subprocess.run(
+        [str(PROGRAM), "--format", format_, "-u", f"{URL}/v1", "-k", KEY, "-m", MODEL, "--json", *more],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if not done.stdout.strip():
+        raise AssertionError(done.stderr)
+    return json.loads(done.stdout)["results"]
+
+
+def compare(format_: str, *more: str) -> None:
+    failed = {result["id"]: result for result in results(format_, *more) if result["status"] == "failed"}
+    known = {result["id"] for result in results(format_, *more)} & NOT_ALIKE.keys()
+    unexpected = {name: result for name, result in failed.items() if name not in NOT_ALIKE}
+    equal(unexpected, {})
+    equal(known - failed.keys(), set())
+
+
+@check("openai-chat")
+def chat() -> None:
+    compare("openai-chat")
+
+
+@check("open-responses")
+def responses() -> None:
+    compare("open-responses")
+
+
+@check("anthropic")
+def anthropic() -> None:
+    compare("anthropic", "--auth-header", "x-api-key", "--no-bearer", "-H", "anthropic-version:2023-06-01")
+
+
+run()

@@ -1,0 +1,57 @@
+"""Runs a client's program against a server, and tells what failed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+from tests.clients.manifest import Client
+from tests.processes import POLL_S, Server, clean_environment
+
+KEY = "house-key"
+MODEL = "house/demo"
+"""An id with a slash, as Hugging Face's are."""
+_LONGEST_S = 400.0
+_IDLE_WAIT_S = 30.0
+_OTHERS = ("OPENAI_", "ANTHROPIC_", "OLLAMA_", "LITELLM_", "LLM_", "AIDER_", "HF_", "npm_")
+"""Beginnings of variables with which this machine's user points clients elsewhere."""
+
+
+def failures(client: Client, command: Sequence[str], server: Server, home: Path) -> str:
+    """What the client's program found wrong; empty where all of its checks passed."""
+    home.mkdir(exist_ok=True)
+    found = home / "found.jsonl"
+    done = subprocess.run(
+        [*command, server.url, KEY, MODEL, str(found)],
+        cwd=home,
+        env=_environment(client, home),
+        capture_output=True,
+        text=True,
+        timeout=_LONGEST_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()]
+    assert [line["check"] for line in lines] == client.checks
+    return "\n".join(f"{client.name}, {line['check']}: {line['error']}" for line in lines if line["error"])
+
+
+def comes_to_rest(server: Server) -> bool:
+    """Whether the server soon computes nothing any more: what clients left off must end."""
+    last = time.monotonic() + _IDLE_WAIT_S
+    while time.monotonic() < last:
+        told = httpx.get(f"{server.url}/cache/stats", headers={"authorization": f"Bearer {KEY}"}).json()
+        if told["running"] == told["waiting"] == 0:
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def _environment(client: Client, home: Path) -> dict[str, str]:
+    """Nothing of this machine's user, whose home it may not write to either."""
+    own = {name: value for name, value in clean_environment().items() if not name.startswith(_OTHERS)}
+    return own | {"HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"} | dict(client.environment)

@@ -1,0 +1,303 @@
+"""The page at `/`, in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect
+from tests.api.clients import serving as twin_serving
+from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.browser import running_browser
+from tests.processes import Server, serving
+
+from mlx_ring.api.page.files import load_page
+from mlx_ring.api.settings import ApiSettings
+
+KEY = "a key, and no other"
+CAPITAL = "What is the capital of France?"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+WAIT_MS = 30_000.0
+"""As long as the slowest of machines may take; what is waited for comes in a moment."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Browser]:
+    with running_browser() as browser:
+        expect.set_options(timeout=WAIT_MS)
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Generator[Server]:
+    """The demo over two stages. The browser comes first: without one there is nothing to serve."""
+    del browser
+    folder = tmp_path_factory.mktemp("page")
+    with serving("demo", "--stages", "2", "--state-dir", str(folder / "state"), folder=folder) as server:
+        yield server
+
+
+@dataclass
+class Heard:
+    """What a page did behind its looks."""
+
+    requests: list[Request] = field(default_factory=list[Request])
+    complaints: list[str] = field(default_factory=list[str])
+
+    def strangers(self, url: str) -> list[str]:
+        """Requests to anybody but the server."""
+        own = urlsplit(url).netloc
+        return [request.url for request in self.requests if urlsplit(request.url).netloc != own]
+
+
+@contextlib.contextmanager
+def opened(
+    browser: Browser, url: str, *, width: int = 1280, scheme: str = "light", view: str = "chat"
+) -> Generator[tuple[Page, Heard]]:
+    """The page in a window of its own, with nothing kept."""
+    context = browser.new_context(
+        viewport={"width": width, "height": 800},
+        color_scheme="dark" if scheme == "dark" else "light",
+        locale="en-GB",
+    )
+    page, heard = context.new_page(), Heard()
+
+    def complain(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            heard.complaints.append(message.text)
+
+    def hear(request: Request) -> None:
+        heard.requests.append(request)
+
+    page.set_default_timeout(WAIT_MS)
+    page.on("console", complain)
+    page.on("pageerror", lambda error: heard.complaints.append(str(error)))
+    page.on("request", hear)
+    page.goto(f"{url}/#{view}")
+    yield page, heard
+    context.close()
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_label("Your question").fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_a_question_is_answered_retried_changed_and_kept(browser: Browser, server: Server) -> None:
+    with opened(browser, server.url) as (page, heard):
+        ask(page, CAPITAL)
+        answers = page.get_by_role("article", name="Answer")
+        expect(answers).to_have_text(re.compile("The capital of France is Paris."))
+        expect(answers).to_have_text(re.compile(r"[\d.]+ tokens/s.*first after [\d.]+ m?s.*\d+ tokens"))
+        page.get_by_role("button", name="Retry").click()
+        expect(answers).to_have_count(1)
+        expect(answers).to_have_text(re.compile("Paris"))
+        page.get_by_role("button", name="Edit").click()
+        page.get_by_label("Change the question").fill("What is the capital of Italy?")
+        page.get_by_role("button", name="Ask again").click()
+        expect(answers).to_have_text(re.compile("Rome"))
+        page.get_by_label("Thinking").select_option("on")
+        page.get_by_role("button", name="Parameters").click()
+        page.get_by_label("Most tokens").fill("many")
+        ask(page, "What is 2 plus 3?")
+        expect(page.get_by_text("Most tokens is many; it should be a whole number")).to_be_visible()
+        page.get_by_label("Most tokens").fill("40")
+        ask(page, "What is 2 plus 3?")
+        expect(answers.last.get_by_text("Thought")).to_be_visible()
+        expect(answers.last).to_have_text(re.compile("Retry"))
+        page.reload()
+        expect(answers).to_have_count(2)
+        page.get_by_role("button", name="Delete all").click()
+        page.get_by_role("button", name="Delete them for good").click()
+        expect(answers).to_have_count(0)
+        assert page.evaluate("localStorage.getItem('mlx-ring.chats')") is None
+        asked: list[Any] = [request.post_data_json for request in heard.requests if request.method == "POST"]
+        assert asked[-1]["reasoning_effort"] == "medium"
+        assert asked[-1]["max_completion_tokens"] == 40
+        assert heard.complaints == []
+        assert heard.strangers(server.url) == []
+
+
+def test_the_cluster_is_drawn_as_it_is_and_a_lost_worker_is_told(browser: Browser, server: Server) -> None:
+    with opened(browser, server.url, view="cluster") as (page, heard):
+        for stage, layers in enumerate(["layers 0 to 4", "layers 5 to 7"]):
+            drawn = page.get_by_role("article").filter(has=page.get_by_role("heading", name=f"Stage {stage}"))
+            expect(drawn).to_contain_text(layers)
+            expect(drawn).to_contain_text("weights")
+            expect(drawn.get_by_role("img", name=re.compile("Memory of .* KV allowed"))).to_be_visible()
+            expect(drawn.get_by_role("img", name=re.compile("In the last second: computing"))).to_be_visible()
+        expect(page.get_by_role("region", name="Machines")).to_contain_text("2 devices active on 1 machine")
+        expect(page.get_by_role("img", name=re.compile("free of"))).to_be_visible()
+        expect(page.get_by_role("region", name="Requests")).to_contain_text("Nobody is asking")
+        expect(page.get_by_role("region", name="Cache")).to_contain_text("KV in use")
+        expect(page.get_by_role("log")).to_contain_text("started worker-1-0")
+        assert page.locator(".chart canvas").count() == 2
+        assert heard.complaints == []
+        epoch = page.get_by_text(re.compile(", epoch 1,"))
+        expect(epoch).to_be_visible()
+        server.one("mlx_ring.worker", "--stage", "1").kill()
+        expect(page.get_by_text(re.compile("demo (is being loaded|cannot answer)"))).to_be_visible()
+        expect(page.get_by_text(re.compile(", epoch 2,"))).to_be_visible()
+        expect(page.get_by_role("status").filter(has_text="ready")).to_be_visible()
+
+
+def test_an_answer_is_seen_as_it_comes_until_it_is_stopped(browser: Browser) -> None:
+    service = TwinService(context=10**7, says=ALPHABET * 100_000)
+    with twin_serving(service) as url, opened(browser, url) as (page, heard):
+        ask(page, "Tell me the alphabet.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer).to_contain_text(ALPHABET)
+        page.get_by_role("link", name="Cluster").click()
+        expect(page.get_by_role("region", name="Requests").get_by_role("row").nth(1)).to_contain_text(
+            "answers"
+        )
+        page.get_by_role("link", name="Chat").click()
+        page.get_by_role("button", name="Stop").click()
+        expect(answer).to_contain_text("Stopped.")
+        page.get_by_role("link", name="Cluster").click()
+        expect(page.get_by_role("region", name="Requests")).to_contain_text("0 running")
+        assert heard.complaints == []
+
+
+def test_a_key_is_asked_for_and_goes_nowhere_but_into_a_header(browser: Browser) -> None:
+    settings = ApiSettings(api_keys=(KEY,))
+    with twin_serving(TwinService(), settings) as url, opened(browser, url) as (page, heard):
+        field = page.get_by_label("API key")
+        field.fill("another")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("not one of this server's")
+        field.fill(KEY)
+        page.get_by_role("button", name="Use this key").click()
+        ask(page, "Hello.")
+        expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
+        assert page.evaluate("Object.values(sessionStorage)") == [KEY]
+        assert KEY not in str(page.evaluate("JSON.stringify(localStorage)"))
+        assert all("key" not in request.url for request in heard.requests)
+        assert f"Bearer {KEY}" in [request.headers.get("authorization") for request in heard.requests]
+        page.get_by_role("button", name="Forget key").click()
+        expect(field).to_be_visible()
+        expect(page.get_by_text(ANSWER_TEXT)).to_have_count(0)
+
+
+def test_a_server_that_is_gone_is_told_and_found_again(browser: Browser) -> None:
+    with contextlib.ExitStack() as cleanup:
+        with twin_serving(TwinService()) as url:
+            page, _ = cleanup.enter_context(opened(browser, url, view="cluster"))
+            expect(page.get_by_label("At a glance")).to_be_visible()
+        expect(page.get_by_role("alert")).to_contain_text("What is shown may be old.")
+        cleanup.enter_context(twin_serving(TwinService(), port=urlsplit(url).port or 0))
+        expect(page.get_by_role("alert")).to_have_count(0)
+        expect(page.get_by_role("status").filter(has_text="ready")).to_be_visible()
+
+
+MARKDOWN = {
+    "plain *emphasis*, **strong** and `code`": "<p>plain <em>emphasis</em>, <strong>strong</strong> and <code>code</code></p>",
+    "snake_case_name and 2 * 3 * 4": "<p>snake_case_name and 2 * 3 * 4</p>",
+    "1. one\n   - inner\n2. two": "<ol><li>one<ul><li>inner</li></ul></li><li>two</li></ol>",
+    "- loose\n\n- list": "<ul><li>loose</li><li>list</li></ul>",
+    "## Title\ntext": "<h4>Title</h4><p>text</p>",
+    "> quoted\nlazily": "<blockquote><p>quoted\nlazily</p></blockquote>",
+    "| a | b |\n|---|--:|\n| 1 | 2 |": (
+        '<div class="scroll" tabindex="0"><table><thead><tr><th>a</th><th class="right">b</th></tr></thead>'
+        '<tbody><tr><td>1</td><td class="right">2</td></tr></tbody></table></div>'
+    ),
+    "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
+    "[x](javascript:alert(1))": "<p>[x](javascript:alert(1))</p>",
+    "[x](https://a.example/?q=1)": (
+        '<p><a href="https://a.example/?q=1" target="_blank" rel="noopener noreferrer nofollow">x</a></p>'
+    ),
+    "an **open end": "<p>an **open end</p>",
+}
+DRAW = """async ([base, texts]) => {
+    const { h, render } = await import(new URL("vendor/preact.js", base));
+    const { Markdown } = await import(new URL("markdown.js", base));
+    return texts.map((text) => {
+        const place = document.createElement("div");
+        render(h(Markdown, { text }), place);
+        return place.firstChild.innerHTML;
+    });
+}"""
+
+
+def test_what_a_model_writes_is_drawn_as_markdown_and_never_as_html(browser: Browser) -> None:
+    hostile = [
+        "*" * 3000,
+        "[" * 3000,
+        "`" * 3000 + "a",
+        "> " * 500,
+        "- " * 500,
+        "_a" * 3000,
+        "|" * 2000 + "\n|-|",
+    ]
+    with twin_serving(TwinService()) as url, opened(browser, url) as (page, heard):
+        base = f"{url}/page/{load_page().digest}/"
+        drawn = page.evaluate(DRAW, [base, list(MARKDOWN)])
+        assert dict(zip(MARKDOWN, drawn, strict=True)) == MARKDOWN
+        fenced = page.evaluate(DRAW, [base, ["```js\n<b>1</b>\n```\nend"]])[0]
+        assert "<code>&lt;b&gt;1&lt;/b&gt;</code>" in fenced
+        assert len(page.evaluate(DRAW, [base, hostile])) == len(hostile)
+        assert heard.complaints == []
+
+
+NAMELESS = """() => [...document.querySelectorAll("button, a, input, select, textarea")]
+    .filter((each) => !(each.ariaLabel || each.textContent.trim() || each.labels?.[0]?.textContent.trim()))
+    .map((each) => each.outerHTML)"""
+CONTRASTS = """() => {
+    const style = getComputedStyle(document.documentElement);
+    const light = (name) => {
+        const channels = style.getPropertyValue(name).trim().match(/^#(..)(..)(..)$/).slice(1);
+        const [r, g, b] = channels.map((hex) => parseInt(hex, 16) / 255)
+            .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const ratio = (one, two) => {
+        const [least, most] = [light(one), light(two)].sort((a, b) => a - b);
+        return (most + 0.05) / (least + 0.05);
+    };
+    const inks = ["--ink", "--muted", "--accent", "--good", "--busy", "--bad"];
+    const papers = ["--bg", "--surface", "--sunken", "--raised"];
+    return inks.flatMap((ink) => papers.map((paper) => [ratio(ink, paper), ink, paper])).sort((a, b) => a[0] - b[0])[0];
+}"""
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(320, "dark"), (768, "light"), (1440, "dark")])
+def test_every_view_fits_its_window_and_can_be_read_and_named(
+    browser: Browser, server: Server, width: int, scheme: str
+) -> None:
+    with opened(browser, server.url, width=width, scheme=scheme) as (page, heard):
+        expect(page.get_by_role("heading", name="Ask demo")).to_be_visible()
+        page.get_by_role("button", name="Parameters").click()
+        for view in ("Chat", "Cluster"):
+            page.get_by_role("link", name=view, exact=True).click()
+            if view == "Cluster":
+                expect(page.get_by_role("heading", name="Stage 1")).to_be_visible()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate(NAMELESS) == []
+        ratio, ink, paper = page.evaluate(CONTRASTS)
+        assert ratio >= 4.5, (ink, paper)
+        assert heard.complaints == []
+
+
+def test_colours_follow_the_system_until_the_switch_says_otherwise(browser: Browser, server: Server) -> None:
+    def is_dark(page: Page) -> bool:
+        return page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
+
+    with opened(browser, server.url, scheme="dark") as (page, _):
+        switch = page.get_by_role("button", name=re.compile("Colours"))
+        expect(switch).to_have_accessible_name("Colours: system. Change them.")
+        assert is_dark(page)
+        switch.click()
+        assert not is_dark(page)
+        page.reload()
+        expect(switch).to_have_accessible_name("Colours: light. Change them.")
+        assert not is_dark(page)
+        switch.click()
+        assert is_dark(page)
+        page.keyboard.press("Tab")
+        assert Path(page.url).name.endswith("#chat")

@@ -1,0 +1,160 @@
+"""What is measured of requests: once each, and never less than before."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engine.engines import BYTES, LIMITS, PLAIN, ask, collect, go_on, manual, says
+
+from mlx_ring.core.errors import ContextExceeded, Overloaded, WorkerLost
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.meters import Distribution, Meter
+from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.router import Router
+from mlx_ring.engine.totals import COUNTS, RankTotals, StepTotals
+from mlx_ring.engine.twin import TwinExecutor, hash_token
+
+NOTHING = StepTotals({}, **dict.fromkeys(COUNTS, 0))
+RANK = RankId(0, 0)
+
+
+@dataclass
+class Counted:
+    """An engine of which only the numbers are there."""
+
+    now: StepTotals = field(default=NOTHING)
+
+    def totals(self) -> StepTotals:
+        return self.now
+
+
+def test_a_value_counts_for_the_first_bound_that_it_does_not_exceed() -> None:
+    seen = Distribution((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.5):
+        seen.see(value)
+    seen.see(2.0, times=3)
+    assert seen.counts == [2, 4, 1]
+    assert seen.total == 11.5
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), max_size=4), max_size=4))
+def test_what_a_meter_counts_never_shrinks_while_engines_come_and_go(epochs: list[list[int]]) -> None:
+    meter, told = Meter(), [(0, 0, 0)]
+
+    def look() -> None:
+        rank = meter.ranks().get((RANK, "mini"), RankTotals())
+        told.append((meter.counts()["preemptions"], rank.steps, rank.idle_us))
+
+    for steps in epochs:
+        engine = Counted()
+        with meter.following(engine, {RANK: "mini"}):
+            for step, idle_us in enumerate(steps):
+                totals = RankTotals(steps=step + 1, compute_us=5, idle_us=idle_us)
+                engine.now = replace(NOTHING, ranks={RANK: totals}, preemptions=step)
+                look()
+        look()
+    for before, after in pairwise(told):
+        assert all(one <= other for one, other in zip(before, after, strict=True))
+    assert told[-1][1] == sum(map(len, epochs))
+    assert meter.loads == len(epochs)
+
+
+def test_a_first_token_counts_once_and_every_other_by_its_share_of_a_step() -> None:
+    async def run() -> Meter:
+        meter, now = Meter(), 10.0
+
+        def clock() -> float:
+            nonlocal now
+            now += 0.001
+            return now
+
+        twin = TwinExecutor((1, 1), next_token=says(b"abababababababab"))
+        policy = replace(PLAIN, draft_tokens=4)
+        engine = Engine(
+            twin, BYTES, LIMITS, instance="demo", epoch=1, policy=policy, clock=clock, meter=meter
+        )
+        await collect(engine.submit(ask()))
+        assert engine.totals().accepted_tokens > 0
+        return meter
+
+    meter = asyncio.run(run())
+    assert sum(meter.first_token_s.counts) == 1
+    assert meter.generated_tokens == 17
+    assert sum(meter.between_tokens_s.counts) == 16
+    assert meter.between_tokens_s.total == pytest.approx(meter.decode_s.total)
+    assert (meter.prompt_lengths.total, meter.answer_lengths.total) == (3, 17)
+    assert meter.whole_s.total == pytest.approx(
+        meter.queue_s.total + meter.prefill_s.total + meter.decode_s.total, abs=0.01
+    )
+
+
+def test_requests_are_counted_by_how_they_ended_and_by_why_they_failed() -> None:
+    async def run() -> Meter:
+        meter = Meter()
+        twin = TwinExecutor((1, 1), next_token=hash_token(256), automatic=False)
+        engine = Engine(twin, BYTES, LIMITS, instance="demo", epoch=1, policy=PLAIN, meter=meter)
+        done = engine.submit(ask(max_tokens=2, ignore_eos=True))
+        go_on(twin)
+        assert (await collect(done)).last.finish_reason == "length"
+        left, lost = engine.submit(ask()), engine.submit(ask())
+        await left.aclose()
+        engine.fail(WorkerLost("gone"))
+        assert lost.error is not None
+        return meter
+
+    meter = asyncio.run(run())
+    assert meter.finished == {"length": 1, "abort": 1, "error": 1}
+    assert meter.failed == {"WorkerLost": 1}
+    assert sum(meter.whole_s.counts) == 1, "only of whole answers"
+    assert sum(meter.queue_s.counts) == 3
+
+
+def test_requests_that_are_refused_are_counted_by_the_reason() -> None:
+    async def run() -> Router:
+        engine, _ = manual()
+        router = Router(lambda: [engine])
+        with pytest.raises(ContextExceeded):
+            router.submit_all(ask(LIMITS.context_length))
+        full = Engine(
+            TwinExecutor((1,), automatic=False),
+            BYTES,
+            LIMITS,
+            instance="full",
+            epoch=1,
+            policy=Policy(max_num_seqs=1, max_waiting=0),
+        )
+        router = Router(lambda: [full])
+        router.submit_all(ask())
+        for _ in range(2):
+            with pytest.raises(Overloaded):
+                router.submit_all(ask())
+        return router
+
+    assert asyncio.run(run()).rejected == {"Overloaded": 2}
+
+
+def test_a_rank_is_idle_while_it_owes_nothing_and_busy_for_what_it_says() -> None:
+    async def run() -> tuple[RankTotals, RankTotals, RankTotals]:
+        now = 100.0
+        twin = TwinExecutor((1, 1), next_token=hash_token(256), automatic=False)
+        engine = Engine(twin, BYTES, LIMITS, instance="demo", epoch=1, policy=PLAIN, clock=lambda: now)
+        now += 3
+        idle = engine.totals().ranks[RANK]
+        engine.submit(ask(max_tokens=1))
+        now += 2
+        owing = engine.totals().ranks[RANK]
+        go_on(twin)
+        now += 1
+        return idle, owing, engine.totals().ranks[RANK]
+
+    idle, owing, after = asyncio.run(run())
+    assert (idle.idle_us, idle.steps) == (3_000_000, 0)
+    assert owing.idle_us == 3_000_000, "what is under way is not idle"
+    assert after.steps >= 1
+    assert after.idle_us == 6_000_000 - after.busy_us

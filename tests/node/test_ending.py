@@ -1,0 +1,48 @@
+"""A head that is told to end: requests that run are finished first, and what takes too long is told so."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+from tests.api.test_streaming import until
+from tests.processes import Server, serving
+
+
+def stream(stack: ExitStack, server: Server, tokens: int) -> Iterator[str]:
+    body = {"prompt": "Tell me.", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    answer = stack.enter_context(httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60))
+    lines = (line for line in answer.iter_lines() if line and not line.startswith(":"))
+    next(lines)
+    return lines
+
+
+def test_running_answers_are_finished_new_ones_refused_and_a_second_signal_ends_the_rest(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with serving(tiny_model, folder=tmp_path) as server, ExitStack() as stack:
+        short, long = stream(stack, server, 60), stream(stack, server, 10**9)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/health/ready").status_code == 503)
+        assert httpx.get(f"{server.url}/health").json()["status"] == "draining"
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        assert refused.headers["retry-after"]
+        assert list(short)[-1] == "data: [DONE]"
+        server.process.send_signal(signal.SIGTERM)
+        last = list(long)[-1]
+        assert '{"error":{"message":"The server is shutting down."' in last
+        assert server.process.wait(60) == 0
+        assert server.all_gone()
+
+
+def test_what_is_not_finished_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, "--shutdown-timeout", "0.5", folder=tmp_path) as server, ExitStack() as stack:
+        long = stream(stack, server, 10**9)
+        server.process.send_signal(signal.SIGINT)
+        assert '"error"' in list(long)[-1]
+        assert server.process.wait(60) == 0
+    assert "ending 1 requests that are not finished" in (tmp_path / "logs" / "head.log").read_text()
