@@ -137,11 +137,7 @@ class ClientConnection(H11Protocol):
             cycle is not None
             and cycle.response_started
             and not cycle.response_complete
-<<<<<<< HEAD
-            and _lasts(cast("Scope", cycle.scope))
-=======
             and cycle.scope["method"] == "GET"
->>>>>>> refs/helpers/page
         ):
             cycle.disconnected = True
             cycle.message_event.set()
