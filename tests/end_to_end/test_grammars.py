@@ -124,6 +124,7 @@ def test_answers_at_temperature_1_hold_to_their_schemas(
     assert ended >= 0.7 * SOME
 
 
+@pytest.mark.alone
 @pytest.mark.conformance
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
