@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jsonschema
 import pytest
@@ -70,7 +70,7 @@ def test_a_required_call_is_let_through_and_read_back(written: Written) -> None:
     for call, arguments in ((written.call, ARGUMENTS), (written.least, LEAST)):
         assert lets_through(grammar, written.whole(call), written)
         parsed: Any = written.marks().parse(call, tools)
-        (found,) = parsed if isinstance(parsed, list) else [parsed]
+        found: Any = cast("list[Any]", parsed)[0] if isinstance(parsed, list) else parsed
         assert (found["name"], found["arguments"]) == ("get_weather", json.loads(arguments))
         jsonschema.validate(found["arguments"], SCHEMA)
     assert not written.none or lets_through(grammar, written.whole(written.none), written)

@@ -85,7 +85,7 @@ def tokenizer(added: tuple[str, ...]) -> tuple[LLTokenizer, Mapping[str, int]]:
     made.decoder = decoders.ByteLevel()
     made.add_tokens([AddedToken("<|eos|>", special=True)])
     made.add_tokens([AddedToken(text, special=bool(at % 2)) for at, text in enumerate(added)])
-    ids = {text: made.token_to_id(text) for text in added}
+    ids = {text: made.token_to_id(text) or 0 for text in added}
     return LLTokenizer(made.to_str(), eos_token=END), ids
 
 
