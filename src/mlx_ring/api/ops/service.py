@@ -45,6 +45,7 @@ _ENDPOINTS = {
     "GET /health": "measured state; 503 when the model cannot answer",
     "GET /health/live": "the process runs",
     "GET /health/ready": "the model can answer; 503 with the reason when not",
+    "GET /docs": "all of this as a page",
     "GET /openapi.json": "all of this for machines",
 }
 
