@@ -124,6 +124,7 @@ def test_answers_at_temperature_1_hold_to_their_schemas(
     assert ended >= 0.7 * SOME
 
 
+@pytest.mark.alone
 @pytest.mark.conformance
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ class Masked:
 
     def strays(self, prompt: Sequence[int], tokens: Sequence[int], grammar: Grammar) -> list[int]:
         """Positions of tokens that are not the likeliest of those allowed, ties apart."""
-        logits = np.array(self._whole.every_logits([*prompt, *tokens]))[len(prompt) - 1 : -1]
+        logits = cast("Any", np).array(self._whole.every_logits([*prompt, *tokens]))[len(prompt) - 1 : -1]
         matcher = LLMatcher(self._tokenizer, to_llguidance(grammar.kind, grammar.text))
         bits = allocate_token_bitmask(1, self._size)
         strays: list[int] = []

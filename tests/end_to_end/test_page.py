@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -19,10 +20,18 @@ from tests.processes import Server, serving
 
 from mlx_ring.api.page.files import load_page
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.engine.policy import Policy
 
 KEY = "a key, and no other"
 CAPITAL = "What is the capital of France?"
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
 WAIT_MS = 30_000.0
 """As long as the slowest of machines may take; what is waited for comes in a moment."""
 
@@ -124,29 +133,6 @@ def test_a_question_is_answered_retried_changed_and_kept(browser: Browser, serve
         assert heard.strangers(server.url) == []
 
 
-def test_the_cluster_is_drawn_as_it_is_and_a_lost_worker_is_told(browser: Browser, server: Server) -> None:
-    with opened(browser, server.url, view="cluster") as (page, heard):
-        for stage, layers in enumerate(["layers 0 to 4", "layers 5 to 7"]):
-            drawn = page.get_by_role("article").filter(has=page.get_by_role("heading", name=f"Stage {stage}"))
-            expect(drawn).to_contain_text(layers)
-            expect(drawn).to_contain_text("weights")
-            expect(drawn.get_by_role("img", name=re.compile("Memory of .* KV allowed"))).to_be_visible()
-            expect(drawn.get_by_role("img", name=re.compile("In the last second: computing"))).to_be_visible()
-        expect(page.get_by_role("region", name="Machines")).to_contain_text("2 devices active on 1 machine")
-        expect(page.get_by_role("img", name=re.compile("free of"))).to_be_visible()
-        expect(page.get_by_role("region", name="Requests")).to_contain_text("Nobody is asking")
-        expect(page.get_by_role("region", name="Cache")).to_contain_text("KV in use")
-        expect(page.get_by_role("log")).to_contain_text("started worker-1-0")
-        assert page.locator(".chart canvas").count() == 2
-        assert heard.complaints == []
-        epoch = page.get_by_text(re.compile(", epoch 1,"))
-        expect(epoch).to_be_visible()
-        server.one("mlx_ring.worker", "--stage", "1").kill()
-        expect(page.get_by_text(re.compile("demo (is being loaded|cannot answer)"))).to_be_visible()
-        expect(page.get_by_text(re.compile(", epoch 2,"))).to_be_visible()
-        expect(page.get_by_role("status").filter(has_text="ready")).to_be_visible()
-
-
 def test_an_answer_is_seen_as_it_comes_until_it_is_stopped(browser: Browser) -> None:
     service = TwinService(context=10**7, says=ALPHABET * 100_000)
     with twin_serving(service) as url, opened(browser, url) as (page, heard):
@@ -162,6 +148,36 @@ def test_an_answer_is_seen_as_it_comes_until_it_is_stopped(browser: Browser) -> 
         expect(answer).to_contain_text("Stopped.")
         page.get_by_role("link", name="Cluster").click()
         expect(page.get_by_role("region", name="Requests")).to_contain_text("0 running")
+        assert heard.complaints == []
+
+
+def test_an_answer_that_breaks_off_keeps_what_came_and_says_why(browser: Browser) -> None:
+    service = TwinService(context=10**7, says=ALPHABET * 100_000, policy=Policy(request_timeout_s=1.0))
+    with twin_serving(service) as url, opened(browser, url) as (page, heard):
+        ask(page, "Tell me the alphabet.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer.get_by_role("alert")).to_contain_text("The request was not done within 1 s")
+        expect(answer).to_contain_text(ALPHABET)
+        expect(answer.get_by_role("button", name="Retry")).to_be_visible()
+        assert heard.complaints == []
+
+
+def test_a_tool_is_called_and_the_answer_goes_on_with_its_result(browser: Browser, server: Server) -> None:
+    with opened(browser, server.url) as (page, heard):
+        page.get_by_role("button", name="Parameters").click()
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Tools").fill(json.dumps([WEATHER]))
+        ask(page, "What is the weather in Paris?")
+        call = page.get_by_role("region", name="Call of get_weather")
+        expect(call).to_contain_text('"city": "Paris"')
+        call.get_by_label("Result of get_weather").fill("sunny")
+        call.get_by_role("button", name="Give result").click()
+        expect(page.get_by_role("article", name="Result of get_weather")).to_contain_text("sunny")
+        expect(page.get_by_role("article", name="Answer").last).to_contain_text("tokens/s")
+        told = next(request.post_data_json for request in heard.requests[::-1] if request.method == "POST")
+        assert told is not None
+        assert [message["role"] for message in told["messages"]] == ["user", "assistant", "tool"]
+        assert told["messages"][1]["tool_calls"][0]["id"] == told["messages"][2]["tool_call_id"]
         assert heard.complaints == []
 
 
@@ -301,3 +317,26 @@ def test_colours_follow_the_system_until_the_switch_says_otherwise(browser: Brow
         assert is_dark(page)
         page.keyboard.press("Tab")
         assert Path(page.url).name.endswith("#chat")
+
+
+def test_the_cluster_is_drawn_as_it_is_and_a_lost_worker_is_told(browser: Browser, server: Server) -> None:
+    with opened(browser, server.url, view="cluster") as (page, heard):
+        for stage, layers in enumerate(["layers 0 to 4", "layers 5 to 7"]):
+            drawn = page.get_by_role("article").filter(has=page.get_by_role("heading", name=f"Stage {stage}"))
+            expect(drawn).to_contain_text(layers)
+            expect(drawn).to_contain_text("weights")
+            expect(drawn.get_by_role("img", name=re.compile("Memory of .* KV allowed"))).to_be_visible()
+            expect(drawn.get_by_role("img", name=re.compile("In the last second: computing"))).to_be_visible()
+        expect(page.get_by_role("region", name="Machines")).to_contain_text("2 devices active on 1 machine")
+        expect(page.get_by_role("img", name=re.compile("free of"))).to_be_visible()
+        expect(page.get_by_role("region", name="Requests")).to_contain_text("Nobody is asking")
+        expect(page.get_by_role("region", name="Cache")).to_contain_text("KV in use")
+        expect(page.get_by_role("log")).to_contain_text("started worker-1-0")
+        assert page.locator(".chart canvas").count() == 2
+        assert heard.complaints == []
+        epoch = page.get_by_text(re.compile(", epoch 1,"))
+        expect(epoch).to_be_visible()
+        server.one("mlx_ring.worker", "--stage", "1").kill()
+        expect(page.get_by_text(re.compile("demo (is being loaded|cannot answer)"))).to_be_visible()
+        expect(page.get_by_text(re.compile(", epoch 2,"))).to_be_visible()
+        expect(page.get_by_role("status").filter(has_text="ready")).to_be_visible()

@@ -131,13 +131,13 @@ class ClientConnection(H11Protocol):
         self._expect_reading()
 
     def shutdown(self) -> None:
-        """The server ends: who is told what changes, as long as they listen, is told no more."""
+        """The server ends: what asks no model and still goes on would never end by itself, as what a page follows."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
         if (
             cycle is not None
             and cycle.response_started
             and not cycle.response_complete
-            and _lasts(cast("Scope", cycle.scope))
+            and cycle.scope["method"] == "GET"
         ):
             cycle.disconnected = True
             cycle.message_event.set()
@@ -246,11 +246,6 @@ class ClientConnection(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
-
-def _lasts(scope: Scope) -> bool:
-    """Whether an answer that has begun may never be whole: what asks no model ends by itself at once, or by nothing."""
-    return scope["method"] == "GET"
 
 
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:

@@ -101,6 +101,29 @@ def test_several_calls_between_one_pair_of_marks_are_several(parser: str, *, ear
     assert [call.name for call in alone.calls] == ["get_weather"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"arguments": {}, "name": ["get_time"]}',
+        '{"arguments": [], "name": "get_time"}',
+        '{"arguments": {"a": NaN}, "name": "get_time"}',
+        '["get_time"]',
+        '{"arguments": ' + '{"a": ' * 5000 + "1" + "}" * 5001,
+    ],
+)
+def test_json_that_is_no_call_is_content(text: str) -> None:
+    said = f"<tool_call>{text}</tool_call>"
+    answer = answer_of([said], "json_tools")
+    assert (answer.content, answer.calls) == (said, [])
+
+
+def test_half_a_character_in_arguments_can_be_sent() -> None:
+    said = '<tool_call>{"arguments": {"city": "\\ud83d é"}, "name": "get_time"}</tool_call>'
+    (call,) = answer_of([said], "json_tools").calls
+    assert call.arguments.encode()
+    assert json.loads(call.arguments) == {"city": "\ud83d é"}
+
+
 def test_the_models_own_id_of_a_call_stays() -> None:
     assert answer_of([ANSWERS["kimi_k2"]], "kimi_k2").calls[0].id == "functions.get_weather:0"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jsonschema
 import pytest
@@ -24,8 +24,9 @@ from tests.api.conversation.written_calls import (
 )
 
 from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool, ToolUse
-from mlx_ring.api.conversation.format import ChatFormat, Marks
+from mlx_ring.api.conversation.format import CallMarks, ChatFormat, Marks
 from mlx_ring.api.conversation.grammars import GrammarChecks, answer_grammar
+from mlx_ring.api.conversation.harmony import parse_tool_call
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.grammars import to_llguidance
 from mlx_ring.core.types import Grammar
@@ -69,7 +70,7 @@ def test_a_required_call_is_let_through_and_read_back(written: Written) -> None:
     for call, arguments in ((written.call, ARGUMENTS), (written.least, LEAST)):
         assert lets_through(grammar, written.whole(call), written)
         parsed: Any = written.marks().parse(call, tools)
-        (found,) = parsed if isinstance(parsed, list) else [parsed]
+        found: Any = cast("list[Any]", parsed)[0] if isinstance(parsed, list) else parsed
         assert (found["name"], found["arguments"]) == ("get_weather", json.loads(arguments))
         jsonschema.validate(found["arguments"], SCHEMA)
     assert not written.none or lets_through(grammar, written.whole(written.none), written)
@@ -113,6 +114,26 @@ def test_a_model_thinks_first_where_it_does() -> None:
         free = answer_grammar(format_, conversation, thinking_open=False)
         assert lets_through(free, f"<think>\nRome\n</think>\n\n{text}")
         assert lets_through(free, text)
+
+
+def test_gpt_oss_thinks_and_calls_or_answers_in_its_channels() -> None:
+    added = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
+    marks = CallMarks("to=functions.", "<|call|>", "harmony", parse_tool_call)
+    format_ = ChatFormat(calls=marks, begins="header", added=tokenizer(added)[1])
+    written = replace(JSON_TOOLS, added=added)
+    thought = "<|channel|>analysis<|message|>Rome.<|end|><|start|>assistant"
+    call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}"
+    must = answer_grammar(format_, asked(WEATHER), thinking_open=False)
+    assert lets_through(must, thought + call, written)
+    assert lets_through(must, call + "<|call|>", written)
+    assert not lets_through(must, call.replace("3", "15"), written)
+    final = "<|channel|>final<|message|>"
+    assert not lets_through(must, f"{final}It is warm.", written)
+    may = answer_grammar(format_, asked(WEATHER, choice="auto"), thinking_open=False)
+    assert lets_through(may, f"{thought}{final}It is warm.", written)
+    formed = answer_grammar(format_, under(SCHEMA), thinking_open=False)
+    assert lets_through(formed, thought + final + LEAST, written)
+    assert not lets_through(formed, f"{final}It is warm.", written)
 
 
 def test_an_answer_is_json_of_its_schema_or_a_call() -> None:

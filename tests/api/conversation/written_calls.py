@@ -78,14 +78,14 @@ class Written:
 @cache
 def tokenizer(added: tuple[str, ...]) -> tuple[LLTokenizer, Mapping[str, int]]:
     """Every second mark is special: real tokenizers have both kinds."""
-    vocabulary = {"<|end|>": END}
+    vocabulary = {"<|eos|>": END}
     vocabulary |= {letter: 1 + at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_tokens([AddedToken("<|end|>", special=True)])
+    made.add_tokens([AddedToken("<|eos|>", special=True)])
     made.add_tokens([AddedToken(text, special=bool(at % 2)) for at, text in enumerate(added)])
-    ids = {text: made.token_to_id(text) for text in added}
+    ids = {text: made.token_to_id(text) or 0 for text in added}
     return LLTokenizer(made.to_str(), eos_token=END), ids
 
 

@@ -123,6 +123,22 @@ def test_a_prompt_is_answered_as_a_chat_and_raw_as_it_is(client: Client) -> None
     assert (pieces[-1].done, pieces[-1].done_reason, pieces[-1].eval_count) == (True, "length", 3)
 
 
+def test_a_format_is_asked_of_the_sampler_in_every_way_of_asking(api: Api) -> None:
+    asked = {"format": "json", "stream": False, "options": {"num_predict": 1}}
+    api.post("/api/chat", {"messages": MESSAGES} | asked)
+    api.post("/api/generate", {"prompt": "x"} | asked)
+    api.post("/api/generate", {"prompt": "x", "raw": True} | asked)
+    sent = [
+        operation.open
+        for step in api.service.executor.sent
+        for operation in step.operations
+        if operation.HasField("open")
+    ]
+    assert [opened.grammar.kind for opened in sent] == ["json_object"] * 3
+    refused = api.post("/api/chat", {"messages": MESSAGES, "format": {"not": {"type": "null"}}})
+    assert (refused.status_code, '"not"' in refused.json()["error"]) == (400, True)
+
+
 def test_a_request_that_asks_nothing_loads_or_unloads(api: Api) -> None:
     assert api.post("/api/generate", {"model": "twin", "keep_alive": 0}).json()["done_reason"] == "unload"
     assert api.service.state == "unloaded"

@@ -88,7 +88,7 @@ def run(
 
 def test_answers_match_in_a_batch_with_others_that_are_free(folder: Path) -> None:
     pipeline = Pipeline(folder, CUTS[1])
-    hot = {"temperature": 1.0}
+    hot: dict[str, Any] = {"temperature": 1.0}
     free = open_sequence(9, len(PROMPT), (END,), temperature=1.0)
     free.open.max_length = 1600
     answers = run(
@@ -188,14 +188,14 @@ def test_an_answer_ends_where_the_grammar_is_satisfied_and_not_before(folder: Pa
     tokens = run(Pipeline(folder, CUTS[1]), [under(1, "^(ab){2,9}$", kind="regex", **sampling)], 30)[1]
     assert text_of(folder, tokens) == "abab"
     assert tokens[-1] == END
-    longer = {**sampling, "min_tokens": 9}
+    longer: dict[str, Any] = {**sampling, "min_tokens": 9}
     tokens = run(Pipeline(folder, CUTS[1]), [under(1, "^(ab){2,9}$", kind="regex", **longer)], 30)[1]
     assert len(tokens) >= 9
 
 
 def test_tokens_past_the_tokenizer_are_never_drawn(folder: Path) -> None:
-    bias = dict.fromkeys(range(258, 320), 100.0)
-    tokens = run(Pipeline(folder, CUTS[1]), [under(1, "^.{9}$", kind="regex", logit_bias=bias)], 60)[1]
+    sampling: dict[str, Any] = {"logit_bias": dict.fromkeys(range(258, 320), 100.0)}
+    tokens = run(Pipeline(folder, CUTS[1]), [under(1, "^.{9}$", kind="regex", **sampling)], 60)[1]
     assert max(tokens) < 258
 
 

@@ -77,6 +77,17 @@ class _Calls:
         return self.grammar.exactly(text)
 
 
+def write_harmony_calls(grammar: LarkGrammar, tools: Sequence[Tool]) -> list[str]:
+    """gpt-oss's: one message to a function ends the answer. Its last mark may be one of the tokens that end answers."""
+    return [
+        grammar.fresh(
+            f"{grammar.exactly(f'<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>')} "
+            f"{grammar.json(tool.parameters or _NOTHING, **options_of(tool))} ({grammar.exactly('<|call|>')})?"
+        )
+        for tool in tools
+    ]
+
+
 def options_of(tool: Tool) -> Mapping[str, object]:
     return {} if tool.strict else _LENIENT
 

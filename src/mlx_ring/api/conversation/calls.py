@@ -258,9 +258,9 @@ def _read_call(rules: CallRules, found: object) -> tuple[str, str, str | None] |
     call = cast("dict[str, object]", found)
     name, call_id = call.get("name"), call.get("id")
     arguments = _arguments_text(call.get("arguments", call.get("parameters")))
-    if name not in rules.names or arguments is None:
+    if not isinstance(name, str) or name not in rules.names or arguments is None:
         return None
-    return str(name), arguments, call_id if isinstance(call_id, str) else None
+    return name, arguments, call_id if isinstance(call_id, str) else None
 
 
 def _arguments_text(arguments: object) -> str | None:
@@ -268,7 +268,17 @@ def _arguments_text(arguments: object) -> str | None:
     if isinstance(arguments, str):
         return arguments if is_object(arguments) else None
     try:
-        text = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
+        text = _dump({} if arguments is None else arguments)
     except (TypeError, ValueError, RecursionError):
         return None
     return text if is_object(text) else None
+
+
+def _dump(value: object) -> str:
+    """Readable, but where a model wrote half a character, which could not be sent."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False)
+    return text

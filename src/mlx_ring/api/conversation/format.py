@@ -188,7 +188,7 @@ def _template_text(tokenizer: Tokenizer) -> str:
 
 
 def _with_special(plain: ChatFormat, tokenizer: Tokenizer) -> ChatFormat:
-    marks = plain.marks(calls=True)
+    marks = [*plain.marks(calls=True), *(harmony.TOKENS if plain.begins == "header" else ())]
     known = tokenizer.added_tokens_decoder
     added = {
         each.content: token

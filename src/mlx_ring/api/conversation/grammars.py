@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool
-from mlx_ring.api.conversation.call_grammars import options_of, write_calls
+from mlx_ring.api.conversation.call_grammars import options_of, write_calls, write_harmony_calls
 from mlx_ring.api.conversation.format import CallMarks, ChatFormat
 from mlx_ring.api.conversation.lark import ANY_TEXT, SPACE, LarkGrammar
 from mlx_ring.core.errors import RequestError
@@ -38,10 +38,15 @@ def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_o
     strict = calls is not None and any(tool.strict for tool in use.callable_tools)
     if content.kind == "text" and not must_call and not strict:
         return None
-    _refuse_headers(format, content)
     grammar = LarkGrammar(format.added)
-    thoughts = _thoughts(grammar, format, is_open=thinking_open)
     plain = None if must_call else _content(grammar, content)
+    for tool in use.callable_tools:
+        _check_options(tool)
+    if format.calls is not None and format.calls.parser == "harmony":
+        grammar.add("start", _harmony(grammar, use.callable_tools, None if must_call else plain or ANY_TEXT))
+        return Grammar("lark", grammar.write())
+    _refuse_headers(format, content)
+    thoughts = _thoughts(grammar, format, is_open=thinking_open)
     if calls is None and not thoughts and not format.dropped:
         return _of_format(content)
     if calls is None:
@@ -111,8 +116,6 @@ def _dropped(grammar: LarkGrammar, format: ChatFormat) -> str:  # noqa: A002 - a
 
 def _with_calls(grammar: LarkGrammar, marks: CallMarks, conversation: Conversation, plain: str | None) -> str:
     use = conversation.tool_use
-    for tool in use.callable_tools:
-        _check_options(tool)
     opening, rest = write_calls(grammar, marks, use.callable_tools, parallel=use.parallel)
     if use.choice == "required":
         return f"{grammar.exactly(opening)} {rest}"
@@ -120,6 +123,16 @@ def _with_calls(grammar: LarkGrammar, marks: CallMarks, conversation: Conversati
         return f"({plain} | {grammar.exactly(opening)} {rest})"
     then = grammar.fresh(f"{grammar.until(opening)} {rest}")
     return f"{then}* {ANY_TEXT}" if use.parallel else f"({then} {SPACE}? | {ANY_TEXT})"
+
+
+def _harmony(grammar: LarkGrammar, tools: Sequence[Tool], final: str | None) -> str:
+    """gpt-oss's answers are messages with a channel each: thoughts, and then what is `final`, or a call."""
+    start = grammar.exactly("<|start|>assistant")
+    thought = f"{grammar.exactly('<|channel|>analysis<|message|>')} {grammar.until('<|end|>')} {start}"
+    last = write_harmony_calls(grammar, tools)
+    if final is not None:
+        last.append(f"{grammar.exactly('<|channel|>final<|message|>')} {final}")
+    return f"({thought})* ({' | '.join(last)})"
 
 
 def _check_options(tool: Tool) -> None:

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 
-TOKENS = frozenset({"<|channel|>", "<|message|>", "<|end|>", "<|call|>"})
+TOKENS = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"})
 """A vocabulary that has them all is of this format."""
 TRANSITIONS: Mapping[str, list[tuple[str, str]]] = {
     "header": [("<|channel|>analysis<|message|>", "reasoning"), ("<|message|>", "normal")],

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from mlx_ring.api.conversation.asked import Conversation
 from mlx_ring.api.conversation.format import ChatFormat
+from mlx_ring.api.conversation.grammars import answer_grammar
 from mlx_ring.api.conversation.prepare import PreparedChat, prepare_chat
 from mlx_ring.api.conversation.reader import ReadingRules
 from mlx_ring.api.ollama import answers as about
@@ -69,7 +70,7 @@ async def _prepare(
     request_id = f"ollama-{secrets.token_hex(12)}"
     if fields.raw or not service.tokenizer.has_chat_template:
         _check_raw(fields)
-        return await _prepare_raw(context, service, fields.prompt, sampling, request_id)
+        return await _prepare_raw(context, service, fields, sampling, request_id)
     system = [{"role": "system", "content": fields.system}] if fields.system else []
     conversation = Conversation(
         messages=[*system, {"role": "user", "content": fields.prompt}],
@@ -81,18 +82,25 @@ async def _prepare(
 
 
 async def _prepare_raw(
-    context: ApiContext, service: ModelService, prompt: str, sampling: SamplingParams, request_id: str
+    context: ApiContext,
+    service: ModelService,
+    fields: GenerateFields,
+    sampling: SamplingParams,
+    request_id: str,
 ) -> PreparedChat:
     """Of an answer that is text alone, whatever it looks like."""
-    tokens = await context.prompts.encode(service.tokenizer, prompt)
-    asked = GenerateRequest(f"{request_id}-0", tokens, replace(sampling, stop=()))
-    rules = ReadingRules(ChatFormat(), stops=sampling.stop)
-    return PreparedChat((asked,), (rules,), "prompt")
+    plain, asked = ChatFormat(), Conversation(messages=(), format=read_format(fields.format))
+    grammar = answer_grammar(plain, asked, thinking_open=False)
+    await context.grammars.check(grammar, asked)
+    tokens = await context.prompts.encode(service.tokenizer, fields.prompt)
+    request = GenerateRequest(f"{request_id}-0", tokens, replace(sampling, stop=(), grammar=grammar))
+    rules = ReadingRules(plain, stops=sampling.stop)
+    return PreparedChat((request,), (rules,), "prompt")
 
 
 def _check_raw(fields: GenerateFields) -> None:
     """What only a chat template has a place for is refused where none is used."""
-    given = {"system": fields.system, "format": fields.format, "think": fields.think}
+    given = {"system": fields.system, "think": fields.think}
     for name, value in given.items():
         if value:
             raise RequestError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from fastapi import APIRouter
 
 from mlx_ring.api.capabilities import capabilities, efforts
@@ -15,7 +17,14 @@ def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
     async def list_models() -> dict[str, object]:
-        return {"object": "list", "data": [describe(context, model) for model in context.catalog.models]}
+        ids = [model.model_id for model in context.catalog.models]
+        return {
+            "object": "list",
+            "data": [describe(context, model) for model in context.catalog.models],
+            "has_more": False,
+            "first_id": ids[0] if ids else None,
+            "last_id": ids[-1] if ids else None,
+        }
 
     async def retrieve_model(model: str) -> dict[str, object]:
         return describe(context, context.model(model))
@@ -27,12 +36,18 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 def describe(context: ApiContext, model: ModelService) -> dict[str, object]:
-    """As OpenAI lists a model, with what else there is to know before asking it."""
+    """A model in OpenAI's words and in Anthropic's, whose clients ask at the same path, with what else there is to know of it."""
     return {
         "id": model.model_id,
         "object": "model",
         "created": model.created,
         "owned_by": "mlx-ring",
+        "type": "model",
+        "display_name": model.model_id,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": model.context_length,
+        "max_tokens": model.context_length,
         "max_model_len": model.context_length,
         "aliases": list(model.aliases),
         "state": model.state,
