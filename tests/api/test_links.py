@@ -32,6 +32,7 @@ def test_a_link_is_told_as_it_was_measured_with_its_age() -> None:
         "round_trip_us": 310.0,
         "bytes_per_s": 1_200_000_000,
         "measured_s_ago": 60.0,
+        "measured_at": NOW - 60,
         "carries_activations": False,
         "compresses": False,
         "why": "no stage of a model sends over it",

@@ -32,11 +32,13 @@ def lines(*given: str | type[BaseException]) -> Callable[[], str]:
     return read
 
 
-def chat(url: str, *given: str | type[BaseException], **options: str) -> tuple[int, str]:
+def chat(
+    url: str, *given: str | type[BaseException], system: str | None = None, model: str | None = None
+) -> tuple[int, str]:
     """The exit code, and what stood on the screen."""
     screen = io.StringIO()
     console = Console(file=screen, width=200)
-    code = run_chat(url, console=console, read_line=lines(*given), **options)
+    code = run_chat(url, model, system, console=console, read_line=lines(*given))
     return code, screen.getvalue()
 
 

@@ -65,14 +65,14 @@ def request(seed: int, **fields: object) -> bytes:
 async def stalls(url: str, seed: int, chance: random.Random) -> None:
     """Asks for a long answer, reads a bit of it, and nothing more for a while."""
     async with connected(url) as (reader, writer):
-        writer.write(request(seed, max_tokens=400))
+        writer.write(request(seed, max_tokens=120))
         await reader.read(256)
         await asyncio.sleep(chance.uniform(0.5, 2))
 
 
 async def vanishes(url: str, seed: int, chance: random.Random) -> None:
     async with connected(url) as (reader, writer):
-        writer.write(request(seed, max_tokens=400, n=2))
+        writer.write(request(seed, max_tokens=120, n=2))
         if chance.random() < 0.7:
             await reader.read(chance.randrange(1, 2000))
 

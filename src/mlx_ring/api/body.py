@@ -31,7 +31,9 @@ _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Number|Tuple|Object
 class Body(BaseModel):
     """Base of every request: JSON's own types, nothing converted, nothing unknown."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 BodyT = TypeVar("BodyT", bound=Body)

@@ -258,8 +258,8 @@ def test_the_defaults_are_the_documented_ones(
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(command, "_run", run)
     assert bench().code == 1
-    assert seen[0][0] == "http://127.0.0.1:8100"
-    assert seen[0][4] == Workload(32, Range(128, 128), Range(64, 64), concurrency=4)
+    assert seen[0][0].url == "http://127.0.0.1:8100"
+    assert seen[0][2] == Workload(32, Range(128, 128), Range(64, 64), concurrency=4)
 
 
 def test_a_real_server_is_measured_from_a_process_of_its_own(tiny_model: Path, tmp_path: Path) -> None:

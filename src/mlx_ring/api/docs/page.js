@@ -85,7 +85,7 @@ function word(schema) {
   const low = inner.minimum ?? inner.exclusiveMinimum;
   const high = inner.maximum ?? inner.exclusiveMaximum;
   const range = low === undefined && high === undefined ? "" : ` ${low ?? ""}…${high ?? ""}`;
-  return (named && inner.type === "object" ? named : inner.type ?? "anything") + range;
+  return (named && inner.type === "object" ? named.split("__").pop() : inner.type ?? "anything") + range;
 }
 
 // The objects that a value may hold, with their fields.

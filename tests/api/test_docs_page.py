@@ -1,0 +1,30 @@
+"""The page at `/docs` in a real browser: it shows the routes, asks for a key where one is needed, and tries a route."""
+
+from __future__ import annotations
+
+from tests.api.clients import serving
+from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.browser import running_browser
+
+from mlx_ring.api.settings import ApiSettings
+
+
+def test_a_person_gives_a_key_and_tries_a_route() -> None:
+    with (
+        serving(TwinService(), ApiSettings(api_keys=("house-key",))) as url,
+        running_browser() as browser,
+    ):
+        page = browser.new_page(viewport={"width": 400, "height": 800})
+        troubles: list[str] = []
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.goto(f"{url}/docs")
+        page.get_by_label("API key").fill("house-key")
+        page.get_by_role("button", name="Use it").click()
+        page.locator("summary", has_text="/v1/chat/completions").first.click()
+        page.get_by_role("button", name="Send").click()
+        answer = page.locator("pre", has_text="200")
+        answer.wait_for()
+        assert ANSWER_TEXT in str(answer.text_content())
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert "house-key" not in page.url
+        assert not troubles
