@@ -295,9 +295,17 @@ def test_what_another_version_kept_or_tells_does_not_end_the_page(browser: Brows
         page.evaluate("kept => localStorage.setItem('mlx-ring.chats', kept)", kept)
         page.reload()
         expect(page.get_by_role("article", name="Answer")).to_contain_text("An answer of before.")
-        told = {"time": 1, "version": "9", "began": 1, "draining": False, "cluster": {"nodes": [], "models": [], "instances": []}}
+        told: dict[str, object] = {
+            "time": 1,
+            "version": "9",
+            "began": 1,
+            "draining": False,
+            "cluster": {"nodes": [], "models": [], "instances": []},
+        }
         body = f"event: state\ndata: {json.dumps(told)}\n\n"
-        page.route("**/cluster/events", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+        page.route(
+            "**/cluster/events", lambda route: route.fulfill(content_type="text/event-stream", body=body)
+        )
         page.goto(f"{url}/#cluster")
         page.reload()
         expect(page.get_by_role("alert").filter(has_text="of another version")).to_be_visible()

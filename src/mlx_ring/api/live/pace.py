@@ -50,4 +50,4 @@ def _shares(stage: int, before: RankTotals, now: RankTotals, span_us: float) -> 
     compute = min(1.0 - idle, (now.compute_us - before.compute_us) / span_us)
     link = min(1.0 - idle - compute, link_us / span_us)
     shares = {"compute": compute, "link": link, "under_way": 1.0 - idle - compute - link}
-    return {"stage": stage} | {name: round(max(0.0, share), 3) for name, share in shares.items()}
+    return {"stage": stage, **{name: round(max(0.0, share), 3) for name, share in shares.items()}}

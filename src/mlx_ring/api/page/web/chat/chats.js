@@ -26,7 +26,7 @@ export class Chats {
     const conversations = read();
     this.now = { conversations, open: conversations[0] ?? begun(), running: new Set(), isKept: true };
     // An answer that is cut off by closing the page is kept as far as it came.
-    window.addEventListener("pagehide", () => this.#keep());
+    window.addEventListener("pagehide", () => this.#running.size && this.#keep());
     window.addEventListener("storage", ({ key }) => (key === KEPT || key === null) && this.#heed());
   }
 

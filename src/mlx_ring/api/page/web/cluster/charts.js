@@ -98,7 +98,7 @@ function options(element, series, most) {
       read: { range: (_, _least, highest) => [0, Math.max(10, (highest ?? 0) * 1.1)] },
     },
     axes: [
-      { ...axis, size: 28, space: 60, values: (_, ticks) => ticks.map(clock) },
+      { ...axis, size: 28, space: 44, values: (_, ticks) => ticks.map(clock) },
       { ...axis, size: 40, space: 34, stroke: hasSecond ? color(series[0].color) : axis.stroke },
       ...(hasSecond ? [{ ...axis, scale: "read", side: 1, size: 44, space: 34, grid: { show: false } }] : []),
     ],
