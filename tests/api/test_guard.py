@@ -45,11 +45,26 @@ def test_a_star_allows_all() -> None:
     assert api.get("/", host="any.example", origin="https://any.example").status_code == 200
 
 
+def test_bound_to_every_address_a_page_is_ours_that_comes_from_the_one_it_asks_and_no_other() -> None:
+    api = Api(settings=ApiSettings(host="0.0.0.0"))  # noqa: S104 - what a person may bind to
+    here = "192.168.1.5:8100"
+    assert api.get("/", host=here, origin=f"http://{here}").status_code == 200
+    refusal(api.get("/", host=here, origin="http://203.0.113.9:8100"), 403)
+
+
+def test_a_star_for_hosts_lets_no_page_of_another_name_in() -> None:
+    api = Api(settings=ApiSettings(allowed_hosts=("*",)))
+    assert api.get("/", host="any.example", origin="https://any.example").status_code == 200
+    refusal(api.get("/", host="any.example", origin="https://evil.example"), 403)
+
+
 @pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1", "http://[::1]:8100"])
 def test_a_page_of_this_machine_may_ask_and_read(api: Api, origin: str) -> None:
     response = api.get("/v1/models", origin=origin)
     assert response.headers["access-control-allow-origin"] == origin
     assert response.headers["vary"] == "origin"
+    exposed = set(response.headers["access-control-expose-headers"].split(", "))
+    assert exposed == {"x-request-id", "request-id", "retry-after", "x-should-retry"}
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost@evil.example", "", "x"])

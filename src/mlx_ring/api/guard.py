@@ -33,6 +33,12 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """A client's own name for its request that may stand in a log."""
 _OPEN = ("/health", "/docs", "/page", "/favicon.ico")
 """Need no key: who asks whether we live has none, and a page must be there before a key can be typed into it."""
+_EXPOSED = "x-request-id, request-id, retry-after, x-should-retry"
+"""Headers that SDKs in a page of another origin read."""
+
+
+class _HeadSent(Exception):
+    """The head of an answer is out, and no more is wanted of it."""
 
 
 class Guard:
@@ -91,7 +97,7 @@ class Guard:
                 f"Host '{host}' is not a name of this server; start it with this host allowed, "
                 f"or use one of {_listed(self._hosts)}."
             )
-        if origin is not None and not self._is_allowed_origin(origin):
+        if origin is not None and not self._is_allowed_origin(origin, host):
             raise Refused(f"Origin '{origin}' may not use this server; start it with this origin allowed.")
 
     def _authenticate(self, path: str, headers: Headers) -> None:
@@ -106,12 +112,17 @@ class Guard:
         if not sum(hmac.compare_digest(given.encode(), key) for key in self._keys):
             raise Unauthenticated("Incorrect API key provided: it is not one of this server's.")
 
-    def _is_allowed_origin(self, origin: str) -> bool:
+    def _is_allowed_origin(self, origin: str, asked: str | None) -> bool:
+        """Ours is a page from a name that was given, or from the one that it asks for.
+
+        Where any address may be asked for, that says nothing of a page: others have addresses too.
+        """
         host = _hostname(origin)
         return (
             "*" in self._origins
             or origin.rstrip("/").lower() in self._origins
-            or (host is not None and (host in self._origins or self._is_ours(host)))
+            or (host is not None and (host in self._origins or host in self._hosts))
+            or (host is not None and asked is not None and host == _hostname(f"//{asked}"))
         )
 
     def _is_ours(self, host: str | None) -> bool:
@@ -129,7 +140,7 @@ class Guard:
             headers["connection"] = "close"
         if origin is not None:
             headers["access-control-allow-origin"] = origin
-            headers["access-control-expose-headers"] = "x-request-id, retry-after"
+            headers["access-control-expose-headers"] = _EXPOSED
             headers.add_vary_header("origin")
 
 
