@@ -106,9 +106,10 @@ def test_a_client_s_own_name_for_its_request_is_taken_where_it_may_stand_in_a_lo
 def test_head_is_answered_as_get_is(api: Api) -> None:
     assert api.request("HEAD", "/health/ready").status_code == 200
     assert api.request("HEAD", "/generate").status_code == 405
+    assert api.request("HEAD", "/health", headers={"host": "evil.example"}).status_code == 403
 
 
-KEYED = ApiSettings(api_keys=("first-key", "schlüssel"))
+KEYED = ApiSettings(api_keys=("first-key", "schlüssel", "voilà"))
 
 
 @pytest.mark.parametrize(
@@ -118,10 +119,13 @@ KEYED = ApiSettings(api_keys=("first-key", "schlüssel"))
         {"authorization": "bearer  first-key"},
         {"x-api-key": "first-key"},
         {"authorization": "Basic abc", "x-api-key": "first-key"},
+        {"x-api-key": "schlüssel".encode()},
+        {"authorization": "Bearer voilà".encode()},
+        {"x-api-key": "schlüssel".encode("latin-1")},
     ],
 )
-def test_a_request_with_a_key_of_the_server_is_answered(headers: dict[str, str]) -> None:
-    assert Api(settings=KEYED).get("/v1/models", **headers).status_code == 200
+def test_a_request_with_a_key_of_the_server_is_answered(headers: dict[str, str | bytes]) -> None:
+    assert Api(settings=KEYED).request("GET", "/v1/models", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ or its name in `Host`; both are refused unless they are ours.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import re
-import secrets
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -25,7 +25,7 @@ from mlx_ring.api.errors import error_response, log_failure
 from mlx_ring.api.page.wanted import wants_page
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Draining, Refused, Unauthenticated
-from mlx_ring.core.request_context import REQUEST_ID
+from mlx_ring.core.request_context import REQUEST_ID, new_request_id
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised here, bound elsewhere
@@ -49,7 +49,7 @@ class Guard:
         self._settings = settings
         self._admission = admission
         self._hosts = _LOCAL | set(map(_bare, settings.allowed_hosts)) | {_bare(settings.host)}
-        self._keys = tuple(key.encode() for key in settings.api_keys)
+        self._keys = tuple(form for key in settings.api_keys for form in _forms(key))
         self._origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +57,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_id = scope["request_id"] = _given_id(headers) or f"req_{secrets.token_hex(12)}"
+        request_id = scope["request_id"] = _given_id(headers) or new_request_id()
         REQUEST_ID.set(request_id)
         origin = headers.get("origin")
         started = False
@@ -76,7 +76,7 @@ class Guard:
             else:
                 self._authenticate(scope["path"], headers)
                 with self._admission.admit(scope["method"]):
-                    await self._app(_as_routed(scope), receive, send_named)
+                    await self._route(scope, receive, send_named)
         except ClientDisconnect:
             pass
         except (Unauthenticated, Draining) as error:
@@ -89,6 +89,20 @@ class Guard:
             if started:
                 raise
             await error_response(error, scope)(scope, receive, send_named)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """HEAD is answered as GET is, up to the body: one that never ends would keep the connection."""
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send(message)
+            await send({"type": "http.response.body", "body": b""})
+            raise _HeadSent
+
+        with contextlib.suppress(_HeadSent):
+            await self._app({**scope, "method": "GET"}, receive, send_head)
 
     def _check(self, headers: Headers) -> None:
         host, origin = headers.get("host"), headers.get("origin")
@@ -109,7 +123,7 @@ class Guard:
             raise Unauthenticated(
                 "This server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
             )
-        if not sum(hmac.compare_digest(given.encode(), key) for key in self._keys):
+        if not sum(hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys):
             raise Unauthenticated("Incorrect API key provided: it is not one of this server's.")
 
     def _is_allowed_origin(self, origin: str, asked: str | None) -> bool:
@@ -155,14 +169,18 @@ def _given_id(headers: Headers) -> str | None:
     return given if _SANE_ID.fullmatch(given) else None
 
 
-def _as_routed(scope: Scope) -> Scope:
-    """HEAD is answered as GET is; the server leaves the body out."""
-    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-
-
 def _given_key(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" and token.strip() else headers.get("x-api-key")
+    token = token.strip(" ")
+    return token if scheme.lower() == "bearer" and token else headers.get("x-api-key")
+
+
+def _forms(key: str) -> set[bytes]:
+    """A key as it stands in a header: programs send UTF-8, and browsers Latin-1 where that has all of its letters."""
+    forms = {key.encode()}
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.add(key.encode("latin-1"))
+    return forms
 
 
 def _is_preflight(scope: Scope, headers: Headers) -> bool:
