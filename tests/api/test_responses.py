@@ -138,6 +138,18 @@ def test_a_turns_items_are_one_message_to_the_template() -> None:
     ]  # fmt: skip
 
 
+def test_thoughts_stay_in_the_turn_in_which_they_were_thought() -> None:
+    def thought(text: str) -> dict[str, object]:
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+    said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Yes."}]
+    assert asked([{"role": "user", "content": "Hi."}, thought("One."), thought("Two."), *said]) == [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "", "reasoning_content": "One.\nTwo."},
+        *said,
+    ]
+
+
 def test_instructions_and_a_developers_message_at_the_beginning_are_one() -> None:
     assert asked([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi."}], instructions="Be kind.") == [
         {"role": "system", "content": "Be kind.\nBe brief."},
