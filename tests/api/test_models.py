@@ -37,8 +37,14 @@ def test_the_model_that_a_request_names_answers(
     assert (generated[answers] > 0, generated[1 - answers]) == (True, 0)
 
 
-def test_without_a_name_the_first_answers(api: Api) -> None:
-    assert api.chat().json()["model"] == "org/twin"
+def test_without_a_name_only_a_model_that_is_alone_answers(api: Api) -> None:
+    param, message = refusal(api.chat(), 400)
+    assert (param, message) == (
+        "model",
+        "'model' is missing; this server has 'org/twin', 'org/other': name one.",
+    )
+    assert Api().chat().json()["model"] == "org/twin"
+    assert api.get("/model/info").json()["model"] == "org/twin"
 
 
 def test_a_name_that_nobody_has_is_refused_with_those_that_are_served(api: Api) -> None:
@@ -66,7 +72,7 @@ def test_a_model_that_has_no_room_says_so_and_the_others_go_on(api: Api) -> None
     api.catalog.refusal = PlanError("It needs 3 GB more.")
     reply = api.chat(model="other")
     assert (reply.status_code, error_of(reply)["code"]) == (503, "no_room")
-    assert api.chat().status_code == 200
+    assert api.chat(model="twin").status_code == 200
     assert api.get("/health/ready").status_code == 200
 
 

@@ -17,7 +17,7 @@ from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.waiting import note_stream
-from mlx_ring.core.errors import UnknownModel
+from mlx_ring.core.errors import RequestError, UnknownModel
 from mlx_ring.engine.executor import RankId
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -40,21 +40,31 @@ class ApiContext:
 
     @property
     def default(self) -> ModelService:
-        """The model that answers where none is named."""
+        """The model that `/` and `/health` tell of."""
         return self.catalog.models[0]
 
     def model(self, name: str | None) -> ModelService:
-        """The model of that name; without one, the first.
+        """The model of that name; without one, the one that is served.
 
         Raises:
             UnknownModel: there is none of that name.
+            RequestError: none is named, and there are several.
         """
-        for model in self.catalog.models:
+        models = self.catalog.models
+        if name is None and len(models) > 1:
+            raise RequestError(
+                f"'model' is missing; this server has {self._names()}: name one.", param="model"
+            )
+        for model in models:
             if name is None or name == model.model_id or name in model.aliases:
                 note_model(model.model_id)
                 return model
-        served = ", ".join(f"'{model.model_id}'" for model in self.catalog.models)
-        raise UnknownModel(f"The model '{name}' is not served here; this server has {served}.", param="model")
+        raise UnknownModel(
+            f"The model '{name}' is not served here; this server has {self._names()}.", param="model"
+        )
+
+    def _names(self) -> str:
+        return ", ".join(f"'{model.model_id}'" for model in self.catalog.models)
 
     async def answering(self, model: ModelService) -> Answering:
         """What answers for a model, which is loaded first where it has to be.

@@ -311,7 +311,7 @@ class ModelCatalog(Protocol):
 
     @property
     def models(self) -> Sequence[ModelService]:
-        """One at least. The first answers requests that name none."""
+        """One at least. The first is the one that was to be served first."""
         ...
 
     @property

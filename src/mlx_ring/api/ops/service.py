@@ -69,7 +69,7 @@ def routes(context: ApiContext) -> APIRouter:
         return JSONResponse(told, headers={"vary": "accept"})
 
     async def model_info(model: str | None = None) -> dict[str, object]:
-        service = context.model(model)
+        service = context.default if model is None else context.model(model)
         workers = workers_of_model(service)
         return {
             "model": service.model_id,
