@@ -8,6 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from tests.api.clients import Api, refusal
+from tests.api.twins import MarkingTokenizer, TwinService
 
 from mlx_ring.api.conversation.format import ChatFormat
 from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
@@ -166,6 +167,40 @@ def test_a_thought_comes_back_sealed_and_anothers_seal_leaves_its_summary(sealed
     answer["content"] = [{"type": "output_text", "text": "Yes.", "annotations": [], "logprobs": None}]
     [message] = asked([reasoning, answer])
     assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
+
+
+def test_thoughts_belong_to_the_turn_that_they_stand_in() -> None:
+    """An answer that was cut off within its thought has nothing else."""
+
+    def thought(text: str) -> dict[str, Any]:
+        return {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": text}],
+        }
+
+    user = {"role": "user", "content": "Go on."}
+    alone = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    assert asked([thought("Hm."), user, {"role": "assistant", "content": "Yes."}]) == [
+        alone,
+        user,
+        {"role": "assistant", "content": "Yes."},
+    ]
+    assert asked([user, thought("Hm.")]) == [user, alone]
+    assert asked([thought("One."), thought("Two."), {"role": "assistant", "content": "Yes."}]) == [
+        {"role": "assistant", "content": "Yes.", "reasoning_content": "One.\nTwo."}
+    ]
+
+
+def test_an_effort_and_what_it_comes_to_are_not_both_given() -> None:
+    body = {
+        "input": "Hello.",
+        "reasoning": {"effort": "low"},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    param, _ = refusal(Api(TwinService(tokenizer=MarkingTokenizer())).post("/v1/responses", body))
+    assert param == "reasoning.effort"
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,9 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
     for item in items:
         match item:
             case ReasoningItem():
-                thought = item.text
+                thought = "\n".join(filter(None, (thought, item.text)))
             case FunctionCallOutputItem():
+                thought = _end_turn(messages, thought)
                 messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
             case FunctionCallItem():
                 turn = _turn(messages, thought)
@@ -145,9 +146,18 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
                 messages.append(_thoughtful({"role": "assistant", "content": _text(item.content)}, thought))
                 thought = ""
             case MessageItem():
+                thought = _end_turn(messages, thought)
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": _text(item.content)})
+    _end_turn(messages, thought)
     return messages
+
+
+def _end_turn(messages: list[Plain], thought: str) -> str:
+    """A thought that came to nothing, as of an answer that was cut off, is a turn of its own. Gives what is left to be said."""
+    if thought:
+        messages.append(_thoughtful({"role": "assistant", "content": ""}, thought))
+    return ""
 
 
 def _turn(messages: list[Plain], thought: str) -> Plain:
