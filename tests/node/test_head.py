@@ -74,7 +74,7 @@ def test_every_line_of_every_log_carries_node_process_rank_and_epoch(run: Run) -
     assert logs == ["agent.log", "head.log", "worker-0-0.log", "worker-1-0.log"]
     lines = [line for name in logs for line in (run.folder / "logs" / name).read_text().splitlines()]
     lines += [line for line in (run.folder / "stderr.txt").read_text().splitlines() if line]
-    assert any("uvicorn.access" in line for line in lines)
+    assert any("mlx_ring.api.access_log" in line for line in lines)
     untagged = [
         line for line in lines if not all(f" {key}=" in line for key in ("node", "process", "rank", "epoch"))
     ]
