@@ -66,8 +66,9 @@ def ratio(of: str, to: str) -> str:
     return f"{per_second(of, 'model_name')} / {per_second(to, 'model_name')}"
 
 
-MODEL, RANK = "{{model_name}}", "stage {{stage}} rank {{rank}} on {{node}}"
-BY_RANK = "stage, rank, node"
+MODEL, RANK = "{{model_name}}", "{{model_name}} {{instance}}, stage {{stage}} rank {{rank}} on {{node}}"
+BY_RANK = "model_name, instance, stage, rank, node"
+"""Several models and replicas of one may have ranks of the same number on a node."""
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
@@ -368,12 +369,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "percentunit",
                 (('rate(process_cpu_seconds_total{job=~"$job"}[$__rate_interval])', ""),),
             ),
-            Panel(
-                "Up for",
-                "s",
-                ((value("uptime_seconds", ""), ""), (value("build_info", ""), "version {{version}}")),
-                kind="stat",
-            ),
+            Panel("Up for", "s", ((value("uptime_seconds", ""), ""),), kind="stat"),
+            Panel("Version", "short", ((value("build_info", ""), "{{version}}"),), kind="table"),
         ),
     ),
 )

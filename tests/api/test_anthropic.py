@@ -215,6 +215,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "add"}]}, "'tools[0].input_schema'"),
     ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "'sub'"),
     ({"tool_choice": {"type": "any"}}, "no 'tools'"),
+    ({"tools": [ADD], "tool_choice": {"type": "any", "name": "add"}}, "'tool_choice.name'"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_thinking"),
     ({"mcp_servers": []}, "'mcp_servers'"),
     ({"speed": "fast"}, "'speed'"),

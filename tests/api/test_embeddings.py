@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.api.clients import Api, refusal
 from tests.api.twins import BOS, EOS, TwinService
 
+from mlx_ring.api.embedding import Embedding, written
 from mlx_ring.core.types import PoolingKind
 from mlx_ring.engine.policy import Policy
 
@@ -73,6 +76,27 @@ def test_base64_holds_the_same_numbers_as_little_endian_float32(api: Api) -> Non
     (encoded,) = embed(api, "Hello.", encoding_format="base64")
     assert isinstance(encoded, str)
     assert np.frombuffer(base64.b64decode(encoded), "<f4").tolist() == np.array(plain, np.float32).tolist()
+
+
+def test_others_go_on_after_each_vector_that_is_written() -> None:
+    turns: list[str] = []
+
+    def write(place: int, vector: NDArray[np.float32]) -> bytes:
+        turns.append("vector")
+        return b"%d" % (place + len(vector))
+
+    async def other() -> None:
+        for _ in range(3):
+            turns.append("other")
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        made = [Embedding(np.zeros(1, np.float32), 1)] * 3
+        data, _ = await asyncio.gather(written(made, write), other())
+        assert data == b"1,2,3"
+
+    asyncio.run(both())
+    assert turns == ["vector", "other"] * 3
 
 
 def test_usage_counts_every_text_s_tokens(api: Api) -> None:

@@ -45,11 +45,26 @@ def test_a_star_allows_all() -> None:
     assert api.get("/", host="any.example", origin="https://any.example").status_code == 200
 
 
+def test_bound_to_every_address_a_page_is_ours_that_comes_from_the_one_it_asks_and_no_other() -> None:
+    api = Api(settings=ApiSettings(host="0.0.0.0"))  # noqa: S104 - what a person may bind to
+    here = "192.168.1.5:8100"
+    assert api.get("/", host=here, origin=f"http://{here}").status_code == 200
+    refusal(api.get("/", host=here, origin="http://203.0.113.9:8100"), 403)
+
+
+def test_a_star_for_hosts_lets_no_page_of_another_name_in() -> None:
+    api = Api(settings=ApiSettings(allowed_hosts=("*",)))
+    assert api.get("/", host="any.example", origin="https://any.example").status_code == 200
+    refusal(api.get("/", host="any.example", origin="https://evil.example"), 403)
+
+
 @pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1", "http://[::1]:8100"])
 def test_a_page_of_this_machine_may_ask_and_read(api: Api, origin: str) -> None:
     response = api.get("/v1/models", origin=origin)
     assert response.headers["access-control-allow-origin"] == origin
     assert response.headers["vary"] == "origin"
+    exposed = set(response.headers["access-control-expose-headers"].split(", "))
+    assert exposed == {"x-request-id", "request-id", "retry-after", "x-should-retry"}
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost@evil.example", "", "x"])
@@ -91,9 +106,10 @@ def test_a_client_s_own_name_for_its_request_is_taken_where_it_may_stand_in_a_lo
 def test_head_is_answered_as_get_is(api: Api) -> None:
     assert api.request("HEAD", "/health/ready").status_code == 200
     assert api.request("HEAD", "/generate").status_code == 405
+    assert api.request("HEAD", "/health", headers={"host": "evil.example"}).status_code == 403
 
 
-KEYED = ApiSettings(api_keys=("first-key", "schlüssel"))
+KEYED = ApiSettings(api_keys=("first-key", "schlüssel", "voilà"))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +119,13 @@ KEYED = ApiSettings(api_keys=("first-key", "schlüssel"))
         {"authorization": "bearer  first-key"},
         {"x-api-key": "first-key"},
         {"authorization": "Basic abc", "x-api-key": "first-key"},
+        {"x-api-key": "schlüssel".encode()},
+        {"authorization": "Bearer voilà".encode()},
+        {"x-api-key": "schlüssel".encode("latin-1")},
     ],
 )
-def test_a_request_with_a_key_of_the_server_is_answered(headers: dict[str, str]) -> None:
-    assert Api(settings=KEYED).get("/v1/models", **headers).status_code == 200
+def test_a_request_with_a_key_of_the_server_is_answered(headers: dict[str, str | bytes]) -> None:
+    assert Api(settings=KEYED).request("GET", "/v1/models", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,13 @@ def test_what_was_counted_stays_when_a_model_is_unloaded_or_lost(api: Api) -> No
     assert unloaded("model_state", state="unloaded", model_name="org/twin") == 1
 
 
+def test_a_first_loss_failure_or_refusal_is_a_growth_from_nothing(api: Api) -> None:
+    page = Page(api)
+    assert page("instance_losses_total", error="WorkerLost", **MODEL) == 0
+    assert page("request_failures_total", error="WorkerLost", **MODEL) == 0
+    assert page("requests_rejected_total", error="Overloaded", model_name="org/twin") == 0
+
+
 def test_kv_of_ended_requests_is_not_in_use() -> None:
     kv = RankKv(limit_bytes=64 * 256 * 8, bytes_per_token=8)
     api = Api(TwinService(kv=kv))

@@ -110,6 +110,13 @@ def test_every_reference_of_the_document_is_there() -> None:
     assert "#/$defs/" not in text
 
 
+def test_the_page_of_the_api_is_the_same_whatever_a_query_says() -> None:
+    for path in ("/docs", "/docs/page.js", "/docs/page.css"):
+        plain, asked = API.get(path), API.get(f"{path}?content=alert(1)&media_type=text/html")
+        assert asked.content == plain.content
+        assert asked.headers["content-type"] == plain.headers["content-type"]
+
+
 def test_the_page_of_the_api_needs_no_key_and_loads_nothing_from_elsewhere() -> None:
     keyed = Api(settings=ApiSettings(api_keys=("key",)))
     page = keyed.get("/docs")

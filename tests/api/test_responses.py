@@ -139,6 +139,18 @@ def test_a_turns_items_are_one_message_to_the_template() -> None:
     ]  # fmt: skip
 
 
+def test_thoughts_stay_in_the_turn_in_which_they_were_thought() -> None:
+    def thought(text: str) -> dict[str, object]:
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+    said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Yes."}]
+    assert asked([{"role": "user", "content": "Hi."}, thought("One."), thought("Two."), *said]) == [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "", "reasoning_content": "One.\nTwo."},
+        *said,
+    ]
+
+
 def test_instructions_and_a_developers_message_at_the_beginning_are_one() -> None:
     assert asked([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi."}], instructions="Be kind.") == [
         {"role": "system", "content": "Be kind.\nBe brief."},
@@ -169,28 +181,10 @@ def test_a_thought_comes_back_sealed_and_anothers_seal_leaves_its_summary(sealed
     assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
 
 
-def test_thoughts_belong_to_the_turn_that_they_stand_in() -> None:
-    """An answer that was cut off within its thought has nothing else."""
-
-    def thought(text: str) -> dict[str, Any]:
-        return {
-            "type": "reasoning",
-            "id": "rs_1",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": text}],
-        }
-
-    user = {"role": "user", "content": "Go on."}
-    alone = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
-    assert asked([thought("Hm."), user, {"role": "assistant", "content": "Yes."}]) == [
-        alone,
-        user,
-        {"role": "assistant", "content": "Yes."},
-    ]
-    assert asked([user, thought("Hm.")]) == [user, alone]
-    assert asked([thought("One."), thought("Two."), {"role": "assistant", "content": "Yes."}]) == [
-        {"role": "assistant", "content": "Yes.", "reasoning_content": "One.\nTwo."}
-    ]
+def test_a_thought_that_the_input_ends_with_is_not_lost() -> None:
+    user = {"role": "user", "content": "Hi."}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    assert asked([user, thought])[1:] == [{"role": "assistant", "content": "", "reasoning_content": "Hm."}]
 
 
 def test_an_effort_and_what_it_comes_to_are_not_both_given() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 
 import httpx
 import pytest
 from tests.api.clients import serving
-from tests.api.test_streaming import CHAT
+from tests.api.test_streaming import CHAT, until
 from tests.api.twins import TwinCatalog, TwinService
 
 from mlx_ring.api.service import ModelService
@@ -57,6 +58,18 @@ def test_a_stream_lives_while_its_model_is_loaded(path: str, last: str) -> None:
         assert [next(lines), next(lines)] == [": keep-alive"] * 2
         catalog.may_load.set()
         assert list(lines)[-1] == f"data: {last}"
+
+
+def test_who_leaves_while_a_model_is_loaded_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlx_ring")
+    service, catalog = unloaded()
+    with serving(service, OFTEN, catalog=catalog) as url:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=TALK, timeout=20) as got:
+            next(got.iter_lines())
+        until(lambda: bool(caplog.records))
+        catalog.may_load.set()
+    (line,) = caplog.records
+    assert line.getMessage().endswith("ended=client_left")
 
 
 def test_what_cannot_be_loaded_is_the_stream_s_last_event_and_a_status_where_nothing_was_said_yet() -> None:

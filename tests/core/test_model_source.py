@@ -203,7 +203,9 @@ def test_a_model_that_the_hub_has_not_is_told_apart_from_no_network(
     assert "is not on this machine and cannot be fetched" in offline.stderr
 
 
-@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "../x", "x" * 300, "demo "])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "a/b/c", "../x", "x" * 300, "demo ", "~nobody-has-this-name/x", "x\0y"]
+)
 def test_what_is_neither_name_nor_folder_nor_id_is_refused_with_the_built_in_names(name: str) -> None:
     with pytest.raises(ModelNotFound, match="demo, demo-moe"):
         find_model(name)

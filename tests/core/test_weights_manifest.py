@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.worker.random_models import QWEN3, write_random_model
 
+from mlx_ring.core import model_digests
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError
-from mlx_ring.core.model_digests import manifest_of_folder
-from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.core.model_digests import manifest_beside, manifest_of_folder
+from mlx_ring.core.model_folder import ModelFolder, read_model_folder
 from mlx_ring.core.stage_folder import mark_stage_folder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.weights_manifest import (
@@ -103,6 +107,31 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(folder: Path, tmp_pat
     model = read_model_folder(folder)
     with pytest.raises(ModelCorrupt, match="was changed while its weights were read"):
         manifest_of_folder(model, tmp_path / "cache", change)
+
+
+def test_the_reading_ends_with_who_waits_for_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended, over = threading.Event(), threading.Event(), threading.Event()
+
+    def read(_folder: ModelFolder, _cache: Path, progress: Callable[[int, int], None]) -> None:
+        begun.set()
+        try:
+            while not over.wait(0.001):
+                progress(0, 1)
+        finally:
+            ended.set()
+
+    async def leave() -> bool:
+        reading = asyncio.create_task(manifest_beside(read_model_folder(folder), tmp_path))
+        assert await asyncio.to_thread(begun.wait, 20)
+        reading.cancel()
+        by_itself = await asyncio.to_thread(ended.wait, 20)
+        over.set()
+        return by_itself
+
+    monkeypatch.setattr(model_digests, "manifest_of_folder", read)
+    assert asyncio.run(leave())
 
 
 def test_a_folder_of_one_stage_is_no_model_to_give(folder: Path, tmp_path: Path) -> None:

@@ -229,6 +229,8 @@ MARKDOWN = {
         '<p><a href="https://a.example/?q=1" target="_blank" rel="noopener noreferrer nofollow">x</a></p>'
     ),
     "an **open end": "<p>an **open end</p>",
+    "one *open and **strong** end": "<p>one *open and <strong>strong</strong> end</p>",
+    "## C#\n### Closed ##": "<h4>C#</h4><h5>Closed</h5>",
 }
 DRAW = """async ([base, texts]) => {
     const { h, render } = await import(new URL("vendor/preact.js", base));
@@ -250,6 +252,11 @@ def test_what_a_model_writes_is_drawn_as_markdown_and_never_as_html(browser: Bro
         "- " * 500,
         "_a" * 3000,
         "|" * 2000 + "\n|-|",
+        "*a _b ~~c " * 9000,
+        "[" * 50_000 + "](x)",
+        "# a" + " " * 20_000 + "b",
+        "```" + " " * 50_000 + "`",
+        "a | b\n-" + " " * 50_000 + "x",
     ]
     with twin_serving(TwinService()) as url, opened(browser, url) as (page, heard):
         base = f"{url}/page/{load_page().digest}/"
@@ -259,6 +266,62 @@ def test_what_a_model_writes_is_drawn_as_markdown_and_never_as_html(browser: Bro
         assert "<code>&lt;b&gt;1&lt;/b&gt;</code>" in fenced
         assert len(page.evaluate(DRAW, [base, hostile])) == len(hostile)
         assert heard.complaints == []
+
+
+def test_a_change_in_one_tab_is_seen_and_kept_by_the_others(browser: Browser) -> None:
+    with twin_serving(TwinService()) as url, opened(browser, url) as (one, heard):
+        other = one.context.new_page()
+        other.goto(url)
+        for page, question in ((one, "First."), (other, "Second.")):
+            ask(page, question)
+            expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
+            expect(page.get_by_role("button", name="Retry")).to_be_visible()
+        kept = one.get_by_label("Conversations").get_by_role("listitem")
+        expect(kept).to_have_text([re.compile("Second"), re.compile("First")])
+        one.get_by_role("button", name="Delete all").click()
+        one.get_by_role("button", name="Delete them for good").click()
+        expect(other.get_by_role("article", name="Answer")).to_have_count(0)
+        other.close(run_before_unload=False)
+        one.reload()
+        expect(kept).to_have_count(0)
+        assert heard.complaints == []
+
+
+def test_what_another_version_kept_or_tells_does_not_end_the_page(browser: Browser) -> None:
+    strange = [None, {"id": "a", "messages": [{"role": "assistant"}]}, {"id": "b", "messages": "none"}]
+    fewer = {"role": "assistant", "content": "An answer of before."}
+    kept = json.dumps([*strange, {"id": "c", "title": "Before", "at": 1, "messages": [fewer]}])
+    with twin_serving(TwinService()) as url, opened(browser, url) as (page, _):
+        page.evaluate("kept => localStorage.setItem('mlx-ring.chats', kept)", kept)
+        page.reload()
+        expect(page.get_by_role("article", name="Answer")).to_contain_text("An answer of before.")
+        told: dict[str, object] = {
+            "time": 1,
+            "version": "9",
+            "began": 1,
+            "draining": False,
+            "cluster": {"nodes": [], "models": [], "instances": []},
+        }
+        body = f"event: state\ndata: {json.dumps(told)}\n\n"
+        page.route(
+            "**/cluster/events", lambda route: route.fulfill(content_type="text/event-stream", body=body)
+        )
+        page.goto(f"{url}/#cluster")
+        page.reload()
+        expect(page.get_by_role("alert").filter(has_text="of another version")).to_be_visible()
+        page.get_by_role("link", name="Chat").click()
+        expect(page.get_by_role("article", name="Answer")).to_be_visible()
+
+
+def test_an_answer_that_is_stopped_has_no_pace_that_nobody_has_measured(browser: Browser) -> None:
+    service = TwinService(context=10**7, says=ALPHABET * 100_000)
+    with twin_serving(service) as url, opened(browser, url) as (page, _):
+        ask(page, "Tell me the alphabet.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer).to_contain_text(ALPHABET)
+        page.get_by_role("button", name="Stop").click()
+        expect(answer).to_contain_text("first after")
+        expect(answer).not_to_contain_text("tokens/s")
 
 
 NAMELESS = """() => [...document.querySelectorAll("button, a, input, select, textarea")]
@@ -278,7 +341,9 @@ CONTRASTS = """() => {
     };
     const inks = ["--ink", "--muted", "--accent", "--good", "--busy", "--bad"];
     const papers = ["--bg", "--surface", "--sunken", "--raised"];
-    return inks.flatMap((ink) => papers.map((paper) => [ratio(ink, paper), ink, paper])).sort((a, b) => a[0] - b[0])[0];
+    const pairs = inks.flatMap((ink) => papers.map((paper) => [ink, paper]));
+    const stages = [0, 1, 2, 3, 4, 5, 6, 7].map((stage) => ["--surface", `--stage-${stage}`]);
+    return [...pairs, ...stages].map(([ink, paper]) => [ratio(ink, paper), ink, paper]).sort((a, b) => a[0] - b[0])[0];
 }"""
 
 
@@ -330,7 +395,7 @@ def test_the_cluster_is_drawn_as_it_is_and_a_lost_worker_is_told(browser: Browse
         expect(page.get_by_role("region", name="Machines")).to_contain_text("2 devices active on 1 machine")
         expect(page.get_by_role("img", name=re.compile("free of"))).to_be_visible()
         expect(page.get_by_role("region", name="Requests")).to_contain_text("Nobody is asking")
-        expect(page.get_by_role("region", name="Cache")).to_contain_text("KV in use")
+        expect(page.get_by_role("region", name="Cache")).to_contain_text("KV held")
         expect(page.get_by_role("log")).to_contain_text("started worker-1-0")
         assert page.locator(".chart canvas").count() == 2
         assert heard.complaints == []

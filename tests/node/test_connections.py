@@ -37,6 +37,7 @@ def refused(answer: bytes) -> tuple[int, str]:
     """Status and code of an answer in OpenAI's body."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower()
+    assert b"x-request-id: req_" in head.lower()
     return int(head.split(b" ")[1]), json.loads(body)["error"]["code"]
 
 
@@ -87,6 +88,19 @@ def test_what_is_no_http_is_told_so(brief: str, sent: bytes, status: int, code: 
         assert refused(rest(connection)) == (status, code)
 
 
+def test_who_sends_most_of_a_body_at_once_may_stall_no_longer_for_it(brief: str) -> None:
+    with connected(brief) as connection:
+        connection.sendall(HEAD + b"content-length: 2000000\r\n\r\n" + b"x" * 1_999_999)
+        assert refused(rest(connection)) == (408, "body_timeout")
+
+
+def test_the_head_of_a_stream_without_end_leaves_the_connection_to_the_next_request() -> None:
+    with serving(TwinService()) as url, connected(url) as connection:
+        for path in (b"/cluster/events", b"/health/live"):
+            connection.sendall(b"HEAD %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
 def test_a_connection_takes_one_request_after_the_other_and_ends_when_it_is_idle() -> None:
     with serving(TwinService(), limits=ConnectionLimits(idle_s=0.3)) as url, connected(url) as connection:
         for _ in range(3):
@@ -132,3 +146,6 @@ def test_over_the_limit_of_connections_that_are_all_busy_503_says_when_to_come_a
         refusal = httpx.get(f"{url}/health/live")
         assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "5")
         assert refusal.json()["error"]["code"] == "too_many_connections"
+        other = httpx.post(f"{url}/v1/messages", json={})
+        assert other.json()["error"]["type"] == "overloaded_error"
+        assert other.json()["request_id"] == other.headers["x-request-id"]

@@ -6,16 +6,23 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
-from typing import TypeVar, cast
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 
 from mlx_ring.core.errors import BodyTooLarge, BodyTooSlow, RequestError
 
 _DEEPEST = 64
 """Levels of lists and objects in a body; no field needs more than a dozen."""
+_MOST_NAMES = 10_000
+"""Of one object: each that is wrong costs an error that nobody reads."""
+_MOST_BRACKETS = 500_000
+"""Of a body, in its texts too, which are no prompt for any context with so many: each empty list takes a hundred bytes."""
+_LARGE = 256 << 10
+"""Bytes of a body that is read beside the event loop, where others' tokens wait for it."""
 _DRAIN = 4
 """A body over the limit is read on, and dropped, to this many times the limit: a client that is
 still sending when the connection closes would see a broken pipe and not the answer."""
@@ -25,7 +32,23 @@ _SHOWN = 60
 """Characters of a wrong value that an error repeats."""
 WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
 """Clients send these (and `prompt_cache_...`), and they promise nothing about the answer."""
+_INSIDE = frozenset({str, list, dict})
+"""What may hold what is wrong."""
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Number|Tuple|Object)\b")
+
+
+def _failing_fast(schema: CoreSchema) -> CoreSchema:
+    pending: list[Any] = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            inner = cast("dict[str, Any]", part)
+            if inner.get("type") == "list":
+                inner["fail_fast"] = True
+            pending.extend(inner.values())
+        elif isinstance(part, list | tuple):
+            pending.extend(cast("list[Any]", part))
+    return schema
 
 
 class Body(BaseModel):
@@ -34,6 +57,11 @@ class Body(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A list is left at what is first wrong in it: one error is told, and millions would take gigabytes."""
+        return _failing_fast(handler(source))
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -63,7 +91,18 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
         BodyTooSlow: it does not come.
         RequestError: not JSON, or not what the schema says; names the field.
     """
-    value = parse_json(await _read_bytes(request, max_bytes, timeout_s))
+    data = await _read_bytes(request, max_bytes, timeout_s)
+    if len(data) < _LARGE:
+        return _read(data, schema)
+    return await asyncio.get_running_loop().run_in_executor(_beside, _read, data, schema)
+
+
+_beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
+"""One at a time: those of one client take no more of the processor than one."""
+
+
+def _read(data: bytes, schema: type[BodyT]) -> BodyT:
+    value = parse_json(data)
     if not isinstance(value, dict):
         raise RequestError(f"The body must be a JSON object, not {_show(value)}.")
     fields = cast("dict[str, object]", value)
@@ -77,8 +116,15 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
 
 def parse_json(data: bytes) -> object:
     """Strict JSON in UTF-8: no NaN, no infinity, no half of a surrogate pair, no bottomless nesting."""
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets > _MOST_BRACKETS:
+        raise RequestError(
+            f"The body has {brackets} lists and objects, or as many brackets; {_MOST_BRACKETS} are the most."
+        )
     try:
-        value: object = json.loads(data.decode(), parse_constant=_refuse_constant, parse_float=_finite)
+        value: object = json.loads(
+            data.decode(), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object
+        )
     except UnicodeDecodeError as error:
         raise RequestError(f"The body is not UTF-8: byte {error.start} is wrong.") from None
     except json.JSONDecodeError as error:
@@ -89,21 +135,26 @@ def parse_json(data: bytes) -> object:
         raise _too_deep() from None
     except ValueError:
         raise RequestError("The body holds a number with too many digits.") from None
-    if data.count(b"[") + data.count(b"{") > _DEEPEST or b"\\u" in data:
+    if brackets > _DEEPEST or b"\\u" in data:
         _check_inside(value)
     return value
 
 
 async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Whoever sends drop by drop is waited for no longer than who sends nothing: each KiB buys a second."""
+    """Whoever sends drop by drop is waited for no longer than who sends nothing.
+
+    Each KiB buys a second, and nobody has more of them than `timeout_s`.
+    """
     chunks: list[bytes] = []
     size = 0
-    latest_s = asyncio.get_running_loop().time() + timeout_s
+    now_s = asyncio.get_running_loop().time
+    latest_s = now_s() + timeout_s
     try:
         async with asyncio.timeout_at(latest_s) as timeout:
             async for chunk in request.stream():
                 size += len(chunk)
-                timeout.reschedule(latest_s + size / _SLOWEST)
+                latest_s = min(latest_s + len(chunk) / _SLOWEST, now_s() + timeout_s)
+                timeout.reschedule(latest_s)
                 if size <= max_bytes:
                     chunks.append(chunk)
                 elif size > max_bytes * _DRAIN:
@@ -115,6 +166,12 @@ async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> byt
     if size > max_bytes:
         raise BodyTooLarge(f"The body is over {max_bytes} bytes, the most this server reads.")
     return b"".join(chunks)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(pairs) > _MOST_NAMES:
+        raise RequestError(f"The body holds an object of {len(pairs)} names; {_MOST_NAMES} are the most.")
+    return dict(pairs)
 
 
 def _refuse_constant(name: str) -> float:
@@ -139,7 +196,7 @@ def _check_inside(value: object) -> None:
             if len(path) >= _DEEPEST:
                 raise _too_deep()
             children = _children(cast("list[object] | dict[str, object]", value))
-            pending.extend(((*path, key), inner) for key, inner in children)
+            pending.extend(((*path, key), inner) for key, inner in children if type(inner) in _INSIDE)
 
 
 def _children(value: list[object] | dict[str, object]) -> Iterator[tuple[int | str, object]]:

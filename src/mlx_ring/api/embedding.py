@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,6 +127,25 @@ class _Work:
             raise ServingError("The last stage gave no hidden states.")
         vector = finish_vector(answer.pooled, self._dimensions, normalize=self._pooling.normalize)
         return Embedding(vector, answer.prompt_tokens)
+
+
+async def written(made: Sequence[Embedding], write: Callable[[int, NDArray[np.float32]], bytes]) -> bytes:
+    """The vectors with commas between them. Others go on after each: a thousand at once would hold up everybody's tokens.
+
+    Args:
+        made: the vectors.
+        write: one of them, with its place.
+    """
+    data: list[bytes] = []
+    for place, embedding in enumerate(made):
+        data.append(write(place, embedding.vector))
+        await asyncio.sleep(0)
+    return b",".join(data)
+
+
+def floats(vector: NDArray[np.float32]) -> bytes:
+    """As JSON, in nine digits, which no two float32 share."""
+    return b"[%s]" % ",".join(f"{number:.9g}" for number in vector.tolist()).encode()
 
 
 def finish_vector(pooled: Sequence[float], dimensions: int | None, *, normalize: bool) -> NDArray[np.float32]:

@@ -111,9 +111,10 @@ def _retry_after_s(error: Exception, status: int) -> float | None:
     return errors.NotReady.retry_after_s if status == _UNAVAILABLE else None
 
 
-def transport_error(status: int, message: str) -> Json:
+def transport_error(status: int, message: str, request_id: str, path: str = "") -> Json:
     """The body for what is no HTTP request, or none that can be taken: no route has seen it."""
-    return error_bodies.error_body(Trouble(status, message, *_TRANSPORT[status]), "", "-")
+    trouble = Trouble(status, message, *_TRANSPORT[status], passes=status == _UNAVAILABLE)
+    return error_bodies.error_body(trouble, path, request_id)
 
 
 _TRANSPORT = {

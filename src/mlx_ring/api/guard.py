@@ -7,10 +7,10 @@ or its name in `Host`; both are refused unless they are ours.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import re
-import secrets
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -25,7 +25,7 @@ from mlx_ring.api.errors import error_response, log_failure
 from mlx_ring.api.page.wanted import wants_page
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Draining, Refused, Unauthenticated
-from mlx_ring.core.request_context import REQUEST_ID
+from mlx_ring.core.request_context import REQUEST_ID, new_request_id
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised here, bound elsewhere
@@ -33,6 +33,12 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """A client's own name for its request that may stand in a log."""
 _OPEN = ("/health", "/docs", "/page", "/favicon.ico")
 """Need no key: who asks whether we live has none, and a page must be there before a key can be typed into it."""
+_EXPOSED = "x-request-id, request-id, retry-after, x-should-retry"
+"""Headers that SDKs in a page of another origin read."""
+
+
+class _HeadSent(Exception):
+    """The head of an answer is out, and no more is wanted of it."""
 
 
 class Guard:
@@ -43,7 +49,7 @@ class Guard:
         self._settings = settings
         self._admission = admission
         self._hosts = _LOCAL | set(map(_bare, settings.allowed_hosts)) | {_bare(settings.host)}
-        self._keys = tuple(key.encode() for key in settings.api_keys)
+        self._keys = tuple(form for key in settings.api_keys for form in _forms(key))
         self._origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +57,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_id = scope["request_id"] = _given_id(headers) or f"req_{secrets.token_hex(12)}"
+        request_id = scope["request_id"] = _given_id(headers) or new_request_id()
         REQUEST_ID.set(request_id)
         origin = headers.get("origin")
         started = False
@@ -70,7 +76,7 @@ class Guard:
             else:
                 self._authenticate(scope["path"], headers)
                 with self._admission.admit(scope["method"]):
-                    await self._app(_as_routed(scope), receive, send_named)
+                    await self._route(scope, receive, send_named)
         except ClientDisconnect:
             pass
         except (Unauthenticated, Draining) as error:
@@ -84,6 +90,20 @@ class Guard:
                 raise
             await error_response(error, scope)(scope, receive, send_named)
 
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """HEAD is answered as GET is, up to the body: one that never ends would keep the connection."""
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send(message)
+            await send({"type": "http.response.body", "body": b""})
+            raise _HeadSent
+
+        with contextlib.suppress(_HeadSent):
+            await self._app({**scope, "method": "GET"}, receive, send_head)
+
     def _check(self, headers: Headers) -> None:
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_ours(_hostname(f"//{host}")):
@@ -91,7 +111,7 @@ class Guard:
                 f"Host '{host}' is not a name of this server; start it with this host allowed, "
                 f"or use one of {_listed(self._hosts)}."
             )
-        if origin is not None and not self._is_allowed_origin(origin):
+        if origin is not None and not self._is_allowed_origin(origin, host):
             raise Refused(f"Origin '{origin}' may not use this server; start it with this origin allowed.")
 
     def _authenticate(self, path: str, headers: Headers) -> None:
@@ -103,15 +123,20 @@ class Guard:
             raise Unauthenticated(
                 "This server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
             )
-        if not sum(hmac.compare_digest(given.encode(), key) for key in self._keys):
+        if not sum(hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys):
             raise Unauthenticated("Incorrect API key provided: it is not one of this server's.")
 
-    def _is_allowed_origin(self, origin: str) -> bool:
+    def _is_allowed_origin(self, origin: str, asked: str | None) -> bool:
+        """Ours is a page from a name that was given, or from the one that it asks for.
+
+        Where any address may be asked for, that says nothing of a page: others have addresses too.
+        """
         host = _hostname(origin)
         return (
             "*" in self._origins
             or origin.rstrip("/").lower() in self._origins
-            or (host is not None and (host in self._origins or self._is_ours(host)))
+            or (host is not None and (host in self._origins or host in self._hosts))
+            or (host is not None and asked is not None and host == _hostname(f"//{asked}"))
         )
 
     def _is_ours(self, host: str | None) -> bool:
@@ -129,7 +154,7 @@ class Guard:
             headers["connection"] = "close"
         if origin is not None:
             headers["access-control-allow-origin"] = origin
-            headers["access-control-expose-headers"] = "x-request-id, retry-after"
+            headers["access-control-expose-headers"] = _EXPOSED
             headers.add_vary_header("origin")
 
 
@@ -144,14 +169,18 @@ def _given_id(headers: Headers) -> str | None:
     return given if _SANE_ID.fullmatch(given) else None
 
 
-def _as_routed(scope: Scope) -> Scope:
-    """HEAD is answered as GET is; the server leaves the body out."""
-    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-
-
 def _given_key(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" and token.strip() else headers.get("x-api-key")
+    token = token.strip(" ")
+    return token if scheme.lower() == "bearer" and token else headers.get("x-api-key")
+
+
+def _forms(key: str) -> set[bytes]:
+    """A key as it stands in a header: programs send UTF-8, and browsers Latin-1 where that has all of its letters."""
+    forms = {key.encode()}
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.add(key.encode("latin-1"))
+    return forms
 
 
 def _is_preflight(scope: Scope, headers: Headers) -> bool:

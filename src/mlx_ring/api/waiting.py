@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -65,6 +65,8 @@ class _Begun(Response):
         try:
             response = await while_connected(receive, self._awaited(send))
             await response(scope, receive, send_rest)
+        except ClientDisconnect:
+            raise
         except Exception as error:  # noqa: BLE001 - the status is out: the stream itself must say it
             log_failure(error, scope.get("request_id", "-"))
             await send({"type": "http.response.body", "body": _failure(error, scope)})

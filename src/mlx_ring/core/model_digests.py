@@ -6,8 +6,10 @@ still is.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -46,6 +48,28 @@ def manifest_of_folder(folder: ModelFolder, cache: Path, progress: Progress) -> 
         )
     write_private(kept, f"{manifest.digest}\n".encode() + manifest.encoded)
     return manifest
+
+
+class _Left(Exception):
+    """Who waited for a manifest has gone."""
+
+
+async def manifest_beside(folder: ModelFolder, cache: Path) -> WeightsManifest:
+    """The manifest, read in a thread of its own. Who is cancelled ends the reading, which of a large model takes minutes.
+
+    Raises:
+        ModelCorrupt: as `manifest_of_folder`.
+    """
+    left = threading.Event()
+
+    def go_on(_done: int, _total: int) -> None:
+        if left.is_set():
+            raise _Left
+
+    try:
+        return await asyncio.to_thread(manifest_of_folder, folder, cache, go_on)
+    finally:
+        left.set()
 
 
 def hash_range(stream: BinaryIO, offset: int, nbytes: int, progress: Callable[[int], None]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ def find_model(name: str, *, must_fit: bool = False) -> LocalModel:
     """
     if name in builtin_names():
         return LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
-    path = Path(name).expanduser()
+    path = _path(name)
     if _is_there(path):
         return LocalModel(path.absolute().name, "folder", read_model_folder(path.absolute()))
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
@@ -83,7 +84,7 @@ def describe_model(name: str) -> LocalModel:
         ModelNotFound: there is none of that name, or the hub cannot be reached.
         ModelCorrupt, ModelUnsafe: what is there cannot be read.
     """
-    path = Path(name).expanduser()
+    path = _path(name)
     if name not in builtin_names() and _is_there(path):
         if path.is_file():
             return LocalModel(path.absolute().parent.name, "folder", read_model_config(path.absolute()))
@@ -96,6 +97,13 @@ def describe_model(name: str) -> LocalModel:
     from mlx_ring.core import hub  # noqa: PLC0415 - as above
 
     return LocalModel(name, "hub", hub.complete_in_cache(name) or hub.fetch_config(name))
+
+
+def _path(name: str) -> Path:
+    """Of a folder, where it is one. `~` of a user whom nobody knows is no more than a letter."""
+    with contextlib.suppress(RuntimeError):
+        return Path(name).expanduser()
+    return Path(name)
 
 
 def _is_there(path: Path) -> bool:

@@ -5,9 +5,15 @@ Whoever takes a request in sets both; tasks that are made for it have them too.
 
 from __future__ import annotations
 
+import secrets
 from contextvars import ContextVar
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """As clients read it in `x-request-id`; empty outside of requests."""
 TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
 """W3C's, of the span that is open for the request; empty where it is not traced."""
+
+
+def new_request_id() -> str:
+    """Of a request that brings none of its own."""
+    return f"req_{secrets.token_hex(12)}"

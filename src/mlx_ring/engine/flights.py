@@ -18,6 +18,7 @@ from mlx_ring.engine.totals import RankTotals
 from mlx_ring.rpc.protos import step_pb2
 
 _RECENT_STEPS = 256
+_FIRST = RankId(0, 0)
 
 
 @dataclass(slots=True)
@@ -81,6 +82,8 @@ class Flights:
         self._recent: deque[StepTiming] = deque(maxlen=_RECENT_STEPS)
         self.window = StepWindow()
         self.sent = 0
+        self.read_tokens = 0
+        """Of prompts, that the first stage has taken in."""
         self.prefills = 0
         """Prefill steps that some rank has not answered."""
 
@@ -122,6 +125,8 @@ class Flights:
         if not done.HasField("failure"):
             self.window.note(timing)
             self._deadlines.note(timing)
+            if flight.is_prefill and rank == _FIRST:
+                self.read_tokens += timing.tokens
         return Answered(flight, rank, timing)
 
     def land(self) -> bool:

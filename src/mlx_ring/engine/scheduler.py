@@ -431,6 +431,7 @@ class Scheduler:
         cache = self._kv.stats()
         return StepTotals(
             ranks=self._flights.totals(now, began),
+            read_tokens=self._flights.read_tokens,
             steps_failed=self._steps_failed,
             preemptions=self._preemptions,
             drafts=self._drafts,

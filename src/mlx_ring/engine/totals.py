@@ -44,6 +44,8 @@ class StepTotals:
     """Of the steps of one engine, and of the KV behind them."""
 
     ranks: Mapping[RankId, RankTotals]
+    read_tokens: int
+    """Of prompts, by the first stage, those that were read again included."""
     steps_failed: int
     preemptions: int
     drafts: int

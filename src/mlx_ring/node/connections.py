@@ -27,6 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from mlx_ring.api.errors import transport_error
+from mlx_ring.core.request_context import new_request_id
 
 log = logging.getLogger(__name__)
 
@@ -233,8 +234,10 @@ class ClientConnection(H11Protocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answer, where that is still possible, and end the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(transport_error(status, message)).encode()
+            request_id = new_request_id()
+            body = json.dumps(transport_error(status, message, request_id)).encode()
             headers = [
+                (b"x-request-id", request_id.encode()),
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),
                 CLOSE_HEADER,
@@ -251,8 +254,10 @@ class ClientConnection(H11Protocol):
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
     """An application for connections over the limit."""
     message = "The server has as many connections as it takes; come again in a moment."
-    headers = {"retry-after": str(_RETRY_AFTER_S), "connection": "close"}
-    await JSONResponse(transport_error(_TOO_MANY, message), _TOO_MANY, headers)(scope, receive, send)
+    request_id = new_request_id()
+    headers = {"x-request-id": request_id, "retry-after": str(_RETRY_AFTER_S), "connection": "close"}
+    body = transport_error(_TOO_MANY, message, request_id, scope["path"])
+    await JSONResponse(body, _TOO_MANY, headers)(scope, receive, send)
 
 
 def _notice_silence(peer: socket.socket | None, stall_s: float) -> None:

@@ -27,7 +27,7 @@ from mlx_ring.core.cluster_folders import manifests_folder
 from mlx_ring.core.config import Settings, state_folder
 from mlx_ring.core.head_announcement import HeadAnnouncement
 from mlx_ring.core.machine import make_run_folder, node_name, raise_descriptor_limit
-from mlx_ring.core.model_digests import manifest_of_folder
+from mlx_ring.core.model_digests import manifest_beside
 from mlx_ring.core.rank_settings import rank_shares
 from mlx_ring.core.traces import open_tracing
 from mlx_ring.core.weights_manifest import WeightsManifest
@@ -182,12 +182,7 @@ class Head:
         """A model's, made by reading it once; from now on nodes can fetch it here."""
         folder = served.folder
         log.info("reading %s, so that other machines can check what they fetch", folder.path)
-        manifest = await asyncio.to_thread(
-            manifest_of_folder,
-            folder,
-            manifests_folder(state_folder(self._settings)),
-            lambda _done, _total: None,
-        )
+        manifest = await manifest_beside(folder, manifests_folder(state_folder(self._settings)))
         self._weights.offer(folder.path, manifest)
         return manifest
 

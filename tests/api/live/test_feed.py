@@ -83,6 +83,23 @@ def test_nothing_is_looked_at_for_nobody_and_once_for_many() -> None:
     asyncio.run(watch())
 
 
+def test_who_comes_while_the_last_one_leaves_is_told_everything() -> None:
+    async def watch() -> None:
+        feed = World().feed(every_s=3600)
+        leaving = feed.watching()
+        await leaving.__aenter__()
+        gone = asyncio.create_task(leaving.__aexit__(None, None, None))
+        coming = feed.watching()
+        await asyncio.sleep(0)
+        assert not gone.done()
+        events = await coming.__aenter__()
+        await gone
+        assert await told(events) == ("state", {"looks": 2, "other": {"same": True}})
+        await coming.__aexit__(None, None, None)
+
+    asyncio.run(watch())
+
+
 def test_one_watcher_too_many_is_told_when_to_come_again_and_a_place_becomes_free() -> None:
     async def watch() -> None:
         feed = World().feed(most=1)

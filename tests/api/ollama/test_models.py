@@ -77,4 +77,5 @@ def test_what_would_change_models_is_refused_with_a_reason(client: Client, api: 
     ):
         with pytest.raises(ResponseError, match="leaves alone"):
             ask()
+    assert api.request("HEAD", "/api/blobs/sha256:ab12").status_code == 400
     assert set(api.get("/api/version").json()) == {"version", "mlx_ring"}

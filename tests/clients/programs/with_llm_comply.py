@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from checks import KEY, MODEL, URL, check, equal, run
+from checks import KEY, MODEL, URL, check, equal, expect, run
 
 PROGRAM = Path(sys.executable).with_name("llm-comply")
 NO_IMAGES = "models here read text alone, so images are refused by name"
@@ -40,8 +40,10 @@ def results(format_: str, *more: str) -> Sequence[Mapping[str, Any]]:
 
 
 def compare(format_: str, *more: str) -> None:
-    failed = {result["id"]: result for result in results(format_, *more) if result["status"] == "failed"}
-    known = {result["id"] for result in results(format_, *more)} & NOT_ALIKE.keys()
+    told = results(format_, *more)
+    expect(any(result["status"] == "passed" for result in told), told)
+    failed = {result["id"]: result for result in told if result["status"] == "failed"}
+    known = {result["id"] for result in told} & NOT_ALIKE.keys()
     unexpected = {name: result for name, result in failed.items() if name not in NOT_ALIKE}
     equal(unexpected, {})
     equal(known - failed.keys(), set())

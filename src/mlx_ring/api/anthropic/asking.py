@@ -143,6 +143,11 @@ def _tool_use(fields: PromptFields) -> ToolUse:
         return ToolUse(tools)
     use = ToolUse(tools, parallel=not choice.disable_parallel_tool_use)
     if choice.type != "tool":
+        if choice.name is not None:
+            raise RequestError(
+                f"'tool_choice.name' goes with the type 'tool', not with '{choice.type}'; leave it out.",
+                param="tool_choice.name",
+            )
         return choose(use, _CHOICES[choice.type], None, "tool_choice")
     if choice.name is None:
         raise RequestError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from importlib import resources
 
 from fastapi import APIRouter
@@ -29,13 +30,18 @@ _FILES = {
 def routes(_: ApiContext) -> APIRouter:
     router = APIRouter()
     for path, (name, media_type) in _FILES.items():
-        content = resources.files("mlx_ring.api.docs").joinpath(name).read_bytes()
-
-        async def page(content: bytes = content, media_type: str = media_type) -> Response:
-            return Response(content, media_type=media_type, headers=_HEADERS)
-
+        page = _answering(resources.files("mlx_ring.api.docs").joinpath(name).read_bytes(), media_type)
         if path == "/docs":
             told(router, path, page, About("This, as a page", None, {media_type: None}, open=True))
         else:
             router.add_api_route(path, page, methods=["GET"], include_in_schema=False)
     return router
+
+
+def _answering(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+    """An endpoint without parameters: whatever one has, a query may give."""
+
+    async def page() -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+    return page

@@ -82,10 +82,10 @@ class Feed:
         task = self._looking
         if self._watchers or task is None:
             return
-        self._looking = None
+        # Before it is waited for: who comes meanwhile has a state of their own.
+        self._looking, self._state = None, {}
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        self._state = {}
 
     async def _keep_looking(self) -> None:
         while True:

@@ -53,7 +53,7 @@ class Looks:
         at_s = time.monotonic()
         return {
             instance.info.name: Look(
-                at_s, instance.info.epoch, instance.engine.stats(), instance.engine.totals().ranks
+                at_s, instance.info.epoch, instance.engine.stats().generated_tokens, instance.engine.totals()
             )
             for _, instance in self._context.instances()
             if instance.error is None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.stats import EngineStats
-from mlx_ring.engine.totals import RankTotals
+from mlx_ring.engine.totals import RankTotals, StepTotals
 
 Json = dict[str, object]
+
+_LONG_AGO_S = 5.0
+"""Between looks lies a second. Where nobody looked for long, the time before tells nothing of now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,47 +19,35 @@ class Look:
     at_s: float
     """On a clock that does not jump."""
     epoch: int
-    stats: EngineStats
-    ranks: Mapping[RankId, RankTotals]
+    generated_tokens: int
+    totals: StepTotals
     """As they were then."""
 
 
 def pace(before: Look | None, now: Look) -> Json:
-    """Tokens per second, and of each stage the shares of the time in which it computed and had to do with links.
+    """Tokens per second, and of each stage the shares of the time in which it did what.
 
-    Without an earlier look at the same epoch nothing is known.
+    Without an earlier look at the same epoch, a moment ago, nothing is known.
     """
-    if before is None or before.epoch != now.epoch or now.at_s <= before.at_s:
+    if before is None or before.epoch != now.epoch or not before.at_s < now.at_s <= before.at_s + _LONG_AGO_S:
         return {"tokens_per_s": None, "prompt_tokens_per_s": None, "stages": []}
     span_s = now.at_s - before.at_s
     return {
-        "tokens_per_s": round((now.stats.generated_tokens - before.stats.generated_tokens) / span_s, 1),
-        "prompt_tokens_per_s": round(_read_tokens(before.stats, now.stats) / span_s, 1),
+        "tokens_per_s": round((now.generated_tokens - before.generated_tokens) / span_s, 1),
+        "prompt_tokens_per_s": round((now.totals.read_tokens - before.totals.read_tokens) / span_s, 1),
         "stages": [
-            _shares(rank.stage, before.ranks.get(rank, RankTotals()), totals, 1e6 * span_s)
-            for rank, totals in sorted(now.ranks.items())
+            _shares(rank.stage, before.totals.ranks.get(rank, RankTotals()), totals, 1e6 * span_s)
+            for rank, totals in sorted(now.totals.ranks.items())
             if rank.rank == 0
         ],
     }
 
 
-def _read_tokens(before: EngineStats, now: EngineStats) -> int:
-    """Of prompts, by the first stage, in the steps that it has answered since."""
-    first = RankId(0, 0)
-    seen = max((step.step for step in before.scheduler.recent if step.rank == first), default=0)
-    return sum(
-        step.tokens
-        for step in now.scheduler.recent
-        if step.rank == first and step.step > seen and not step.is_decode
-    )
-
-
 def _shares(stage: int, before: RankTotals, now: RankTotals, span_us: float) -> Json:
-    """A step that began before counts where it ends, so a share could seem to be more than all."""
-    compute = min(1.0, (now.compute_us - before.compute_us) / span_us)
+    """A step counts where it ends, and could seem to be more than all; until then its time is under way."""
     link_us = now.link_wait_us + now.link_send_us - before.link_wait_us - before.link_send_us
-    return {
-        "stage": stage,
-        "compute": round(compute, 3),
-        "link": round(min(1.0 - compute, link_us / span_us), 3),
-    }
+    idle = min(1.0, max(0.0, (now.idle_us - before.idle_us) / span_us))
+    compute = min(1.0 - idle, (now.compute_us - before.compute_us) / span_us)
+    link = min(1.0 - idle - compute, link_us / span_us)
+    shares = {"compute": compute, "link": link, "under_way": 1.0 - idle - compute - link}
+    return {"stage": stage, **{name: round(max(0.0, share), 3) for name, share in shares.items()}}

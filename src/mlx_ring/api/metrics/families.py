@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from mlx_ring.core.errors import RingError
 from mlx_ring.engine.meters import Distribution
 
 PREFIX = "mlx_ring_"
@@ -52,6 +53,11 @@ def _buckets(seen: Distribution) -> list[tuple[str, float]]:
         below += count
         buckets.append((bound, below))
     return buckets
+
+
+def from_nothing(counts: Mapping[str, int], usual: Sequence[type[RingError]]) -> Mapping[str, int]:
+    """Counts by error, 0 for the usual ones: of a series that begins with 1, Prometheus sees no growth."""
+    return dict.fromkeys((error.__name__ for error in usual), 0) | dict(counts)
 
 
 def one_of(names: Iterable[str], is_one: str, labels: Labels) -> Told:

@@ -8,13 +8,15 @@ from typing import get_args
 
 from prometheus_client.metrics_core import Metric
 
-from mlx_ring.api.metrics.families import MODEL, RANK, Labels, counter, gauge, one_of
+from mlx_ring.api.metrics.families import MODEL, RANK, Labels, counter, from_nothing, gauge, one_of
 from mlx_ring.api.metrics.requests import Replica
 from mlx_ring.api.ops.status import NodeState, NodeStatus
 from mlx_ring.api.routes import workers_of
 from mlx_ring.api.service import LinkInfo, LinkUse, ModelService, State, WorkerInfo
+from mlx_ring.core.errors import NodeLost, WorkerLost, WorkerStuck
 from mlx_ring.engine.executor import RankId
 
+_LOSSES = (WorkerLost, NodeLost, WorkerStuck)
 _WORKER_BYTES = (
     ("worker_weight_bytes", "weight_bytes", "Weights that a worker holds."),
     ("worker_kv_bytes", "kv_bytes", "Keys and values that a worker holds."),
@@ -78,7 +80,11 @@ def instance_families(replicas: Sequence[Replica], models: Sequence[ModelService
         "instance_losses",
         "Times that an instance was lost or could not be loaded, by the kind of error.",
         (*MODEL, "error"),
-        [((*each.labels, error), count) for each in replicas for error, count in each.meter.losses.items()],
+        [
+            ((*each.labels, error), count)
+            for each in replicas
+            for error, count in from_nothing(each.meter.losses, _LOSSES).items()
+        ],
     )
 
 

@@ -7,13 +7,25 @@ from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric
 
-from mlx_ring.api.metrics.families import MODEL, RANK, Labels, counter, gauge, histogram
+from mlx_ring.api.metrics.families import MODEL, RANK, Labels, counter, from_nothing, gauge, histogram
 from mlx_ring.api.service import ModelService, ServedInstance
+from mlx_ring.core.errors import (
+    ContextExceeded,
+    DeadlineExceeded,
+    NodeLost,
+    NotReady,
+    Overloaded,
+    StepFailed,
+    WorkerLost,
+    WorkerStuck,
+)
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.meters import Meter
 from mlx_ring.engine.stats import EngineStats
 
 _REASONS = ("stop", "length", "abort", "error")
+_FAILURES = (WorkerLost, NodeLost, WorkerStuck, StepFailed, DeadlineExceeded)
+_REFUSALS = (Overloaded, ContextExceeded, NotReady)
 _TIMES = (
     ("time_to_first_token_seconds", "first_token_s", "From a request's arrival to its first token."),
     ("inter_token_latency_seconds", "between_tokens_s", "From one token of an answer to the next."),
@@ -98,13 +110,21 @@ def request_families(replicas: Sequence[Replica], models: Sequence[ModelService]
         "request_failures",
         "Requests that ended with an error, by its kind.",
         (*MODEL, "error"),
-        [((*each.labels, error), count) for each in replicas for error, count in each.meter.failed.items()],
+        [
+            ((*each.labels, error), count)
+            for each in replicas
+            for error, count in from_nothing(each.meter.failed, _FAILURES).items()
+        ],
     )
     yield counter(
         "requests_rejected",
         "Requests that were refused before they were taken, by the kind of error.",
         ("model_name", "error"),
-        [((model.model_id, error), count) for model in models for error, count in model.rejected.items()],
+        [
+            ((model.model_id, error), count)
+            for model in models
+            for error, count in from_nothing(model.rejected, _REFUSALS).items()
+        ],
     )
     for name, field, about in _TIMES:
         yield histogram(name, about, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas])

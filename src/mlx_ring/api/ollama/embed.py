@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.body import Body
 from mlx_ring.api.connection import while_connected
-from mlx_ring.api.embedding import Embedding, Text, embed, require_embeddings
+from mlx_ring.api.embedding import Embedding, Text, embed, floats, require_embeddings, written
+from mlx_ring.api.json_lines import Json, json_bytes
 from mlx_ring.api.ollama import answers as about
 from mlx_ring.api.ollama.lines import Stopwatch
 from mlx_ring.api.ollama.names import KeepAlive, find_model
@@ -65,12 +66,13 @@ def routes(context: ApiContext) -> APIRouter:
         cuts = fields.truncate is not False
         work = _embed(context, service, texts, watch, dimensions=fields.dimensions, cuts=cuts)
         made = await while_connected(request.receive, work)
-        body = {
+        vectors = await written(made, lambda _, vector: floats(vector))
+        told: Json = {
             "model": fields.model or service.model_id,
-            "embeddings": [embedding.vector.tolist() for embedding in made],
             "prompt_eval_count": sum(embedding.tokens for embedding in made),
         }
-        return JSONResponse(body | watch.durations())
+        rest = json_bytes(told | watch.durations())
+        return Response(b'{"embeddings":[%s],%s' % (vectors, rest[1:]), media_type="application/json")
 
     async def embed_prompt(request: Request) -> Response:
         fields = await context.read(request, EmbeddingsRequest)

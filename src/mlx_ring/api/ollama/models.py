@@ -83,7 +83,7 @@ def routes(context: ApiContext) -> APIRouter:
         ("/api/push", "POST"),
         ("/api/delete", "DELETE"),
         ("/api/blobs/{digest}", "POST"),
-        ("/api/blobs/{digest}", "HEAD"),
+        ("/api/blobs/{digest}", "GET"),
     ):
         router.add_api_route(path, refuse, methods=[method], include_in_schema=False)
     return router

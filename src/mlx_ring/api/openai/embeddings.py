@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import secrets
@@ -17,7 +16,7 @@ from starlette.responses import Response
 
 from mlx_ring.api.body import Body
 from mlx_ring.api.connection import while_connected
-from mlx_ring.api.embedding import Embedding, Text, embed, require_embeddings
+from mlx_ring.api.embedding import Embedding, Text, embed, floats, require_embeddings, written
 from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.inputs import TextOrTokens, each
 from mlx_ring.api.openapi import documented
@@ -90,21 +89,15 @@ def _check_count(given: Sequence[str | list[int]]) -> None:
 
 
 async def _body(model: str, made: Sequence[Embedding], encoding: Literal["float", "base64"]) -> bytes:
-    """Written text by text: a thousand vectors at once would hold up everybody's tokens."""
-    data: list[bytes] = []
-    for index, embedding in enumerate(made):
-        value = _base64(embedding.vector) if encoding == "base64" else _floats(embedding.vector)
-        data.append(b'{"object":"embedding","index":%d,"embedding":%s}' % (index, value))
-        await asyncio.sleep(0)
+    write = _base64 if encoding == "base64" else floats
+    data = await written(
+        made,
+        lambda place, vector: b'{"object":"embedding","index":%d,"embedding":%s}' % (place, write(vector)),
+    )
     tokens = sum(embedding.tokens for embedding in made)
     rest = {"model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
-    return b'{"object":"list","data":[%s],%s' % (b",".join(data), json.dumps(rest).encode()[1:])
+    return b'{"object":"list","data":[%s],%s' % (data, json.dumps(rest).encode()[1:])
 
 
 def _base64(vector: NDArray[np.float32]) -> bytes:
     return b'"%s"' % base64.b64encode(vector.astype("<f4").tobytes())
-
-
-def _floats(vector: NDArray[np.float32]) -> bytes:
-    """In nine digits, which no two float32 share."""
-    return b"[%s]" % ",".join(f"{number:.9g}" for number in vector.tolist()).encode()

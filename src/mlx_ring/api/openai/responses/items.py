@@ -127,15 +127,20 @@ AnyItem = Annotated[
 
 
 def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
-    """As chat templates read them: what is thought, said and called in one turn is one message."""
+    """As chat templates read them: what is thought, said and called in one turn is one message.
+
+    A thought that was cut off before anything was said is a message of its own.
+    """
     messages: list[Plain] = []
     thought = ""
     for item in items:
+        if thought and not _is_answer(item):
+            messages.append(_thoughtful({"role": "assistant", "content": ""}, thought))
+            thought = ""
         match item:
             case ReasoningItem():
-                thought = "\n".join(filter(None, (thought, item.text)))
+                thought = "\n".join(text for text in (thought, item.text) if text)
             case FunctionCallOutputItem():
-                thought = _end_turn(messages, thought)
                 messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
             case FunctionCallItem():
                 turn = _turn(messages, thought)
@@ -146,18 +151,18 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
                 messages.append(_thoughtful({"role": "assistant", "content": _text(item.content)}, thought))
                 thought = ""
             case MessageItem():
-                thought = _end_turn(messages, thought)
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": _text(item.content)})
-    _end_turn(messages, thought)
+    if thought:
+        messages.append(_thoughtful({"role": "assistant", "content": ""}, thought))
     return messages
 
 
-def _end_turn(messages: list[Plain], thought: str) -> str:
-    """A thought that came to nothing, as of an answer that was cut off, is a turn of its own. Gives what is left to be said."""
-    if thought:
-        messages.append(_thoughtful({"role": "assistant", "content": ""}, thought))
-    return ""
+def _is_answer(item: AnyItem) -> bool:
+    """Whether an item is part of what the assistant said, and not what it was told."""
+    if isinstance(item, MessageItem):
+        return item.role == "assistant"
+    return not isinstance(item, FunctionCallOutputItem)
 
 
 def _turn(messages: list[Plain], thought: str) -> Plain:

@@ -1,6 +1,6 @@
 // The page: its head, which view is shown, and what stands in the way of showing any.
 
-import { html, render, useEffect, useRef, useState } from "./vendor/preact.js";
+import { html, render, useEffect, useErrorBoundary, useRef, useState } from "./vendor/preact.js";
 import { ApiError, key, request } from "./api.js";
 import { Chat } from "./chat/chat.js";
 import { Chats } from "./chat/chats.js";
@@ -28,7 +28,7 @@ function Page() {
     addEventListener("hashchange", changed);
     return () => removeEventListener("hashchange", changed);
   }, []);
-  const stands = standing(now, Date.now() / 1000);
+  const stands = standing(now);
   useEffect(() => {
     document.title = now.state ? `${now.state.cluster.model} · mlx-ring` : "mlx-ring";
   }, [now.state?.cluster.model]);
@@ -51,9 +51,21 @@ function Page() {
     <main id="main" tabindex="-1">
       <${Connection} now=${now} />
       ${now.connection === "locked" ? html`<${KeyForm} trouble=${now.trouble} />` : null}
-      ${now.connection !== "locked" && view === "cluster" ? html`<${Cluster} live=${now} standing=${stands} theme=${String(isDark)} />` : null}
-      ${now.connection !== "locked" && view === "chat" ? html`<${Chat} chats=${chats} models=${models} standing=${stands} />` : null}
+      <${Drawn} key=${view}>
+        ${now.connection !== "locked" && view === "cluster" ? html`<${Cluster} live=${now} standing=${stands} theme=${String(isDark)} />` : null}
+        ${now.connection !== "locked" && view === "chat" ? html`<${Chat} chats=${chats} models=${models} standing=${stands} />` : null}
+      </${Drawn}>
     </main>`;
+}
+
+/** What is in it, or that it cannot be drawn: a server that was renewed meanwhile may tell what this page does not know. */
+function Drawn({ children }) {
+  const [error] = useErrorBoundary((trouble) => console.error(trouble));
+  if (!error) return children;
+  const again = html`<button type="button" onClick=${() => location.reload()}>Load the page again</button>`;
+  return html`<${Notice} tone="bad" action=${again}>
+    This cannot be drawn (${error.message}). The server may be of another version than this page.
+  </${Notice}>`;
 }
 
 const viewOf = () => (location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "chat");
@@ -163,5 +175,5 @@ function Shade({ theme }) {
   </svg>`;
 }
 
-render(html`<${Page} />`, document.querySelector("#page"));
+render(html`<${Drawn}><${Page} /></${Drawn}>`, document.querySelector("#page"));
 live.start();

@@ -1,19 +1,23 @@
 // Markdown as models write it, drawn without ever handing text to the browser as HTML.
 
-import { h } from "./vendor/preact.js";
+import { h, useMemo } from "./vendor/preact.js";
 import { CopyButton } from "./parts.js";
 
 const DEEPEST = 8;
-const FENCE = /^( {0,3})(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+const FARTHEST = 2048;
+// None of these may have two ways to match the same run of spaces: a model writes thousands of them.
+const FENCE = /^( {0,3})(`{3,}|~{3,})([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})\s+([^]*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)/;
-const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const ESCAPED_BAR = "\0";
+const COLUMN_RULE = /^:?-+:?$/;
 
-/** The text as elements. */
+/** The text as elements; read again only when it has changed. */
 export function Markdown({ text }) {
-  return h("div", { class: "markdown" }, blocks(text.replaceAll("\r\n", "\n").split("\n"), 0));
+  const drawn = useMemo(() => blocks(text.replaceAll("\r\n", "\n").split("\n"), 0), [text]);
+  return h("div", { class: "markdown" }, drawn);
 }
 
 // ---- blocks
@@ -39,7 +43,7 @@ function block(lines, place, depth) {
   if (fence) return code(lines, place, fence);
   const heading = HEADING.exec(line);
   // The page has headings of its own above these.
-  if (heading) return [h(`h${Math.min(6, heading[1].length + 2)}`, null, inline(heading[2])), place + 1];
+  if (heading) return [h(`h${Math.min(6, heading[1].length + 2)}`, null, inline(titleOf(heading[2]))), place + 1];
   if (RULE.test(line)) return [h("hr"), place + 1];
   if (depth < DEEPEST && QUOTE.test(line)) return quote(lines, place, depth);
   if (depth < DEEPEST && ITEM.test(line)) return list(lines, place, depth);
@@ -47,7 +51,16 @@ function block(lines, place, depth) {
   return paragraph(lines, place);
 }
 
-function code(lines, place, [, indent, fence, language]) {
+/** Without the signs that may close a heading. */
+function titleOf(text) {
+  const title = text.trim();
+  let end = title.length;
+  while (title[end - 1] === "#") end -= 1;
+  return end === 0 || /\s/.test(title[end - 1]) ? title.slice(0, end).trimEnd() : title;
+}
+
+function code(lines, place, [, indent, fence, told]) {
+  const language = told.trim().split(/\s/)[0];
   const body = [];
   let next = place + 1;
   while (next < lines.length && !closes(lines[next], fence)) {
@@ -131,7 +144,7 @@ function itemBody(lines, depth) {
 }
 
 function isTable(lines, place) {
-  return lines[place].includes("|") && TABLE_RULE.test(lines[place + 1] ?? "") && lines[place + 1].includes("-");
+  return lines[place].includes("|") && cells(lines[place + 1] ?? "").every((cell) => COLUMN_RULE.test(cell));
 }
 
 function table(lines, place) {
@@ -146,8 +159,8 @@ function table(lines, place) {
 }
 
 function cells(line) {
-  const trimmed = line.trim().replace(/^\|/, "").replace(/\|$/, "");
-  return trimmed.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+  const trimmed = line.trim().replaceAll("\\|", ESCAPED_BAR).replace(/^\|/, "").replace(/\|$/, "");
+  return trimmed.split("|").map((cell) => cell.trim().replaceAll(ESCAPED_BAR, "|"));
 }
 
 function alignment(rule) {
@@ -181,6 +194,7 @@ const SPANS = [
 
 function inline(text, depth = 0) {
   const drawn = [];
+  const open = new Set();
   let plain = "";
   let place = 0;
   const put = (element, next) => {
@@ -190,7 +204,7 @@ function inline(text, depth = 0) {
     place = next;
   };
   while (place < text.length) {
-    const found = depth < DEEPEST ? element(text, place, depth) : null;
+    const found = depth < DEEPEST ? element(text, place, depth, open) : null;
     if (found) {
       put(...found);
     } else if (text[place] === "\\" && ESCAPED.test(text[place + 1] ?? "")) {
@@ -205,8 +219,8 @@ function inline(text, depth = 0) {
   return drawn;
 }
 
-/** The element that begins here, and where it ends; null where none does. */
-function element(text, place, depth) {
+/** The element that begins here, and where it ends; null where none does. `open` has the marks that nothing closes. */
+function element(text, place, depth, open) {
   switch (text[place]) {
     case "`":
       return codeSpan(text, place);
@@ -221,7 +235,7 @@ function element(text, place, depth) {
     case "*":
     case "_":
     case "~":
-      return span(text, place, depth);
+      return span(text, place, depth, open);
     default:
       return null;
   }
@@ -235,14 +249,15 @@ function codeSpan(text, place) {
   return [h("code", null, inner.length > 2 ? inner.replace(/^ (.*) $/, "$1") : inner), end + ticks.length];
 }
 
-function span(text, place, depth) {
+function span(text, place, depth, open) {
   for (const [mark, draw] of SPANS) {
-    if (!text.startsWith(mark, place)) continue;
+    if (open.has(mark) || !text.startsWith(mark, place)) continue;
     const begin = place + mark.length;
     if (begin >= text.length || /\s/.test(text[begin])) continue;
     if (mark[0] === "_" && /\w/.test(text[place - 1] ?? "")) continue;
     const end = closing(text, begin, mark);
     if (end > 0) return [draw(inline(text.slice(begin, end), depth + 1)), end + mark.length];
+    open.add(mark);
   }
   return null;
 }
@@ -250,7 +265,6 @@ function span(text, place, depth) {
 /** Where a span ends: at its mark, behind something that is no space, and not inside a word for `_`. */
 function closing(text, begin, mark) {
   for (let end = text.indexOf(mark, begin + 1); end > 0; end = text.indexOf(mark, end + 1)) {
-    if (text.slice(begin, end).includes("\n\n")) return -1;
     const isBehindText = !/[\s\\]/.test(text[end - 1]);
     const isLonger = mark.length === 1 && (text[end + 1] === mark || text[end - 1] === mark);
     const isInWord = mark[0] === "_" && /\w/.test(text[end + mark.length] ?? "");
@@ -260,23 +274,24 @@ function closing(text, begin, mark) {
 }
 
 function link(text, place, depth) {
-  const middle = text.indexOf("](", place);
-  const end = middle < 0 ? -1 : text.indexOf(")", middle);
-  if (end < 0 || text.slice(place, end).includes("\n")) return null;
-  const target = safeTarget(text.slice(middle + 2, end).trim().split(/\s+/)[0]);
+  const near = text.slice(place, place + FARTHEST);
+  const middle = near.indexOf("](");
+  const end = middle < 0 ? -1 : near.indexOf(")", middle);
+  if (end < 0 || near.slice(0, end).includes("\n")) return null;
+  const target = safeTarget(near.slice(middle + 2, end).trim().split(/\s+/)[0]);
   if (!target) return null;
-  return [anchor(target, inline(text.slice(place + 1, middle), depth + 1)), end + 1];
+  return [anchor(target, inline(near.slice(1, middle), depth + 1)), place + end + 1];
 }
 
 function angled(text, place) {
-  const found = /^<(https?:\/\/[^\s<>]+)>/.exec(text.slice(place, place + 2048));
+  const found = /^<(https?:\/\/[^\s<>]+)>/.exec(text.slice(place, place + FARTHEST));
   const target = found && safeTarget(found[1]);
   return target ? [anchor(target, found[1]), place + found[0].length] : null;
 }
 
 function bareLink(text, place) {
   if (!text.startsWith("http", place) || /\w/.test(text[place - 1] ?? "")) return null;
-  const found = BARE_LINK.exec(text.slice(place, place + 2048));
+  const found = BARE_LINK.exec(text.slice(place, place + FARTHEST));
   const target = found && safeTarget(found[0]);
   return target ? [anchor(target, found[0]), place + found[0].length] : null;
 }

@@ -3,14 +3,14 @@
 import { bytes, counted, percent } from "./format.js";
 
 /** Of the whole: `tone` is "good", "busy" or "bad"; `short` for a corner, `notices` for the page: {tone, text}. */
-export function standing({ connection, state, trouble }, now) {
+export function standing({ connection, state, trouble }) {
   if (state === null) {
     if (connection === "lost") return { tone: "bad", short: "not reached", notices: [], where: "" };
     return { tone: "busy", short: "connecting", notices: [], where: "" };
   }
   const { tone, short } = connection === "lost" ? { tone: "bad", short: "connection lost" } : overall(state);
   const ending = state.draining ? [{ tone: "busy", text: "The server is shutting down: it finishes what it has, and takes nothing new." }] : [];
-  return { tone, short, notices: [...ending, ...ofModels(state), ...ofNodes(state, now)], where: where(state), trouble };
+  return { tone, short, notices: [...ending, ...ofModels(state), ...ofNodes(state)], where: where(state), trouble };
 }
 
 function overall({ cluster, draining }) {
@@ -49,12 +49,13 @@ function howFar(instances) {
   return `${percent(done / total)} of ${bytes(total)} of weights are there.`;
 }
 
-function ofNodes({ cluster }, now) {
+/** By the server's clock: the browser's may be another. */
+function ofNodes({ cluster, time }) {
   return cluster.nodes.flatMap((node) => {
     const why = node.reason ? `: ${node.reason}` : ".";
     if (node.state === "gone") return [{ tone: "bad", text: `${node.name} is gone${why}` }];
     if (node.state === "quarantined") {
-      const minutes = Math.max(1, Math.round((node.quarantined_until - now) / 60));
+      const minutes = Math.max(1, Math.round((node.quarantined_until - time) / 60));
       return [{ tone: "busy", text: `${node.name} is left out for ${counted(minutes, "minute")}${why}` }];
     }
     return [];

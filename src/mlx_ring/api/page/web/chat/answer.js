@@ -63,30 +63,24 @@ function withCall(calls, { index = 0, id, function: called = {} }) {
 }
 
 /**
- * What an answer costs. Seconds to the first token and the pace are measured here, where a person waits; when the
- * server has counted, its numbers stand: tokens, of them cached ones of the prompt, and its pace.
+ * What an answer costs. Seconds to the first token are measured here, where a person waits. All else is told when the
+ * server has counted: tokens, of them cached ones of the prompt, and its pace. A chunk can hold several of them.
  */
 class Clock {
   #asked = performance.now();
   #first = null;
-  #last = null;
-  #pieces = 0;
   #told = null;
 
   tick() {
-    this.#last = performance.now();
-    this.#first ??= this.#last;
-    this.#pieces += 1;
+    this.#first ??= performance.now();
   }
 
   figures(chunk = {}) {
     if (chunk.usage) this.#told = { usage: chunk.usage, performance: chunk.performance ?? {} };
-    const spanS = this.#first === null ? 0 : (this.#last - this.#first) / 1000;
     const usage = this.#told?.usage;
     return {
       firstTokenS: this.#first === null ? null : (this.#first - this.#asked) / 1000,
-      tokensPerS:
-        this.#told?.performance.generation_tokens_per_second ?? (spanS > 0 ? (this.#pieces - 1) / spanS : null),
+      tokensPerS: this.#told?.performance.generation_tokens_per_second ?? null,
       tokens: usage?.completion_tokens ?? null,
       promptTokens: usage?.prompt_tokens ?? null,
       cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? null,

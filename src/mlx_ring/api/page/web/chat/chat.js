@@ -160,8 +160,14 @@ function Thread({ conversation, isRunning, edit, retry, giveResult, empty }) {
       })}
     </div>
     ${isBehind && html`<button type="button" class="to-end" onClick=${toEnd}>To the end</button>`}
-    <p class="unseen" role="status">${isRunning ? "The answer is being written." : messages.length ? "The answer is complete." : ""}</p>
+    <p class="unseen" role="status">${isRunning ? "The answer is being written." : endOf(messages.at(-1))}</p>
   </div>`;
+}
+
+/** For those who hear the page; what went wrong is told where it stands. */
+function endOf(message) {
+  if (!message || !isAnswer(message) || message.problem) return "";
+  return message.end === "stopped" ? "The answer was stopped." : "The answer is complete.";
 }
 
 function Welcome({ model, standing, ask }) {

@@ -26,7 +26,8 @@ export class Chats {
     const conversations = read();
     this.now = { conversations, open: conversations[0] ?? begun(), running: new Set(), isKept: true };
     // An answer that is cut off by closing the page is kept as far as it came.
-    window.addEventListener("pagehide", () => this.#keep());
+    window.addEventListener("pagehide", () => this.#running.size && this.#keep());
+    window.addEventListener("storage", ({ key }) => (key === KEPT || key === null) && this.#heed());
   }
 
   subscribe(listener) {
@@ -123,7 +124,17 @@ export class Chats {
     const others = this.now.conversations.filter((other) => other.id !== conversation.id);
     if (others.length === this.now.conversations.length && !isNew) return;
     const open = isNew ? conversation : this.now.open;
-    this.#tell({ conversations: [conversation, ...others].sort((one, two) => two.at - one.at), open });
+    this.#tell({ conversations: newestFirst([conversation, ...others]), open });
+  }
+
+  /** Another tab has changed what is kept: it stays, and what is being answered here does too. */
+  #heed() {
+    const running = this.now.conversations.filter(({ id }) => this.#running.has(id));
+    const others = read().filter(({ id }) => !this.#running.has(id));
+    const conversations = newestFirst([...running, ...others]);
+    const { open } = this.now;
+    const found = conversations.find(({ id }) => id === open.id);
+    this.#tell({ conversations, open: found ?? (open.messages.length ? begun() : open) });
   }
 
   #keep() {
@@ -142,16 +153,20 @@ export class Chats {
   }
 }
 
+const newestFirst = (conversations) => conversations.sort((one, two) => two.at - one.at);
+
+/** Another version of the page may have kept them in another form: what cannot be drawn is left out. */
 function read() {
   const found = kept.read(KEPT);
-  const whole = (conversation) => typeof conversation?.id === "string" && Array.isArray(conversation.messages);
-  return Array.isArray(found) ? found.filter(whole).map(ended) : [];
+  const speaks = (message) => typeof message?.role === "string" && typeof message.content === "string";
+  const whole = ({ id, messages }) => typeof id === "string" && Array.isArray(messages) && messages.every(speaks);
+  return Array.isArray(found) ? found.filter((each) => whole(each ?? {})).map(ended) : [];
 }
 
 /** What was being answered when the page was closed is no longer. */
 function ended(conversation) {
   const messages = conversation.messages.map((message) =>
-    isAnswer(message) && message.end === null ? { ...message, end: "stopped" } : message,
+    isAnswer(message) ? { ...NOTHING, ...message, end: message.end ?? "stopped" } : message,
   );
   return { ...conversation, messages };
 }

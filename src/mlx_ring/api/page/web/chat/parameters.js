@@ -11,7 +11,7 @@ const NUMBERS = [
   ["temperature", "temperature", "Temperature", false, 0, 2, "model's own"],
   ["top_p", "topP", "Top-p", false, 0, 1, "model's own"],
   ["max_completion_tokens", "maxTokens", "Most tokens", true, 1, 2 ** 30, "server's limit"],
-  ["seed", "seed", "Seed", true, 0, Number.MAX_SAFE_INTEGER, "another each time"],
+  ["seed", "seed", "Seed", true, 0, Number.MAX_SAFE_INTEGER, "random"],
 ];
 
 export function readParameters() {

@@ -8,8 +8,8 @@ export function Cache({ cache }) {
   return html`<section class="panel" aria-label="Cache">
     <header><h2>Cache</h2></header>
     <dl>
-      <dt>KV in use</dt>
-      <dd>${bytes(cache.kv_bytes)}${limit(cache)}<span class="muted"> for ${counted(cache.sequences, "sequence")}</span></dd>
+      <dt>KV held</dt>
+      <dd>${bytes(cache.kv_bytes)}${limit(cache)}<span class="muted"> for ${counted(cache.sequences, "sequence")}, kept ones included</span></dd>
       <dt>Prefix cache</dt>
       <dd>${prefix.enabled ? hits(prefix) : html`<span class="muted">${"queries" in prefix ? "off" : "nothing yet"}</span>`}</dd>
       ${prefix.enabled &&

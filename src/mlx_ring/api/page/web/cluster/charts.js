@@ -7,13 +7,14 @@ const HEIGHT = 170;
 const SPAN_S = 300;
 
 /** `points` as `Live` has them; one chart of tokens, and one of stages for the instance with that name. */
-export function Charts({ points, instance, stages, theme }) {
+export function Charts({ points, instance, isOneOfMany, stages, theme }) {
   const times = points.map((point) => point.time);
   const sum = (name) => points.map(({ pace }) => (pace ? total(pace, name) : null));
   const share = (stage) =>
     points.map(({ pace }) => {
       const found = pace?.[instance]?.stages.find((each) => each.stage === stage);
-      return found ? 100 * found.compute : null;
+      // Of a step that takes longer than a look nothing is known before its end.
+      return found && found.under_way < 0.5 ? 100 * found.compute : null;
     });
   const last = points.at(-1)?.pace ?? {};
   return html`<div class="charts">
@@ -21,7 +22,7 @@ export function Charts({ points, instance, stages, theme }) {
       <header><h2>Tokens per second</h2></header>
       <${Chart}
         theme=${theme}
-        label=${`Tokens per second over five minutes; now ${figures(total(last, "tokens_per_s") ?? 0)} generated, ${figures(total(last, "prompt_tokens_per_s") ?? 0)} read of prompts`}
+        label=${`Tokens per second over five minutes; now ${figures(total(last, "tokens_per_s"))} generated, ${figures(total(last, "prompt_tokens_per_s"))} read of prompts`}
         data=${[times, sum("tokens_per_s"), sum("prompt_tokens_per_s")]}
         series=${[
           { label: "generated", color: "--accent", fill: true },
@@ -30,7 +31,7 @@ export function Charts({ points, instance, stages, theme }) {
       />
     </section>
     <section class="panel" aria-label="Time computing">
-      <header><h2>Time spent computing, by stage</h2></header>
+      <header><h2>Time spent computing, by stage</h2>${isOneOfMany && html`<span class="muted">${instance}</span>`}</header>
       <${Chart}
         theme=${theme}
         label="Share of each second that each stage computed, over five minutes"
@@ -42,7 +43,8 @@ export function Charts({ points, instance, stages, theme }) {
   </div>`;
 }
 
-function total(pace, name) {
+/** Of all instances; null where nothing is known of any. */
+export function total(pace, name) {
   const values = Object.values(pace)
     .map((each) => each[name])
     .filter((value) => value !== null && value !== undefined);
@@ -96,7 +98,7 @@ function options(element, series, most) {
       read: { range: (_, _least, highest) => [0, Math.max(10, (highest ?? 0) * 1.1)] },
     },
     axes: [
-      { ...axis, size: 28, space: 60, values: (_, ticks) => ticks.map(clock) },
+      { ...axis, size: 28, space: 44, values: (_, ticks) => ticks.map(clock) },
       { ...axis, size: 40, space: 34, stroke: hasSecond ? color(series[0].color) : axis.stroke },
       ...(hasSecond ? [{ ...axis, scale: "read", side: 1, size: 44, space: 34, grid: { show: false } }] : []),
     ],

@@ -5,7 +5,7 @@ import { bytes, duration, figures, percent } from "../format.js";
 import { Notice } from "../parts.js";
 import { nodeNames } from "../words.js";
 import { Cache } from "./cache.js";
-import { Charts } from "./charts.js";
+import { Charts, total } from "./charts.js";
 import { Logs } from "./logs.js";
 import { Machines } from "./machines.js";
 import { Pipeline } from "./pipeline.js";
@@ -27,6 +27,7 @@ export function Cluster({ live, standing, theme }) {
     <${Charts}
       points=${points}
       instance=${first?.name}
+      isOneOfMany=${cluster.instances.length > 1}
       stages=${first ? first.stages.map((stage) => stage.stage) : []}
       theme=${theme}
     />
@@ -42,15 +43,14 @@ export function Cluster({ live, standing, theme }) {
 
 /** The few numbers that say most. */
 function Strip({ state: { cache, cluster, pace } }) {
-  const sum = (name) => Object.values(pace).reduce((all, each) => all + (each[name] ?? 0), 0);
   const { prefix_cache: prefix } = cache;
   const device = cluster.devices.reduce((all, each) => all + each.device_memory_bytes, 0);
   const figuresShown = [
-    ["tokens per second", figures(sum("tokens_per_s"))],
+    ["tokens per second", figures(total(pace, "tokens_per_s"))],
     ["running", figures(cache.running, 5)],
     ["waiting", figures(cache.waiting, 5)],
     ["prefix hits", prefix.queries ? percent(prefix.hits / prefix.queries) : "–"],
-    ["KV in use", bytes(cache.kv_bytes)],
+    ["KV held", bytes(cache.kv_bytes)],
     ["device memory", bytes(device)],
   ];
   return html`<dl class="strip" aria-label="At a glance">

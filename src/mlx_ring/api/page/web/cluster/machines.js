@@ -56,8 +56,8 @@ function Memory({ memory, workers, name }) {
   const { total, free, reserved } = known(memory, workers);
   if (!total) return null;
   const used = workers.reduce((sum, worker) => sum + taken(worker), 0);
-  const others = Math.max(0, total - free - used);
-  const reserve = Math.max(0, Math.min(free, reserved - others));
+  const others = free === null ? 0 : Math.max(0, total - free - used);
+  const reserve = Math.max(0, Math.min(free ?? 0, reserved - others));
   const parts = [
     ...workers.map((worker) => ({
       name: `stage ${worker.stage} ${worker.instance} ${worker.rank}`,
@@ -73,13 +73,13 @@ function Memory({ memory, workers, name }) {
     <p class="muted">${bytes(free)} free of ${bytes(total)}${promised}</p>`;
 }
 
-/** From the machine's profile; without one, as its workers find their device. */
+/** From the machine's profile; without one, as its workers find their device. What is free may be unknown: null. */
 function known(memory, workers) {
   const limits = workers.map((worker) => worker.device_limit_bytes).filter(Boolean);
   const left = workers.map((worker) => worker.device_left_bytes).filter((count) => count !== null);
-  const free = memory?.free_bytes ?? (left.length ? Math.min(...left) : 0);
+  const free = memory?.free_bytes ?? (left.length ? Math.min(...left) : null);
   const total = memory?.total_bytes ?? Math.max(0, ...limits);
-  return { total, free: Math.min(free, total), reserved: memory?.reserve_bytes ?? 0 };
+  return { total, free: free === null ? null : Math.min(free, total), reserved: memory?.reserve_bytes ?? 0 };
 }
 
 function Links({ cluster, names }) {

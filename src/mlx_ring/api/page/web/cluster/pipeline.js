@@ -38,11 +38,12 @@ export function Pipeline({ instance, cluster, cache, pace, names }) {
     <${Legend}
       items=${[
         { name: "weights", style: "weights" },
-        { name: "KV in use", style: "kv" },
+        { name: "KV held", style: "kv" },
         { name: "other", style: "working" },
         { name: "KV allowed", style: "room" },
         { name: "computing", style: "compute" },
-        { name: "waiting for links", style: "link" },
+        { name: "waiting for other stages", style: "link" },
+        { name: "in a step that is not done", style: "under-way" },
         { name: "idle", style: "idle" },
       ]}
     />
@@ -99,7 +100,7 @@ function Rank({ rank, isOneOfMany, device, limit, node }) {
   const { weight_bytes: weights, kv_bytes: kv, device_bytes: held, peak_bytes: peak } = rank.used;
   const parts = [
     { name: "weights", value: weights, style: "weights", title: `weights: ${bytes(weights)}` },
-    { name: "KV in use", value: kv, style: "kv", title: `KV in use: ${bytes(kv)}` },
+    { name: "KV held", value: kv, style: "kv", title: `KV held: ${bytes(kv)}` },
     { name: "other", value: Math.max(0, held - weights - kv), style: "working", title: `other: ${bytes(Math.max(0, held - weights - kv))}` },
     { name: "KV allowed", value: Math.max(0, limit - kv), style: "room", title: `KV allowed: ${bytes(limit)}` },
   ];
@@ -119,14 +120,15 @@ function Rank({ rank, isOneOfMany, device, limit, node }) {
 
 /** What the stage did in the last second, and how long its steps take. */
 function Time({ shares, times }) {
-  const idle = Math.max(0, 1 - shares.compute - shares.link);
+  const idle = Math.max(0, 1 - shares.compute - shares.link - shares.under_way);
   const decode = times.decode.filter((steps) => steps.measured_ms !== null).at(0);
-  const said = `computing ${percent(shares.compute)}, waiting for links ${percent(shares.link)}, idle ${percent(idle)}`;
+  const said = `computing ${percent(shares.compute)}, waiting for other stages ${percent(shares.link)}, in a step that is not done ${percent(shares.under_way)}, idle ${percent(idle)}`;
   return html`<div class="time">
     <${Bar}
       parts=${[
         { name: "computing", value: shares.compute, style: "compute" },
-        { name: "waiting for links", value: shares.link, style: "link" },
+        { name: "waiting for other stages", value: shares.link, style: "link" },
+        { name: "in a step that is not done", value: shares.under_way, style: "under-way" },
       ]}
       total=${1}
       label=${`In the last second: ${said}`}

@@ -1,0 +1,78 @@
+"""How much a body may cost before it is known to be wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Annotated, Any
+
+import pytest
+from pydantic import AfterValidator, ValidationError
+from starlette.requests import Request
+from starlette.types import Message
+from tests.api.clients import Api, refusal
+
+from mlx_ring.api.anthropic.request import MessagesRequest
+from mlx_ring.api.body import Body, read_body
+from mlx_ring.api.openai.chat import ChatRequest
+from mlx_ring.api.openai.completions import CompletionRequest
+from mlx_ring.api.openai.embeddings import EmbeddingRequest
+from mlx_ring.api.openai.responses.request import ResponsesRequest
+
+MANY = 1000
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields"),
+    [
+        (ChatRequest, {"messages": [0] * MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [0] * MANY}]}),
+        (CompletionRequest, {"prompt": [-1] * MANY}),
+        (CompletionRequest, {"prompt": [[-1] * MANY] * MANY}),
+        (EmbeddingRequest, {"input": [""] + [0] * MANY}),
+        (ResponsesRequest, {"input": [0] * MANY}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "assistant", "content": [0] * MANY}]}),
+    ],
+)
+def test_a_list_is_left_at_the_first_thing_that_is_wrong(schema: type[Body], fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        schema.model_validate(fields)
+    assert refused.value.error_count() == 1
+
+
+def test_an_object_of_too_many_names_is_refused(api: Api) -> None:
+    names = dict.fromkeys(map(str, range(10_001)))
+    for body in (names, {"messages": [names]}):
+        _, message = refusal(api.post("/v1/chat/completions", body))
+        assert "10001 names" in message
+
+
+def test_a_body_of_too_many_lists_is_refused(api: Api) -> None:
+    _, message = refusal(
+        api.request("POST", "/v1/chat/completions", content=b'{"x":[' + b"[]," * 500_000 + b"0]}")
+    )
+    assert "500002 lists and objects" in message
+
+
+def test_a_large_body_is_read_beside_the_event_loop_and_a_small_one_at_once() -> None:
+    readers: list[threading.Thread] = []
+
+    def noting(text: str) -> str:
+        readers.append(threading.current_thread())
+        return text
+
+    class Noted(Body):
+        text: Annotated[str, AfterValidator(noting)]
+
+    async def read(length: int) -> None:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": json.dumps({"text": "x" * length}).encode()}
+
+        request = Request({"type": "http"}, receive)
+        assert len((await read_body(request, Noted, 2**20, 1)).text) == length
+
+    asyncio.run(read(10))
+    asyncio.run(read(300_000))
+    small, large = readers
+    assert (small is threading.main_thread(), large is threading.main_thread()) == (True, False)
