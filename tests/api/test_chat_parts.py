@@ -9,6 +9,9 @@ import pytest
 from tests.api.clients import Api, events, refusal
 from tests.api.twins import MarkingTokenizer, TwinService
 
+from mlx_ring.api.openai.tools import check_names
+from mlx_ring.core.errors import RequestError
+
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -135,6 +138,28 @@ def test_efforts_switch_thinking_where_the_template_knows_a_switch() -> None:
     param, message = refusal(api.chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": True}))
     assert param == "reasoning_effort"
     assert "chat_template_kwargs.enable_thinking" in message
+
+
+def test_what_the_template_never_mentions_is_refused_by_name() -> None:
+    param, message = refusal(model().chat(chat_template_kwargs={"enable_thinking": False, "style": "dry"}))
+    assert param == "chat_template_kwargs.style"
+    assert "chat_template_kwargs.style" in message
+
+
+def test_more_tools_than_templates_and_grammars_are_made_for_are_refused() -> None:
+    tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(1_025)]
+    param, message = refusal(model().chat(tools=tools, tool_choice="required"))
+    assert param == "tools"
+    assert "1024" in message
+
+
+def test_names_of_tools_are_not_looked_up_among_all_before_them() -> None:
+    """Their square would hold up everybody's answers for minutes."""
+    names = [f"f{number}" for number in range(400_000)]
+    check_names(names, "tools[{}]")
+    with pytest.raises(RequestError, match="'f7'") as refused:
+        check_names([*names, "f7"], "tools[{}]")
+    assert refused.value.param == "tools[400000]"
 
 
 def test_a_template_that_knows_the_word_gets_the_effort_as_it_is() -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.api.clients import Api, events, refusal
 from tests.api.twins import BOS
+from tests.engine.tokenizers_small import byte_fallback
+
+from mlx_ring.api.generation import Answer
+from mlx_ring.api.openai.completions import CompletionRequest, CompletionWriter
+from mlx_ring.core.types import TokenLogprob
 
 PROMPT = "Hello."
 AFTER_PROMPT = "hijklmnopqrstuvwxyz"
@@ -142,3 +149,16 @@ def test_generate_takes_a_prompt_and_gives_text(api: Api) -> None:
     assert (body["text"], body["finish_reason"]) == ("hij", "length")
     assert body["usage"]["total_tokens"] == 10
     assert body["performance"]["prompt_s"] >= 0
+
+
+def test_where_sentencepiece_words_stand_in_an_echo_is_counted_without_the_space_that_it_drops() -> None:
+    tokenizer: Any = byte_fallback()
+    tokens = tuple(tokenizer.convert_tokens_to_ids(["\u2581hello", "\u2581the"]))
+    asked = CompletionRequest.model_validate({"prompt": "hello the", "echo": True, "logprobs": 0})
+    scored = Answer(text=" a", prompt_logprobs=(None, TokenLogprob(tokens[1], -1.0)))
+    choice: Any = CompletionWriter(tokenizer, asked, [tokens]).whole(0, scored)
+    assert choice["logprobs"]["tokens"] == [" hello", " the"]
+    assert [choice["text"][place:] for place in choice["logprobs"]["text_offset"]] == [
+        "hello the a",
+        " the a",
+    ]

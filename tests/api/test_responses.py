@@ -8,6 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from tests.api.clients import Api, refusal
+from tests.api.twins import MarkingTokenizer, TwinService
 
 from mlx_ring.api.conversation.format import ChatFormat
 from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
@@ -178,6 +179,22 @@ def test_a_thought_comes_back_sealed_and_anothers_seal_leaves_its_summary(sealed
     answer["content"] = [{"type": "output_text", "text": "Yes.", "annotations": [], "logprobs": None}]
     [message] = asked([reasoning, answer])
     assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
+
+
+def test_a_thought_that_the_input_ends_with_is_not_lost() -> None:
+    user = {"role": "user", "content": "Hi."}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    assert asked([user, thought])[1:] == [{"role": "assistant", "content": "", "reasoning_content": "Hm."}]
+
+
+def test_an_effort_and_what_it_comes_to_are_not_both_given() -> None:
+    body = {
+        "input": "Hello.",
+        "reasoning": {"effort": "low"},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    param, _ = refusal(Api(TwinService(tokenizer=MarkingTokenizer())).post("/v1/responses", body))
+    assert param == "reasoning.effort"
 
 
 @pytest.mark.parametrize(

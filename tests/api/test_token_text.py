@@ -10,7 +10,7 @@ from mlx_ring.api.openai.token_text import TokenTexts
 class SentencePieces(ByteTokenizer):
     """Words with their space before them, and bytes by name."""
 
-    pieces = ("\u2581the", "re", "<0xE2>", "<0x0A>")
+    pieces = ("\u2581the", "re", "<0xE2>", "<0x0A>", "\u2581\u2581", "\u2581")
 
     def convert_ids_to_tokens(self, ids: int) -> str | None:
         return self.pieces[ids] if ids < len(self.pieces) else None
@@ -19,7 +19,7 @@ class SentencePieces(ByteTokenizer):
         self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str:
         del skip_special_tokens, clean_up_tokenization_spaces
-        return {0: "the", 1: "re", 2: "\ufffd", 3: "\n"}.get(token_ids[0], "")
+        return {0: "the", 1: "re", 2: "\ufffd", 3: "\n", 4: " "}.get(token_ids[0], "")
 
 
 def test_every_byte_of_a_byte_level_vocabulary_is_itself() -> None:
@@ -40,6 +40,7 @@ def test_padding_of_the_vocabulary_says_nothing() -> None:
 
 def test_sentencepiece_words_keep_their_space_and_bytes_their_value() -> None:
     texts = TokenTexts(SentencePieces())
-    assert [texts[token].data for token in range(4)] == [b" the", b"re", b"\xe2", b"\n"]
+    assert [texts[token].data for token in range(6)] == [b" the", b"re", b"\xe2", b"\n", b"  ", b" "]
+    assert not texts[5].special
     assert texts[2].name == "bytes:\\xe2"
     assert texts[9] == ("", b"", False)

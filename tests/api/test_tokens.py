@@ -47,6 +47,11 @@ def test_an_empty_text_has_the_tokens_that_it_has(api: Api) -> None:
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"prompt": ["x"]}, "prompt"),
+        (
+            "/tokenize",
+            {"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True},
+            "add_generation_prompt",
+        ),
         ("/detokenize", dict[str, object](), "tokens"),
         ("/detokenize", {"tokens": [1, 320]}, "tokens[1]"),
     ],

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.engine.tokenizers_small import END, TOOL, byte_fallback, byte_level
 
@@ -47,6 +47,20 @@ def test_any_text_streams_as_it_decodes(tokenizer: Tokenizer, text: str) -> None
 @settings(deadline=None)
 def test_no_piece_of_a_text_shows_half_a_character(tokenizer: Tokenizer, text: str) -> None:
     assert not any("\ufffd" in piece for piece in pieces(tokenizer, encode(tokenizer, text)))
+
+
+@BOTH
+@given(text=st.text(st.sampled_from("a hello é🚀"), max_size=60), place=st.integers(0, 60))
+@settings(deadline=None)
+def test_a_text_that_goes_on_with_another_keeps_its_first_space(
+    tokenizer: Tokenizer, text: str, place: int
+) -> None:
+    vocabulary, tokens = Vocabulary.of(tokenizer), encode(tokenizer, text)
+    before, after = tokens[:place], tokens[place:]
+    said = vocabulary.decode(before)
+    assume(said and not said.endswith("\ufffd"))
+    detokenizer = Detokenizer(vocabulary, before)
+    assert said + "".join([*map(detokenizer.push, after), detokenizer.flush()]) == vocabulary.decode(tokens)
 
 
 @BOTH

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -62,6 +62,10 @@ class PromptEncoder:
     ) -> tuple[int, ...]:
         """Text as the tokenizer has it, nothing put in the place of an empty one."""
         return await self._run(lambda: tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+
+    async def names(self, tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+        """What the vocabulary calls each of the tokens."""
+        return await self._run(lambda: [tokenizer.convert_ids_to_tokens(token) or "" for token in tokens])
 
     async def decode(self, tokenizer: Tokenizer, tokens: list[int]) -> str:
         """The text of tokens, special ones included."""

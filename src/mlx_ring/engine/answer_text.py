@@ -31,9 +31,10 @@ class AnswerText:
         sampling: SamplingParams,
         ends: frozenset[int],
         shown: frozenset[int] = frozenset(),
+        before: Sequence[int] = (),
     ) -> None:
-        """`shown` are special tokens that the text shows."""
-        self._detokenizer = Detokenizer(vocabulary.showing(shown))
+        """`shown` are special tokens that the text shows; `before` is the prompt, where the answer goes on with its text."""
+        self._detokenizer = Detokenizer(vocabulary.showing(shown), before)
         self._stops = StopMatcher(sampling.stop)
         self._min_tokens = sampling.min_tokens
         self._ends = ends

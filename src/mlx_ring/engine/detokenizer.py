@@ -78,10 +78,11 @@ class Vocabulary:
 class Detokenizer:
     """One sequence's text: all pieces joined are the decoding of all tokens."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, before: Sequence[int] = ()) -> None:
+        """`before` are tokens whose text this one goes on with: its first word keeps its space."""
         self._vocabulary = vocabulary
-        self._window: list[int] = []
-        self._emitted = 0
+        self._window, text = _context(vocabulary, before)
+        self._emitted = len(text)
         """Characters of the window's text that are out."""
         self._broken = 0
         """Tokens since the text last ended cleanly."""
@@ -124,3 +125,16 @@ class Detokenizer:
                 self._emitted -= gone
                 return piece
         return ""
+
+
+def _context(vocabulary: Vocabulary, before: Sequence[int]) -> tuple[list[int], str]:
+    """The last tokens before a text that say something, and what; none where they end within a character.
+
+    Where bytes are tokens, those of one character more may be no text at all: then fewer tokens are.
+    """
+    for length in range(_LONGEST_CONTEXT, 0, -1):
+        window = [token for token in before[-length:] if not vocabulary.is_silent(token)]
+        text = vocabulary.decode(window) if window else ""
+        if text and not text.endswith(_REPLACEMENT):
+            return window, text
+    return [], ""

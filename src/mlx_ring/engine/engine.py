@@ -134,7 +134,8 @@ class Engine:
     def _start(self, sequence: Sequence, now: float) -> RequestStream:
         stream = RequestStream(lambda: self._abort(sequence), lambda: self._stop(sequence))
         request = sequence.request
-        text = AnswerText(self._vocabulary, request.sampling, sequence.ends, request.shown_tokens)
+        before = request.prompt_tokens if request.continues_text else ()
+        text = AnswerText(self._vocabulary, request.sampling, sequence.ends, request.shown_tokens, before)
         span = None if self._tracer is None else self._tracer.begin(request)
         sequence.traceparent = "" if span is None else span.traceparent
         self._live[sequence.id] = _Live(sequence, stream, text, span=span)

@@ -25,6 +25,8 @@ class GenerateRequest:
     """None: off; else how many alternatives to give beside each prompt token's own."""
     shown_tokens: frozenset[int] = frozenset()
     """Special tokens that the answer's text shows, for they say where something begins in it."""
+    continues_text: bool = False
+    """Whether the answer is the rest of the prompt's own text, and no text of its own."""
     pooling: PoolingKind | None = None
     """None: off; else of which tokens the hidden states after the final norm make the prompt's vector."""
 

@@ -89,7 +89,7 @@ class StepAnswers:
             for row in work.inputs.rows
             if row.row.wants
         }
-        for drawn in work.drawn:
+        for drawn in work.told:
             results[drawn.sequence].tokens.extend(drawn.results)
         if work.is_looked_at:
             look_up(work.inputs, work.passes, results)
@@ -116,7 +116,7 @@ class StepAnswers:
         if not work.step.hand_over_tokens or self._links.first is None or work.inputs is None:
             return
         sending = monotonic_us()
-        sampled = {drawn.sequence: drawn.token for drawn in work.drawn}
+        sampled = {drawn.sequence: drawn.token for drawn in work.told}
         tokens = tuple(sampled[row.row.sequence] for row in work.inputs.rows if row.row.sequence in sampled)
         self._links.first.send(sampled_key(work.step), WireTensor("uint32", (0,), b"", tokens, failure))
         work.clock.link_send += monotonic_us() - sending

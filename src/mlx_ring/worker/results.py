@@ -16,7 +16,7 @@ from mlx_ring.worker.sampler import LazyLogprobs, LazySample, prompt_logprobs
 from mlx_ring.worker.sequences import LazyToken
 from mlx_ring.worker.tensor import Group, SplitHead
 from mlx_ring.worker.tensors import to_message
-from mlx_ring.worker.wants import NOTHING, Want, offsets_of
+from mlx_ring.worker.wants import Want, offsets_of
 
 NO_MASKS = StepMasks()
 
@@ -166,7 +166,7 @@ class StepDraws:
 
 
 def grammar_masks(step: StepInput, vocabulary: int, failed: dict[int, RingError]) -> StepMasks:
-    """What the rows that answer under a grammar may draw. Those whose grammar fails draw nothing, and are added to `failed`."""
+    """What the rows that answer under a grammar may draw. Those whose grammar fails are added to `failed`: what they draw is for nobody."""
     masks = make_masks(
         [
             Drawing(
@@ -177,9 +177,6 @@ def grammar_masks(step: StepInput, vocabulary: int, failed: dict[int, RingError]
         ],
         vocabulary,
     )
-    for row in step.rows:
-        if row.row.sequence in masks.failed:
-            row.wants = NOTHING
     failed.update(masks.failed)
     return masks
 

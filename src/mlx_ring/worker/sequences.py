@@ -190,6 +190,8 @@ class SequenceTable:
         state = self[sequence]
         self._kv.park(sequence)
         state.parked = True
+        # It draws no more, and what its matcher has learnt may be many megabytes.
+        state.grammar = None
 
     def _free(self, sequence: int) -> None:
         if self._refused.pop(sequence, None) is None:

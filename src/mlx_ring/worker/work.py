@@ -111,6 +111,11 @@ class StepWork:
         return self.inputs is not None and any(row.wants.looks for row in self.inputs.rows)
 
     @property
+    def told(self) -> list[DrawnRow]:
+        """What was drawn and is somebody's: a row may fail once it draws, and draws all the same."""
+        return [drawn for drawn in self.drawn if drawn.sequence not in self.failed]
+
+    @property
     def leaves_way(self) -> bool:
         """Whether another step can be built on it: its answer needs nothing more of the device, nor its KV."""
         tails = any(item.batch.members.tails for item in self.passes)

@@ -12,6 +12,7 @@ from tests.api.conversation.formats import cut, read, rules
 from tests.api.twins import ByteTokenizer
 
 from mlx_ring.api.conversation.format import ChatFormat, read_format
+from mlx_ring.api.conversation.harmony import HEADING, parse_tool_call
 from mlx_ring.api.conversation.parts import CallArguments, CallOpening, Content, Reasoning
 
 
@@ -63,6 +64,13 @@ def test_the_marks_of_headers_are_shown() -> None:
     given = gpt_oss()
     assert given.shown_tokens(calls=False) == {257, 258, 259}
     assert given.shown_tokens(calls=True) == {257, 258, 259, 260, 261}
+
+
+def test_a_name_without_end_is_looked_at_once() -> None:
+    """Its square would be hours."""
+    assert HEADING.match("a" * 400_000) is None
+    with pytest.raises(ValueError, match="no function"):
+        parse_tool_call("a" * 400_000, [])
 
 
 def test_a_call_without_an_object_is_no_call() -> None:

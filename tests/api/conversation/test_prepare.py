@@ -10,7 +10,7 @@ from tests.api.conversation.formats import WEATHER
 from tests.api.twins import ANSWER, ByteTokenizer, MarkingTokenizer, TwinCatalog, TwinService
 
 from mlx_ring.api.conversation.answering import ChatGeneration
-from mlx_ring.api.conversation.asked import Conversation, ToolUse
+from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, ToolUse
 from mlx_ring.api.conversation.prepare import PreparedChat, encode_conversation, prepare_chat
 from mlx_ring.api.generation import Generation
 from mlx_ring.api.routes import ApiContext
@@ -50,6 +50,13 @@ def test_the_last_message_is_gone_on_with(beginning: str, *, opened: bool) -> No
     prompt = list(chat.requests[0].prompt_tokens)
     assert prompt.index(ANSWER) == 1
     assert chat.rules[0].thinking_open is opened
+
+
+def test_a_format_is_of_a_whole_answer_and_not_of_the_rest_of_one() -> None:
+    begun = Conversation([USER, {"role": "assistant", "content": "{"}], continues=True)
+    with pytest.raises(RequestError, match="whole answer") as refused:
+        prepare(replace(begun, format=AnswerFormat("json_object", param="format")))
+    assert refused.value.param == "format"
 
 
 def test_only_an_answer_can_be_gone_on_with() -> None:

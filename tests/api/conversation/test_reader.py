@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,6 +137,25 @@ def test_a_stop_string_of_line_breaks_does_not_meet_those_behind_a_thought() -> 
 
 def test_stop_strings_count_after_the_least_number_of_tokens() -> None:
     assert read(["a", "b", "a"], rules(stops=("a",), min_tokens=1)) == [Content("ab")]
+
+
+def test_what_a_stop_string_ends_with_the_answer_is_said_once() -> None:
+    assert read(["Hello\n<tool"], rules(stops=("<tool",))) == [Content("Hello\n")]
+
+
+def test_marks_without_end_are_text_before_they_are_read_again_for_each() -> None:
+    parsed: list[str] = []
+
+    def parse(text: str, _tools: object) -> object:
+        parsed.append(text)
+        raise ValueError(text)
+
+    assert QWEN.calls is not None
+    marks = ["<tool_call>"] * 500
+    assert read(marks, rules(replace(QWEN, calls=replace(QWEN.calls, parse=parse)))) == [
+        Content("".join(marks))
+    ]
+    assert len(parsed) < 100
 
 
 def test_marks_that_say_nothing_are_dropped() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,12 @@ from tests.worker.stages import (
     want,
 )
 
+from mlx_ring.core.errors import ModelCorrupt
+from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker.grammars import AnswerGrammar, Drawing, GrammarCompiler, make_masks
+from mlx_ring.worker.grammars.answer import Compiled
+from mlx_ring.worker.sequences import SequenceTable
 
 END = 1
 SCHEMA: dict[str, Any] = {
@@ -223,6 +229,48 @@ def test_a_grammar_that_fails_ends_its_own_answer_alone(
     results = {result.sequence: tokens_of(result) for result in done.results}
     assert len(results[2]) == 1
     assert not results[1]
+
+
+class Panic(BaseException):
+    """As Rust's are told: no `Exception`."""
+
+
+@pytest.mark.parametrize("trouble", [ModelCorrupt("no tokenizer"), TypeError("stumbled"), Panic("panicked")])
+def test_rows_whose_grammar_fails_draw_like_the_others(trouble: BaseException) -> None:
+    """Of ranks that share a stage one may fail alone, and all must draw the same rows in the same way."""
+    compiled = Future[Compiled]()
+    compiled.set_exception(trouble)
+    grammar = AnswerGrammar(compiled, len(PROMPT), frozenset((END,)))
+    masks = make_masks([Drawing(7, grammar, PROMPT, [len(PROMPT)])], 320)
+    assert str(trouble) in str(masks.failed[7])
+    assert masks.allowed[7, len(PROMPT)].tokens.all()
+
+
+def test_a_tokenizer_may_name_tokens_that_its_model_lacks(tmp_path: Path) -> None:
+    """Those of pictures, beside a model of text alone."""
+    folder = write_tiny_model(tmp_path, 258)
+    file = folder / "tokenizer.json"
+    described = json.loads(file.read_text())
+    described["added_tokens"].append({**described["added_tokens"][-1], "id": 258, "content": "<image>"})
+    file.write_text(json.dumps(described))
+    tokens = run(Pipeline(folder, CUTS[1]), [under(1, FIXED, kind="regex")], 20)[1]
+    assert re.fullmatch(FIXED, text_of(folder, tokens))
+
+
+class NoKv:
+    """Holds nothing of any sequence."""
+
+    def open(self, sequence: int, max_length: int) -> None: ...
+    def park(self, sequence: int) -> None: ...
+
+
+def test_a_parked_sequence_keeps_no_grammar(folder: Path) -> None:
+    compiler = GrammarCompiler(read_model_folder(folder))
+    table = SequenceTable(cast("Any", NoKv()), 320, compiler)
+    assert table.apply([under(1, SCHEMA)]) == {}
+    assert table[1].grammar is not None
+    assert table.apply([step_pb2.CacheOperation(park=step_pb2.Park(sequence=1))]) == {}
+    assert table[1].grammar is None
 
 
 def test_behind_the_end_of_an_answer_anything_is_drawn(folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 
 from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool
 from mlx_ring.api.conversation.call_grammars import options_of, write_calls, write_harmony_calls
@@ -148,8 +149,8 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
-        self._known: OrderedDict[Grammar, str] = OrderedDict()
-        """What is wrong with them; empty: nothing."""
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        """By their digests, for clients decide how long they are: what is wrong with them; empty: nothing."""
 
     async def check(self, grammar: Grammar | None, conversation: Conversation) -> None:
         """Raises `RequestError` where a grammar cannot be enforced, with the name of what it comes from."""
@@ -169,17 +170,21 @@ class GrammarChecks:
         )
 
     async def _problem(self, grammar: Grammar) -> str:
-        if grammar not in self._known:
+        key = blake2b(
+            f"{grammar.kind}:{grammar.text}".encode(errors="surrogatepass"), digest_size=16
+        ).digest()
+        known = self._known.get(key)
+        if known is None:
             loop = asyncio.get_running_loop()
             try:
                 async with asyncio.timeout(_WITHIN_S):
-                    found = await loop.run_in_executor(self._thread, _problem_of, grammar)
+                    known = await loop.run_in_executor(self._thread, _problem_of, grammar)
             except TimeoutError:
                 return "The server was too busy with other schemas to look at this one; try again, or make it simpler."
-            self._known[grammar] = found
+            self._known[key] = known
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)
-        return self._known[grammar]
+        return known
 
 
 def _of_tool(tool: Tool) -> Grammar:

@@ -24,8 +24,9 @@ TRANSITIONS: Mapping[str, list[tuple[str, str]]] = {
 """By mlx-lm's names, as the wrapper has them for other formats of several messages."""
 CALL_START, CALL_END = "to=functions.", "<|call|>"
 CALL_INNER = ("<|constrain|>",)
-HEADING = re.compile(r"(?P<name>[\w-]+)(?P<id>)(?:[^{<]|<(?!\|message\|>))*<\|message\|>\s*(?=\{)")
-_CALL = re.compile(r"([\w-]+)(?:(?!<\|message\|>).)*<\|message\|>(.*)", re.DOTALL)
+HEADING = re.compile(r"(?P<name>[\w-]++)(?P<id>)(?:[^{<]|<(?!\|message\|>))*+<\|message\|>\s*(?=\{)")
+"""What it has taken it keeps: it is tried again with each token, and a long name must not cost its square."""
+_CALL = re.compile(r"([\w-]++)(?:(?!<\|message\|>).)*+<\|message\|>(.*)", re.DOTALL)
 
 
 def is_harmony(added: Collection[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_ring.api.conversation.asked import Conversation
@@ -15,6 +15,9 @@ from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.sequence import GenerateRequest
+
+_MOST_TOOLS = 1024
+"""Templates and grammars are written tool by tool; OpenAI takes 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,31 @@ async def encode_conversation(
     Raises:
         RequestError: the model's template cannot take it.
     """
-    _check_tools(context.formats[service.tokenizer], conversation)
+    format_ = context.formats[service.tokenizer]
+    _check_tools(format_, conversation)
     _check_continues(conversation)
+    _check_kwargs(format_, conversation)
     return await context.prompts.encode_chat(
         service.tokenizer, conversation, add_generation_prompt=add_generation_prompt
     )
+
+
+def with_effort(
+    format_: ChatFormat, own: Mapping[str, object] | None, effort: str | None, *, param: str
+) -> Mapping[str, object]:
+    """What a client tells the template itself, and what an effort that it names comes to.
+
+    Raises:
+        RequestError: both say the same thing, or the template knows nothing of it.
+    """
+    told = {} if effort is None else effort_arguments(format_, effort, param=param)
+    for name in told:
+        if own and name in own:
+            raise RequestError(
+                f"'{param}' and 'chat_template_kwargs.{name}' say the same thing; give one of them.",
+                param=param,
+            )
+    return {**(own or {}), **told}
 
 
 def effort_arguments(format_: ChatFormat, effort: str, *, param: str) -> dict[str, object]:
@@ -116,8 +139,13 @@ def effort_arguments(format_: ChatFormat, effort: str, *, param: str) -> dict[st
 
 
 def _check_tools(format_: ChatFormat, conversation: Conversation) -> None:
-    if not conversation.tool_use.tools:
+    tools = len(conversation.tool_use.tools)
+    if not tools:
         return
+    if tools > _MOST_TOOLS:
+        raise RequestError(
+            f"'tools' has {tools} of them; the most in one request are {_MOST_TOOLS}.", param="tools"
+        )
     if format_.calls is None or not format_.knows("tools"):
         raise RequestError(
             "This model's chat template has no place for tools, so it can call none; leave 'tools' out.",
@@ -126,11 +154,28 @@ def _check_tools(format_: ChatFormat, conversation: Conversation) -> None:
 
 
 def _check_continues(conversation: Conversation) -> None:
-    if conversation.continues and conversation.messages[-1].get("role") != "assistant":
+    if not conversation.continues:
+        return
+    if conversation.messages[-1].get("role") != "assistant":
         raise RequestError(
             "The last message is to be continued, and it is not the assistant's.",
             param=conversation.messages_param,
         )
+    if conversation.format.kind != "text":
+        raise RequestError(
+            f"'{conversation.format.param}' is of a whole answer, and the last message begins one: leave out one of them.",
+            param=conversation.format.param,
+        )
+
+
+def _check_kwargs(format_: ChatFormat, conversation: Conversation) -> None:
+    """What a template never mentions would do nothing, and nobody would know. Of one that cannot be read all is taken."""
+    for name in conversation.template_kwargs if format_.words else ():
+        if not format_.knows(name):
+            param = f"{conversation.kwargs_param}.{name}"
+            raise RequestError(
+                f"'{param}' is nothing that this model's chat template knows of; leave it out.", param=param
+            )
 
 
 def _opens_thinking(format_: ChatFormat, conversation: Conversation, end: str) -> bool:

@@ -11,6 +11,9 @@ from mlx_ring.api.conversation.marks import first_mark, open_end
 from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, Content, Reasoning
 from mlx_ring.engine.stops import StopMatcher
 
+_MOST_NO_CALLS = 64
+"""Marks of calls in one answer that begin none: whoever writes more of them calls nothing, and marks are text from then on."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReadingRules:
@@ -45,6 +48,7 @@ class AnswerReader:
         self._before_calls: State = "start"
         self._tokens = 0
         self._parts: list[AnswerPart] = []
+        self._no_calls = 0
         self.calls = 0
         """Calls that it has, the one that is coming included."""
         self.ended = False
@@ -69,6 +73,7 @@ class AnswerReader:
             self._read(self._take_calls(self._calls, self._calls.finish()))
         if not self.ended:
             self._say(self._held)
+        if not self.ended:
             self._say_last()
         return self._taken()
 
@@ -134,10 +139,17 @@ class AnswerReader:
             return None
         self._calls = None
         if reading.no_call:
+            self._note_no_call()
             return self._read_again(reading.no_call) + reading.rest
         self._state, self._behind_mark = self._rules.format.begins, True
         self.ended = self.calls > 0 and not reader.parallel
         return reading.rest
+
+    def _note_no_call(self) -> None:
+        """Each is read again from behind its mark, so that many within each other cost the square of their number."""
+        self._no_calls += 1
+        if self._no_calls >= _MOST_NO_CALLS:
+            self._marks = _marks_by_state(self._rules.format, with_calls=False)
 
     def _read_again(self, text: str) -> str:
         """What follows the mark: that one itself is no mark, others may be."""

@@ -57,7 +57,7 @@ class Task:
         """Answers in order: those to the first prompt, those to the second, and so on."""
         pairs = [(prompt, params) for prompt in self.prompts for params in self.sampling]
         requests = [
-            GenerateRequest(f"{self.id}-{index}", prompt, params, self.prompt_logprobs)
+            GenerateRequest(f"{self.id}-{index}", prompt, params, self.prompt_logprobs, continues_text=True)
             for index, (prompt, params) in enumerate(pairs)
         ]
         return Generation(engine, requests, self.prompt_field)

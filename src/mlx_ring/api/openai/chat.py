@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
@@ -16,7 +16,7 @@ from mlx_ring.api.conversation.answering import Call, ChatAnswer, News, answer_c
 from mlx_ring.api.conversation.asked import Conversation
 from mlx_ring.api.conversation.format import ChatFormat
 from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
-from mlx_ring.api.conversation.prepare import effort_arguments, prepare_chat
+from mlx_ring.api.conversation.prepare import prepare_chat, with_effort
 from mlx_ring.api.generation import performance, usage
 from mlx_ring.api.json_lines import Json, event, json_bytes
 from mlx_ring.api.openai import answers as about
@@ -234,23 +234,10 @@ def _conversation(fields: ChatRequest, format_: ChatFormat) -> Conversation:
         messages=template_messages(fields.messages),
         tool_use=read_tool_use(fields.tools, fields.tool_choice, parallel=fields.parallel_tool_calls),
         format=read_format(fields.response_format),
-        template_kwargs=_template_kwargs(fields, format_),
+        template_kwargs=with_effort(
+            format_, fields.chat_template_kwargs, fields.reasoning_effort, param="reasoning_effort"
+        ),
     )
-
-
-def _template_kwargs(fields: ChatRequest, format_: ChatFormat) -> Mapping[str, object]:
-    """The client's own, and what the effort comes to."""
-    own = fields.chat_template_kwargs or {}
-    if fields.reasoning_effort is None:
-        return own
-    effort = effort_arguments(format_, fields.reasoning_effort, param="reasoning_effort")
-    for name in effort:
-        if name in own:
-            raise RequestError(
-                f"'reasoning_effort' and 'chat_template_kwargs.{name}' say the same thing; give one of them.",
-                param="reasoning_effort",
-            )
-    return {**own, **effort}
 
 
 def _max_tokens(fields: ChatRequest, default: int | None) -> int | None:

@@ -115,7 +115,7 @@ class CompletionWriter:
             for prompt in each(fields.prompt)
             for _ in range(fields.n or 1)
         ]
-        self._positions = [_Position() for _ in self._prompts]
+        self._positions = [_Position(drops_space=bool(echo) and echo[0] != " ") for echo in self._echoes]
 
     def opening(self, index: int) -> Json | None:
         """The echo goes out at once, or where it is scored with the first delta."""
@@ -174,15 +174,19 @@ class CompletionWriter:
 class _Position:
     """Where in a choice's text its scored tokens stand; a character counts with its last byte."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, drops_space: bool) -> None:
+        """`drops_space`: the text begins without the space that SentencePiece puts before its first word."""
         self._offset = 0
+        self._drops_space = drops_space
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def pass_token(self, token: TokenText) -> int:
         """Where the token begins, characters."""
         offset = self._offset
         if not token.special:
-            self._offset += len(self._decoder.decode(token.data))
+            dropped = self._drops_space and token.data.startswith(b" ")
+            self._offset += len(self._decoder.decode(token.data)) - dropped
+            self._drops_space = False
         return offset
 
 

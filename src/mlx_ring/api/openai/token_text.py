@@ -46,10 +46,11 @@ class TokenTexts:
         piece = self._tokenizer.convert_ids_to_tokens(token) or ""
         if _REPLACEMENT in text:
             return TokenText(text, _bytes_of(piece, text), special=False)
-        if piece.startswith(_SENTENCEPIECE_SPACE) and not text.startswith(" "):
-            text = f" {text}"
+        if piece.startswith(_SENTENCEPIECE_SPACE):
+            # Decoded alone it begins a text, which loses one space.
+            text = piece.replace(_SENTENCEPIECE_SPACE, " ")
         shown = self._tokenizer.decode([token], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return TokenText(text, text.encode(errors="replace"), special=bool(text) and not shown)
+        return TokenText(text, text.encode(errors="replace"), special=bool(text.strip(" ")) and not shown)
 
 
 def _bytes_of(piece: str, text: str) -> bytes:

@@ -52,7 +52,7 @@ def routes(context: ApiContext) -> APIRouter:
         tokens = await _tokens(context, service, fields)
         strings = None
         if fields.return_token_strs:
-            strings = [service.tokenizer.convert_ids_to_tokens(token) or "" for token in tokens]
+            strings = await context.prompts.names(service.tokenizer, tokens)
         return JSONResponse(
             {
                 "count": len(tokens),
@@ -93,6 +93,11 @@ def _check_kind(fields: TokenizeRequest) -> None:
         "tools": fields.tools,
         "chat_template_kwargs": fields.chat_template_kwargs,
     }
+    if fields.continue_final_message and fields.add_generation_prompt:
+        raise RequestError(
+            "'add_generation_prompt' begins an answer, and 'continue_final_message' goes on with one; leave out one of them.",
+            param="add_generation_prompt",
+        )
     if fields.prompt is None:
         if fields.add_special_tokens:
             raise RequestError(

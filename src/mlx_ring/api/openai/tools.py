@@ -102,11 +102,13 @@ def read_tool_use(
 
 def check_names(names: Sequence[str], place: str) -> None:
     """No two tools have one name. `place` is where a name stands, with `{}` for its number."""
+    known = set[str]()
     for number, name in enumerate(names):
-        if name in names[:number]:
+        if name in known:
             raise RequestError(
                 f"Two tools have the name '{name}'; give each its own.", param=place.format(number)
             )
+        known.add(name)
 
 
 def choose(

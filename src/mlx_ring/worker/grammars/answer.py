@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlx_ring.core.errors import RequestError, ServingError
+from mlx_ring.core.errors import RequestError, RingError, ServingError
 from mlx_ring.core.grammars import in_one_line
 
 if TYPE_CHECKING:
@@ -53,13 +53,25 @@ class AnswerGrammar:
 
         Raises:
             RequestError: the grammar cannot be enforced.
+            ServingError: the compiler stumbled over it.
         """
         if self._matcher is None:
-            compiled = self._compiled.result()
+            compiled = self._wait()
             self._matcher = compiled.matcher.deep_copy()
             self.ends = tuple(sorted(filter(compiled.is_end, self._stops)))
             self.tokenizer_ends = compiled.ends
         return self._matcher
+
+    def _wait(self) -> Compiled:
+        """Whatever the compiler stumbles over is this answer's trouble, and not its step's."""
+        try:
+            return self._compiled.result()
+        except (RingError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust's is no Exception
+            raise ServingError(
+                f"The answer's grammar cannot be made: {type(error).__name__}: {in_one_line(str(error))}"
+            ) from error
 
     def go_to(self, tokens: Sequence[int], position: int) -> bool:
         """Bring the matcher to `position` of the sequence's tokens.
@@ -72,6 +84,7 @@ class AnswerGrammar:
             ServingError: a token before is none that the grammar allows.
         """
         matcher = self.matcher
+        self.check()
         if not self._is_on_the_way(tokens, position):
             self.go_back(self._shared(tokens, position))
         fresh = list(tokens[self._prompt_length + len(self._fed) : position])

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,18 +83,38 @@ def read_tokenizer(folder: ModelFolder) -> LLTokenizer:
     Raises:
         ModelCorrupt: there is no tokenizer that llguidance reads.
     """
-    from llguidance import LLTokenizer  # noqa: PLC0415 - as above
-
     file = folder.path / "tokenizer.json"
-    ends = sorted(folder.eos_token_ids) or None
     try:
         if file.is_file() and not _adds_tokens(folder, file.read_bytes()):
-            return LLTokenizer(str(file), n_vocab=folder.vocab_size, eos_token=ends)
-        return LLTokenizer(_as_transformers_read_it(folder), n_vocab=folder.vocab_size, eos_token=ends)
+            return _make(folder, str(file), file.read_bytes)
+        text = _as_transformers_read_it(folder)
+        return _make(folder, text, text.encode)
     except (OSError, ValueError, ImportError) as error:
         raise ModelCorrupt(
             f"The tokenizer in {folder.path} cannot be read for grammars: {in_one_line(str(error))}"
         ) from error
+
+
+def _make(folder: ModelFolder, source: str, read: Callable[[], bytes]) -> LLTokenizer:
+    """Of a file's path or its text; `read` gives the latter."""
+    from llguidance import LLTokenizer  # noqa: PLC0415 - as above
+
+    ends = sorted(folder.eos_token_ids) or None
+    try:
+        return LLTokenizer(source, n_vocab=folder.vocab_size, eos_token=ends)
+    except ValueError:
+        fewer = _without_surplus(read(), folder.vocab_size)
+        if fewer is None:
+            raise
+        return LLTokenizer(fewer, n_vocab=folder.vocab_size, eos_token=ends)
+
+
+def _without_surplus(tokenizer: bytes, vocabulary: int) -> str | None:
+    """A tokenizer less the tokens that its model lacks, such as those of pictures beside a model of text; None: there are none."""
+    described = cast("dict[str, Any]", json.loads(tokenizer))
+    added = cast("list[dict[str, Any]]", described.get("added_tokens") or [])
+    described["added_tokens"] = [token for token in added if token["id"] < vocabulary]
+    return json.dumps(described) if len(described["added_tokens"]) < len(added) else None
 
 
 def _adds_tokens(folder: ModelFolder, tokenizer: bytes) -> bool:

@@ -47,7 +47,7 @@ class StepMasks:
     """Of all rows of a step."""
 
     allowed: dict[tuple[int, int], Allowed] = field(default_factory=dict[tuple[int, int], Allowed])
-    """By sequence and position; those that are missing may draw anything."""
+    """By sequence and position, of all that draw under a grammar: anything, where it has no say."""
     failed: dict[int, RingError] = field(default_factory=dict[int, RingError])
     """By sequence: why its grammar tells nothing."""
 
@@ -56,11 +56,22 @@ def make_masks(rows: Iterable[Drawing], vocabulary: int) -> StepMasks:
     """The masks of all positions. First places of rows go side by side, drafts one after the other.
 
     A draft token that its grammar forbids cannot be drawn, so that what is drawn behind it is for nobody: no mask is made.
+    Nor is one behind an answer's end, or where a grammar fails. Those rows draw like the others none the less: of ranks that
+    share a stage one may fail alone, and all must draw the same rows in the same way.
     """
     step = StepMasks()
-    going = [row for row in rows if _is_in_answer(row, step.failed)]
-    if not going:
-        return step
+    drawing = list(rows)
+    going = [row for row in drawing if _is_in_answer(row, step.failed)]
+    if going:
+        _fill_all(step, going, vocabulary)
+    free = [(row.sequence, position) for row in drawing for position in row.positions]
+    free = [place for place in free if place not in step.allowed]
+    if free:
+        step.allowed |= dict.fromkeys(free, Allowed(np.ones(vocabulary, np.bool_), must_end=False))
+    return step
+
+
+def _fill_all(step: StepMasks, going: Sequence[Drawing], vocabulary: int) -> None:
     bits = np.zeros((sum(len(row.positions) for row in going), -(-vocabulary // _WORD)), np.int32)
     places = list(_first_places(going))
     _fill([(row.grammar, place) for row, place in zip(going, places, strict=True)], bits)
@@ -74,7 +85,6 @@ def make_masks(rows: Iterable[Drawing], vocabulary: int) -> StepMasks:
     for row, place, must_end in made:
         for at, (position, ends) in enumerate(zip(row.positions, must_end, strict=False)):
             step.allowed[row.sequence, position] = Allowed(flags[place + at], ends)
-    return step
 
 
 def _is_in_answer(row: Drawing, failed: dict[int, RingError]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool, ToolUse
 from mlx_ring.api.conversation.format import ChatFormat
-from mlx_ring.api.conversation.prepare import effort_arguments
+from mlx_ring.api.conversation.prepare import with_effort
 from mlx_ring.api.conversation.turns import join_neighbours
 from mlx_ring.api.openai.formats import JsonObjectFormat
 from mlx_ring.api.openai.responses.items import template_messages
@@ -33,7 +33,12 @@ def conversation_of(fields: ResponsesRequest, format_: ChatFormat) -> Conversati
         messages=_messages(fields),
         tool_use=_tool_use(fields),
         format=_format(fields),
-        template_kwargs=_template_kwargs(fields, format_),
+        template_kwargs=with_effort(
+            format_,
+            fields.chat_template_kwargs,
+            None if fields.reasoning is None else fields.reasoning.effort,
+            param="reasoning.effort",
+        ),
         messages_param="input",
     )
 
@@ -72,9 +77,3 @@ def _format(fields: ResponsesRequest) -> AnswerFormat:
     if isinstance(given, JsonSchemaFormat):
         return AnswerFormat("json_schema", given.schema_, "text.format.schema")
     return AnswerFormat(param="text.format")
-
-
-def _template_kwargs(fields: ResponsesRequest, format_: ChatFormat) -> Plain:
-    effort = None if fields.reasoning is None else fields.reasoning.effort
-    kwargs = {} if effort is None else effort_arguments(format_, effort, param="reasoning.effort")
-    return kwargs | (fields.chat_template_kwargs or {})

@@ -153,6 +153,8 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": _text(item.content)})
+    if thought:
+        messages.append(_thoughtful({"role": "assistant", "content": ""}, thought))
     return messages
 
 
