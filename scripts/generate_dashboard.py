@@ -369,6 +369,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "percentunit",
                 (('rate(process_cpu_seconds_total{job=~"$job"}[$__rate_interval])', ""),),
             ),
+            Panel("Tasks of the head", "short", ((value("head_tasks", ""), ""),)),
             Panel("Up for", "s", ((value("uptime_seconds", ""), ""),), kind="stat"),
             Panel("Version", "short", ((value("build_info", ""), "{{version}}"),), kind="table"),
         ),

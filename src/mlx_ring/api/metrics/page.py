@@ -50,6 +50,9 @@ class Numbers:
         workers = workers_now(replicas)
         yield gauge("build_info", "1, with the version.", ("version",), [((self._version,), 1.0)])
         yield gauge("uptime_seconds", "Since the head started.", (), [((), time.time() - models[0].created)])
+        yield gauge(
+            "head_tasks", "Coroutines that the head has under way.", (), [((), len(asyncio.all_tasks()))]
+        )
         yield from request_families(replicas, models)
         yield from step_families(replicas)
         yield from instance_families(replicas, models)
