@@ -23,8 +23,8 @@ METADATA = {
 def client() -> Generator[Client]:
     service = TwinService()
     service.metadata = dict(METADATA)
-    with serving(service) as url:
-        yield Client(url)
+    with serving(service) as url, Client(url) as client:
+        yield client
 
 
 def test_models_are_listed_and_shown(client: Client) -> None:
