@@ -48,6 +48,30 @@ def test_an_object_of_too_many_names_is_refused(api: Api) -> None:
         assert "10001 names" in message
 
 
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (b'{"prompt": "a", "max_tokens": 1, "prompt": "a"}', "prompt"),
+        (b'{"prompt": "a", "logit_bias": {"1": 1, "2": 1, "1": 2}}', "1"),
+        (b'{"prompt": "a", "\\ud800": 1, "\\ud800": 2}', "\\ud800"),
+    ],
+)
+def test_a_name_that_an_object_has_twice_is_refused_by_name(api: Api, body: bytes, name: str) -> None:
+    param, message = refusal(api.request("POST", "/v1/completions", content=body))
+    assert param == name
+    assert f"'{name}' twice" in message
+
+
+def test_arguments_that_a_model_wrote_twice_can_go_back_to_it(api: Api) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}
+    messages = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ]
+    assert api.post("/v1/chat/completions", {"messages": messages}).status_code == 200
+
+
 def test_a_body_of_too_many_lists_is_refused(api: Api) -> None:
     _, message = refusal(
         api.request("POST", "/v1/chat/completions", content=b'{"x":[' + b"[]," * 500_000 + b"0]}")

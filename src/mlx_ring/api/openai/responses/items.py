@@ -66,7 +66,7 @@ class Item(Body):
 
 
 class MessageItem(Item):
-    type: Literal["message"]
+    type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
@@ -89,14 +89,14 @@ class FunctionCallOutputItem(Item):
 
 class ReasoningItem(Item):
     type: Literal["reasoning"]
-    summary: list[InputText] = Field(default_factory=list[InputText])
+    summary: list[InputText] | None = None
     content: list[InputText] | None = None
     encrypted_content: str | None = None
 
     @property
     def text(self) -> str:
         """What was thought, or a summary of it; empty where another server sealed it."""
-        return _text(self.content or ()) or unseal(self.encrypted_content or "") or _text(self.summary)
+        return _text(self.content or ()) or unseal(self.encrypted_content or "") or _text(self.summary or ())
 
 
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
