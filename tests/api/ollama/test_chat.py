@@ -108,7 +108,7 @@ def test_what_was_called_and_what_came_of_it_reach_the_template(api: Api) -> Non
         {
             "role": "assistant",
             "content": "",
-            "reasoning_content": "Hm.",
+            **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Hm."),
             "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
         },
         {"role": "tool", "content": "1", "name": "add"},

@@ -113,7 +113,14 @@ class ChatCompletionWriter:
 
     def __init__(self, id_: str, model: str, texts: TokenTexts | None, *, usage_chunk: bool = False) -> None:
         """`texts` where log-probabilities are asked for."""
-        self._body: Json = {"id": id_, "object": "", "created": int(time.time()), "model": model}
+        self._body: Json = {
+            "id": id_,
+            "object": "",
+            "created": int(time.time()),
+            "model": model,
+            "service_tier": "default",
+            "system_fingerprint": None,
+        }
         self._texts = texts
         self._usage_chunk = usage_chunk
         self._chunk_body: Json = self._body | {"object": "chat.completion.chunk", "choices": list[Json]()}
@@ -185,6 +192,7 @@ def _message(answer: ChatAnswer) -> Json:
         "role": "assistant",
         "content": answer.content or (None if calls else ""),
         "refusal": None,
+        "annotations": [],
     }
     if reasoning:
         message |= _reasoning(reasoning)
