@@ -81,7 +81,7 @@ def _words(detail: ErrorDetails) -> str:
         return f"Input should be {_KINDS[detail['type']]}"
     if detail["type"] == "too_long" and context.get("max_length") == 0:
         return "List should be empty"
-    if detail["type"] == "literal_error":
+    if detail["type"] in ("literal_error", "none_required"):
         return re.sub(r"\b(True|False|None)\b", lambda word: _PYTHON_WORDS[word[0]], detail["msg"])
     return detail["msg"].replace(" after validation", "")
 

@@ -10,6 +10,7 @@ from mlx_ring.api.conversation.calls import CallRules
 from mlx_ring.api.conversation.format import ChatFormat, Marks, prompts_end
 from mlx_ring.api.conversation.grammars import answer_grammar
 from mlx_ring.api.conversation.reader import ReadingRules
+from mlx_ring.api.conversation.turns import in_order_of_calls
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
@@ -100,8 +101,9 @@ async def encode_conversation(
     _check_tools(format_, conversation)
     _check_continues(conversation)
     _check_kwargs(format_, conversation)
+    ordered = replace(conversation, messages=in_order_of_calls(conversation.messages))
     return await context.prompts.encode_chat(
-        service.tokenizer, conversation, add_generation_prompt=add_generation_prompt
+        service.tokenizer, ordered, add_generation_prompt=add_generation_prompt
     )
 
 
