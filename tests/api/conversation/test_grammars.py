@@ -116,6 +116,25 @@ def test_a_model_thinks_first_where_it_does() -> None:
         assert lets_through(free, text)
 
 
+@pytest.mark.parametrize(
+    "told", [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}]
+)
+def test_a_model_that_is_told_not_to_think_cannot_where_its_answer_has_a_form(
+    told: dict[str, object],
+) -> None:
+    format_ = JSON_TOOLS.format(THINKING)
+    for conversation, text in (
+        (asked(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
+        (under(SCHEMA), ARGUMENTS),
+    ):
+        silent = replace(conversation, template_kwargs=told)
+        grammar = answer_grammar(format_, silent, thinking_open=False)
+        assert lets_through(grammar, text)
+        assert not lets_through(grammar, f"<think>\nRome\n</think>\n\n{text}")
+        still_open = answer_grammar(format_, silent, thinking_open=True)
+        assert lets_through(still_open, f"Rome\n</think>\n\n{text}")
+
+
 def test_gpt_oss_thinks_and_calls_or_answers_in_its_channels() -> None:
     added = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
     marks = CallMarks("to=functions.", "<|call|>", "harmony", parse_tool_call)

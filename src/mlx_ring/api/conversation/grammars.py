@@ -47,7 +47,8 @@ def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_o
         grammar.add("start", _harmony(grammar, use.callable_tools, None if must_call else plain or ANY_TEXT))
         return Grammar("lark", grammar.write())
     _refuse_headers(format, content)
-    thoughts = _thoughts(grammar, format, is_open=thinking_open)
+    may_think = thinking_open or not _is_told_not_to_think(conversation)
+    thoughts = _thoughts(grammar, format, is_open=thinking_open) if may_think else ""
     if calls is None and not thoughts and not format.dropped:
         return _of_format(content)
     if calls is None:
@@ -108,6 +109,16 @@ def _thoughts(grammar: LarkGrammar, format: ChatFormat, *, is_open: bool) -> str
         return ""
     rest = f"{grammar.until(format.thinking.end)} {SPACE}?"
     return rest if is_open else f"({grammar.exactly(format.thinking.start)} {rest})?"
+
+
+def _is_told_not_to_think(conversation: Conversation) -> bool:
+    """Whether the template was told: of a model that may choose only what a schema allows, a thought would be the way out."""
+    told = conversation.template_kwargs
+    return (
+        told.get("enable_thinking") is False
+        or told.get("thinking") is False
+        or told.get("reasoning_effort") == "none"
+    )
 
 
 def _dropped(grammar: LarkGrammar, format: ChatFormat) -> str:  # noqa: A002 - as above
