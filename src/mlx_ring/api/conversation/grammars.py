@@ -174,7 +174,7 @@ class GrammarChecks:
         for number, tool in enumerate(conversation.tool_use.tools):
             if tool.parameters is not None and (alone := await self._problem(_of_tool(tool))):
                 raise RequestError(
-                    f"Tool '{tool.name}': {alone}", param=f"tools.{number}.function.parameters"
+                    f"Tool '{tool.name}': {alone}", param=f"tools[{number}].function.parameters"
                 )
         raise RequestError(
             problem, param="tools" if conversation.format.kind == "text" else conversation.format.param

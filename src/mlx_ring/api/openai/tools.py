@@ -132,7 +132,7 @@ def choose(
             raise RequestError(f"'{param}' names '{name}'; of 'tools' there is {there}.", param=param)
     if choice == "required" and not known:
         raise RequestError(
-            f"'{param}' is 'required', and there are no 'tools' that could be called.", param=param
+            f"'{param}' demands a call, and there are no 'tools' that could be called.", param=param
         )
     allowed = None if names is None else frozenset(names)
     return ToolUse(use.tools, choice, allowed, use.parallel)
