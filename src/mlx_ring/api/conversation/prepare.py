@@ -95,7 +95,7 @@ async def encode_conversation(
     _check_continues(conversation)
     _check_kwargs(format_, conversation)
     return await context.prompts.encode_chat(
-        service.tokenizer, conversation, add_generation_prompt=add_generation_prompt
+        service, conversation, add_generation_prompt=add_generation_prompt
     )
 
 
