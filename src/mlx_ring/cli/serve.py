@@ -167,6 +167,7 @@ def serve(
     request_timeout_s: Annotated[str | None, setting("request_timeout_s")] = None,
     step_deadline_s: Annotated[str | None, setting("step_deadline_s")] = None,
     max_request_mb: Annotated[str | None, setting("max_request_mb")] = None,
+    max_bodies_mb: Annotated[str | None, setting("max_bodies_mb")] = None,
     client_timeout_s: Annotated[str | None, setting("client_timeout_s")] = None,
     http_timeout_keep_alive: Annotated[str | None, setting("http_timeout_keep_alive")] = None,
     max_connections: Annotated[str | None, setting("max_connections")] = None,
