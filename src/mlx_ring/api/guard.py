@@ -7,6 +7,7 @@ or its name in `Host`; both are refused unless they are ours.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import ipaddress
@@ -72,24 +73,31 @@ class Guard:
 
         try:
             self._check(headers)
-            if origin is not None and _is_preflight(scope, headers):
-                await _preflight_response(headers)(scope, receive, send_named)
-            else:
-                CLIENT.set(self._authenticate(scope, headers))
-                with self._admission.admit(scope["method"]):
-                    await self._route(scope, receive, send_named)
+            await self._take(scope, headers, receive, send_named)
         except ClientDisconnect:
             pass
-        except (Unauthenticated, Draining) as error:
-            await error_response(error, scope)(scope, receive, send_named)
-        except Refused as error:
-            origin = None
+        except asyncio.CancelledError:
+            # Nobody else ends requests but the server, when it ends itself.
+            if started or not self._admission.is_draining:
+                raise
+            await error_response(Draining("The server is shutting down."), scope)(scope, receive, send_named)
+        except (Unauthenticated, Draining, Refused) as error:
+            origin = None if isinstance(error, Refused) else origin
             await error_response(error, scope)(scope, receive, send_named)
         except Exception as error:
             log_failure(error, request_id)
             if started:
                 raise
             await error_response(error, scope)(scope, receive, send_named)
+
+    async def _take(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        """Answer, once it is known who asks."""
+        if "origin" in headers and _is_preflight(scope, headers):
+            await _preflight_response(headers)(scope, receive, send)
+            return
+        CLIENT.set(self._authenticate(scope, headers))
+        with self._admission.admit(scope["method"]):
+            await self._route(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """HEAD is answered as GET is, up to the body: one that never ends would keep the connection."""
