@@ -23,8 +23,10 @@ METADATA = {
 def client() -> Generator[Client]:
     service = TwinService()
     service.metadata = dict(METADATA)
-    with serving(service) as url, Client(url) as client:
-        yield client
+    with serving(service) as url:
+        client = Client(url)
+        with client:
+            yield client
 
 
 def test_models_are_listed_and_shown(client: Client) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from mlx_ring.api.body import Body
+from mlx_ring.api.body import Body, Refused
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import SamplingParams
@@ -42,8 +42,12 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+Obfuscated = Annotated[None, Refused("what is streamed is not padded; leave it out or give false.", (False,))]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
+    include_obfuscation: Obfuscated = None
 
 
 class SamplingFields(Body):

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from mlx_ring.api.body import Body, Refused
 from mlx_ring.api.openai.formats import JsonObjectFormat, TextFormat
 from mlx_ring.api.openai.responses.items import AnyItem
-from mlx_ring.api.openai.sampling import Count, SamplingFields, one_or_many
+from mlx_ring.api.openai.sampling import Count, Obfuscated, SamplingFields, one_or_many
 from mlx_ring.api.openai.tools import FunctionName, Parameters
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -21,9 +21,6 @@ _Stateless = Annotated[None, Refused("answers are not kept here; send the whole 
 _Waited = Annotated[None, Refused("answers are given while the client waits; leave it out.", (False,))]
 _Prompt = Annotated[
     None, Refused("prompts are not kept here; send what it says as 'instructions' and 'input'.")
-]
-_Obfuscated = Annotated[
-    None, Refused("what is streamed is not padded; leave it out or give false.", (False,))
 ]
 
 
@@ -84,7 +81,7 @@ class Reasoning(Body):
 
 
 class StreamOptions(Body):
-    include_obfuscation: _Obfuscated = None
+    include_obfuscation: Obfuscated = None
 
 
 ToolChoiceWord = Literal["none", "auto", "required"]
