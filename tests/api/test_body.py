@@ -134,3 +134,8 @@ def test_a_sentence_speaks_of_json_and_not_of_what_reads_it(
 def test_a_value_that_must_be_false_is_written_as_json_has_it(api: Api) -> None:
     answer = api.post("/api/chat", {"messages": [], "truncate": True})
     assert answer.json() == {"error": "'truncate' should be false, not true."}
+    assert api.post("/api/chat", {"messages": "x"}).json() == {
+        "error": "'messages' should be a list, not \"x\"."
+    }
+    _, message = refusal(api.post("/v1/responses", {"input": [{"type": False}]}))
+    assert message.startswith("'input[0]' is of the type false, which is not supported")
