@@ -109,7 +109,7 @@ def test_a_large_body_is_read_beside_the_event_loop_and_a_small_one_at_once() ->
 @pytest.mark.parametrize(
     ("headers", "body", "status"),
     [
-        ({"content-encoding": "gzip"}, gzip.compress(b"{}"), 400),
+        ({"content-encoding": "gzip"}, gzip.compress(b"{}", mtime=0), 400),
         ({"content-encoding": "gzip"}, b"{}", 400),
         ({"content-length": str(2**40)}, b"{", 413),
         ({"expect": "100-continue", "content-length": str(2**20 + 1)}, b"", 413),
@@ -159,3 +159,8 @@ def test_a_value_that_must_be_false_is_written_as_json_has_it(api: Api) -> None:
     tool = {"type": "function", "name": "f", "defer_loading": True}
     _, message = refusal(api.post("/v1/responses", {"input": "Hello.", "tools": [tool]}))
     assert message == "'tools[0].defer_loading' should be false, not true."
+    assert api.post("/api/chat", {"messages": "x"}).json() == {
+        "error": "'messages' should be a list, not \"x\"."
+    }
+    _, message = refusal(api.post("/v1/responses", {"input": [{"type": False}]}))
+    assert message.startswith("'input[0]' is of the type false, which is not supported")

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.body import Body
+from mlx_ring.api.body_errors import show
 from mlx_ring.api.conversation.turns import arguments_of, template_call
 from mlx_ring.api.openai.sampling import one_or_many
 
@@ -113,7 +114,7 @@ def _named(value: object) -> object:
         raise PydanticCustomError(
             "unsupported",
             "is of the type {kind}, which is not supported; this server reads {known}.",
-            {"kind": repr(item.get("type")), "known": ", ".join(_KINDS)},
+            {"kind": show(item.get("type")), "known": ", ".join(_KINDS)},
         )
     return item
 
