@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 STACK_BYTES = 256 << 20
-"""Of addresses: memory is only taken as far as calls go. The usual 8 MiB end, and the process with them, at 700 references."""
+"""Of addresses: memory is only taken as far as calls go. With the usual 8 MiB a process ends at 1,000 references."""
 _SIZE = threading.Lock()
 """The size is that of every thread that is started meanwhile."""
 

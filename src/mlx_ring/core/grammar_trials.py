@@ -1,7 +1,7 @@
 """Tries grammars in a process of their own, which may come to grief over one: then only that one is refused.
 
-llguidance has limits on what a grammar may cost, and they do not hold for all: 20 KB of patterns that are to match together
-took minutes and 16 GB, and references 700 deep end a process whose stack is the usual one.
+llguidance has limits on what a grammar may cost, and they do not hold for all: 18 KB of patterns that are to match together
+took minutes, and 2 GB in the first 15 s; references 1,000 deep end a process whose stack is the usual one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 
 from mlx_ring.core.deep_calls import STACK_BYTES
 from mlx_ring.core.errors import RequestError, ServingError
@@ -33,6 +34,8 @@ class GrammarTrials:
     def __init__(self, cpu_s: float = CPU_S) -> None:
         self._cpu_s = cpu_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], object] = lambda: None
+        """Leaves nothing of the process."""
 
     def problem(self, grammar: Grammar) -> str:
         """Why it cannot be enforced; empty where it can. Waits for the answer; one thread at a time may ask.
@@ -43,8 +46,8 @@ class GrammarTrials:
         process = self._running()
         if answer := _ask(process, [grammar.kind, grammar.text]):
             return str(json.loads(answer))
-        self._process = None
         code = process.wait()
+        self._end()
         if code in _BY_LIMITS:
             return (
                 f"The answer cannot be held to this schema: it takes more than {self._cpu_s:g} s of a processor, "
@@ -54,15 +57,23 @@ class GrammarTrials:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(self._cpu_s)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            weakref.finalize(self, _end, self._process)
+            self._end()
+            try:
+                self._process = _start(self._cpu_s)
+            except OSError as error:
+                raise ServingError(f"The answer's schema cannot be tried: {error}.") from error
+            self._end = weakref.finalize(self, _end, self._process)
         return self._process
+
+
+def _start(cpu_s: float) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, str(cpu_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _ask(process: subprocess.Popen[bytes], question: list[str]) -> bytes:

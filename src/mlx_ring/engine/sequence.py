@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's tokens, and how far they are computed. Only the scheduler changes it."""
+    """A request's tokens, and how far they are computed. Only the scheduler changes it, and `grammars.py` what it says of that."""
 
     id: int
     request: GenerateRequest

@@ -166,6 +166,8 @@ class TwinExecutor:
         self._trouble = trouble
         self._automatic = automatic
         self._makes_grammars = makes_grammars
+        self.grammar_failure: step_pb2.Failure | None = None
+        """Why ranks make no grammar; None: they make any."""
         self.grammars: dict[int, step_pb2.Grammar] = {}
         """Those that the ranks were asked for, until they are dropped."""
         self._woken = False
@@ -199,7 +201,9 @@ class TwinExecutor:
         self.grammars[wanted.id] = wanted.grammar
         if self._makes_grammars:
             for rank in ranks_that_draw(self.ranks):
-                asyncio.get_running_loop().call_soon(self.tell_prepared, rank, wanted.id)
+                asyncio.get_running_loop().call_soon(
+                    self.tell_prepared, rank, wanted.id, self.grammar_failure
+                )
 
     def drop_grammar(self, id_: int) -> None:
         del self.grammars[id_]

@@ -12,7 +12,7 @@ import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """mallopt(3)."""
-_KEPT_BYTES = 256 << 20
+_KEPT_BYTES = 128 << 20
 """At the heap's end: arrays of a step, and not KV or weights, which are larger."""
 _LARGEST_BYTES = 32 << 20
 """Arrays from this size on get memory of their own; glibc's own upper bound."""
