@@ -6,6 +6,7 @@ import gc
 import json
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -38,8 +39,15 @@ def references(count: int) -> Grammar:
     return Grammar("json_schema", json.dumps({"$defs": deep, "$ref": "#/$defs/d0"}))
 
 
-def children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if grammar_trials.__name__ in each.cmdline()]
+@pytest.fixture
+def children() -> Callable[[], list[psutil.Process]]:
+    """The processes for trials that have come since the test began."""
+
+    def now() -> list[psutil.Process]:
+        return [each for each in psutil.Process().children() if grammar_trials.__name__ in each.cmdline()]
+
+    before = now()
+    return lambda: [each for each in now() if each not in before]
 
 
 def test_one_that_takes_too_long_is_refused_and_the_next_is_answered() -> None:
@@ -49,7 +57,7 @@ def test_one_that_takes_too_long_is_refused_and_the_next_is_answered() -> None:
     assert trials.problem(GOOD) == ""
 
 
-def test_references_thousands_deep_end_no_process() -> None:
+def test_references_thousands_deep_end_no_process(children: Callable[[], list[psutil.Process]]) -> None:
     trials = GrammarTrials()
     assert trials.problem(references(3000)) == ""
     assert len(children()) == 1
@@ -61,7 +69,7 @@ def test_what_is_wrong_is_told_in_one_sentence() -> None:
     assert "\n" not in problem
 
 
-def test_the_process_ends_with_who_asks() -> None:
+def test_the_process_ends_with_who_asks(children: Callable[[], list[psutil.Process]]) -> None:
     trials = GrammarTrials()
     assert trials.problem(GOOD) == ""
     (child,) = children()
@@ -70,7 +78,9 @@ def test_the_process_ends_with_who_asks() -> None:
     assert not child.is_running()
 
 
-def test_a_process_that_was_killed_meanwhile_is_made_again() -> None:
+def test_a_process_that_was_killed_meanwhile_is_made_again(
+    children: Callable[[], list[psutil.Process]],
+) -> None:
     trials = GrammarTrials()
     assert trials.problem(GOOD) == ""
     (child,) = children()

@@ -170,6 +170,8 @@ class TwinExecutor:
         """Why ranks make no grammar; None: they make any."""
         self.grammars: dict[int, step_pb2.Grammar] = {}
         """Those that the ranks were asked for, until they are dropped."""
+        self.wanted: list[step_pb2.Grammar] = []
+        """All of them, in order."""
         self._woken = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -199,6 +201,7 @@ class TwinExecutor:
 
     def prepare(self, wanted: worker_pb2.PrepareGrammar) -> None:
         self.grammars[wanted.id] = wanted.grammar
+        self.wanted.append(wanted.grammar)
         if self._makes_grammars:
             for rank in ranks_that_draw(self.ranks):
                 asyncio.get_running_loop().call_soon(
