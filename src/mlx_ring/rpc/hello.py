@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from mlx_ring.core.errors import StaleMessage, VersionMismatch
 from mlx_ring.rpc.protos import hello_pb2
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @cache

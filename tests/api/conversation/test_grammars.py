@@ -365,7 +365,7 @@ def problem(conversation: Conversation, format_: ChatFormat) -> RequestError:
         ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
         ({"enum": ["x" * 300_000]}, "262144"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_schema_that_cannot_be_enforced_is_refused_and_says_what_of_it(schema: Any, says: str) -> None:
     error = problem(under(schema, param="text.format.schema"), ChatFormat())

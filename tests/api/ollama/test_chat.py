@@ -128,13 +128,7 @@ def test_a_format_is_asked_of_the_sampler_in_every_way_of_asking(api: Api) -> No
     api.post("/api/chat", {"messages": MESSAGES} | asked)
     api.post("/api/generate", {"prompt": "x"} | asked)
     api.post("/api/generate", {"prompt": "x", "raw": True} | asked)
-    sent = [
-        operation.open
-        for step in api.service.executor.sent
-        for operation in step.operations
-        if operation.HasField("open")
-    ]
-    assert [opened.grammar.kind for opened in sent] == ["json_object"] * 3
+    assert [wanted.kind for wanted in api.service.executor.wanted] == ["json_object"] * 3
     refused = api.post("/api/chat", {"messages": MESSAGES, "format": {"not": {"type": "null"}}})
     assert (refused.status_code, '"not"' in refused.json()["error"]) == (400, True)
 

@@ -7,6 +7,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import blake2b
 
 from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool, ToolUse
@@ -19,7 +20,7 @@ from mlx_ring.api.conversation.format import CallMarks, ChatFormat
 from mlx_ring.api.conversation.lark import ANY_TEXT, SPACE, LarkGrammar, either
 from mlx_ring.api.conversation.tool_schemas import options_of
 from mlx_ring.core.errors import RequestError
-from mlx_ring.core.grammars import check_grammar
+from mlx_ring.core.grammar_trials import GrammarTrials
 from mlx_ring.core.types import Grammar
 
 _WITHIN_S = 10.0
@@ -38,6 +39,16 @@ def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_o
     Raises:
         RequestError: it cannot be enforced in this model's format.
     """
+    grammar = _grammar(format, conversation, thinking_open=thinking_open)
+    return None if grammar is None else replace(grammar, param=_param(conversation))
+
+
+def _param(conversation: Conversation) -> str:
+    """Where the request says what its answer must match."""
+    return "tools" if conversation.format.kind == "text" else conversation.format.param
+
+
+def _grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: bool) -> Grammar | None:  # noqa: A002 - as above
     use, content = conversation.tool_use, conversation.format
     calls = format.calls if use.callable_tools else None
     must_call = use.choice == "required"
@@ -187,6 +198,7 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._trials = GrammarTrials()
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """By their digests, for clients decide how long they are: what is wrong with them; empty: nothing."""
 
@@ -203,9 +215,7 @@ class GrammarChecks:
                 raise RequestError(
                     f"Tool '{tool.name}': {alone}", param=f"tools[{number}].function.parameters"
                 )
-        raise RequestError(
-            problem, param="tools" if conversation.format.kind == "text" else conversation.format.param
-        )
+        raise RequestError(problem, param=_param(conversation))
 
     async def _problem(self, grammar: Grammar) -> str:
         key = blake2b(
@@ -216,7 +226,7 @@ class GrammarChecks:
             loop = asyncio.get_running_loop()
             try:
                 async with asyncio.timeout(_WITHIN_S):
-                    known = await loop.run_in_executor(self._thread, _problem_of, grammar)
+                    known = await loop.run_in_executor(self._thread, self._trials.problem, grammar)
             except TimeoutError:
                 return "The server was too busy with other schemas to look at this one; try again, or make it simpler."
             self._known[key] = known
@@ -229,11 +239,3 @@ def _of_tool(tool: Tool) -> Grammar:
     grammar = LarkGrammar({})
     grammar.add("start", grammar.json(tool.parameters or {}, **options_of(tool)))
     return Grammar("lark", grammar.write())
-
-
-def _problem_of(grammar: Grammar) -> str:
-    try:
-        check_grammar(grammar)
-    except RequestError as error:
-        return str(error)
-    return ""
