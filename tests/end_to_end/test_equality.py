@@ -14,6 +14,7 @@ import pytest
 from tests.end_to_end.equality import TIE, Agreement, ScoreGap, compare
 from tests.end_to_end.instance import generate, running_engine
 from tests.end_to_end.reference import WholeModel
+from tests.once import once
 from tests.worker.random_models import QWEN3, QWEN3_MOE, write_random_model
 from tests.worker.tensor.models import write_family
 
@@ -64,31 +65,41 @@ async def _all(
 
 
 @pytest.fixture(scope="module", params=["demo", "demo-moe", *RANDOM_MODELS])
-def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+def expected(request: pytest.FixtureRequest, shared: Path) -> Expected:
     name = cast("str", request.param)
-    folder = tmp_path_factory.mktemp(name)
-    if name in RANDOM_MODELS:
-        write_random_model(folder, RANDOM_MODELS[name])
-    else:
-        folder = find_model(name).folder.path
-    numbers = random.Random(5)
     how_many, tokens = THOROUGH if request.config.getoption("--thorough") else USUAL
-    vocabulary = read_model_folder(folder).vocab_size
-    prompts = [
+    made = shared / f"equality-{name}"
+    folder = made / "model" if name in RANDOM_MODELS else find_model(name).folder.path
+
+    def answer() -> dict[str, Any]:
+        if name in RANDOM_MODELS:
+            write_random_model(folder, RANDOM_MODELS[name])
+        return _answers(folder, _prompts(folder, how_many), tokens, made)
+
+    answers = once(made, answer)
+    return Expected(folder, WholeModel(folder), _prompts(folder, how_many), **answers)
+
+
+def _prompts(folder: Path, how_many: int) -> list[tuple[int, ...]]:
+    numbers, vocabulary = random.Random(5), read_model_folder(folder).vocab_size
+    return [
         tuple(numbers.randrange(vocabulary) for _ in range(numbers.randint(1, 40))) for _ in range(how_many)
     ]
+
+
+def _answers(folder: Path, prompts: list[tuple[int, ...]], tokens: int, logs: Path) -> dict[str, Any]:
+    """What `Expected` has beside model and prompts."""
     whole = WholeModel(folder)
 
     async def one_worker() -> list[list[list[int]]]:
-        logs, rows = tmp_path_factory.mktemp("logs"), 2 * how_many
-        async with running_engine(folder, 1, logs, max_num_seqs=rows) as (engine, _):
+        async with running_engine(folder, 1, logs, max_num_seqs=2 * len(prompts)) as (engine, _):
             return await asyncio.gather(*(_all(engine, prompts, tokens, kind) for kind in (GREEDY, SEEDED)))
 
     greedy, seeded = asyncio.run(one_worker())
     assert {len(answer) for answer in greedy} == {tokens}
     ties = sum(_ties(whole, prompt, answer) for prompt, answer in zip(prompts, greedy, strict=True))
     greedy[:GENERATED] = [whole.greedy(prompt, tokens) for prompt in prompts[:GENERATED]]
-    return Expected(folder, whole, prompts, greedy, ties, seeded)
+    return {"greedy": greedy, "ties": ties, "seeded": seeded}
 
 
 def _ties(whole: WholeModel, prompt: tuple[int, ...], tokens: list[int]) -> int:

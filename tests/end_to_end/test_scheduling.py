@@ -17,6 +17,7 @@ import pytest
 from tests.end_to_end.equality import Agreement, compare
 from tests.end_to_end.instance import generate, request, running_engine
 from tests.end_to_end.reference import WholeModel
+from tests.once import once
 from tests.worker.kv.small_models import CONFIGURATIONS
 from tests.worker.random_models import QWEN3, write_random_model
 
@@ -80,33 +81,48 @@ def _prompts(vocabulary: int, numbers: random.Random) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(request: pytest.FixtureRequest, shared: Path) -> Model:
     name = cast("str", request.param)
-    config = MODELS[name]
-    if config is None:
-        folder = find_model(name).folder.path
-    else:
-        folder = write_random_model(tmp_path_factory.mktemp(name), config)
+    config, made = MODELS[name], shared / f"scheduling-{name}"
+    folder = made / "model" if config else find_model(name).folder.path
+    numbers = random.Random(11)
+
+    def answer() -> dict[str, Any]:
+        if config:
+            write_random_model(folder, config)
+        wanted = _wanted(folder)
+        answers = asyncio.run(_alone(folder, wanted, made))
+        # A talk goes on: its next prompt holds the prompt and the answer before.
+        turns = [
+            (*prompt, *tokens, 7, 8, 9)
+            for (prompt, _, _), tokens in [*zip(wanted, answers, strict=True)][:4:2]
+        ]
+        whole = WholeModel(folder)
+        return {"answers": answers, "turns": [(turn, whole.greedy(turn, 30)) for turn in turns]}
+
+    told = once(made, answer)
+    cases = [
+        Case(prompt, sampling, tokens, numbers.randrange(20) if numbers.random() < 0.2 else None)
+        for (prompt, sampling, _), tokens in zip(_wanted(folder), told["answers"], strict=True)
+    ]
+    cases += [Case(tuple(turn), GREEDY, tokens, None) for turn, tokens in told["turns"]]
+    return Model(folder, WholeModel(folder), cases)
+
+
+def _wanted(folder: Path) -> list[tuple[tuple[int, ...], SamplingParams, int]]:
+    """Prompts, and how many tokens of each, greedy and seeded."""
     numbers = random.Random(11)
     prompts = _prompts(read_model_folder(folder).vocab_size, numbers)
-    wanted = [
+    return [
         (prompt, sampling, numbers.randrange(20, 70)) for prompt in prompts for sampling in (GREEDY, SEEDED)
     ]
 
-    async def alone() -> list[list[int]]:
-        async with running_engine(folder, 1, tmp_path_factory.mktemp("logs"), policy=ALONE) as (engine, _):
-            return [await generate(engine, prompt, count, sampling) for prompt, sampling, count in wanted]
 
-    whole = WholeModel(folder)
-    cases = [
-        Case(prompt, sampling, tokens, numbers.randrange(20) if numbers.random() < 0.2 else None)
-        for (prompt, sampling, _), tokens in zip(wanted, asyncio.run(alone()), strict=True)
-    ]
-    # A talk goes on: its next prompt holds the prompt and the answer before.
-    turns = [(*case.prompt, *case.expected, 7, 8, 9) for case in cases[:4:2]]
-    cases = [case for case in cases if case.expected]
-    cases += [Case(turn, GREEDY, whole.greedy(turn, 30), None) for turn in turns]
-    return Model(folder, whole, cases)
+async def _alone(
+    folder: Path, wanted: Sequence[tuple[tuple[int, ...], SamplingParams, int]], logs: Path
+) -> list[list[int]]:
+    async with running_engine(folder, 1, logs, policy=ALONE) as (engine, _):
+        return [await generate(engine, prompt, count, sampling) for prompt, sampling, count in wanted]
 
 
 @pytest.mark.timeout(600)
