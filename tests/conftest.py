@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests import alone
+from tests.once import once
 from tests.other_python import other_python
 
 from mlx_ring.core.environment import quieten_grpc
@@ -64,3 +65,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_model import write_tiny_model  # noqa: PLC0415
 
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def roomy_model(shared: Path) -> Path:
+    """A folder of a model of 18 layers and 283 MB; see tests/tiny_model.py."""
+    from tests.tiny_model import write_roomy_model  # noqa: PLC0415 - as above
+
+    once(shared / "roomy", lambda: str(write_roomy_model(shared / "roomy" / "model")))
+    return shared / "roomy" / "model"
