@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def _write_seconds(reporter: pytest.TerminalReporter, count: int) -> None:
+    """The files whose tests took longest, with what was set up for them."""
+    seconds = defaultdict[str, float](float)
+    for report in (report for reports in reporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    reporter.section("seconds of test files")
+    for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[:count]:
+        reporter.write_line(f"{seconds[name]:7.1f} {name}")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.getoption("--durations"):
+        _write_seconds(terminalreporter, count)
     if config.getoption("--fail-on-skip") and (count := _skipped(config)):
         terminalreporter.write_line(f"{count} skipped, and --fail-on-skip lets none be.", red=True)
 
