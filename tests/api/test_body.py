@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
+from codecs import BOM_UTF8
 from typing import Annotated, Any
 
 import pytest
@@ -15,10 +17,12 @@ from tests.api.clients import Api, refusal
 
 from mlx_ring.api.anthropic.request import MessagesRequest
 from mlx_ring.api.body import Body, read_body
+from mlx_ring.api.errors import trouble_of
 from mlx_ring.api.openai.chat import ChatRequest
 from mlx_ring.api.openai.completions import CompletionRequest
 from mlx_ring.api.openai.embeddings import EmbeddingRequest
 from mlx_ring.api.openai.responses.request import ResponsesRequest
+from mlx_ring.core.errors import RequestError
 
 MANY = 1000
 
@@ -69,10 +73,64 @@ def test_a_large_body_is_read_beside_the_event_loop_and_a_small_one_at_once() ->
         async def receive() -> Message:
             return {"type": "http.request", "body": json.dumps({"text": "x" * length}).encode()}
 
-        request = Request({"type": "http"}, receive)
+        request = Request({"type": "http", "headers": []}, receive)
         assert len((await read_body(request, Noted, 2**20, 1)).text) == length
 
     asyncio.run(read(10))
     asyncio.run(read(300_000))
     small, large = readers
     assert (small is threading.main_thread(), large is threading.main_thread()) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({"content-encoding": "gzip"}, gzip.compress(b"{}"), 400),
+        ({"content-encoding": "gzip"}, b"{}", 400),
+        ({"content-length": str(2**40)}, b"{", 413),
+        ({"expect": "100-continue", "content-length": str(2**20 + 1)}, b"", 413),
+    ],
+)
+def test_what_the_headers_show_to_be_wrong_is_refused_before_the_body_is_asked_for(
+    headers: dict[str, str], body: bytes, status: int
+) -> None:
+    async def receive() -> Message:
+        raise AssertionError(body)
+
+    scope = {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+    with pytest.raises(RequestError) as refused:
+        asyncio.run(read_body(Request(scope, receive), Body, 2**20, 1))
+    assert trouble_of(refused.value).status == status
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_body(api: Api) -> None:
+    body = json.dumps({"prompt": "Hello.", "max_tokens": 1}).encode()
+    assert api.request("POST", "/v1/completions", content=BOM_UTF8 + body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stop": list("abcde")}, "'stop' should have at most 4 items, not 5."),
+        ({"response_format": {}}, "'response_format.type' is missing."),
+        ({"response_format": "json"}, "'response_format' should be an object, not \"json\"."),
+        ({"logit_bias": []}, "'logit_bias' should be an object, not a list."),
+        ({"messages": {}}, "'messages' should be a list, not an object."),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "'tools[0].function.parameters' should be a JSON schema of type 'object', not \"array\".",
+        ),
+    ],
+)
+def test_a_sentence_speaks_of_json_and_not_of_what_reads_it(
+    api: Api, fields: dict[str, Any], says: str
+) -> None:
+    _, message = refusal(
+        api.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello."}], **fields})
+    )
+    assert message == says
+
+
+def test_a_value_that_must_be_false_is_written_as_json_has_it(api: Api) -> None:
+    answer = api.post("/api/chat", {"messages": [], "truncate": True})
+    assert answer.json() == {"error": "'truncate' should be false, not true."}

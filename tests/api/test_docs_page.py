@@ -21,6 +21,8 @@ def test_a_person_gives_a_key_and_tries_a_route() -> None:
         page.get_by_label("API key").fill("house-key")
         page.get_by_role("button", name="Use it").click()
         page.locator("summary", has_text="/v1/chat/completions").first.click()
+        seed = page.locator("li", has_text="seed").first
+        assert str(seed.text_content()).startswith("seed integer -2^63…2^64 - 1")
         page.get_by_role("button", name="Send").click()
         answer = page.locator("pre", has_text="200")
         answer.wait_for()

@@ -16,7 +16,7 @@ from tests.api.twins import CONTEXT
 
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.errors import NotReady, Overloaded, RingError, WorkerLost
+from mlx_ring.core.errors import NotReady, Overloaded, PlanError, RingError, WorkerLost
 
 OPENAI, ANTHROPIC, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
 FIELDS: dict[str, dict[str, Any]] = {
@@ -81,7 +81,8 @@ def test_anthropics_errors_name_the_request_in_the_body_and_in_two_headers() -> 
     ("error", "status", "kind", "again"),
     [
         (NotReady("The model is being loaded."), 503, "overloaded_error", ("5", None)),
-        (WorkerLost("Worker 1 died."), 503, "api_error", ("5", "false")),
+        (WorkerLost("Worker 1 died."), 503, "overloaded_error", ("5", None)),
+        (PlanError("There is no room."), 503, "api_error", ("5", "false")),
         (Overloaded("Too many.", retry_after_s=1.2), 429, "rate_limit_error", ("2", None)),
         (RingError("It broke."), 500, "api_error", (None, "false")),
     ],

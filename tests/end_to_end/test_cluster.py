@@ -29,13 +29,17 @@ def completion(server: Server) -> str:
 
 
 @contextmanager
-def cluster(model: Path, nodes: int, folder: Path, port: int, *flags: str) -> Generator[Server]:
-    """A head and as many machines as are missing, which join when it prints how."""
+def cluster(
+    model: Path, nodes: int, folder: Path, port: int, *flags: str, alone: Callable[[], object] | None = None
+) -> Generator[Server]:
+    """A head and as many machines as are missing, which join when it prints how; `alone` is called before they do."""
     with ExitStack() as stack:
 
         def heard(line: str) -> None:
             found = re.search(r"join \S+ --token (\S+)", line)
             if found and not joined:
+                if alone is not None:
+                    alone()
                 for number in range(1, nodes):
                     give_profile(folder / f"node-{number}" / "state")
                     node = joining(f"127.0.0.1:{port}", "--token", found[1], folder=folder / f"node-{number}")
@@ -82,7 +86,16 @@ def alone(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
     tiny_model: Path, tmp_path: Path, alone: str
 ) -> None:
-    with cluster(tiny_model, 3, tmp_path, free_pair_of_ports(), "--strategy", "uniform") as server:
+    api, port, waiting = free_pair_of_ports(), free_pair_of_ports(), list[str]()
+
+    def ask_readiness() -> None:
+        while "being loaded" in (told := httpx.get(f"http://127.0.0.1:{api}/health/ready", timeout=60).text):
+            time.sleep(POLL_S)
+        waiting.append(told)
+
+    flags = ("--strategy", "uniform", "--port", str(api))
+    with cluster(tiny_model, 3, tmp_path, port, *flags, alone=ask_readiness) as server:
+        assert "when 2 more machines have joined: start 'mlx-ring join' there" in waiting[0]
         assert completion(server) == alone
         status = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
         assert len({node["id"] for node in status["nodes"]}) == len(status["nodes"]) == 3

@@ -359,6 +359,7 @@ def test_every_view_fits_its_window_and_can_be_read_and_named(
             if view == "Cluster":
                 expect(page.get_by_role("heading", name="Stage 1")).to_be_visible()
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate("document.documentElement.scrollHeight - innerHeight") <= 0
             assert page.evaluate(NAMELESS) == []
         ratio, ink, paper = page.evaluate(CONTRASTS)
         assert ratio >= 4.5, (ink, paper)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
 from starlette.requests import Request
 
+from mlx_ring.api.body_errors import cut, first_error, join_path, show
 from mlx_ring.core.errors import BodyTooLarge, BodyTooSlow, RequestError
 
 _DEEPEST = 64
@@ -28,13 +29,10 @@ _DRAIN = 4
 still sending when the connection closes would see a broken pipe and not the answer."""
 _SLOWEST = 1024
 """Bytes a second."""
-_SHOWN = 60
-"""Characters of a wrong value that an error repeats."""
 WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
 """Clients send these (and `prompt_cache_...`), and they promise nothing about the answer."""
 _INSIDE = frozenset({str, list, dict})
 """What may hold what is wrong."""
-_SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Number|Tuple|Object)\b")
 
 
 def _failing_fast(schema: CoreSchema) -> CoreSchema:
@@ -89,8 +87,9 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
     Raises:
         BodyTooLarge: longer than `max_bytes`.
         BodyTooSlow: it does not come.
-        RequestError: not JSON, or not what the schema says; names the field.
+        RequestError: compressed, not JSON, or not what the schema says; names the field.
     """
+    _check_headers(request, max_bytes)
     data = await _read_bytes(request, max_bytes, timeout_s)
     if len(data) < _LARGE:
         return _read(data, schema)
@@ -102,16 +101,18 @@ _beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
 
 
 def _read(data: bytes, schema: type[BodyT]) -> BodyT:
-    value = parse_json(data)
+    if not data:
+        raise RequestError("The body is empty; send a JSON object.")
+    value = parse_json(data.removeprefix(BOM_UTF8))
     if not isinstance(value, dict):
-        raise RequestError(f"The body must be a JSON object, not {_show(value)}.")
+        raise RequestError(f"The body must be a JSON object, not {show(value)}.")
     fields = cast("dict[str, object]", value)
     known = schema.model_fields
     fields = {name: given for name, given in fields.items() if name in known or not _has_no_effect(name)}
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
-        raise _first_error(error, fields) from None
+        raise first_error(error, fields) from None
 
 
 def parse_json(data: bytes) -> object:
@@ -140,6 +141,22 @@ def parse_json(data: bytes) -> object:
     return value
 
 
+def _check_headers(request: Request, max_bytes: int) -> None:
+    """What can be refused before anything of the body is read.
+
+    Who expects to be told to go on is told that it is too much, as is who would send more than is read and dropped.
+    """
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise RequestError(
+            f"The body comes with Content-Encoding '{cut(coding)}', and this server reads bodies as they are; send it without."
+        )
+    length = request.headers.get("content-length", "0")
+    most = max_bytes if "expect" in request.headers else max_bytes * _DRAIN
+    if length.isdecimal() and int(length) > most:
+        raise _too_large(max_bytes)
+
+
 async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     """Whoever sends drop by drop is waited for no longer than who sends nothing.
 
@@ -164,8 +181,12 @@ async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> byt
             f"The body did not come: {size} bytes of it are here, and the server waits {timeout_s:g} s for more."
         ) from None
     if size > max_bytes:
-        raise BodyTooLarge(f"The body is over {max_bytes} bytes, the most this server reads.")
+        raise _too_large(max_bytes)
     return b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The body is over {max_bytes} bytes, the most this server reads.")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -181,7 +202,7 @@ def _refuse_constant(name: str) -> float:
 def _finite(digits: str) -> float:
     value = float(digits)
     if value in (float("inf"), float("-inf")):
-        raise RequestError(f"The number {_cut(digits)} is too large.")
+        raise RequestError(f"The number {cut(digits)} is too large.")
     return value
 
 
@@ -225,64 +246,3 @@ def _too_deep() -> RequestError:
 
 def _has_no_effect(name: str) -> bool:
     return name in WITHOUT_EFFECT or name.startswith("prompt_cache_")
-
-
-def _first_error(error: ValidationError, body: object) -> RequestError:
-    detail = error.errors(include_url=False)[0]
-    path = join_path(_real_path(detail, body))
-    return RequestError(_sentence(detail, path), param=path or None)
-
-
-def _real_path(detail: ErrorDetails, body: object) -> tuple[int | str, ...]:
-    """Where in the body the error is: pydantic's location less the tags of unions."""
-    path: list[int | str] = []
-    last = len(detail["loc"]) - 1
-    for place, step in enumerate(detail["loc"]):
-        if isinstance(body, dict) and step in body:
-            body = cast("dict[object, object]", body)[step]
-        elif isinstance(body, list) and isinstance(step, int):
-            body = cast("list[object]", body)[step]
-        elif not (detail["type"] == "missing" and place == last):
-            continue
-        path.append(step)
-    return tuple(path)
-
-
-def _sentence(detail: ErrorDetails, path: str) -> str:
-    match detail["type"]:
-        case "missing":
-            return f"'{path}' is missing."
-        case "extra_forbidden":
-            return f"'{path}' is not supported; leave it out."
-        case "unsupported":
-            return f"'{path}' {detail['msg']}"
-        case "union_tag_invalid" | "union_tag_not_found":
-            context = detail.get("ctx", {})
-            field = str(context.get("discriminator", "")).strip("'")
-            known = context.get("expected_tags", "one that this server knows")
-            return f"'{path}.{field}' should be one of {known}, not {_show(context.get('tag'))}."
-        case _:
-            subject = f"'{path}'" if path else "The body"
-            text = _SUBJECT.sub(subject, detail["msg"]).rstrip(".")
-            if not text.startswith(subject):
-                text = f"{subject}: {text}"
-            given = "" if ", not " in text else f", not {_show(detail['input'])}"
-            return f"{text}{given}."
-
-
-def join_path(path: tuple[int | str, ...]) -> str:
-    """`messages[0].content`, as OpenAI writes it."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return _cut(text.removeprefix("."))
-
-
-def _show(value: object) -> str:
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return "a list"
-    return _cut(json.dumps(value, default=str, ensure_ascii=False))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

@@ -17,7 +17,7 @@ from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.waiting import note_stream
-from mlx_ring.core.errors import RequestError, UnknownModel
+from mlx_ring.core.errors import NotReady, RequestError, UnknownModel, WorkerLost, WorkerStuck
 from mlx_ring.engine.executor import RankId
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -70,14 +70,17 @@ class ApiContext:
         """What answers for a model, which is loaded first where it has to be.
 
         Raises:
-            RingError: why it cannot answer now.
+            RingError: why it cannot answer now. What has lost its workers is loaded again by itself, which passes.
         """
         if model.state in ("unloaded", "loading"):
             await self.catalog.ready(model)
-        error = model.error
-        if error is not None:
-            raise error.with_traceback(None)
-        return model.engine
+        match model.error:
+            case None:
+                return model.engine
+            case WorkerLost() | WorkerStuck() as lost:
+                raise NotReady(f"{lost} The model is loaded again.") from None
+            case error:
+                raise error.with_traceback(None)
 
     def instances(self) -> Iterator[tuple[ModelService, ServedInstance]]:
         """Every instance of every model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -115,14 +116,7 @@ def ready_text(running: Running) -> str:
     ]
     if not running.is_first:
         return "\n".join([*lines, ""])
-    body = json.dumps({"messages": [{"role": "user", "content": SAMPLE_QUESTION}]})
-    lines += [
-        "",
-        "Ask it:",
-        f"  curl {running.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-        "Or talk to it from another terminal:",
-        f"  {program()} chat" + ("" if running.url == _DEFAULT_URL else f" --url {running.url}"),
-    ]
+    lines += ["", *ways_to_ask(running.url, running.certificate, asks_for_key=running.asks_for_key)]
     fitting = largest_fitting(usable_memory().available_bytes)
     if running.served.local.kind == "built-in" and fitting is not None:
         lines += [
@@ -130,6 +124,20 @@ def ready_text(running: Running) -> str:
             f"  {program()} serve {fitting.hub_id}    # fetches {fitting.weight_bytes / 1e9:.1f} GB",
         ]
     return "\n".join([*lines, "Ctrl-C ends it.", ""])
+
+
+def ways_to_ask(url: str, certificate: Path | None, *, asks_for_key: bool) -> list[str]:
+    """Commands that a person can paste; a key comes from the environment, for nobody should read one here."""
+    body = json.dumps({"messages": [{"role": "user", "content": SAMPLE_QUESTION}]})
+    key = ' -H "Authorization: Bearer $MLX_RING_API_KEY"' if asks_for_key else ""
+    trust = "" if certificate is None else f" --cacert {shlex.quote(str(certificate.absolute()))}"
+    place = "" if url == _DEFAULT_URL else f" --url {url}"
+    return [
+        "Ask it, with one of its keys in MLX_RING_API_KEY:" if asks_for_key else "Ask it:",
+        f"  curl {url}/v1/chat/completions{trust}{key} -H 'Content-Type: application/json' -d '{body}'",
+        "Or talk to it from another terminal:",
+        f"  {program()} chat{place}{trust}",
+    ]
 
 
 def program() -> str:

@@ -6,6 +6,7 @@ llguidance is imported when the first grammar comes: few servers ever see one.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
@@ -19,6 +20,10 @@ MAX_GRAMMAR_BYTES = 256 << 10
 """What takes llguidance a third of a second at worst; real schemas have some kilobytes."""
 _LEXER_STATES = 50_000
 """Of one to two kilobytes each; all answers under one grammar share them."""
+_WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
+_LISTING = re.compile(r"\n *\d+ \| ")
+"""Lines of the grammar that was made of what the client has sent."""
+_OWN_ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 JSON_OPTIONS = {
     "whitespace_pattern": r"\x20|\x0A(\x20{0,24}|\x09{0,8})",
     "lenient": False,
@@ -91,6 +96,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def in_one_line(problem: str) -> str:
-    """What llguidance says, as the end of a sentence."""
-    said = " ".join(problem.split()).removesuffix("<non-verbose/>").strip()
+    """What llguidance says, as the end of a sentence: of a schema within a larger grammar, what is said of the schema."""
+    said = _WHERE.sub("", _LISTING.split(problem, maxsplit=1)[0]).replace(_OWN_ADVICE, "Write it with anyOf")
+    said = " ".join(said.split()).removesuffix("<non-verbose/>").strip()
     return f"{said[:300].rstrip('.')}."

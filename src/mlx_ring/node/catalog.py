@@ -56,7 +56,7 @@ class Catalog:
         """Under way, by model."""
         self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Ends with an error of the program's own."""
-        self._hosted = [HostedModel(own, model, self._crash) for own, model in served]
+        self._hosted = [HostedModel(own, model, self._crash, self._missing) for own, model in served]
         for hosted in self._hosted:
             hosted.is_awaited = True
 
@@ -129,7 +129,7 @@ class Catalog:
                 raise Conflict(
                     f"Another model is served as {served.names[0]} already: {each.served.folder.path}."
                 )
-        hosted = HostedModel(own, served, self._crash)
+        hosted = HostedModel(own, served, self._crash, self._missing)
         self._hosted.append(hosted)
         return hosted
 
@@ -165,6 +165,9 @@ class Catalog:
     def declared(self) -> Sequence[Declared]:
         """What the head begins with, for machines on which an earlier head may have left it loaded."""
         return [Declared(hosted.served, hosted.settings) for hosted in self._hosted]
+
+    def _missing(self) -> int:
+        return 0 if self._machines is None else self._machines.missing
 
     async def _loaded(self, hosted: HostedModel, *, may_evict: bool = True) -> None:
         """Who waits may go: the load goes on for others, and for the next request."""

@@ -94,10 +94,17 @@ class Cluster:
         self._own_agent: subprocess.Popen[bytes] | None = None
         self._surveys = LinkSurveys(control.node)
         self._warned: set[str] = set()
+        self._awaited = 0
+        """So many nodes in all are waited for; none where nobody waits."""
 
     @property
     def links(self) -> Sequence[LinkInfo]:
         return tuple(map(_link_info, self._surveys.found))
+
+    @property
+    def missing(self) -> int:
+        others = self._control.membership.members.keys() - {self._control.node}
+        return max(0, self._awaited - 1 - len(others))
 
     async def territories(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         membership = await self._attending(nodes)
@@ -150,6 +157,7 @@ class Cluster:
 
     async def _attending(self, nodes: int) -> Membership:
         """So many, this one included, whose agent is started where it does not run."""
+        self._awaited = nodes
         control = self._control
         own_host = "127.0.0.1" if self._address.host in ("::", "0.0.0.0") else self._address.host  # noqa: S104 - as bound
         if self._tending is None:
@@ -163,6 +171,7 @@ class Cluster:
             )
             self._own_agent = started or self._own_agent
         membership = await control.wait_for(nodes, including=control.node)
+        self._awaited = 0
         if self._own_agent is None:
             self._warn_of(
                 stale_trust(membership.members[control.node].trusted, self._settings.trusted_interface)

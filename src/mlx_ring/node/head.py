@@ -15,6 +15,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from mlx_ring.agent.weights.serving import WeightsFront
@@ -55,6 +56,9 @@ class Running:
     load_s: float
     is_first: bool
     """Of all."""
+    asks_for_key: bool = False
+    certificate: Path | None = None
+    """What HTTPS is served with."""
 
 
 class Audience(Watcher, Protocol):
@@ -149,7 +153,11 @@ class Head:
         host, port = self._listener.getsockname()[:2]
         is_first, self._has_told = not self._has_told, True
         url = local_url(host, port, "http" if self._tls is None else "https")
-        self._audience.serving(Running(url, served, instance, load_s, is_first))
+        settings = self._settings
+        asks_for_key = bool(settings.api_key or settings.api_key_file)
+        self._audience.serving(
+            Running(url, served, instance, load_s, is_first, asks_for_key, settings.ssl_certfile)
+        )
 
     async def _machines(self, cleanup: contextlib.AsyncExitStack) -> Machines:
         """The head's own, or those of a cluster, whose ports open now."""

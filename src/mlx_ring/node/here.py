@@ -46,6 +46,7 @@ class Here:
         self._starting = asyncio.Lock()
         self.links: Sequence[LinkInfo] = ()
         """There is one machine."""
+        self.missing = 0
 
     async def territories(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         """All of them are here, and may be."""

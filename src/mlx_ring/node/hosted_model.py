@@ -30,10 +30,15 @@ class HostedModel:
     """Keeps the contract `ModelService`."""
 
     def __init__(
-        self, settings: Settings, served: ServedModel, on_crash: Callable[[Exception], None]
+        self,
+        settings: Settings,
+        served: ServedModel,
+        on_crash: Callable[[Exception], None],
+        missing: Callable[[], int],
     ) -> None:
-        """`on_crash` is told of errors that are the program's own."""
+        """`on_crash` is told of errors that are the program's own; `missing` machines must join before anything is loaded."""
         self._on_crash = on_crash
+        self._missing = missing
         self.settings = settings
         """The head's, as they hold for this model."""
         self.served = served
@@ -109,9 +114,18 @@ class HostedModel:
     def error(self) -> RingError | None:
         """Why it cannot answer now. One that is not loaded can: it will be when it is asked."""
         if not self.replicas:
-            return NotReady(LOADING) if self.is_awaited else self._failure
+            return self._coming() if self.is_awaited else self._failure
         errors = [replica.service.error for replica in self.replicas]
         return None if None in errors else errors[0]
+
+    def _coming(self) -> NotReady:
+        missing = self._missing()
+        if not missing:
+            return NotReady(LOADING)
+        return NotReady(
+            f"The model is loaded when {missing} more {'machine has' if missing == 1 else 'machines have'} joined: "
+            "start 'mlx-ring join' there."
+        )
 
     @property
     def rejected(self) -> Mapping[str, int]:

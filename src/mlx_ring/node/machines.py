@@ -56,6 +56,11 @@ class Machines(Protocol):
         """What is known of the links between them."""
         ...
 
+    @property
+    def missing(self) -> int:
+        """How many more machines must join before anything is loaded."""
+        ...
+
     def heed_failure(self, error: RingError | None) -> None:
         """An instance was lost, or could not be loaded; a node that this happens to again and again is left out."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -116,6 +117,25 @@ def test_a_model_thinks_first_where_it_does() -> None:
         assert lets_through(free, text)
 
 
+@pytest.mark.parametrize(
+    "told", [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}]
+)
+def test_a_model_that_is_told_not_to_think_cannot_where_its_answer_has_a_form(
+    told: dict[str, object],
+) -> None:
+    format_ = JSON_TOOLS.format(THINKING)
+    for conversation, text in (
+        (asked(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
+        (under(SCHEMA), ARGUMENTS),
+    ):
+        silent = replace(conversation, template_kwargs=told)
+        grammar = answer_grammar(format_, silent, thinking_open=False)
+        assert lets_through(grammar, text)
+        assert not lets_through(grammar, f"<think>\nRome\n</think>\n\n{text}")
+        still_open = answer_grammar(format_, silent, thinking_open=True)
+        assert lets_through(still_open, f"Rome\n</think>\n\n{text}")
+
+
 def test_gpt_oss_thinks_and_calls_or_answers_in_its_channels() -> None:
     added = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
     marks = CallMarks("to=functions.", "<|call|>", "harmony", parse_tool_call)
@@ -202,7 +222,8 @@ def test_a_schema_that_cannot_be_enforced_is_refused_and_says_what_of_it(schema:
     )
     error = problem(asked(CLOCK, tool), JSON_TOOLS.format())
     assert says in str(error)
-    assert (error.param, "'f'" in str(error)) == ("tools.1.function.parameters", True)
+    assert (error.param, "'f'" in str(error)) == ("tools[1].function.parameters", True)
+    assert not re.search(r"llguidance|coerce_one_of|start:", str(error))
 
 
 def test_options_of_the_library_are_not_for_requests_to_set() -> None:

@@ -47,7 +47,8 @@ def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_o
         grammar.add("start", _harmony(grammar, use.callable_tools, None if must_call else plain or ANY_TEXT))
         return Grammar("lark", grammar.write())
     _refuse_headers(format, content)
-    thoughts = _thoughts(grammar, format, is_open=thinking_open)
+    may_think = thinking_open or not _is_told_not_to_think(conversation)
+    thoughts = _thoughts(grammar, format, is_open=thinking_open) if may_think else ""
     if calls is None and not thoughts and not format.dropped:
         return _of_format(content)
     if calls is None:
@@ -110,6 +111,16 @@ def _thoughts(grammar: LarkGrammar, format: ChatFormat, *, is_open: bool) -> str
     return rest if is_open else f"({grammar.exactly(format.thinking.start)} {rest})?"
 
 
+def _is_told_not_to_think(conversation: Conversation) -> bool:
+    """Whether the template was told: of a model that may choose only what a schema allows, a thought would be the way out."""
+    told = conversation.template_kwargs
+    return (
+        told.get("enable_thinking") is False
+        or told.get("thinking") is False
+        or told.get("reasoning_effort") == "none"
+    )
+
+
 def _dropped(grammar: LarkGrammar, format: ChatFormat) -> str:  # noqa: A002 - as above
     """Marks that say nothing may stand around the answer."""
     return f"({' | '.join(map(grammar.exactly, format.dropped))})*" if format.dropped else ""
@@ -163,7 +174,7 @@ class GrammarChecks:
         for number, tool in enumerate(conversation.tool_use.tools):
             if tool.parameters is not None and (alone := await self._problem(_of_tool(tool))):
                 raise RequestError(
-                    f"Tool '{tool.name}': {alone}", param=f"tools.{number}.function.parameters"
+                    f"Tool '{tool.name}': {alone}", param=f"tools[{number}].function.parameters"
                 )
         raise RequestError(
             problem, param="tools" if conversation.format.kind == "text" else conversation.format.param

@@ -10,6 +10,7 @@ from mlx_ring.api.conversation.calls import CallRules
 from mlx_ring.api.conversation.format import ChatFormat, Marks, prompts_end
 from mlx_ring.api.conversation.grammars import answer_grammar
 from mlx_ring.api.conversation.reader import ReadingRules
+from mlx_ring.api.conversation.turns import in_order_of_calls
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
@@ -18,6 +19,8 @@ from mlx_ring.engine.sequence import GenerateRequest
 
 _MOST_TOOLS = 1024
 """Templates and grammars are written tool by tool; OpenAI takes 128."""
+_NEVER = -100.0
+"""As a bias, more than any model prefers one token to all others by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +69,13 @@ async def prepare_chat(
     await context.grammars.check(grammar, conversation)
     calls = _call_rules(format_, conversation, early=early_arguments)
     shown = format_.shown_tokens(calls=calls is not None)
+    barred = _barred_tokens(format_, conversation)
     requests = tuple(
         GenerateRequest(
-            f"{request_id}-{index}", prompt, replace(params, stop=(), grammar=grammar), shown_tokens=shown
+            f"{request_id}-{index}",
+            prompt,
+            replace(params, stop=(), grammar=grammar, logit_bias=params.logit_bias + barred),
+            shown_tokens=shown,
         )
         for index, params in enumerate(sampling)
     )
@@ -94,8 +101,9 @@ async def encode_conversation(
     _check_tools(format_, conversation)
     _check_continues(conversation)
     _check_kwargs(format_, conversation)
+    ordered = replace(conversation, messages=in_order_of_calls(conversation.messages))
     return await context.prompts.encode_chat(
-        service.tokenizer, conversation, add_generation_prompt=add_generation_prompt
+        service.tokenizer, ordered, add_generation_prompt=add_generation_prompt
     )
 
 
@@ -194,3 +202,15 @@ def _call_rules(format_: ChatFormat, conversation: Conversation, *, early: bool)
     if format_.calls is None or not use.callable_tools:
         return None
     return CallRules(format_.calls, use.callable_tools, parallel=use.parallel, early=early)
+
+
+def _barred_tokens(format_: ChatFormat, conversation: Conversation) -> tuple[tuple[int, float], ...]:
+    """Keeps a model that knows of tools and may call none from opening a call, where one token does that.
+
+    It would write its call as text otherwise. The prompt tells of the tools all the same: it is a long one's beginning, which is kept.
+    """
+    use = conversation.tool_use
+    if format_.calls is None or not use.tools or use.callable_tools:
+        return ()
+    opening = format_.added.get(format_.calls.start)
+    return () if opening is None else ((opening, _NEVER),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import cast
 
 from mlx_ring.api.body import parse_json
@@ -38,6 +38,31 @@ def _text(first: object, second: object, between: str) -> str:
 
 def _calls(message: Mapping[str, object]) -> list[object]:
     return cast("list[object]", message.get("tool_calls", []))
+
+
+def in_order_of_calls(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """The messages, with results of tools as their calls stand before them.
+
+    Clients tell them apart by ids and send what is done first; most templates show no ids, and a model takes the first result for
+    that of the first call.
+    """
+    ordered: list[Mapping[str, object]] = []
+    begin, places = 0, dict[object, int]()
+    for message in messages:
+        ordered.append(message)
+        if message["role"] != "tool":
+            begin, places = len(ordered), _places(message)
+        elif places:
+            ordered[begin:] = sorted(
+                ordered[begin:], key=lambda result: places.get(result.get("tool_call_id"), len(places))
+            )
+    return ordered
+
+
+def _places(message: Mapping[str, object]) -> dict[object, int]:
+    """Of a message's calls, by their ids."""
+    calls = cast("list[Mapping[str, object]]", _calls(message))
+    return {call["id"]: place for place, call in enumerate(calls) if "id" in call}
 
 
 def template_call(name: str, arguments: object, call_id: str | None) -> dict[str, object]:

@@ -84,8 +84,15 @@ function word(schema) {
   if (inner.type === "array") return inner.items ? `list of ${word(inner.items)}` : "list";
   const low = inner.minimum ?? inner.exclusiveMinimum;
   const high = inner.maximum ?? inner.exclusiveMaximum;
-  const range = low === undefined && high === undefined ? "" : ` ${low ?? ""}…${high ?? ""}`;
+  const range = low === undefined && high === undefined ? "" : ` ${number(low)}…${number(high)}`;
   return (named && inner.type === "object" ? named.split("__").pop() : inner.type ?? "anything") + range;
+}
+
+// What JavaScript would round is a power of two here, or one less.
+function number(bound) {
+  if (bound === undefined || Math.abs(bound) <= Number.MAX_SAFE_INTEGER) return bound ?? "";
+  const power = `2^${Math.round(Math.log2(Math.abs(bound)))}`;
+  return bound < 0 ? `-${power}` : `${power} - 1`;
 }
 
 // The objects that a value may hold, with their fields.

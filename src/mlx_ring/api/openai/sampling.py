@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from mlx_ring.api.body import Body
+from mlx_ring.api.body import Body, refusal
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import SamplingParams
@@ -41,8 +41,12 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+Obfuscated = Annotated[None, refusal("what is streamed is not padded; leave it out or give false.")]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
+    include_obfuscation: Obfuscated = None
 
 
 class SamplingFields(Body):

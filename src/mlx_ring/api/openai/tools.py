@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Ta
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.body import Body
+from mlx_ring.api.body_errors import show
 from mlx_ring.api.conversation.asked import Tool, ToolUse
 from mlx_ring.core.errors import RequestError
 
@@ -16,10 +17,15 @@ FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 def check_parameters(schema: dict[str, object] | None) -> dict[str, object] | None:
-    """Arguments are an object; no schema, or an empty one, has none."""
-    if schema is not None and schema.get("type", "object") != "object":
-        raise PydanticCustomError("schema", "should be a JSON schema of type 'object'")
-    return schema
+    """Arguments are an object, whether or not their schema says so; no schema, or an empty one, has none."""
+    if not schema:
+        return schema
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise PydanticCustomError(
+            "schema", "should be a JSON schema of type 'object', not {kind}", {"kind": show(kind)}
+        )
+    return {"type": "object", **schema}
 
 
 Parameters = Annotated[dict[str, object], AfterValidator(check_parameters)]
@@ -126,7 +132,7 @@ def choose(
             raise RequestError(f"'{param}' names '{name}'; of 'tools' there is {there}.", param=param)
     if choice == "required" and not known:
         raise RequestError(
-            f"'{param}' is 'required', and there are no 'tools' that could be called.", param=param
+            f"'{param}' demands a call, and there are no 'tools' that could be called.", param=param
         )
     allowed = None if names is None else frozenset(names)
     return ToolUse(use.tools, choice, allowed, use.parallel)

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from mlx_ring.api.body import Body, refusal
 from mlx_ring.api.openai.formats import JsonObjectFormat, TextFormat
 from mlx_ring.api.openai.responses.items import AnyItem
-from mlx_ring.api.openai.sampling import Count, SamplingFields, one_or_many
+from mlx_ring.api.openai.sampling import Count, Obfuscated, SamplingFields, one_or_many
 from mlx_ring.api.openai.tools import FunctionName, Parameters
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -22,7 +22,6 @@ _Waited = Annotated[None, refusal("answers are given while the client waits; lea
 _Prompt = Annotated[
     None, refusal("prompts are not kept here; send what it says as 'instructions' and 'input'.")
 ]
-_Obfuscated = Annotated[None, refusal("what is streamed is not padded; leave it out or give false.")]
 
 
 def _own_tool(kind: str) -> str:
@@ -82,7 +81,7 @@ class Reasoning(Body):
 
 
 class StreamOptions(Body):
-    include_obfuscation: _Obfuscated = None
+    include_obfuscation: Obfuscated = None
 
 
 ToolChoiceWord = Literal["none", "auto", "required"]

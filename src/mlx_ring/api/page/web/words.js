@@ -29,6 +29,7 @@ function ofModels({ cluster }) {
   return cluster.models.flatMap((model) => {
     const instances = cluster.instances.filter((instance) => instance.model === model.model);
     const isLoading = model.state === "loading" || instances.some((instance) => instance.state === "loading");
+    if (isLoading && !instances.length) return [{ tone: "busy", text: model.reason ?? `${model.model} is being loaded.` }];
     if (isLoading) return [{ tone: "busy", text: `${model.model} is being loaded: ${howFar(instances)}` }];
     if (model.state === "unavailable") return [{ tone: "bad", text: `${model.model} cannot answer. ${model.reason ?? ""}` }];
     if (model.state === "unloaded") {
