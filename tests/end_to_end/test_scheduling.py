@@ -217,33 +217,22 @@ async def _left(engine: Engine, case: Case) -> Agreement:
     return Agreement(len(seen))
 
 
-def test_sequences_that_are_put_back_go_on_with_the_same_tokens(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_sequences_that_are_put_back_go_on_with_the_same_tokens(tmp_path: Path) -> None:
+    """mlx-lm says of each token that it is the likeliest, in one pass over an answer."""
     folder = write_random_model(tmp_path / "model", QWEN3)
     whole, numbers = WholeModel(folder), random.Random(3)
     prompts = [tuple(numbers.randrange(2, 320) for _ in range(length)) for length in (230, 200, 170, 210)]
-    expected = [whole.greedy(prompt, 420) for prompt in prompts]
-    policy = Policy(draft_tokens=0)
 
-    async def run() -> Agreement:
+    async def run() -> list[list[int]]:
+        policy = Policy(draft_tokens=0)
         async with running_engine(folder, 2, tmp_path, policy=policy, kv_blocks=6) as (engine, _):
-
-            async def again(before: tuple[int, ...], count: int) -> list[int]:
-                return await generate(engine, before, count)
-
-            agreements = await asyncio.gather(
-                *(
-                    compare(prompt, answer, again, whole.gap)
-                    for prompt, answer in zip(prompts, expected, strict=True)
-                )
-            )
+            answers = await asyncio.gather(*(generate(engine, prompt, 420) for prompt in prompts))
             assert engine.stats().scheduler.num_preemptions > 0
-            return sum(agreements, start=Agreement())
+            return answers
 
-    agreement = asyncio.run(run())
-    print(agreement)  # noqa: T201 - how often tokens tie is part of the result
-    record_property("agreement", str(agreement))
+    for prompt, tokens in zip(prompts, asyncio.run(run()), strict=True):
+        assert len(tokens) == 420
+        assert whole.strays(prompt, tokens) == []
 
 
 def test_quantized_keys_and_values_give_the_same_tokens_batched_cached_and_split(tmp_path: Path) -> None:
