@@ -105,7 +105,7 @@ class Ran:
             for case in cases
         ]
         ranks = self.folder / str(size)
-        ranks.mkdir()
+        ranks.mkdir(exist_ok=True)
         run_ranks(described, size, ranks)
 
     def model(self, case: Case) -> Path:
