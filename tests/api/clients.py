@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -93,15 +94,16 @@ def serving(
     admission: Admission | None = None,
     port: int = 0,
     catalog: TwinCatalog | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Generator[str]:
     """A real server on the loopback, on a free port where none is named; gives its URL."""
     listener = socket.create_server(("127.0.0.1", port))
     app = build_app(catalog or TwinCatalog(service), settings or ApiSettings(), admission=admission)
-    server = uvicorn.Server(HttpConfig(app, limits or ConnectionLimits(), end_s=1))
+    server = uvicorn.Server(HttpConfig(app, limits or ConnectionLimits(), tls, end_s=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http{'s' if tls else ''}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()

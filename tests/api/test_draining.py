@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
 from tests.api.clients import Api, error_of, refusal, serving
@@ -49,3 +51,14 @@ def test_a_stream_that_has_begun_goes_on_to_its_end() -> None:
             *_, reason, last = lines
         assert ('"finish_reason":"length"' in reason, last) == (True, "data: [DONE]")
         until(lambda: admission.open == 0)
+
+
+def test_what_is_not_finished_when_the_server_ends_is_told_so() -> None:
+    admission = Admission()
+    with ThreadPoolExecutor(1) as clients:
+        with serving(TwinService(automatic=False), admission=admission) as url:
+            asked = clients.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x"}, timeout=60)
+            until(lambda: admission.open == 1)
+            admission.close()
+        _, message = refusal(asked.result(60), 503)
+    assert message == "The server is shutting down."

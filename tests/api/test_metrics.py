@@ -79,10 +79,12 @@ def test_requests_over_http_are_counted_by_route_and_status_and_not_by_path() ->
     for name in ("one", "two"):
         api.get(f"/v1/models/{name}", authorization="Bearer secret")
         api.get(f"/nowhere/{name}", authorization="Bearer secret")
+        api.request("HEAD", f"/v1/models/{name}", headers={"authorization": "Bearer secret"})
     api.request("BREW", "/v1/models")
     refusal(api.get("/metrics"), 401)
     page = Page(api, authorization="Bearer secret")
-    assert page("http_requests_total", route="/v1/models/{model:path}", status="404") == 2
+    assert page("http_requests_total", route="/v1/models/{model:path}", method="GET", status="404") == 2
+    assert page("http_requests_total", route="/v1/models/{model:path}", method="HEAD", status="404") == 2
     assert page("http_requests_total", route="none", method="GET", status="404") == 2
     assert page("http_requests_total", route="none", method="other", status="401") == 1
     assert page("http_request_duration_seconds_count", route="none", method="GET", status="401") == 1

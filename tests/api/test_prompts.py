@@ -1,11 +1,42 @@
+"""Prompts are made beside the event loop: the same tokens whoever else encodes, and nobody waits behind a long text."""
+
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.api.clients import Api, refusal
+from tests.api.twins import ByteTokenizer, TwinService
 
-from mlx_ring.api.prompts import _renderer  # pyright: ignore[reportPrivateUsage] - which renderer is the point
+from mlx_ring.api.conversation.asked import Conversation
+from mlx_ring.api.prompts import (
+    PromptEncoder,
+    _renderer,  # pyright: ignore[reportPrivateUsage] - which renderer is the point
+)
+from mlx_ring.core.errors import ContextExceeded
+from mlx_ring.core.settings_sources import load_settings
+from mlx_ring.engine.served_model import prepare_model
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 4000
+CONTEXT = 100_000
+
+
+@pytest.fixture(scope="module")
+def demo() -> TwinService:
+    """A twin with the demo's own tokenizer."""
+    return with_tokenizer(prepare_model(load_settings({"model": "demo"})).tokenizer)
+
+
+def with_tokenizer(tokenizer: Any) -> TwinService:
+    service = TwinService(context=CONTEXT)
+    service.tokenizer = tokenizer
+    return service
 
 
 def wrapper(**attributes: Any) -> Any:
@@ -40,3 +71,109 @@ def test_a_templates_own_default_decides_whether_the_model_thinks() -> None:
 )
 def test_other_renderers_are_the_wrappers(attributes: dict[str, Any]) -> None:
     assert _renderer(wrapper(**attributes))([]) == "thinking"
+
+
+def texts() -> Iterator[str]:
+    """No two alike, of one letter to so many that a thread of their own encodes them."""
+    for number in range(60):
+        yield f"{number}: Grüße, 日本 🙂 <|im_end|>\n" * (1 + number % 7)
+    for number in range(4):
+        yield f"{number} {LONG[: 40_000 + number]}"
+
+
+def test_threads_that_encode_at_once_make_the_tokens_of_one(demo: TwinService) -> None:
+    encoder = PromptEncoder()
+
+    async def run() -> list[tuple[int, ...]]:
+        return await asyncio.gather(*(encoder.encode(demo, text) for text in texts()))
+
+    alone = [tuple(demo.tokenizer.encode(text, add_special_tokens=True)) for text in texts()]
+    assert asyncio.run(run()) == alone
+    # Of as many threads as it takes none disturbs another, which is what the rest hangs on.
+    with ThreadPoolExecutor(8) as threads:
+        encoded = threads.map(partial(demo.tokenizer.encode, add_special_tokens=True), texts())
+        assert [tuple(tokens) for tokens in encoded] == alone
+
+
+def test_a_chats_tokens_are_those_that_its_template_makes(demo: TwinService) -> None:
+    beneath: Any = demo.tokenizer
+    for content in ("Hello.", LONG[:40_000]):
+        messages = [{"role": "user", "content": content}]
+        whole = beneath._tokenizer.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        made = asyncio.run(PromptEncoder().encode_chat(demo, Conversation(messages)))
+        assert made == tuple(whole)
+
+
+class HeldUp(ByteTokenizer):
+    """A tokenizer that may be shared, and that is not done with a long text before it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tokenizer = SimpleNamespace(is_fast=True)
+        self.let_go = threading.Event()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) > 100:
+            assert self.let_go.wait(60)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_short_texts_do_not_wait_for_long_ones() -> None:
+    tokenizer, encoder = HeldUp(), PromptEncoder()
+    service = with_tokenizer(tokenizer)
+    messages = [{"role": "user", "content": ["x" * 50_000]}]
+
+    async def run() -> None:
+        long = [asyncio.ensure_future(encoder.encode(service, "x" * 50_000)) for _ in range(3)]
+        long.append(asyncio.ensure_future(encoder.encode_chat(service, Conversation(messages))))
+        try:
+            short = await asyncio.gather(*(encoder.encode(service, "Hi") for _ in range(100)))
+            assert all(tokens[1:] == (72, 105) for tokens in short)
+            assert not any(each.done() for each in long)
+        finally:
+            tokenizer.let_go.set()
+        assert {len(tokens) for tokens in await asyncio.gather(*long)} >= {50_001}
+
+    asyncio.run(run())
+
+
+def test_what_cannot_fit_is_refused_before_it_is_encoded(
+    demo: TwinService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> list[int]:
+        raise AssertionError
+
+    text = LONG * 10
+    encoder, conversation = PromptEncoder(), Conversation([{"role": "user", "content": text}])
+    beneath: Any = demo.tokenizer
+    monkeypatch.setattr(beneath._tokenizer, "encode", never)
+    refused: list[ContextExceeded] = []
+    for work in (
+        encoder.encode(demo, text),
+        encoder.encode_plain(demo, text, add_special_tokens=True),
+        encoder.encode_whole(demo, text, ends_with_eos=False),
+        encoder.encode_chat(demo, conversation),
+    ):
+        with pytest.raises(ContextExceeded, match=rf"is {CONTEXT} tokens.* has at least \d+: ") as caught:
+            asyncio.run(work)
+        refused.append(caught.value)
+    assert [error.param for error in refused] == ["prompt", "prompt", "input", "messages"]
+    assert all(error.prompt_tokens > error.context_tokens == CONTEXT for error in refused)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/v1/completions", {"prompt": LONG * 10}, "prompt"),
+        ("/tokenize", {"prompt": LONG * 10}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG * 10}]}, "messages"),
+        ("/detokenize", {"tokens": [5] * (CONTEXT + 1)}, "tokens"),
+    ],
+)
+def test_over_http_both_numbers_are_told(
+    demo: TwinService, path: str, body: dict[str, object], named: str
+) -> None:
+    param, message = refusal(Api(demo).post(path, body))
+    assert (param, str(CONTEXT) in message) == (named, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_ring.core.addresses import HeadAddress, parse_head_address
+from mlx_ring.core.addresses import HeadAddress, parse_head_address, whose
 from mlx_ring.core.errors import ConfigError
 
 
@@ -33,3 +33,9 @@ def test_what_is_no_address_is_refused_with_the_value(text: str) -> None:
 def test_the_enrolment_port_is_the_one_after() -> None:
     assert parse_head_address("mini:6000").enrolment == "mini:6001"
     assert parse_head_address("::1").enrolment == "[::1]:50052"
+
+
+def test_one_machine_is_one_client_from_whichever_of_its_addresses() -> None:
+    assert whose("192.0.2.1") == whose("::ffff:192.0.2.1") != whose("192.0.2.2")
+    assert whose("2001:db8::1") == whose("2001:db8::ffff:1%eth0") != whose("2001:db8:0:1::1")
+    assert whose("testclient") == "testclient"

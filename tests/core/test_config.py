@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.core.config import Settings, api_keys, flag_name, state_folder
+from mlx_ring.core.config import Settings, api_keys, bodies_mb, flag_name, state_folder
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.rank_settings import check_link, check_ranks
 from mlx_ring.core.setting_words import allowed_values
@@ -258,3 +258,12 @@ def test_machines_share_every_layer_only_where_an_interface_is_trusted() -> None
         check_ranks(load_settings(flags))
     check_ranks(load_settings(flags | {"trusted_interface": "en5"}))
     check_ranks(load_settings(flags | {"strategy": "hybrid"}))
+
+
+def test_all_bodies_together_have_room_for_two_of_the_longest() -> None:
+    assert bodies_mb(load_settings({"max_request_mb": 20})) == 320
+    assert bodies_mb(load_settings({"max_request_mb": 20, "max_bodies_mb": 40})) == 40
+    with pytest.raises(
+        ConfigError, match=r"--max-bodies-mb is 39.*--max-request-mb is 20: make it 40 at least\."
+    ):
+        load_settings({"max_request_mb": 20, "max_bodies_mb": 39})

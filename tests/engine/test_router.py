@@ -22,6 +22,7 @@ class Instance:
 
     burden_now: Burden = IDLE
     is_full: bool = False
+    gives_way: bool = False
     asked: list[str] = field(default_factory=list[str])
 
     def burden(self, prompts: Iterable[tuple[int, ...]]) -> Burden:
@@ -33,6 +34,11 @@ class Instance:
             raise Overloaded("Too many wait.", retry_after_s=1.0)
         self.asked += [request.request_id for request in requests]
         return []
+
+    def make_room(self, *requests: GenerateRequest) -> bool:
+        assert requests
+        self.is_full = self.is_full and not self.gives_way
+        return not self.is_full
 
 
 def request(name: str, tokens: int = 1000) -> GenerateRequest:
@@ -85,6 +91,14 @@ def test_one_that_is_full_or_closed_is_passed_over() -> None:
         Router(lambda: [full, closed, free]).submit_all(request(str(number)))
     assert len(free.asked) == 3
     assert not closed.asked
+
+
+def test_nobody_gives_way_while_another_has_places() -> None:
+    full, free = Instance(is_full=True, gives_way=True), Instance(with_(to_read=9999))
+    Router(lambda: [full, free]).submit_all(request("a"))
+    free.is_full = True
+    Router(lambda: [free, full]).submit_all(request("b"))
+    assert (free.asked, full.asked) == (["a"], ["b"])
 
 
 def test_when_all_are_full_or_none_is_there_it_says_so() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
+import sys
 from collections.abc import Generator, Iterator
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 from tests.api.clients import serving
 from tests.api.test_streaming import ENDLESS, until, waiting
 from tests.api.twins import TwinService
+from tests.certificates import write_certificate
 
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.node.connections import ConnectionLimits
@@ -22,15 +25,19 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @contextlib.contextmanager
-def connected(url: str) -> Generator[socket.socket]:
+def connected(url: str, source: str = "127.0.0.1") -> Generator[socket.socket]:
     address = httpx.URL(url)
-    with socket.create_connection((address.host, address.port or 0), PATIENCE_S) as connection:
+    with socket.create_connection(
+        (address.host, address.port or 0), PATIENCE_S, source_address=(source, 0)
+    ) as connection:
         yield connection
 
 
 def rest(connection: socket.socket) -> bytes:
     """All that comes until the server ends the connection."""
-    return b"".join(iter(lambda: connection.recv(65536), b""))
+    with contextlib.suppress(ConnectionResetError):
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+    return b""
 
 
 def refused(answer: bytes) -> tuple[int, str]:
@@ -149,3 +156,62 @@ def test_over_the_limit_of_connections_that_are_all_busy_503_says_when_to_come_a
         other = httpx.post(f"{url}/v1/messages", json={})
         assert other.json()["error"]["type"] == "overloaded_error"
         assert other.json()["request_id"] == other.headers["x-request-id"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+def test_where_all_connections_are_busy_the_address_that_has_most_gives_way_to_another() -> None:
+    live = b"HEAD /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with (
+        serving(TwinService(automatic=False), limits=ConnectionLimits(connections=3)) as url,
+        contextlib.ExitStack() as opened,
+    ):
+        greedy = [opened.enter_context(connected(url)) for _ in range(3)]
+        for each in greedy:
+            each.sendall(HEAD + b"content-length: 99\r\nexpect: 100-continue\r\n\r\n")
+            assert each.recv(65536).startswith(b"HTTP/1.1 100")
+        other = opened.enter_context(connected(url, "127.0.0.2"))
+        other.sendall(live)
+        assert other.recv(65536).startswith(b"HTTP/1.1 200")
+        answer = rest(greedy[2])
+        assert refused(answer) == (503, "too_many_connections")
+        assert b"retry-after: 5" in answer
+        for each in greedy[:2]:
+            each.sendall(b"x")
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """A server's, and a client's that trusts it."""
+    certificate, key = write_certificate(tmp_path_factory.mktemp("tls"))
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificate, key)
+    return server, ssl.create_default_context(cafile=certificate)
+
+
+def test_who_does_not_agree_on_tls_is_hung_up_on_and_who_does_is_served(
+    tls: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    server, trusting = tls
+    limits = ConnectionLimits(handshake_s=0.3)
+    with serving(TwinService(), limits=limits, tls=server) as url, connected(url) as silent:
+        assert rest(silent) == b""
+        with connected(url) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert b"HTTP" not in rest(plain)
+        with httpx.Client(verify=trusting) as client:
+            for _ in range(2):
+                assert client.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+def test_handshakes_that_stall_count_as_connections_and_make_room(
+    tls: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    server, trusting = tls
+    with (
+        serving(TwinService(), limits=ConnectionLimits(connections=3), tls=server) as url,
+        contextlib.ExitStack() as opened,
+    ):
+        stalled = [opened.enter_context(connected(url)) for _ in range(5)]
+        assert [rest(each) for each in stalled[:2]] == [b"", b""]
+        assert httpx.get(f"{url}/health/live", verify=trusting).status_code == 200
+        assert rest(stalled[2]) == b""

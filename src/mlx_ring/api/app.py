@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from mlx_ring.api.access_log import AccessLog
 from mlx_ring.api.admission import Admission
 from mlx_ring.api.anthropic import messages as anthropic
+from mlx_ring.api.bodies import Bodies, BodyRoom
 from mlx_ring.api.docs import routes as docs
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.guard import Guard
@@ -28,6 +29,7 @@ from mlx_ring.api.page import routes as page
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.api.traced import Traced
 from mlx_ring.core.traces import Tracing
 
 
@@ -59,8 +61,11 @@ def build_app(
     app.state.keep_alive_s = settings.keep_alive_s
     describe_api(app, routers, settings)
     install_error_handlers(app)
+    app.add_middleware(Bodies, settings=settings, room=BodyRoom(settings.max_bodies_bytes))
+    if tracing is not None:
+        app.add_middleware(Traced, tracing=tracing)
     app.add_middleware(Guard, settings=settings, admission=admission)
-    app.add_middleware(Observed, meter=http, tracing=tracing)
+    app.add_middleware(Observed, meter=http)
     if settings.access_log:
         app.add_middleware(AccessLog)
     return app

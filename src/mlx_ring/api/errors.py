@@ -53,6 +53,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     errors.Conflict: _Reply(409, INVALID, "conflict"),
     errors.NotReady: _Reply(503, SERVER, "not_ready"),
     errors.Draining: _Reply(503, SERVER, "draining"),
+    errors.BodiesFull: _Reply(503, SERVER, "bodies_full"),
     errors.WorkerLost: _Reply(503, SERVER, "worker_lost"),
     errors.WorkerStuck: _Reply(503, SERVER, "worker_stuck"),
     errors.StaleMessage: _Reply(503, SERVER, "stale_message"),
@@ -61,7 +62,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
 }
 _PASSING = (errors.NotReady, errors.Overloaded, errors.StaleMessage)
 """Worth another try; clients are told not to repeat what ends in any other 5xx, or took too long once."""
-_LAST_WORDS = (errors.Draining, errors.BodyTooSlow)
+_LAST_WORDS = (errors.Draining, errors.BodyTooSlow, errors.BodiesFull)
 """The connection ends with them."""
 
 

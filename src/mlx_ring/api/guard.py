@@ -7,6 +7,7 @@ or its name in `Host`; both are refused unless they are ours.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import ipaddress
@@ -24,8 +25,9 @@ from mlx_ring.api.error_bodies import is_anthropic
 from mlx_ring.api.errors import error_response, log_failure
 from mlx_ring.api.page.wanted import wants_page
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.addresses import whose
 from mlx_ring.core.errors import Draining, Refused, Unauthenticated
-from mlx_ring.core.request_context import REQUEST_ID, new_request_id
+from mlx_ring.core.request_context import CLIENT, REQUEST_ID, new_request_id
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised here, bound elsewhere
@@ -71,24 +73,31 @@ class Guard:
 
         try:
             self._check(headers)
-            if origin is not None and _is_preflight(scope, headers):
-                await _preflight_response(headers)(scope, receive, send_named)
-            else:
-                self._authenticate(scope["path"], headers)
-                with self._admission.admit(scope["method"]):
-                    await self._route(scope, receive, send_named)
+            await self._take(scope, headers, receive, send_named)
         except ClientDisconnect:
             pass
-        except (Unauthenticated, Draining) as error:
-            await error_response(error, scope)(scope, receive, send_named)
-        except Refused as error:
-            origin = None
+        except asyncio.CancelledError:
+            # Nobody else ends requests but the server, when it ends itself.
+            if started or not self._admission.is_draining:
+                raise
+            await error_response(Draining("The server is shutting down."), scope)(scope, receive, send_named)
+        except (Unauthenticated, Draining, Refused) as error:
+            origin = None if isinstance(error, Refused) else origin
             await error_response(error, scope)(scope, receive, send_named)
         except Exception as error:
             log_failure(error, request_id)
             if started:
                 raise
             await error_response(error, scope)(scope, receive, send_named)
+
+    async def _take(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        """Answer, once it is known who asks."""
+        if "origin" in headers and _is_preflight(scope, headers):
+            await _preflight_response(headers)(scope, receive, send)
+            return
+        CLIENT.set(self._authenticate(scope, headers))
+        with self._admission.admit(scope["method"]):
+            await self._route(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """HEAD is answered as GET is, up to the body: one that never ends would keep the connection."""
@@ -101,8 +110,12 @@ class Guard:
             await send({"type": "http.response.body", "body": b""})
             raise _HeadSent
 
-        with contextlib.suppress(_HeadSent):
-            await self._app({**scope, "method": "GET"}, receive, send_head)
+        asked = {**scope, "method": "GET"}
+        try:
+            await self._app(asked, receive, send_head)
+        except _HeadSent:
+            # Whoever counts requests by route asks the scope that it has.
+            scope["route"] = asked.get("route")
 
     def _check(self, headers: Headers) -> None:
         host, origin = headers.get("host"), headers.get("origin")
@@ -114,10 +127,11 @@ class Guard:
         if origin is not None and not self._is_allowed_origin(origin, host):
             raise Refused(f"Origin '{origin}' may not use this server; start it with this origin allowed.")
 
-    def _authenticate(self, path: str, headers: Headers) -> None:
-        """Every key is compared, each in constant time: how long it takes tells nothing."""
+    def _authenticate(self, scope: Scope, headers: Headers) -> str:
+        """Who asks. Every key is compared, each in constant time: how long it takes tells nothing."""
+        path, client = scope["path"], scope.get("client")
         if not self._keys or is_open(path) or (path == "/" and wants_page(headers.get("accept"))):
-            return
+            return "" if client is None else whose(client[0])
         given = _given_key(headers)
         if given is None:
             raise Unauthenticated(
@@ -125,6 +139,7 @@ class Guard:
             )
         if not sum(hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys):
             raise Unauthenticated("Incorrect API key provided: it is not one of this server's.")
+        return f"key {given}"
 
     def _is_allowed_origin(self, origin: str, asked: str | None) -> bool:
         """Ours is a page from a name that was given, or from the one that it asks for.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
 from mlx_ring.api.conversation.asked import Conversation
-from mlx_ring.api.service import Tokenizer
+from mlx_ring.api.fewest_tokens import FewestTokens
+from mlx_ring.api.service import ModelService, Tokenizer
 from mlx_ring.core.errors import RequestError
+from mlx_ring.engine.sequence import context_exceeded
 
 T = TypeVar("T")
 
@@ -39,48 +42,91 @@ _OURS = frozenset(
 """Parameters of the tokenizer's own call: a client's `chat_template` would be a program of its making."""
 
 
+_LONG = 1 << 15
+"""Letters of a text, or tokens, from which on others would wait for it: a tenth of a second."""
+_SHORT_THREADS = 2
+_PIECE = 16
+"""Letters that each part of a message counts for: templates go through them one by one."""
+
+
 class PromptEncoder:
-    """Makes prompts, one at a time, in one thread: tokenizers are not made for several."""
+    """Makes prompts beside the event loop.
+
+    Long texts have a thread of their own, so that short ones do not wait for them. Hugging Face's tokenizers may encode in
+    several threads at once, and leave the interpreter to others meanwhile; of any other kind nobody knows, and those get one thread.
+    """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._short = _threads(_SHORT_THREADS, "short texts")
+        self._long = _threads(1, "long texts")
+        self._other = _threads(1, "other tokenizers")
+        self._fewest: WeakKeyDictionary[Tokenizer, FewestTokens | None] = WeakKeyDictionary()
 
-    async def encode(self, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    async def encode(self, model: ModelService, text: str, *, param: str = "prompt") -> tuple[int, ...]:
         """A raw prompt, with the special tokens that the model wants before it.
 
         An empty prompt is the beginning of a text: the model's BOS token, or where it has
         none the EOS token, which stands between texts.
-        """
-        return await self._run(lambda: _encode(tokenizer, text))
 
-    async def encode_whole(self, tokenizer: Tokenizer, text: str, *, ends_with_eos: bool) -> tuple[int, ...]:
-        """A whole text, with the special tokens that the model wants before and behind it."""
-        return await self._run(lambda: _encode_whole(tokenizer, text, ends_with_eos=ends_with_eos))
+        Raises:
+            ContextExceeded: it has more tokens than the model's context, as its length alone says; `param` is its field.
+        """
+        await self._check(model, text, param)
+        return await self._run(model.tokenizer, len(text), lambda: _encode(model.tokenizer, text))
+
+    async def encode_whole(
+        self, model: ModelService, text: str, *, ends_with_eos: bool, param: str | None = "input"
+    ) -> tuple[int, ...]:
+        """A whole text, with the special tokens that the model wants before and behind it.
+
+        Raises:
+            ContextExceeded: as `encode` does. Where `param` is None a text may be of any length.
+        """
+        if param is not None:
+            await self._check(model, text, param)
+        tokenizer = model.tokenizer
+        return await self._run(
+            tokenizer, len(text), lambda: _encode_whole(tokenizer, text, ends_with_eos=ends_with_eos)
+        )
 
     async def encode_plain(
-        self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool
+        self, model: ModelService, text: str, *, add_special_tokens: bool
     ) -> tuple[int, ...]:
-        """Text as the tokenizer has it, nothing put in the place of an empty one."""
-        return await self._run(lambda: tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+        """Text as the tokenizer has it, nothing put in the place of an empty one.
+
+        Raises:
+            ContextExceeded: as `encode` does.
+        """
+        await self._check(model, text, "prompt")
+        encode = partial(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._run(model.tokenizer, len(text), lambda: tuple(encode()))
 
     async def names(self, tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
         """What the vocabulary calls each of the tokens."""
-        return await self._run(lambda: [tokenizer.convert_ids_to_tokens(token) or "" for token in tokens])
+        return await self._run(
+            tokenizer,
+            len(tokens),
+            lambda: [tokenizer.convert_ids_to_tokens(token) or "" for token in tokens],
+        )
 
     async def decode(self, tokenizer: Tokenizer, tokens: list[int]) -> str:
         """The text of tokens, special ones included."""
         return await self._run(
-            lambda: tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            tokenizer,
+            len(tokens),
+            lambda: tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
 
     async def encode_chat(
-        self, tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool = True
+        self, model: ModelService, conversation: Conversation, *, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:
         """The chat template's prompt for the next answer; without `add_generation_prompt` the messages alone.
 
         Raises:
             RequestError: no template, one that refuses these messages, or an argument it may not have.
+            ContextExceeded: as `encode` does.
         """
+        tokenizer = model.tokenizer
         for name in conversation.template_kwargs:
             if name in _OURS:
                 param = f"{conversation.kwargs_param}.{name}"
@@ -90,12 +136,64 @@ class PromptEncoder:
                 "This model has no chat template; send the prompt to /v1/completions.",
                 param=conversation.messages_param,
             )
+        prompt = await self._run(
+            tokenizer,
+            _letters(conversation.messages),
+            lambda: _render(tokenizer, conversation, add_generation_prompt=add_generation_prompt),
+        )
+        if not isinstance(prompt, str):
+            return prompt
+        await self._check(model, prompt, conversation.messages_param)
         return await self._run(
-            lambda: _encode_chat(tokenizer, conversation, add_generation_prompt=add_generation_prompt)
+            tokenizer, len(prompt), lambda: tuple(tokenizer.encode(prompt, add_special_tokens=False))
         )
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _check(self, model: ModelService, text: str, param: str) -> None:
+        """Raises `ContextExceeded` for a text that cannot fit, whatever its tokens are."""
+        most = model.context_length
+        if len(text) <= most:
+            return
+        fewest = await self._run(model.tokenizer, len(text), lambda: self._fewest_of(model.tokenizer, text))
+        if fewest > most:
+            raise context_exceeded(fewest, most, param=param, is_counted=False)
+
+    def _fewest_of(self, tokenizer: Tokenizer, text: str) -> int:
+        if tokenizer not in self._fewest:
+            self._fewest[tokenizer] = FewestTokens.read(tokenizer)
+        known = self._fewest[tokenizer]
+        return 0 if known is None else known.of(text)
+
+    async def _run(self, tokenizer: Tokenizer, size: int, work: Callable[[], T]) -> T:
+        lane = self._long if size > _LONG else self._short
+        threads = lane if _is_shared(tokenizer) else self._other
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def _threads(most: int, name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=most, thread_name_prefix=name)
+
+
+def _beneath(tokenizer: Tokenizer) -> Any:
+    """What mlx-lm has wrapped; None where it is no wrapper."""
+    return getattr(tokenizer, "_tokenizer", None)
+
+
+def _is_shared(tokenizer: Tokenizer) -> bool:
+    """Whether several threads may use it at once."""
+    return bool(getattr(_beneath(tokenizer), "is_fast", False))
+
+
+def _letters(messages: object) -> int:
+    """As many as they have, as far as it matters: it is looked at no further than to a long text."""
+    found, pending = 0, [messages]
+    while pending and found <= _LONG:
+        value = pending.pop()
+        found += len(value) if isinstance(value, str) else _PIECE
+        if isinstance(value, Mapping):
+            pending.extend(cast("Mapping[object, object]", value).values())
+        elif isinstance(value, list | tuple):
+            pending.extend(cast("Sequence[object]", value))
+    return found
 
 
 _TEMPLATE_TROUBLE = (
@@ -142,19 +240,20 @@ def _renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
     default is its maker's word, so templates are applied beneath the wrapper; the renderers that mlx-lm
     brings itself are applied by it.
     """
-    beneath: Any = getattr(tokenizer, "_tokenizer", None)
+    beneath = _beneath(tokenizer)
     if getattr(tokenizer, "_chat_template", None) is not None or not getattr(beneath, "chat_template", None):
         return tokenizer.apply_chat_template
     return partial(cast("Callable[..., list[int] | str]", beneath.apply_chat_template), return_dict=False)
 
 
-def _encode_chat(
+def _render(
     tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool
-) -> tuple[int, ...]:
+) -> str | tuple[int, ...]:
+    """The prompt's text, or its tokens where the tokenizer lets nobody come between."""
     try:
-        tokens = _renderer(tokenizer)(
+        prompt = _renderer(tokenizer)(
             [dict(message) for message in conversation.messages],
-            tokenize=True,
+            tokenize=not _renders_text(tokenizer),
             add_generation_prompt=add_generation_prompt and not conversation.continues,
             **_template_arguments(conversation),
         )
@@ -163,9 +262,17 @@ def _encode_chat(
             f"The model's chat template does not take these messages: {error}",
             param=conversation.messages_param,
         ) from error
-    if isinstance(tokens, str):
-        tokens = tokenizer.encode(tokens, add_special_tokens=False)
-    return tuple(tokens)
+    return prompt if isinstance(prompt, str) else tuple(prompt)
+
+
+def _renders_text(tokenizer: Tokenizer) -> bool:
+    """Whether a template's text is all that its tokens come of: so it is of Hugging Face's own way, and of mlx-lm's renderers."""
+    if getattr(tokenizer, "_chat_template", None) is not None:
+        return True
+    from transformers import PreTrainedTokenizerBase  # noqa: PLC0415 - is there once a tokenizer is, and takes seconds
+
+    beneath: object = _beneath(tokenizer)
+    return getattr(type(beneath), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
 
 
 def _template_arguments(conversation: Conversation) -> dict[str, object]:

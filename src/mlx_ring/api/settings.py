@@ -20,6 +20,8 @@ class ApiSettings:
     default_max_tokens: int | None = None
     """Of a chat answer whose request sets no limit; None: to the end of the context."""
     max_body_bytes: int = 16 * 2**20
+    max_bodies_bytes: int = 256 * 2**20
+    """Of all requests that are under way."""
     client_timeout_s: float = 60.0
     """For how long a client may stall while it sends its request."""
     access_log: bool = True

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import socket
 import ssl
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -167,6 +171,7 @@ def serve(
     request_timeout_s: Annotated[str | None, setting("request_timeout_s")] = None,
     step_deadline_s: Annotated[str | None, setting("step_deadline_s")] = None,
     max_request_mb: Annotated[str | None, setting("max_request_mb")] = None,
+    max_bodies_mb: Annotated[str | None, setting("max_bodies_mb")] = None,
     client_timeout_s: Annotated[str | None, setting("client_timeout_s")] = None,
     http_timeout_keep_alive: Annotated[str | None, setting("http_timeout_keep_alive")] = None,
     max_connections: Annotated[str | None, setting("max_connections")] = None,
@@ -238,6 +243,15 @@ def serve(
         recorded(state_folder(settings), "head", _url(listener, tls), settings.shutdown_timeout_s),
     ):
         _run(settings, listener, tls, invites=not no_join_lines)
+    _leave_threads()
+
+
+def _leave_threads() -> None:
+    """End without those that still encode a text for somebody who has been told that the server ends: Python would wait for them."""
+    if any(not each.daemon for each in threading.enumerate() if each is not threading.main_thread()):
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _leading(launch: Launch | None) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Where the head of a cluster listens: `host`, `host:port`, `[IPv6]:port`."""
+"""Where the head of a cluster listens, as `host`, `host:port`, `[IPv6]:port`; whose an address is."""
 
 from __future__ import annotations
 
@@ -72,6 +72,19 @@ def _is_bare_ipv6(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def whose(host: str) -> str:
+    """Whoever has the address of a connection: one machine has a whole /64 of IPv6 to come from."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 def bracketed(host: str) -> str:

@@ -251,6 +251,10 @@ class Settings(BaseSettings):
     max_request_mb: Annotated[int, Field(ge=1, le=4096)] = Field(
         16, description="Largest body of a request, in MiB."
     )
+    max_bodies_mb: Annotated[int | None, Field(ge=2, le=1 << 20)] = Field(
+        None,
+        description="Bodies of all requests under way together, in MiB; one client gets half at most. 16 times --max-request-mb otherwise.",
+    )
     client_timeout_s: Annotated[float, Field(gt=0, le=86400)] = Field(
         60.0,
         description="Seconds that a client may stall: with a request that does not come, or an answer that it does not read.",
@@ -352,6 +356,14 @@ def state_folder(settings: Settings) -> Path:
     given = os.environ.get("XDG_DATA_HOME", "")
     # The standard says that a relative path counts as none.
     return (Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "share") / "mlx-ring"
+
+
+_BODIES = 16
+
+
+def bodies_mb(settings: Settings) -> int:
+    """What all bodies may hold together, MiB."""
+    return settings.max_bodies_mb or _BODIES * settings.max_request_mb
 
 
 def api_keys(settings: Settings) -> tuple[str, ...]:

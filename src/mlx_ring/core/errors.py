@@ -34,7 +34,8 @@
         ├── ProtocolError          a peer sent what the contract does not allow
         ├── WeightsMissing         no peer gives the tensors that a stage needs
         └── NotReady               no instance can answer now
-            └── Draining           the server ends, and takes nothing new
+            ├── Draining           the server ends, and takes nothing new
+            └── BodiesFull         requests hold all the memory that their bodies may take
 
 Each message says what happened, with which value, and what to do. Errors cross
 gRPC in `rpc/failures.py` and HTTP in `api/errors.py`, and nowhere else.
@@ -207,6 +208,12 @@ class NotReady(ServingError):
 
     retry_after_s: float = 5.0
     """When it is worth asking again; the others of its instance's troubles take no longer to pass."""
+
+
+class BodiesFull(NotReady):
+    """There is no room for a request's body: others' have it, or this client's share is used up."""
+
+    retry_after_s = 2.0
 
 
 class Draining(NotReady):

@@ -74,6 +74,21 @@ def find_model(name: str, *, must_fit: bool = False) -> LocalModel:
     return LocalModel(name, "hub", hub.complete_in_cache(name) or hub.fetch(name, must_fit=must_fit))
 
 
+def must_be_fetched(name: str) -> bool:
+    """Whether it is the hub's, and not whole in the cache.
+
+    Raises:
+        ModelUnsafe: it is there, and asks for code of its own to be run.
+    """
+    if name in builtin_names() or _is_there(_path(name)):
+        return False
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        return False
+    from mlx_ring.core import hub  # noqa: PLC0415 - as above
+
+    return hub.complete_in_cache(name) is None
+
+
 def describe_model(name: str) -> LocalModel:
     """What is known of a model without fetching its weights: their headers where they are here, else its configuration.
 

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_settings import DotEnvSettingsSource, EnvSettingsSource
 
-from mlx_ring.core.config import ENVIRONMENT_PREFIX, Settings, flag_name
+from mlx_ring.core.config import ENVIRONMENT_PREFIX, Settings, bodies_mb, flag_name
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.old_names import is_old, of_today
 from mlx_ring.core.setting_words import allowed_values
@@ -188,6 +188,7 @@ def _check(given: Mapping[str, _Given]) -> Settings:
     except ValidationError as error:
         raise ConfigError(" ".join(_sentences(error, given))) from error
     _check_proportions(settings)
+    _check_bodies(settings)
     return settings.model_copy(
         update={
             "log_dir": settings.log_dir.expanduser().absolute(),
@@ -216,6 +217,14 @@ def _check_proportions(settings: Settings) -> None:
             "The strategy custom needs --proportions, as 0.7,0.3."
             if settings.strategy == "custom"
             else f"--proportions goes with --strategy custom, and the strategy is {settings.strategy}."
+        )
+
+
+def _check_bodies(settings: Settings) -> None:
+    if bodies_mb(settings) < 2 * settings.max_request_mb:
+        raise ConfigError(
+            f"--max-bodies-mb is {settings.max_bodies_mb}, of which one client gets half, and --max-request-mb is "
+            f"{settings.max_request_mb}: make it {2 * settings.max_request_mb} at least."
         )
 
 

@@ -24,11 +24,13 @@ from mlx_ring.core.errors import (
     RingError,
     ServingError,
 )
+from mlx_ring.core.request_context import CLIENT
 from mlx_ring.core.traces import Span
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.answer_text import AnswerText, Reading
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.executor import Executor, RankId
+from mlx_ring.engine.giving_way import Held, who_gives_way
 from mlx_ring.engine.meters import EndedRequest, Meter
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.request_traces import RequestTracer
@@ -61,6 +63,8 @@ class _Live:
     """When tokens came last."""
     span: Span | None = None
     """Where the request is traced."""
+    client: str = ""
+    """Who asks."""
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -138,7 +142,7 @@ class Engine:
         text = AnswerText(self._vocabulary, request.sampling, sequence.ends, request.shown_tokens, before)
         span = None if self._tracer is None else self._tracer.begin(request)
         sequence.traceparent = "" if span is None else span.traceparent
-        self._live[sequence.id] = _Live(sequence, stream, text, span=span)
+        self._live[sequence.id] = _Live(sequence, stream, text, span=span, client=CLIENT.get())
         self._scheduler.add(sequence)
         self._send_steps(now)
         self._set_deadline(sequence)
@@ -179,6 +183,23 @@ class Engine:
                 f"{self._scheduler.num_waiting} requests wait already{asked}; try again in {_RETRY_AFTER_S:g} s.",
                 retry_after_s=_RETRY_AFTER_S,
             )
+
+    def make_room(self, *requests: GenerateRequest) -> bool:
+        """Whether there are places for these of the client at hand: those who have most gave way where there were none.
+
+        Raises:
+            RequestError: the model cannot take one of them, so that nobody need make way for it.
+        """
+        if self._ended is not None:
+            return False
+        for request in requests:
+            make_sequence(0, request, self._limits, self._clock())
+        needs = len(requests) - self._scheduler.places
+        held = (Held(key, live.client, live.sequence.opened_at is None) for key, live in self._live.items())
+        gone = who_gives_way(held, CLIENT.get(), wants=len(requests), needs=needs)
+        for key in gone or ():
+            self._end_with_error(self._live[key], _gave_way())
+        return gone is not None
 
     def _abort(self, sequence: Sequence) -> None:
         """The client left: stop, and free the KV at once."""
@@ -397,6 +418,14 @@ class Engine:
             generated_tokens=self._generated_tokens,
             finished=dict(self._finished),
         )
+
+
+def _gave_way() -> Overloaded:
+    return Overloaded(
+        "The queue is full, and of those who wait in it this client had most: a request of it gave way to another client's; "
+        f"try again in {_RETRY_AFTER_S:g} s.",
+        retry_after_s=_RETRY_AFTER_S,
+    )
 
 
 def _open_request(live: _Live, now: float) -> OpenRequest:

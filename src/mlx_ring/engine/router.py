@@ -45,6 +45,9 @@ class Routed(Protocol):
 
     def burden(self, prompts: Iterable[tuple[int, ...]]) -> Burden: ...
     def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]: ...
+    def make_room(self, *requests: GenerateRequest) -> bool:
+        """Whether there are places for these, others having given way where need be."""
+        ...
 
 
 class Router:
@@ -73,11 +76,15 @@ class Router:
 
     def _submit(self, requests: Sequence[GenerateRequest]) -> list[RequestStream]:
         refusal: Overloaded | None = None
-        for engine in self._by_cost(requests):
+        engines = self._by_cost(requests)
+        for engine in engines:
             try:
                 return engine.submit_all(*requests)
             except Overloaded as error:
                 refusal = refusal or error
+        for engine in engines:
+            if engine.make_room(*requests):
+                return engine.submit_all(*requests)
         raise refusal or NotReady("No instance of the model can answer now.")
 
     def _by_cost(self, requests: Sequence[GenerateRequest]) -> list[Routed]:

@@ -232,12 +232,21 @@ def _check_length(request: GenerateRequest, limits: Limits) -> None:
         raise RequestError("The prompt is empty; give it at least one token.", param="prompt")
     least_answer = 0 if request.sampling.max_tokens == 0 else 1
     if prompt_tokens + least_answer > limits.context_length:
-        raise ContextExceeded(
-            f"This model's maximum context length is {limits.context_length} tokens, of prompt and answer together, "
-            f"and the prompt has {prompt_tokens}: shorten the prompt.",
-            prompt_tokens=prompt_tokens,
-            context_tokens=limits.context_length,
-        )
+        raise context_exceeded(prompt_tokens, limits.context_length)
+
+
+def context_exceeded(
+    prompt_tokens: int, context_tokens: int, *, param: str = "messages", is_counted: bool = True
+) -> ContextExceeded:
+    """Of a prompt that does not fit; where it `is_counted` not, it has that many tokens at least."""
+    error = ContextExceeded(
+        f"This model's maximum context length is {context_tokens} tokens, of prompt and answer together, "
+        f"and the prompt has {'' if is_counted else 'at least '}{prompt_tokens}: shorten the prompt.",
+        prompt_tokens=prompt_tokens,
+        context_tokens=context_tokens,
+    )
+    error.param = param
+    return error
 
 
 def _check_tokens(request: GenerateRequest, vocab_size: int) -> None:

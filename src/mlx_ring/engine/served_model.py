@@ -153,11 +153,14 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
     from mlx_lm.tokenizer_utils import load  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType] - bare dicts
 
     try:
-        return load(
+        tokenizer = load(
             folder.path,
             {"trust_remote_code": False, "local_files_only": True},
             eos_token_ids=sorted(folder.eos_token_ids) or None,
         )
+        # The first use undoes what a tokenizer's file says of cutting and padding: from then on threads can share it.
+        tokenizer.encode("", add_special_tokens=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelCorrupt(f"The tokenizer in {folder.path} cannot be loaded: {reason}") from error
+    return tokenizer

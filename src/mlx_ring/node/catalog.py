@@ -12,8 +12,10 @@ from mlx_ring.api.service import LinkInfo, ModelService
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import Conflict, ContextKept, NotReady, PlanError, RingError
 from mlx_ring.core.machine import node_name
+from mlx_ring.core.model_source import must_be_fetched
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.served_model import ServedModel, memory_for_weights, prepare_model
+from mlx_ring.node.fetching import fetch_beside
 from mlx_ring.node.hosted_model import JUST_NOW_S, HostedModel, Ready
 from mlx_ring.node.instance_service import LOADING
 from mlx_ring.node.kv_shares import KvShares
@@ -54,6 +56,9 @@ class Catalog:
         self._one_at_a_time = asyncio.Lock()
         self._loads: dict[str, asyncio.Task[None]] = {}
         """Under way, by model."""
+        self._fetches: dict[str, asyncio.Task[None]] = {}
+        """Under way, by the hub's name."""
+        self._fetches_none = False
         self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Ends with an error of the program's own."""
         self._hosted = [HostedModel(own, model, self._crash, self._missing) for own, model in served]
@@ -120,6 +125,8 @@ class Catalog:
 
     async def _found(self, name: str) -> HostedModel:
         """A model that joins the list; another of the same name is the same model."""
+        if await asyncio.to_thread(must_be_fetched, name):
+            await self._fetched(name)
         own = self._settings.model_copy(update={"model": name, "served_model_name": ()})
         served = await asyncio.to_thread(prepare_model, own, insists=False)
         for each in self._hosted:
@@ -132,6 +139,17 @@ class Catalog:
         hosted = HostedModel(own, served, self._crash, self._missing)
         self._hosted.append(hosted)
         return hosted
+
+    async def _fetched(self, name: str) -> None:
+        """Who waits may go: it goes on for others, and for the next request."""
+        if self._fetches_none:
+            raise NotReady("The server is shutting down.")
+        task = self._fetches.get(name)
+        if task is None:
+            work = fetch_beside(name, must_fit=self._settings.nodes == 1)
+            task = self._fetches[name] = asyncio.create_task(work, name=f"fetch {name}")
+            task.add_done_callback(lambda done: _forget(self._fetches, name, done))
+        await self._unless_ended(task)
 
     # ---- loading
 
@@ -152,10 +170,17 @@ class Catalog:
                 log.warning("%s is loaded when it is asked for: %s", hosted.model_id, error)
             hosted.is_awaited = False
 
+    def stop_fetching(self) -> None:
+        """Nobody is there any more for whom a model could be fetched: who waits for one is told so."""
+        self._fetches_none = True
+        for task in self._fetches.values():
+            task.cancel()
+
     async def end(self) -> None:
         """End every load and every instance; nothing is loaded any more."""
         self._has_ended = True
-        tasks = list(self._loads.values())
+        self.stop_fetching()
+        tasks = [*self._loads.values(), *self._fetches.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -181,19 +206,17 @@ class Catalog:
                 self._load(hosted, may_evict=may_evict), name=f"load {hosted.model_id}"
             )
             self._loads[hosted.model_id] = task
-            task.add_done_callback(lambda done: self._forget(hosted, done))
+            task.add_done_callback(lambda done: _forget(self._loads, hosted.model_id, done))
+        await self._unless_ended(task)
+
+    async def _unless_ended(self, task: asyncio.Task[None]) -> None:
+        """Until it is done, which the end of the server alone keeps it from."""
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._has_ended and task.cancelled():
+            if self._fetches_none and task.cancelled():
                 raise NotReady("The server is shutting down.") from None
             raise
-
-    def _forget(self, hosted: HostedModel, done: asyncio.Task[None]) -> None:
-        self._loads.pop(hosted.model_id, None)
-        if not done.cancelled():
-            # Nobody may be waiting for it any more.
-            done.exception()
 
     async def _load(self, hosted: HostedModel, *, may_evict: bool) -> None:
         async with self._one_at_a_time:
@@ -274,6 +297,13 @@ class Catalog:
     def _crash(self, error: Exception) -> None:
         if not self.crashed.done():
             self.crashed.set_exception(error)
+
+
+def _forget(tasks: dict[str, asyncio.Task[None]], name: str, done: asyncio.Task[None]) -> None:
+    tasks.pop(name, None)
+    if not done.cancelled():
+        # Nobody may be waiting for it any more.
+        done.exception()
 
 
 def _weights(hosted: HostedModel) -> int:

@@ -14,9 +14,10 @@ import logging
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, Protocol, cast
 
 import h11
 import uvicorn
@@ -27,7 +28,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from mlx_ring.api.errors import transport_error
+from mlx_ring.core.addresses import whose
 from mlx_ring.core.request_context import new_request_id
+from mlx_ring.node.sharing import Connected, who_makes_room
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ _UNSENT_BYTES = 128 << 10
 _PROBES = 3
 _BAD_REQUEST, _LATE, _HEADERS_TOO_LARGE, _TOO_MANY = 400, 408, 431, 503
 _RETRY_AFTER_S = 5
+_FULL = "The server has as many connections as it takes; come again in a moment."
 _quiet = logging.getLogger("uvicorn.error.connection")
 _quiet.setLevel(logging.ERROR)
 """What strangers send is no trouble of ours: uvicorn would warn of each."""
@@ -50,6 +54,8 @@ class ConnectionLimits:
     """Between two requests."""
     stall_s: float = 60.0
     """Without a whole head of a request, or without reading what was written."""
+    handshake_s: float = 10.0
+    """Until a connection is encrypted."""
 
 
 class HttpConfig(uvicorn.Config):
@@ -73,9 +79,99 @@ class HttpConfig(uvicorn.Config):
         self._tls = tls
 
     def load(self) -> None:
-        """The certificate was read long before, when it could still be told what is wrong with it."""
+        """With TLS a connection begins with its handshake, which counts as a connection does.
+
+        The certificate was read long before, when it could still be told what is wrong with it.
+        """
         super().load()
-        self.ssl = self._tls
+        if self._tls is not None:
+            self.http_protocol_class = cast("Any", partial(Handshake, self._tls))
+
+
+class Opened(Connected, Protocol):
+    """What counts as a connection."""
+
+    transport: asyncio.Transport
+
+    def make_way(self) -> None:
+        """End for another one."""
+        ...
+
+
+class Handshake(asyncio.Protocol):
+    """A connection that is still to be encrypted; it becomes a `ClientConnection`.
+
+    Left to itself asyncio tells nobody of those, and waits a minute for each.
+    """
+
+    has_answered = False
+
+    def __init__(
+        self, tls: ssl.SSLContext, config: HttpConfig, server_state: ServerState, **rest: Any
+    ) -> None:
+        """`rest` is what else uvicorn gives to each connection."""
+        self._tls = tls
+        self._limits = config.limits
+        self._connections = cast("set[object]", server_state.connections)
+        self._next = ClientConnection(config, server_state, **rest)
+        self._early = bytearray()
+        self._is_lost = False
+        self._shaking: asyncio.Task[None] | None = None
+        self.peer = ""
+        self.since_s = asyncio.get_running_loop().time()
+        self.quiet_since_s: float | None = self.since_s
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's own
+        transport.pause_reading()
+        self.transport, self.peer = transport, peer_of(transport)
+        if not make_room(self, self._connections, self._limits) and self._is_crowded():
+            transport.abort()
+            return
+        self._connections.add(self)
+        self._shaking = asyncio.create_task(self._shake(), name="TLS handshake")
+
+    def _is_crowded(self) -> bool:
+        """Whether somebody else is just being told that there is no room; nobody waits to tell a second one."""
+        return len(self._connections) > self._limits.connections
+
+    async def _shake(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            encrypted = await loop.start_tls(
+                self.transport,
+                self,
+                self._tls,
+                server_side=True,
+                ssl_handshake_timeout=self._limits.handshake_s,
+            )
+        except OSError as error:
+            log.debug("%s did not agree on TLS: %s", self.peer, error)
+            return
+        finally:
+            self._connections.discard(self)
+        if encrypted is not None and not self._is_lost:
+            self._hand_on(encrypted)
+
+    def _hand_on(self, encrypted: asyncio.Transport) -> None:
+        encrypted.set_protocol(self._next)
+        self._next.connection_made(encrypted)
+        if self._early:
+            self._next.data_received(bytes(self._early))
+
+    def data_received(self, data: bytes) -> None:
+        """What comes in one packet with the end of the handshake."""
+        self._early += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self._is_lost = True
+
+    def make_way(self) -> None:
+        self.transport.abort()
+
+    def shutdown(self) -> None:
+        """The server ends."""
+        self.transport.abort()
 
 
 class ClientConnection(H11Protocol):
@@ -92,6 +188,8 @@ class ClientConnection(H11Protocol):
         self._limits = config.limits if isinstance(config, HttpConfig) else ConnectionLimits()
         self.access_log = False
         self.logger = _quiet
+        self.peer = ""
+        self.since_s = self.loop.time()
         self.quiet_since_s: float | None = None
         """Since when no request is under way, by the loop's clock; None while one is."""
         self._head_timer: asyncio.TimerHandle | None = None
@@ -102,9 +200,10 @@ class ClientConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's own
         super().connection_made(transport)
         _notice_silence(transport.get_extra_info("socket"), self._limits.stall_s)
+        self.peer = peer_of(transport)
         self.quiet_since_s = self.loop.time()
         self._expect_head()
-        if len(self.connections) > self._limits.connections and not self._make_room():
+        if not make_room(self, self.connections, self._limits):
             self.app = cast("Any", _too_many)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -171,14 +270,24 @@ class ClientConnection(H11Protocol):
         cycle = cast("RequestResponseCycle | None", self.cycle)
         return cycle is None or cycle.response_complete
 
-    def _make_room(self) -> bool:
-        """Whether another connection has ended for this one: the one that has had no request for longest."""
-        others = cast("set[ClientConnection]", self.connections) - {self}
-        quiet = {each: each.quiet_since_s for each in others if each.quiet_since_s is not None}
-        if not quiet:
-            return False
-        min(quiet, key=quiet.__getitem__).transport.close()
-        return True
+    @property
+    def has_answered(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is not None and cycle.response_started
+
+    def make_way(self) -> None:
+        """End for another one. A request that has no answer yet is told so; an answer that has begun is cut."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is None or self._is_quiet():
+            self.transport.close()
+            return
+        log.info("%s, which has most connections, makes room for another client", self.client)
+        cycle.disconnected = True
+        cycle.message_event.set()
+        if cycle.response_started:
+            self.transport.abort()
+        else:
+            self._refuse(_TOO_MANY, _FULL)
 
     # ---- the head of a request
 
@@ -242,6 +351,8 @@ class ClientConnection(H11Protocol):
                 (b"content-length", str(len(body)).encode()),
                 CLOSE_HEADER,
             ]
+            if status == _TOO_MANY:
+                headers.append((b"retry-after", str(_RETRY_AFTER_S).encode()))
             for event in (
                 h11.Response(status_code=status, headers=headers),
                 h11.Data(data=body),
@@ -251,12 +362,29 @@ class ClientConnection(H11Protocol):
         self.transport.close()
 
 
+def peer_of(transport: asyncio.BaseTransport) -> str:
+    """Whose a connection is; of one that has no address: nobody's in particular."""
+    address = cast("object", transport.get_extra_info("peername"))
+    return whose(str(cast("tuple[object, ...]", address)[0])) if isinstance(address, tuple) else ""
+
+
+def make_room(newcomer: Opened, connections: Iterable[object], limits: ConnectionLimits) -> bool:
+    """Whether there is room for one more of the connections, as there is where another has just made way."""
+    opened = (each for each in cast("Iterable[Opened]", connections) if each is not newcomer)
+    others = [each for each in opened if not each.transport.is_closing()]
+    if len(others) < limits.connections:
+        return True
+    chosen = who_makes_room(newcomer, others)
+    if chosen is not None:
+        chosen.make_way()
+    return chosen is not None
+
+
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
     """An application for connections over the limit."""
-    message = "The server has as many connections as it takes; come again in a moment."
     request_id = new_request_id()
     headers = {"x-request-id": request_id, "retry-after": str(_RETRY_AFTER_S), "connection": "close"}
-    body = transport_error(_TOO_MANY, message, request_id, scope["path"])
+    body = transport_error(_TOO_MANY, _FULL, request_id, scope["path"])
     await JSONResponse(body, _TOO_MANY, headers)(scope, receive, send)
 
 

@@ -135,6 +135,7 @@ class Head:
     async def _drain(self, end: EndSignals, *running: asyncio.Task[None]) -> None:
         """Take nothing new, and let what is under way finish, unless whoever ends the server insists."""
         self._admission.close()
+        self._catalog.stop_fetching()
         left, within_s = self._admission.open, self._settings.shutdown_timeout_s
         if not left or not within_s:
             return

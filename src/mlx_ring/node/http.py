@@ -13,7 +13,7 @@ from mlx_ring.api.admission import Admission
 from mlx_ring.api.app import build_app
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.core.config import Settings, api_keys
+from mlx_ring.core.config import Settings, api_keys, bodies_mb
 from mlx_ring.core.traces import Tracing
 from mlx_ring.node.connections import ConnectionLimits, HttpConfig
 
@@ -48,6 +48,7 @@ def http_config(
             api_keys=api_keys(settings),
             default_max_tokens=settings.default_max_tokens,
             max_body_bytes=settings.max_request_mb << 20,
+            max_bodies_bytes=bodies_mb(settings) << 20,
             client_timeout_s=settings.client_timeout_s,
             access_log=settings.access_log == "on",
         ),

@@ -1,4 +1,4 @@
-"""Requests over HTTP: how many, how long, how they ended, and each one's trace. Middleware round the whole application."""
+"""Requests over HTTP: how many, how long, how they ended. Middleware round the whole application."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from prometheus_client.metrics_core import Metric
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_ring.api.metrics.families import counter, gauge, histogram
-from mlx_ring.core.request_context import TRACEPARENT
-from mlx_ring.core.traces import Span, Tracing
 from mlx_ring.engine.meters import Distribution
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
-_LEFT = 499
+LEFT = 499
 """The client went before there was a status; nginx's number for it."""
-_SERVER_TROUBLE = 500
+SERVER_TROUBLE = 500
 
 Key = tuple[str, str, str]
 """Method, route and status."""
@@ -52,25 +49,23 @@ class HttpMeter:
 
 
 class Observed:
-    """Tells a meter, and opens a span for what may be computed for: a POST."""
+    """Tells a meter."""
 
     def __init__(
         self,
         app: ASGIApp,
         meter: HttpMeter,
-        tracing: Tracing | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._app = app
         self._meter = meter
-        self._tracing = tracing
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, began = _LEFT, self._clock()
+        status, began = LEFT, self._clock()
 
         async def send_observed(message: Message) -> None:
             nonlocal status
@@ -78,45 +73,15 @@ class Observed:
                 status = message["status"]
             await send(message)
 
-        span = self._open(scope)
-        token = TRACEPARENT.set("" if span is None else span.traceparent)
         self._meter.in_progress += 1
         try:
             await self._app(scope, receive, send_observed)
         except Exception:
-            status = _SERVER_TROUBLE if status == _LEFT else status
+            status = SERVER_TROUBLE if status == LEFT else status
             raise
         finally:
-            TRACEPARENT.reset(token)
             self._meter.in_progress -= 1
-            method, route = _method(scope), route_of(scope)
-            self._meter.note((method, route, str(status)), self._clock() - began)
-            if span is not None:
-                _close(span, scope, method, route, status)
-
-    def _open(self, scope: Scope) -> Span | None:
-        if self._tracing is None or scope["method"] != "POST":
-            return None
-        headers = Headers(scope=scope)
-        return self._tracing.start(
-            f"POST {scope['path']}",
-            {"http.request.method": "POST", "url.path": scope["path"], "url.scheme": scope["scheme"]},
-            parent=headers.get("traceparent", ""),
-            state=headers.get("tracestate", ""),
-            kind="server",
-        )
-
-
-def _close(span: Span, scope: Scope, method: str, route: str, status: int) -> None:
-    span.tell(
-        {
-            "http.route": route,
-            "http.response.status_code": status,
-            "mlx_ring.request_id": scope.get("request_id", ""),
-        },
-        name=f"{method} {route}",
-    )
-    span.end(error=str(status) if status >= _SERVER_TROUBLE else "")
+            self._meter.note((_method(scope), route_of(scope), str(status)), self._clock() - began)
 
 
 def route_of(scope: Scope) -> str:

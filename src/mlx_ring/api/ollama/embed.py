@@ -111,7 +111,8 @@ async def _tokens(
     context: ApiContext, service: ModelService, text: str, place: int, *, cuts: bool
 ) -> tuple[int, ...]:
     ends_with_eos = service.pooling.ends_with_eos
-    tokens = await context.prompts.encode_whole(service.tokenizer, text, ends_with_eos=ends_with_eos)
+    param = None if cuts else f"input[{place}]"
+    tokens = await context.prompts.encode_whole(service, text, ends_with_eos=ends_with_eos, param=param)
     most = service.context_length
     if len(tokens) <= most:
         return tokens

@@ -92,7 +92,7 @@ async def _prepare_raw(
     plain, asked = ChatFormat(), Conversation(messages=(), format=read_format(fields.format))
     grammar = answer_grammar(plain, asked, thinking_open=False)
     await context.grammars.check(grammar, asked)
-    tokens = await context.prompts.encode(service.tokenizer, fields.prompt)
+    tokens = await context.prompts.encode(service, fields.prompt)
     request = GenerateRequest(f"{request_id}-0", tokens, replace(sampling, stop=(), grammar=grammar))
     rules = ReadingRules(plain, stops=sampling.stop)
     return PreparedChat((request,), (rules,), "prompt")

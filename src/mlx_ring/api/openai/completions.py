@@ -69,9 +69,7 @@ def routes(context: ApiContext) -> APIRouter:
         sampling = sampling_params(fields, service, max_tokens=max_tokens, top_logprobs=fields.logprobs)
         engine = await context.answering(service)
         prompts = [
-            (await context.prompts.encode(service.tokenizer, prompt))
-            if isinstance(prompt, str)
-            else tuple(prompt)
+            (await context.prompts.encode(service, prompt)) if isinstance(prompt, str) else tuple(prompt)
             for prompt in each(fields.prompt)
         ]
         task = Task(

@@ -70,9 +70,7 @@ async def _embed(
 
 async def _tokens(context: ApiContext, service: ModelService, text: str | list[int]) -> tuple[int, ...]:
     if isinstance(text, str):
-        return await context.prompts.encode_whole(
-            service.tokenizer, text, ends_with_eos=service.pooling.ends_with_eos
-        )
+        return await context.prompts.encode_whole(service, text, ends_with_eos=service.pooling.ends_with_eos)
     if max(text) >= service.vocab_size:
         raise RequestError(
             f"'input' holds token id {max(text)}; this model's token ids are 0 to {service.vocab_size - 1}.",

@@ -65,14 +65,24 @@ def routes(context: ApiContext) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         fields = await context.read(request, DetokenizeRequest)
         service = context.model(fields.model)
-        for place, token in enumerate(fields.tokens):
-            check_token(token, service, f"tokens[{place}]")
+        _check_tokens(fields.tokens, service)
         return JSONResponse({"prompt": await context.prompts.decode(service.tokenizer, fields.tokens)})
 
     for prefix in ("", "/v1"):
         documented(router, f"{prefix}/tokenize", tokenize, TokenizeRequest, about.TOKENIZE)
         documented(router, f"{prefix}/detokenize", detokenize, DetokenizeRequest, about.DETOKENIZE)
     return router
+
+
+def _check_tokens(tokens: list[int], service: ModelService) -> None:
+    """Of more than any prompt has nobody waits for the text."""
+    if len(tokens) > service.context_length:
+        raise RequestError(
+            f"'tokens' has {len(tokens)} of them, and this model's context holds {service.context_length}: give fewer at a time.",
+            param="tokens",
+        )
+    for place, token in enumerate(tokens):
+        check_token(token, service, f"tokens[{place}]")
 
 
 def check_token(token: int, service: ModelService, param: str) -> None:
@@ -113,7 +123,7 @@ def _check_kind(fields: TokenizeRequest) -> None:
 async def _tokens(context: ApiContext, service: ModelService, fields: TokenizeRequest) -> tuple[int, ...]:
     if fields.prompt is not None:
         return await context.prompts.encode_plain(
-            service.tokenizer, fields.prompt, add_special_tokens=fields.add_special_tokens is not False
+            service, fields.prompt, add_special_tokens=fields.add_special_tokens is not False
         )
     conversation = Conversation(
         messages=template_messages(fields.messages or []),

@@ -37,7 +37,7 @@ def routes(context: ApiContext) -> APIRouter:
             model=service.model_id,
             object="generation",
             chunk_object="generation",
-            prompts=[await context.prompts.encode(service.tokenizer, fields.prompt)],
+            prompts=[await context.prompts.encode(service, fields.prompt)],
             sampling=[sampling],
             prompt_field="prompt",
         )

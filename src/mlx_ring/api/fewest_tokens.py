@@ -1,0 +1,154 @@
+"""The fewest tokens that a text can have, told without encoding it: a text of megabytes takes a tokenizer half a minute, and a gigabyte.
+
+A token that has a certain byte is no longer than the longest of the vocabulary that has it. So each byte of a text makes at
+least one over that length of a token, and all of them together at least their sum. This holds where tokens say every byte of a
+text, once each; of tokenizers that leave some out, or put another text in its place, nothing is told.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SLICE = 1 << 18
+"""Bytes that are weighed at a time: others' work goes on in between."""
+_WORD_START = "\u2581"
+"""What SentencePiece writes for a space."""
+_KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})
+"""Of what cuts texts before they are encoded: these drop nothing."""
+_CUTTING = frozenset({"Split", "Punctuation"})
+"""These may be told to drop what they cut at."""
+_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+
+Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
+Piece = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FewestTokens:
+    """Of one tokenizer."""
+
+    weights: NDArray[np.float64]
+    """Of each byte: the part of a token that it is at least; 0 where no token has it."""
+    has_word_starts: bool = False
+    """Whether tokens write a space as SentencePiece does."""
+    swallows_space: bool = False
+    """Whether some tokens take all space around them with them."""
+    forms: tuple[Form, ...] = ()
+    """Of Unicode, into which texts are brought first."""
+
+    @classmethod
+    def read(cls, tokenizer: object) -> FewestTokens | None:
+        """Of a tokenizer of Hugging Face's library, perhaps in mlx-lm's wrapper; None where nothing can be told."""
+        beneath = getattr(tokenizer, "_tokenizer", tokenizer)
+        backend: Any = getattr(beneath, "backend_tokenizer", None)
+        return None if backend is None else _read(json.loads(backend.to_str()))
+
+    def of(self, text: str) -> int:
+        """What a text has at least; 0 where it could be none."""
+        if not text.isascii() and not all(unicodedata.is_normalized(form, text) for form in self.forms):
+            return 0
+        if self.swallows_space:
+            text = "".join(text.split())
+        if self.has_word_starts:
+            text = text.replace(_WORD_START, " ")
+        data = np.frombuffer(text.encode(), np.uint8)
+        sums = (self.weights[data[start : start + _SLICE]].sum() for start in range(0, len(data), _SLICE))
+        # Less than it may be wrong by, after so many additions.
+        return max(0, math.ceil(sum(sums) * (1 - 1e-9)))
+
+
+def _read(tokenizer: Piece) -> FewestTokens | None:
+    model: Piece = tokenizer["model"]
+    vocabulary = _vocabulary(model)
+    before, cutting = (
+        _pieces(tokenizer["normalizer"], "normalizers"),
+        _pieces(tokenizer["pre_tokenizer"], "pretokenizers"),
+    )
+    is_of_bytes = any(piece["type"] == "ByteLevel" for piece in cutting)
+    if vocabulary is None or not all(map(_keeps, cutting)):
+        return None
+    if not is_of_bytes and not _falls_back(model, vocabulary):
+        return None
+    forms: tuple[Form, ...] = tuple(piece["type"] for piece in before if piece["type"] in _FORMS)
+    if not all(piece["type"] in _FORMS or (not is_of_bytes and _marks_words(piece)) for piece in before):
+        return None
+    added: list[Piece] = tokenizer["added_tokens"]
+    said = _said_in_bytes(vocabulary) if is_of_bytes else _said_in_words(vocabulary)
+    names = (str(token["content"]) for token in added)
+    said_by_name = (name if is_of_bytes else name.replace(_WORD_START, " ") for name in names)
+    return FewestTokens(
+        _weights([*said, *(name.encode() for name in said_by_name)]),
+        has_word_starts=not is_of_bytes,
+        swallows_space=any(token["lstrip"] or token["rstrip"] for token in added),
+        forms=forms,
+    )
+
+
+def _vocabulary(model: Piece) -> list[str] | None:
+    match model.get("type"):
+        case "BPE":
+            return list(model["vocab"])
+        case "Unigram":
+            return [str(entry[0]) for entry in model["vocab"]]
+        case _:
+            return None
+
+
+def _pieces(piece: Piece | None, several: str) -> list[Piece]:
+    """What is done one after the other."""
+    if piece is None:
+        return []
+    if piece["type"] == "Sequence":
+        return [inner for each in piece[several] for inner in _pieces(each, several)]
+    return [piece]
+
+
+def _keeps(piece: Piece) -> bool:
+    return piece["type"] in _KEEPING or (piece["type"] in _CUTTING and piece.get("behavior") != "Removed")
+
+
+def _falls_back(model: Piece, vocabulary: Iterable[str]) -> bool:
+    """Whether what no token says is said byte by byte, where another tokenizer has one token for any number of them."""
+    names = {f"<0x{byte:02X}>" for byte in range(256)}
+    return bool(model.get("byte_fallback")) and names <= set(vocabulary)
+
+
+def _marks_words(piece: Piece) -> bool:
+    match piece:
+        case {"type": "Prepend", "prepend": "\u2581"}:
+            return True
+        case {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}:
+            return True
+        case _:
+            return False
+
+
+def _said_in_bytes(vocabulary: Iterable[str]) -> list[bytes]:
+    """GPT-2's way: a letter for each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {chr(byte): byte for byte in plain} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
+    return [bytes(letters[letter] for letter in token if letter in letters) for token in vocabulary]
+
+
+def _said_in_words(vocabulary: Iterable[str]) -> list[bytes]:
+    names = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+    return [names.get(token) or token.replace(_WORD_START, " ").encode() for token in vocabulary]
+
+
+def _weights(said: Iterable[bytes]) -> NDArray[np.float64]:
+    longest = np.zeros(256)
+    for token in said:
+        places = list(token)
+        longest[places] = np.maximum(longest[places], len(token))
+    return np.divide(1.0, longest, out=np.zeros(256), where=longest > 0)

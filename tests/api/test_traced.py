@@ -1,0 +1,70 @@
+"""A trace is of whom the server lets in, and tells where its request went and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import httpx
+from tests.api.twins import TwinCatalog, TwinService
+
+from mlx_ring.api.app import build_app
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.traces import Attributes
+
+
+@dataclass
+class Recorded:
+    """A span that keeps what it is told."""
+
+    name: str
+    told: dict[str, object]
+    traceparent: str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    error: str | None = None
+
+    def tell(self, attributes: Attributes, *, name: str = "") -> None:
+        self.name = name or self.name
+        self.told |= attributes
+
+    def end(self, at_ns: int | None = None, *, error: str = "") -> None:
+        del at_ns
+        self.error = error
+
+
+@dataclass
+class Recording:
+    """Keeps every span."""
+
+    spans: list[Recorded] = field(default_factory=list[Recorded])
+
+    def start(self, name: str, attributes: Attributes, **_: object) -> Recorded:
+        self.spans.append(Recorded(name, dict(attributes)))
+        return self.spans[-1]
+
+    def close(self) -> None:
+        pass
+
+
+def spans_of(method: str, path: str, key: str) -> list[Recorded]:
+    tracing = Recording()
+    settings = ApiSettings(api_keys=("secret",))
+    app = build_app(TwinCatalog(TwinService()), settings, tracing)
+
+    async def call() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            await http.request(method, path, json={"prompt": "x"}, headers={"x-api-key": key})
+
+    asyncio.run(call())
+    return tracing.spans
+
+
+def test_a_post_has_a_span_with_its_route_and_status() -> None:
+    (span,) = spans_of("POST", "/v1/completions", "secret")
+    assert (span.name, span.error) == ("POST /v1/completions", "")
+    assert span.told["http.response.status_code"] == 200
+    assert str(span.told["mlx_ring.request_id"]).startswith("req_")
+
+
+def test_who_is_not_let_in_and_what_asks_no_model_leave_none() -> None:
+    assert not spans_of("POST", "/v1/completions", "guessed")
+    assert not spans_of("GET", "/v1/models", "secret")

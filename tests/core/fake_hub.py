@@ -1,0 +1,91 @@
+"""A hub with one repository, `someone/tiny`, on loopback; and a program of its own that asks it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+from mlx_ring.core.environment import inherited_environment
+
+COMMIT = "a" * 40
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """One repository, `someone/tiny`, as the hub answers for it; every path asked for is kept."""
+
+    def __init__(self, files: dict[str, bytes], asked: list[str], *arguments: object) -> None:
+        self.files, self.asked = files, asked
+        super().__init__(*arguments)  # pyright: ignore[reportArgumentType] - the server's own three
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def answer(self, *, with_body: bool) -> None:
+        path = self.path.split("?", maxsplit=1)[0]
+        self.asked.append(path)
+        if path.startswith("/api/models/someone/tiny"):
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0"}
+                for name, data in self.files.items()
+            ]
+            info = {"id": "someone/tiny", "sha": COMMIT, "siblings": siblings, "private": False}
+            self.send(200, json.dumps(tree if "/tree/" in path else info).encode(), with_body=with_body)
+        elif path.startswith("/someone/tiny/resolve/") and (name := path.rsplit("/", 1)[1]) in self.files:
+            self.send(200, self.files[name], with_body=with_body)
+        else:
+            self.send(404, b"{}", with_body=with_body, code="RepoNotFound")
+
+    def send(self, status: int, data: bytes, *, with_body: bool, code: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's name
+        del format, args
+
+
+@contextmanager
+def running_hub(model: Path, kind: type[FakeHub] = FakeHub) -> Generator[tuple[str, list[str]]]:
+    """A hub's address, and what it was asked for. Its repository also holds what must never be fetched."""
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    files |= {"modeling_tiny.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "README.md": b"#"}
+    asked: list[str] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(kind, files, asked))
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def find_elsewhere(name: str, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """`find_model` in a process of its own: the hub's client reads its address once."""
+    code = "import sys; from mlx_ring.core.model_source import find_model; print(find_model(sys.argv[1]).folder.path)"
+    return subprocess.run(
+        [sys.executable, "-c", code, name],
+        env=inherited_environment({"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
