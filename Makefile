@@ -6,6 +6,8 @@ ARGS ?=
 # Tests run in several processes; one that is done takes over from the others.
 # More than four would fill a laptop's memory with servers.
 SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist worksteal
+# Tests start hundreds of processes. Where nothing compiled may be kept, each would compile all that it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check conformance architectures clients bench protos docs format clean

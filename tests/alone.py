@@ -2,6 +2,9 @@
 
 Ranks that wait for each other do so in loops. Where something else takes the processor of one, the other burns its own
 meanwhile, and what takes a second takes a minute.
+
+They come last, and a process keeps the machine from one to the next: each time that it is handed over, one process waits for
+the end of what another is at.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import pytest
 
 _DOOR, _ROOM = Path(__file__), Path(__file__).with_name("conftest.py")
 """Files that every process can lock; nothing is written."""
+_LONG = Path(__file__).with_name("end_to_end")
+_kept: list[ExitStack] = []
+"""The room, from one test that is alone to the next."""
 
 
 @contextmanager
@@ -24,14 +30,35 @@ def _locked(path: Path, kind: int) -> Generator[None]:
         yield
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Whoever wants to be alone holds the door until the others have left, so that nobody slips in before.
+def _is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
 
-    The test's own time does not count yet.
-    """
-    alone = item.get_closest_marker("alone") is not None
-    with ExitStack() as room:
-        with _locked(_DOOR, fcntl.LOCK_EX):
-            room.enter_context(_locked(_ROOM, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long ones first: who is done with the short ones takes over from their end, and finds less that was set up elsewhere."""
+    items.sort(key=lambda item: (_is_alone(item), not item.path.is_relative_to(_LONG)))
+
+
+def _enter(*, alone: bool) -> ExitStack:
+    """Whoever wants to be alone holds the door until the others have left, so that nobody slips in before."""
+    room = ExitStack()
+    with _locked(_DOOR, fcntl.LOCK_EX):
+        room.enter_context(_locked(_ROOM, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+    return room
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """The test's own time does not count yet while it waits."""
+    alone = _is_alone(item)
+    room = _kept.pop() if _kept else _enter(alone=alone)
+    try:
         return (yield)
+    finally:
+        if alone and nextitem is not None and _is_alone(nextitem):
+            _kept.append(room)
+        else:
+            room.close()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from tests import alone
+from tests.once import once
 from tests.other_python import other_python
 
 from mlx_ring.core.environment import quieten_grpc
 from mlx_ring.worker.blas import install_fast_blas
 
+pytest_collection_modifyitems = alone.pytest_collection_modifyitems
 pytest_runtest_protocol = alone.pytest_runtest_protocol
 collect_ignore = [] if other_python() else ["end_to_end/test_cluster_other_python.py"]
 """What cannot be tried on this machine at all is not collected, and the run's first lines say so."""
@@ -44,9 +47,29 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def _write_seconds(reporter: pytest.TerminalReporter, count: int) -> None:
+    """The files whose tests took longest, with what was set up for them."""
+    seconds = defaultdict[str, float](float)
+    for report in (report for reports in reporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    reporter.section("seconds of test files")
+    for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[:count]:
+        reporter.write_line(f"{seconds[name]:7.1f} {name}")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.getoption("--durations"):
+        _write_seconds(terminalreporter, count)
     if config.getoption("--fail-on-skip") and (count := _skipped(config)):
         terminalreporter.write_line(f"{count} skipped, and --fail-on-skip lets none be.", red=True)
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder of all processes of a run, for `once`."""
+    own = tmp_path_factory.getbasetemp()
+    return own if worker_id == "master" else own.parent
 
 
 @pytest.fixture(scope="session")
@@ -56,3 +79,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_model import write_tiny_model  # noqa: PLC0415
 
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def roomy_model(shared: Path) -> Path:
+    """A folder of a model of 18 layers and 283 MB; see tests/tiny_model.py."""
+    from tests.tiny_model import write_roomy_model  # noqa: PLC0415 - as above
+
+    once(shared / "roomy", lambda: str(write_roomy_model(shared / "roomy" / "model")))
+    return shared / "roomy" / "model"

@@ -13,28 +13,33 @@ _TURN_S = 0.02
 @asynccontextmanager
 async def slow_way(port: int, bytes_per_s: float) -> AsyncGenerator[int]:
     """The port of a relay on loopback to another; each direction passes on so many bytes a second, and no more."""
-    part, pumps = max(1, int(bytes_per_s * _TURN_S)), set[asyncio.Task[None]]()
+    part, relays = max(1, int(bytes_per_s * _TURN_S)), set[asyncio.Task[None]]()
 
     async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), contextlib.closing(target):
             while data := await source.read(part):
                 target.write(data)
                 await target.drain()
                 await asyncio.sleep(len(data) / bytes_per_s)
-        with contextlib.suppress(OSError):
-            target.close()
 
-    async def connect(source: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
-        answers, target = await asyncio.open_connection("127.0.0.1", port)
-        for task in (asyncio.create_task(pump(source, target)), asyncio.create_task(pump(answers, back))):
-            pumps.add(task)
-            task.add_done_callback(pumps.discard)
+    async def relay(source: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        with contextlib.ExitStack() as relayed:
+            relayed.callback(back.transport.abort)
+            answers, target = await asyncio.open_connection("127.0.0.1", port)
+            relayed.callback(target.transport.abort)
+            await asyncio.gather(pump(source, target), pump(answers, back))
+
+    def connect(source: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(relay(source, back))
+        relays.add(task)
+        task.add_done_callback(relays.discard)
 
     server = await asyncio.start_server(connect, "127.0.0.1", 0)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
-        for task in pumps:
+        ended = [*relays]
+        for task in ended:
             task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*ended, return_exceptions=True)

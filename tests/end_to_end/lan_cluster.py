@@ -17,7 +17,7 @@ import httpx
 import psutil
 from tests.cgroups import Group, limited, mount_again
 from tests.namespaces import Host, lan
-from tests.processes import Server, serving
+from tests.processes import POLL_S, Server, serving
 from tests.processes import joining as join_cluster
 from transformers import AutoTokenizer
 
@@ -101,6 +101,8 @@ class LanCluster:
     machines: Sequence[Machine]
     stack: ExitStack
     """Ends what runs."""
+    http: httpx.Client
+    """For the head's threads."""
     planned: list[PlannedStage] = field(default_factory=list[PlannedStage])
     """As the last `serve` has said."""
     token_ms: float = 0.0
@@ -153,14 +155,14 @@ class LanCluster:
         return self.stack.enter_context(node)
 
     def get(self, server: Server, path: str) -> Any:
-        return self.head.threads.submit(lambda: httpx.get(server.url + path, timeout=_WAIT_S)).result().json()
+        return self.head.threads.submit(self.http.get, server.url + path).result().json()
 
     def tokens(self, server: Server, body: dict[str, Any]) -> list[int]:
         """Of a greedy completion that does not end early."""
         asked = {"temperature": 0, "ignore_eos": True, "logprobs": 0, **body}
 
         def post() -> Any:
-            answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=_WAIT_S)
+            answer = self.http.post(f"{server.url}/v1/completions", json=asked)
             assert answer.status_code == 200, answer.text
             return answer.json()["choices"][0]["logprobs"]["tokens"]
 
@@ -206,7 +208,9 @@ def make_cluster(
     tokenizer = cast("Any", AutoTokenizer).from_pretrained(model)
     texts = TokenTexts(tokenizer)
     names = {texts[token].name: token for token in range(read_model_folder(model).vocab_size)}
-    return LanCluster(model, machines, stack, names=names)
+    # Reading the certificates of the world's authorities would take longer than a request.
+    http = httpx.Client(verify=False, timeout=_WAIT_S, limits=httpx.Limits(max_keepalive_connections=0))  # noqa: S501 - in the clear as it is
+    return LanCluster(model, machines, stack, stack.enter_context(http), names=names)
 
 
 def _stage(row: re.Match[str]) -> PlannedStage:
@@ -221,4 +225,4 @@ def until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + _WAIT_S
     while not holds():
         assert time.monotonic() < end, "what was waited for did not come"
-        time.sleep(0.02)
+        time.sleep(POLL_S)

@@ -156,7 +156,7 @@ def wait_for(server: Server, holds: Callable[[dict[str, Any]], bool]) -> dict[st
     """The first status of which it holds."""
     with httpx.Client(base_url=server.url, timeout=60) as client:
         while not holds(status := client.get("/cluster/status").json()):
-            pass
+            time.sleep(POLL_S)
     return status
 
 
@@ -178,6 +178,7 @@ def test_a_node_that_joins_while_it_serves_is_shown_used_next_time_and_can_be_re
         check_status(before)
         made = run_cli("token", "create", "--state-dir", str(state), folder=tmp_path)
         token = made.stdout.strip()
+        give_profile(tmp_path / "node-late" / "state")
         later.enter_context(joining(f"127.0.0.1:{port}", "--token", token, folder=tmp_path / "node-late"))
         joined = wait_for(server, lambda status: len(status["nodes"]) == 3)
         assert sorted(stages_by_node(joined).values()) == [0, 1, 1]

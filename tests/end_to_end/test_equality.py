@@ -14,6 +14,7 @@ import pytest
 from tests.end_to_end.equality import TIE, Agreement, ScoreGap, compare
 from tests.end_to_end.instance import generate, running_engine
 from tests.end_to_end.reference import WholeModel
+from tests.once import once
 from tests.worker.random_models import QWEN3, QWEN3_MOE, write_random_model
 from tests.worker.tensor.models import write_family
 
@@ -64,33 +65,41 @@ async def _all(
 
 
 @pytest.fixture(scope="module", params=["demo", "demo-moe", *RANDOM_MODELS])
-def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+def expected(request: pytest.FixtureRequest, shared: Path) -> Expected:
     name = cast("str", request.param)
-    folder = tmp_path_factory.mktemp(name)
-    if name in RANDOM_MODELS:
-        write_random_model(folder, RANDOM_MODELS[name])
-    else:
-        folder = find_model(name).folder.path
-    numbers = random.Random(5)
     how_many, tokens = THOROUGH if request.config.getoption("--thorough") else USUAL
-    vocabulary = read_model_folder(folder).vocab_size
-    prompts = [
+    made = shared / f"equality-{name}"
+    folder = made / "model" if name in RANDOM_MODELS else find_model(name).folder.path
+
+    def answer() -> dict[str, Any]:
+        if name in RANDOM_MODELS:
+            write_random_model(folder, RANDOM_MODELS[name])
+        return _answers(folder, _prompts(folder, how_many), tokens, made)
+
+    answers = once(made, answer)
+    return Expected(folder, WholeModel(folder), _prompts(folder, how_many), **answers)
+
+
+def _prompts(folder: Path, how_many: int) -> list[tuple[int, ...]]:
+    numbers, vocabulary = random.Random(5), read_model_folder(folder).vocab_size
+    return [
         tuple(numbers.randrange(vocabulary) for _ in range(numbers.randint(1, 40))) for _ in range(how_many)
     ]
+
+
+def _answers(folder: Path, prompts: list[tuple[int, ...]], tokens: int, logs: Path) -> dict[str, Any]:
+    """What `Expected` has beside model and prompts."""
     whole = WholeModel(folder)
 
-    async def one_worker() -> tuple[list[list[int]], list[list[int]]]:
-        async with running_engine(folder, 1, tmp_path_factory.mktemp("logs"), max_num_seqs=how_many) as (
-            engine,
-            _,
-        ):
-            return await _all(engine, prompts, tokens, GREEDY), await _all(engine, prompts, tokens, SEEDED)
+    async def one_worker() -> list[list[list[int]]]:
+        async with running_engine(folder, 1, logs, max_num_seqs=2 * len(prompts)) as (engine, _):
+            return await asyncio.gather(*(_all(engine, prompts, tokens, kind) for kind in (GREEDY, SEEDED)))
 
     greedy, seeded = asyncio.run(one_worker())
     assert {len(answer) for answer in greedy} == {tokens}
     ties = sum(_ties(whole, prompt, answer) for prompt, answer in zip(prompts, greedy, strict=True))
     greedy[:GENERATED] = [whole.greedy(prompt, tokens) for prompt in prompts[:GENERATED]]
-    return Expected(folder, whole, prompts, greedy, ties, seeded)
+    return {"greedy": greedy, "ties": ties, "seeded": seeded}
 
 
 def _ties(whole: WholeModel, prompt: tuple[int, ...], tokens: list[int]) -> int:
@@ -108,14 +117,9 @@ def test_tokens_equal_the_whole_models_however_it_is_split(
     expected: Expected, stages: int, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
     async def run() -> dict[str, Agreement]:
-        async with running_engine(expected.folder, stages, tmp_path, max_num_seqs=len(expected.prompts)) as (
-            engine,
-            _,
-        ):
-            return {
-                "greedy, against mlx-lm": await _agree(engine, expected, GREEDY),
-                "seeded, against one worker": await _agree(engine, expected, SEEDED),
-            }
+        rows = 2 * len(expected.prompts)
+        async with running_engine(expected.folder, stages, tmp_path, max_num_seqs=rows) as (engine, _):
+            return await _agree_on_both(engine, expected)
 
     record_property("ties of one worker's, against mlx-lm", expected.ties)
     _hold(asyncio.run(run()), sum(map(len, expected.greedy)), record_property)
@@ -140,14 +144,11 @@ def test_tokens_equal_the_whole_models_however_its_layers_are_shared(
     )
 
     async def run() -> dict[str, Agreement]:
-        async with running_engine(expected.folder, stages, tmp_path, max_num_seqs=FEW, shares=shares) as (
+        async with running_engine(expected.folder, stages, tmp_path, max_num_seqs=2 * FEW, shares=shares) as (
             engine,
             _,
         ):
-            return {
-                "greedy, against mlx-lm": await _agree(engine, some, GREEDY),
-                "seeded, against one worker": await _agree(engine, some, SEEDED),
-            }
+            return await _agree_on_both(engine, some)
 
     _hold(asyncio.run(run()), FEW * SHORT, record_property)
 
@@ -179,7 +180,7 @@ def test_tokens_equal_the_whole_models_however_quantized_layers_are_shared(
     async def ask(
         shares: tuple[float, ...], use: Callable[[Engine], Awaitable[dict[str, Agreement]]]
     ) -> dict[str, Agreement]:
-        async with running_engine(folder, 1, tmp_path, max_num_seqs=FEW, shares=shares) as (engine, _):
+        async with running_engine(folder, 1, tmp_path, max_num_seqs=2 * FEW, shares=shares) as (engine, _):
             return await use(engine)
 
     some = Expected(folder, whole, prompts, [whole.greedy(prompt, SHORT) for prompt in prompts], 0, [])
@@ -190,10 +191,7 @@ def test_tokens_equal_the_whole_models_however_quantized_layers_are_shared(
         return {}
 
     async def shared(engine: Engine) -> dict[str, Agreement]:
-        return {
-            "greedy, against mlx-lm": await _agree(engine, some, GREEDY),
-            "seeded, against one worker": await _agree(engine, some, SEEDED),
-        }
+        return await _agree_on_both(engine, some)
 
     asyncio.run(ask((1.0,), alone))
     _hold(asyncio.run(ask(shares, shared)), FEW * SHORT, record_property)
@@ -204,6 +202,12 @@ def _hold(found: dict[str, Agreement], tokens: int, record_property: Callable[[s
         print(f"{kind}: {agreement}")  # noqa: T201 - how often tokens tie is part of the result
         record_property(kind, str(agreement))
         assert agreement.tokens == tokens
+
+
+async def _agree_on_both(engine: Engine, expected: Expected) -> dict[str, Agreement]:
+    """Greedy and seeded answers share steps: each step costs ranks a wait for each other."""
+    greedy, seeded = await asyncio.gather(_agree(engine, expected, GREEDY), _agree(engine, expected, SEEDED))
+    return {"greedy, against mlx-lm": greedy, "seeded, against one worker": seeded}
 
 
 async def _agree(engine: Engine, expected: Expected, sampling: SamplingParams) -> Agreement:

@@ -31,7 +31,6 @@ from tests.intruders import (
 from tests.machines import node_credentials
 from tests.namespaces import skip_without_namespaces
 from tests.processes import MLX_RING, Server, clean_environment
-from tests.tiny_model import write_roomy_model
 
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
@@ -75,21 +74,16 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_roomy_model(tmp_path_factory.mktemp("models") / "roomy")
+def whole(roomy_model: Path) -> WholeModel:
+    return WholeModel(roomy_model)
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path) -> WholeModel:
-    return WholeModel(model)
-
-
-@pytest.fixture(scope="module")
-def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Running]:
+def running(roomy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Running]:
     skip_without_namespaces()
     skip_without_groups()
     with ExitStack() as stack:
-        cluster = make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [*LIMITS, None])
+        cluster = make_cluster(roomy_model, tmp_path_factory.mktemp("cluster"), stack, [*LIMITS, None])
         before = settings(cluster)
         server = cluster.serve(3, *FLAGS, joining=cluster.machines[1:3])
         received = [

@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster, until
 from tests.end_to_end.reference import WholeModel
 from tests.namespaces import skip_without_namespaces
-from tests.tiny_model import write_roomy_model
+from tests.processes import give_profile
 
 from mlx_ring.core.layer_tensors import tensors_of_stage
 from mlx_ring.core.model_folder import read_model_folder
@@ -25,20 +25,18 @@ FLAGS = ("--strategy", "uniform", "--max-model-len", "512")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_roomy_model(tmp_path_factory.mktemp("models") / "roomy")
+def whole(roomy_model: Path) -> WholeModel:
+    return WholeModel(roomy_model)
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path) -> WholeModel:
-    return WholeModel(model)
-
-
-@pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
+def cluster(roomy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LanCluster]:
     skip_without_namespaces()
     with ExitStack() as stack:
-        yield make_cluster(model, tmp_path_factory.mktemp("cluster"), stack, [None] * 3)
+        cluster = make_cluster(roomy_model, tmp_path_factory.mktemp("cluster"), stack, [None] * 3)
+        for machine in cluster.machines:
+            give_profile(machine.state)
+        yield cluster
 
 
 def cut_once_in_the_middle(cluster: LanCluster, node: Machine, ended: threading.Event) -> tuple[int, int]:
@@ -77,7 +75,7 @@ def test_a_transfer_that_is_cut_in_the_middle_goes_on_where_it_was(
 
 
 def test_a_node_that_gives_flipped_bytes_is_named_and_the_head_gives_them_instead(
-    cluster: LanCluster, whole: WholeModel, model: Path
+    cluster: LanCluster, whole: WholeModel, roomy_model: Path
 ) -> None:
     old, new = cluster.machines[1:]
     server = cluster.serve(2, *FLAGS)
@@ -87,7 +85,7 @@ def test_a_node_that_gives_flipped_bytes_is_named_and_the_head_gives_them_instea
     assert server.stop() == 0
     # With three, nodes have six layers each, in the order of their ids: of its nine the old one gives three or six away.
     given = LayerRange(12, 18) if old.node < new.node else LayerRange(9, 12)
-    flip(model, old, given)
+    flip(roomy_model, old, given)
     server = cluster.serve(3, *FLAGS)
     assert f"{old.node} gives no more weights to this node" in new.log("agent")
     assert "with another SHA-256 than the manifest's" in new.log("agent")

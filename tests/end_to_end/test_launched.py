@@ -52,7 +52,8 @@ def launched(folder: Path, first_port: int, *flags: str) -> Generator[tuple[subp
         for one in [*family, psutil.Process(process.pid)] if process.poll() is None else family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-        process.wait()
+        # Closes its end of the pipe as well.
+        process.communicate()
 
 
 def ranks(url: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 from tests.end_to_end.test_cluster import completion, end_head_member, head
 from tests.machines import free_pair_of_ports
-from tests.processes import Server, joining
+from tests.processes import POLL_S, Server, give_profile, joining
 
 
 def status_of(server: Server) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def test_links_are_measured_shown_with_the_plan_and_told_while_serving(
             lines.append(line)
             found = re.search(r"join \S+ --token (\S+)", line)
             if found and not joined:
+                give_profile(tmp_path / "node" / "state")
                 node = joining(f"127.0.0.1:{port}", "--token", found[1], folder=tmp_path / "node")
                 joined.append(stack.enter_context(node))
 
@@ -38,7 +40,7 @@ def test_links_are_measured_shown_with_the_plan_and_told_while_serving(
         (told,) = [line for line in lines if line.startswith("Links, as measured: ")]
         # Workers tell each second what they have sent.
         while not any(link.get("frames") for link in status_of(server)["links"]):
-            pass
+            time.sleep(POLL_S)
         status = status_of(server)
         there, back = sorted(status["links"], key=lambda link: not link["carries_activations"])
         nodes = [device["node"] for device in status["devices"]]
@@ -64,6 +66,7 @@ def test_compression_that_is_switched_off_says_so(tiny_model: Path, tmp_path: Pa
         def heard(line: str) -> None:
             found = re.search(r"join \S+ --token (\S+)", line)
             if found and not joined:
+                give_profile(tmp_path / "node" / "state")
                 node = joining(f"127.0.0.1:{port}", "--token", found[1], folder=tmp_path / "node")
                 joined.append(stack.enter_context(node))
 

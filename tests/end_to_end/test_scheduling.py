@@ -17,6 +17,7 @@ import pytest
 from tests.end_to_end.equality import Agreement, compare
 from tests.end_to_end.instance import generate, request, running_engine
 from tests.end_to_end.reference import WholeModel
+from tests.once import once
 from tests.worker.kv.small_models import CONFIGURATIONS
 from tests.worker.random_models import QWEN3, write_random_model
 
@@ -80,33 +81,48 @@ def _prompts(vocabulary: int, numbers: random.Random) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(request: pytest.FixtureRequest, shared: Path) -> Model:
     name = cast("str", request.param)
-    config = MODELS[name]
-    if config is None:
-        folder = find_model(name).folder.path
-    else:
-        folder = write_random_model(tmp_path_factory.mktemp(name), config)
+    config, made = MODELS[name], shared / f"scheduling-{name}"
+    folder = made / "model" if config else find_model(name).folder.path
+    numbers = random.Random(11)
+
+    def answer() -> dict[str, Any]:
+        if config:
+            write_random_model(folder, config)
+        wanted = _wanted(folder)
+        answers = asyncio.run(_alone(folder, wanted, made))
+        # A talk goes on: its next prompt holds the prompt and the answer before.
+        turns = [
+            (*prompt, *tokens, 7, 8, 9)
+            for (prompt, _, _), tokens in [*zip(wanted, answers, strict=True)][:4:2]
+        ]
+        whole = WholeModel(folder)
+        return {"answers": answers, "turns": [(turn, whole.greedy(turn, 30)) for turn in turns]}
+
+    told = once(made, answer)
+    cases = [
+        Case(prompt, sampling, tokens, numbers.randrange(20) if numbers.random() < 0.2 else None)
+        for (prompt, sampling, _), tokens in zip(_wanted(folder), told["answers"], strict=True)
+    ]
+    cases += [Case(tuple(turn), GREEDY, tokens, None) for turn, tokens in told["turns"]]
+    return Model(folder, WholeModel(folder), cases)
+
+
+def _wanted(folder: Path) -> list[tuple[tuple[int, ...], SamplingParams, int]]:
+    """Prompts, and how many tokens of each, greedy and seeded."""
     numbers = random.Random(11)
     prompts = _prompts(read_model_folder(folder).vocab_size, numbers)
-    wanted = [
+    return [
         (prompt, sampling, numbers.randrange(20, 70)) for prompt in prompts for sampling in (GREEDY, SEEDED)
     ]
 
-    async def alone() -> list[list[int]]:
-        async with running_engine(folder, 1, tmp_path_factory.mktemp("logs"), policy=ALONE) as (engine, _):
-            return [await generate(engine, prompt, count, sampling) for prompt, sampling, count in wanted]
 
-    whole = WholeModel(folder)
-    cases = [
-        Case(prompt, sampling, tokens, numbers.randrange(20) if numbers.random() < 0.2 else None)
-        for (prompt, sampling, _), tokens in zip(wanted, asyncio.run(alone()), strict=True)
-    ]
-    # A talk goes on: its next prompt holds the prompt and the answer before.
-    turns = [(*case.prompt, *case.expected, 7, 8, 9) for case in cases[:4:2]]
-    cases = [case for case in cases if case.expected]
-    cases += [Case(turn, GREEDY, whole.greedy(turn, 30), None) for turn in turns]
-    return Model(folder, whole, cases)
+async def _alone(
+    folder: Path, wanted: Sequence[tuple[tuple[int, ...], SamplingParams, int]], logs: Path
+) -> list[list[int]]:
+    async with running_engine(folder, 1, logs, policy=ALONE) as (engine, _):
+        return [await generate(engine, prompt, count, sampling) for prompt, sampling, count in wanted]
 
 
 @pytest.mark.timeout(600)
@@ -201,33 +217,22 @@ async def _left(engine: Engine, case: Case) -> Agreement:
     return Agreement(len(seen))
 
 
-def test_sequences_that_are_put_back_go_on_with_the_same_tokens(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_sequences_that_are_put_back_go_on_with_the_same_tokens(tmp_path: Path) -> None:
+    """mlx-lm says of each token that it is the likeliest, in one pass over an answer."""
     folder = write_random_model(tmp_path / "model", QWEN3)
     whole, numbers = WholeModel(folder), random.Random(3)
     prompts = [tuple(numbers.randrange(2, 320) for _ in range(length)) for length in (230, 200, 170, 210)]
-    expected = [whole.greedy(prompt, 420) for prompt in prompts]
-    policy = Policy(draft_tokens=0)
 
-    async def run() -> Agreement:
+    async def run() -> list[list[int]]:
+        policy = Policy(draft_tokens=0)
         async with running_engine(folder, 2, tmp_path, policy=policy, kv_blocks=6) as (engine, _):
-
-            async def again(before: tuple[int, ...], count: int) -> list[int]:
-                return await generate(engine, before, count)
-
-            agreements = await asyncio.gather(
-                *(
-                    compare(prompt, answer, again, whole.gap)
-                    for prompt, answer in zip(prompts, expected, strict=True)
-                )
-            )
+            answers = await asyncio.gather(*(generate(engine, prompt, 420) for prompt in prompts))
             assert engine.stats().scheduler.num_preemptions > 0
-            return sum(agreements, start=Agreement())
+            return answers
 
-    agreement = asyncio.run(run())
-    print(agreement)  # noqa: T201 - how often tokens tie is part of the result
-    record_property("agreement", str(agreement))
+    for prompt, tokens in zip(prompts, asyncio.run(run()), strict=True):
+        assert len(tokens) == 420
+        assert whole.strays(prompt, tokens) == []
 
 
 def test_quantized_keys_and_values_give_the_same_tokens_batched_cached_and_split(tmp_path: Path) -> None:

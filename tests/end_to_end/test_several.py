@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.end_to_end.test_cluster import cluster
 from tests.machines import free_pair_of_ports
-from tests.processes import Server, run_cli, serving
+from tests.processes import POLL_S, Server, run_cli, serving
 
 from mlx_ring.core.model_source import find_model
 from mlx_ring.engine.served_model import memory_for_weights
@@ -68,6 +69,7 @@ def wait_for_state(url: str, model: str, state: str) -> None:
             listed = {each["id"]: each["state"] for each in client.get("/v1/models").json()["data"]}
             if listed[model] == state:
                 return
+            time.sleep(POLL_S)
 
 
 def test_two_models_with_two_replicas_each_answer_alike(server: Server, tiny_model: Path) -> None:
@@ -202,3 +204,4 @@ def wait_for_ready(url: str, count: int) -> list[dict[str, Any]]:
             every = [instance for model in models for instance in model["instances"]]
             if sum(each["status"] == "ready" for each in every) == count:
                 return every
+            time.sleep(POLL_S)

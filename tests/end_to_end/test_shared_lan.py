@@ -71,7 +71,7 @@ def collectives_of(machine: Machine) -> set[Ports]:
     }
 
 
-def tokens_of(cluster: LanCluster, server: Server, count: int = 48) -> list[int]:
+def tokens_of(cluster: LanCluster, server: Server, count: int = 24) -> list[int]:
     return cluster.tokens(server, {"prompt": PROMPT, "max_tokens": count})
 
 
@@ -161,10 +161,8 @@ def nodes_of(cluster: LanCluster, server: Server) -> set[str]:
 
 
 def is_ready(cluster: LanCluster, server: Server) -> bool:
-    def look() -> bool:
-        return httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 200
-
-    return cluster.head.threads.submit(look).result()
+    answer = cluster.head.threads.submit(cluster.http.get, f"{server.url}/health/ready").result()
+    return answer.status_code == 200
 
 
 @pytest.mark.parametrize("link", ["ring", "allreduce"])

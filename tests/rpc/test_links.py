@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 import zstandard
-from tests.worker.collective.pairs import KINDS, joined_pair
+from tests.worker.collective.pairs import KINDS, Passing, joined_pair
 
 from mlx_ring.core.errors import ProtocolError, StaleMessage, StepFailed, WorkerLost, WorkerStuck
 from mlx_ring.rpc import links
@@ -64,11 +65,32 @@ def _serve(inbox: Inbox, address: str) -> tuple[grpc.Server, int]:
     return server, port
 
 
+@pytest.fixture(scope="module")
+def collectives() -> Iterator[Callable[[str, Inbox], LinkSender]]:
+    """Has a pair of each kind file in an inbox: they take a while to start."""
+    started: dict[str, tuple[LinkSender, Passing]] = {}
+    with ExitStack() as stack:
+
+        def into(kind: str, inbox: Inbox) -> LinkSender:
+            if kind not in started:
+                passing = Passing()
+                started[kind] = stack.enter_context(joined_pair(kind, passing)), passing
+            pair, passing = started[kind]
+            passing.to = inbox
+            return pair
+
+        yield into
+
+
 @pytest.fixture(params=["in process", "grpc over a Unix socket", "grpc over TCP", *KINDS])
-def link(request: pytest.FixtureRequest, inbox: Inbox, tmp_path: Path) -> Iterator[LinkSender]:
+def link(
+    request: pytest.FixtureRequest,
+    inbox: Inbox,
+    tmp_path: Path,
+    collectives: Callable[[str, Inbox], LinkSender],
+) -> Iterator[LinkSender]:
     if request.param in KINDS:
-        with joined_pair(request.param, inbox) as pair:
-            yield pair
+        yield collectives(request.param, inbox)
         return
     if request.param == "in process":
         yield InProcessLink(inbox)

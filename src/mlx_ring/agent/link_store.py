@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.private_files import write_private
-from mlx_ring.rpc.hello import package_version
+from mlx_ring.core.versions import package_version
 from mlx_ring.rpc.link_probe import LinkMeasure
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.machine_identity import machine_identity
 from mlx_ring.core.machine_profile import PROFILE_VERSION, MachineProfile
 from mlx_ring.core.process_limits import cpu_quota, usable_cores, usable_memory
-from mlx_ring.rpc.hello import package_version
+from mlx_ring.core.versions import package_version
 
 log = logging.getLogger(__name__)
 

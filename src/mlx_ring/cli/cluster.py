@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -255,6 +254,8 @@ def _store(file: DevicesFile, folders: Sequence[Path], config: Path) -> WheelSto
 
 
 def _ask_url(url: str, api_key: str | None, cacert: Path | None) -> Any:
+    import httpx  # noqa: PLC0415 - what each machine is told over ssh starts here too, and asks nobody
+
     settings = load_settings({"api_key": api_key})
     headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.util import find_spec, module_from_spec
 
 
@@ -22,7 +23,14 @@ def import_bare(package: str) -> None:
     def run_init(name: str) -> object:
         del bare.__dict__["__getattr__"]
         loader.exec_module(bare)
-        return getattr(bare, name)
+        whole = sys.modules[package]
+        # Some put another module in their own place; who has this one asks that one.
+        if whole is not bare:
+            bare.__dict__["__getattr__"] = partial(getattr, whole)
+        return getattr(whole, name)
 
     bare.__dict__["__getattr__"] = run_init
     sys.modules[package] = bare
+    parent, _, name = package.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], name, bare)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+AUTHORITY_FILE = "authority.pem"
+"""Beside a node's certificate: whom it trusts."""
+
 
 def authority_folder(state: Path) -> Path:
     """The cluster's CA, tokens and members; only the head's machine has it."""
@@ -33,3 +36,8 @@ def packages_folder(state: Path) -> Path:
 def running_folder(state: Path) -> Path:
     """A note of each head and agent that runs here."""
     return state / "running"
+
+
+def logs_folder(state: str) -> str:
+    """Where head and agent of a cluster that was started from one file write, wherever that was."""
+    return f"{state}/logs"

@@ -12,6 +12,7 @@ from typing import Any
 
 from mlx_ring.core.architectures import require_cuttable
 from mlx_ring.core.bare_package import import_bare
+from mlx_ring.core.bare_tokenizers import import_tokenizers
 from mlx_ring.core.config import Settings
 from mlx_ring.core.environment import quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
@@ -147,6 +148,7 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
         )
     quieten_transformers()
     import_bare("mlx_lm")
+    import_tokenizers()
     # Its libraries take seconds to come in: what is wrong with the model is told before.
     from mlx_lm.tokenizer_utils import load  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType] - bare dicts
 

@@ -31,6 +31,7 @@ from mlx_ring.core.machine import make_run_folder, node_name, raise_descriptor_l
 from mlx_ring.core.model_digests import manifest_beside
 from mlx_ring.core.rank_settings import rank_shares
 from mlx_ring.core.traces import open_tracing
+from mlx_ring.core.versions import package_version
 from mlx_ring.core.weights_manifest import WeightsManifest
 from mlx_ring.engine.served_model import ServedModel
 from mlx_ring.node.catalog import Catalog
@@ -39,7 +40,6 @@ from mlx_ring.node.here import Here
 from mlx_ring.node.http import HttpServer, end_http, http_config
 from mlx_ring.node.machines import Machines
 from mlx_ring.node.replica import Watcher
-from mlx_ring.rpc.hello import package_version
 
 log = logging.getLogger(__name__)
 

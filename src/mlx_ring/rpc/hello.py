@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-
 from mlx_ring.core.errors import StaleMessage, VersionMismatch
+from mlx_ring.core.versions import package_version
 from mlx_ring.rpc.protos import hello_pb2
 
 PROTOCOL = 2
-
-
-@cache
-def package_version(name: str) -> str:
-    """The installed version of a package, "absent" where there is none."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "absent"
 
 
 def make_hello(

@@ -22,6 +22,7 @@ import grpc
 from tests.open_mpi import mpi_places
 
 from mlx_ring.core.environment import set_for_libraries
+from mlx_ring.core.errors import RingError
 from mlx_ring.rpc.channels import make_server
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
@@ -32,6 +33,17 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 KINDS = ("ring", "allreduce", "mpi")
 _WAIT_S = 60.0
 _HIDDEN = 3
+
+
+class Passing(Inbox):
+    """Files what comes in another inbox, which may be exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__("passing", 1)
+        self.to: Inbox = self
+
+    def put(self, key: LinkKey, message: WireTensor | RingError) -> None:
+        self.to.put(key, message)
 
 
 class _Forwarding(Inbox):

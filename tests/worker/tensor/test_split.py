@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
+from tests.once import once
 from tests.worker.tensor.models import FAMILIES, write_family
 from tests.worker.tensor.ring import run_ranks
 
@@ -105,7 +105,7 @@ class Ran:
             for case in cases
         ]
         ranks = self.folder / str(size)
-        ranks.mkdir()
+        ranks.mkdir(exist_ok=True)
         run_ranks(described, size, ranks)
 
     def model(self, case: Case) -> Path:
@@ -122,19 +122,15 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ran:
-    """Two ranks and four, with all their cases behind them: run once, whichever of pytest's processes asks first."""
-    own = tmp_path_factory.getbasetemp()
-    ran = Ran((own if worker_id == "master" else own.parent) / "tensor")
-    ran.folder.mkdir(exist_ok=True)
-    with (ran.folder / "lock").open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.seek(0)
-        if not lock.read():
-            lock.write("begun")
-            lock.flush()
-            ran.run([*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES, *HELD, *SHARDED, GROUP], 2)
-            ran.run([*FOUR_CASES, GROUP], 4)
+def ran(shared: Path) -> Ran:
+    """Two ranks and four, with all their cases behind them."""
+    ran = Ran(shared / "tensor")
+
+    def run() -> None:
+        ran.run([*UNEQUAL_CASES, *EQUAL_CASES, *MORE_CASES, *HELD, *SHARDED, GROUP], 2)
+        ran.run([*FOUR_CASES, GROUP], 4)
+
+    once(ran.folder, run)
     return ran
 
 

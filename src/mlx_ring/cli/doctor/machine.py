@@ -13,7 +13,7 @@ from pathlib import Path
 from mlx_ring.cli.doctor.finding import Finding
 from mlx_ring.core.interfaces import LanAddress
 from mlx_ring.core.process_limits import UsableMemory, usable_memory
-from mlx_ring.rpc.hello import package_version
+from mlx_ring.core.versions import package_version
 
 ROOT = Path("/")
 GIB = 1 << 30

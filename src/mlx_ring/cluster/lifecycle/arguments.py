@@ -7,6 +7,7 @@ from typing import cast
 
 from mlx_ring.cluster.planner.devices_file import Device, DevicesFile
 from mlx_ring.core.addresses import HeadAddress, bracketed
+from mlx_ring.core.cluster_folders import logs_folder
 from mlx_ring.core.config import Settings, flag_name
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.settings_sources import check_values
@@ -80,11 +81,6 @@ def agent_arguments(file: DevicesFile, device: Device, head: HeadAddress, state:
         *_folders(state),
         *_flags(shared | _trusted(device)),
     ]
-
-
-def logs_folder(state: str) -> str:
-    """Where both write, wherever they were started."""
-    return f"{state}/logs"
 
 
 def _memory(device: Device) -> Iterator[str]:

@@ -11,21 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import httpx
 import psutil
 
-from mlx_ring.agent.identity import open_identity
 from mlx_ring.cluster.lifecycle.about import About
-from mlx_ring.cluster.lifecycle.arguments import logs_folder
-from mlx_ring.cluster.lifecycle.programs import OWN_PROGRAM, own_versions
-from mlx_ring.core.cluster_folders import node_folder
+from mlx_ring.cluster.lifecycle.own_program import OWN_PROGRAM, own_versions
+from mlx_ring.core.cluster_folders import AUTHORITY_FILE, logs_folder, node_folder
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, HostFailed
 from mlx_ring.core.model_source import builtin_names
 from mlx_ring.core.private_files import make_private_folder, read_private
 from mlx_ring.core.running import running_here
-from mlx_ring.rpc.tls.credentials import AUTHORITY_FILE
+
+if TYPE_CHECKING:
+    import httpx
 
 _LOOK_S = 0.1
 _ASK_S = 0.5
@@ -42,6 +42,8 @@ def about_here(state: Path, *, identity: bool) -> About:
     """Of this machine; with `identity` it gets an id where it has none."""
     folder = node_folder(state)
     if identity:
+        from mlx_ring.agent.identity import open_identity  # noqa: PLC0415 - gRPC, for the first time alone
+
         node = open_identity(folder).node
     else:
         node = (read_private(folder / "node-id") or b"").decode(errors="replace").strip()
@@ -120,6 +122,8 @@ def wait_until_ready(state: Path, pid: int, timeout_s: float) -> bool:
     Raises:
         ConfigError: it has ended instead; its last words.
     """
+    import httpx  # noqa: PLC0415 - most of what a machine is told asks nobody
+
     url = next((found.url for found in running_here(state) if found.pid == pid), "")
     with httpx.Client(timeout=_ANSWER_S, trust_env=False, verify=_OWN) as client:
 
@@ -138,6 +142,8 @@ def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]
     Raises:
         HostFailed: none runs here, or it answers with an error.
     """
+    import httpx  # noqa: PLC0415 - as above
+
     heads = [found for found in running_here(state) if found.kind == "head"]
     if not heads:
         raise HostFailed("No head runs here: start it with `mlx-ring cluster start`.")

@@ -16,12 +16,13 @@ from typing import Protocol
 
 import grpc
 
+from mlx_ring.core.cluster_folders import AUTHORITY_FILE
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.private_files import read_private, write_private
 
 log = logging.getLogger(__name__)
 
-AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "authority.pem", "certificate.pem", "key.pem"
+CERTIFICATE_FILE, KEY_FILE = "certificate.pem", "key.pem"
 
 
 class ChannelTrust(Protocol):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
+from mlx_ring.core.bare_tokenizers import import_tokenizers
 from mlx_ring.core.deep_calls import deep_thread
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError, RequestError
 from mlx_ring.core.grammars import grammar_limits, in_one_line, to_llguidance
@@ -190,7 +191,8 @@ def _is_named(text: str, tokenizer: bytes) -> bool:
 
 def _as_transformers_read_it(folder: ModelFolder) -> str:
     """The whole tokenizer as tokenizer.json would have it: slower, and for folders without that file."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and few folders need it
+    import_tokenizers()
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes a second, and few folders need it
 
     wrapped: Any = cast("Any", AutoTokenizer).from_pretrained(
         folder.path, trust_remote_code=False, local_files_only=True
