@@ -42,7 +42,7 @@ def test_a_call_is_a_message_with_calls_and_no_content() -> None:
     choice = model(CALL).chat(tools=[TOOL]).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
-    assert set(message) == {"role", "content", "refusal", "tool_calls"}
+    assert set(message) == {"role", "content", "refusal", "annotations", "tool_calls"}
     assert message["content"] is None
     (call,) = message["tool_calls"]
     assert call["id"].startswith("call_")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
-from contextlib import closing
 
 import pytest
 from ollama import Client, Options, ResponseError
@@ -34,8 +33,10 @@ def thinking_service() -> TwinService:
 
 @pytest.fixture(scope="module")
 def client() -> Generator[Client]:
-    with serving(TwinService()) as url, closing(Client(url)) as client:
-        yield client
+    with serving(TwinService()) as url:
+        client = Client(url)
+        with client:
+            yield client
 
 
 def test_a_chat_is_streamed_unless_it_is_not_wanted(client: Client) -> None:
@@ -83,9 +84,11 @@ def test_log_probabilities_of_every_token_are_given_where_they_are_asked_for(cli
 
 def test_thoughts_and_calls_come_apart_from_content_and_calls_come_whole() -> None:
     service = thinking_service()
-    with serving(service) as url, closing(Client(url)) as client:
-        whole = client.chat("twin", MESSAGES, tools=[ADD], think=True)
-        pieces = list(client.chat("twin", MESSAGES, tools=[ADD], think=True, stream=True))
+    with serving(service) as url:
+        client = Client(url)
+        with client:
+            whole = client.chat("twin", MESSAGES, tools=[ADD], think=True)
+            pieces = list(client.chat("twin", MESSAGES, tools=[ADD], think=True, stream=True))
     assert service.tokenizer.template_kwargs["enable_thinking"] is True
     told = [call for piece in pieces for call in piece.message.tool_calls or ()]
     for calls in (whole.message.tool_calls, told):
@@ -109,7 +112,7 @@ def test_what_was_called_and_what_came_of_it_reach_the_template(api: Api) -> Non
         {
             "role": "assistant",
             "content": "",
-            "reasoning_content": "Hm.",
+            **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Hm."),
             "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
         },
         {"role": "tool", "content": "1", "name": "add"},

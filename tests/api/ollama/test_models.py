@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import closing
 
 import pytest
 from ollama import Client, ResponseError
@@ -24,8 +23,10 @@ METADATA = {
 def client() -> Generator[Client]:
     service = TwinService()
     service.metadata = dict(METADATA)
-    with serving(service) as url, closing(Client(url)) as client:
-        yield client
+    with serving(service) as url:
+        client = Client(url)
+        with client:
+            yield client
 
 
 def test_models_are_listed_and_shown(client: Client) -> None:
