@@ -279,7 +279,9 @@ class ClientConnection(H11Protocol):
         """End for another one. A request that has no answer yet is told so; an answer that has begun is cut."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
         if cycle is None or self._is_quiet():
-            self.transport.close()
+            # With TLS even a polite end waits for the other side, half a minute if need be.
+            unread = self.transport.get_write_buffer_size()
+            (self.transport.close if unread else self.transport.abort)()
             return
         log.info("%s, which has most connections, makes room for another client", self.client)
         cycle.disconnected = True

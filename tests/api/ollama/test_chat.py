@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
-from contextlib import closing
 
 import pytest
 from ollama import Client, Options, ResponseError
