@@ -102,9 +102,7 @@ async def encode_conversation(
     _check_continues(conversation)
     _check_kwargs(format_, conversation)
     ordered = replace(conversation, messages=in_order_of_calls(conversation.messages))
-    return await context.prompts.encode_chat(
-        service, ordered, add_generation_prompt=add_generation_prompt
-    )
+    return await context.prompts.encode_chat(service, ordered, add_generation_prompt=add_generation_prompt)
 
 
 def with_effort(
