@@ -17,6 +17,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,12 @@ from mlx_ring.rpc.links import Inbox
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.blas import choose_blas
+from mlx_ring.worker.heap import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from mlx_ring.worker.grammars import GrammarCompiler
 
 SCHEMA = {
     "type": "array",
@@ -49,6 +53,7 @@ SCHEMA = {
     },
 }
 _WARM = 8
+_GRAMMAR = 1
 
 
 def write_tokenizer(file: Path, vocabulary: int) -> None:
@@ -109,7 +114,9 @@ class Arm:
         kv = KVStore(model.make_layer_caches(), model.dtype)
         assignment = worker_pb2.StageAssignment(instance="bench", epoch=1)
         links = StageLinks(Inbox("bench", 1))
-        self._runner = StageRunner(assignment, model, kv, links, grammars=GrammarCompiler(read))
+        grammars = GrammarCompiler(read)
+        _prepare(grammars)
+        self._runner = StageRunner(assignment, model, kv, links, grammars=grammars)
         self._rows = range(1, rows + 1)
         self._length, self._step = 3, 1
         self._drain(
@@ -160,8 +167,17 @@ class Arm:
             sampling=step_pb2.Sampling(temperature=1.0),
         )
         if has_grammar:
-            opened.grammar.kind, opened.grammar.text = "json_schema", json.dumps(SCHEMA)
+            opened.grammar = _GRAMMAR
         return step_pb2.CacheOperation(open=opened)
+
+
+def _prepare(grammars: GrammarCompiler) -> None:
+    """As a head does before a step names it."""
+    answer = Future[BaseException | None]()
+    grammar = step_pb2.Grammar(kind="json_schema", text=json.dumps(SCHEMA))
+    grammars.prepare(worker_pb2.PrepareGrammar(id=_GRAMMAR, grammar=grammar), answer.set_result)
+    if (error := answer.result()) is not None:
+        raise SystemExit(f"The schema cannot be compiled: {error}")
 
 
 def _check(answers: Iterable[step_pb2.StepDone]) -> None:
@@ -179,6 +195,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=16)
     options = parser.parse_args()
+    keep_freed_memory()
     choose_blas("auto", 1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_folder(Path(scratch), options.vocabulary)

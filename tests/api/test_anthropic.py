@@ -220,6 +220,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mcp_servers": []}, "'mcp_servers'"),
     ({"speed": "fast"}, "'speed'"),
     ({"stop_sequences": [""]}, "'stop_sequences[0]'"),
+    ({"thinking": {"type": "disabled", "budget_tokens": 1024}}, "'thinking.budget_tokens'"),
 ]  # fmt: skip
 
 

@@ -73,6 +73,24 @@ def messages(*given: object) -> dict[str, object]:
         ({"tool_choice": {"type": "custom"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice.function.name"),
         ({"response_format": {"type": "grammar"}}, "response_format"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {}},
+                    "more": 1,
+                }
+            },
+            "response_format.more",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}, "more": 1}},
+            "tool_choice.more",
+        ),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"modalities": ["audio"]}, "modalities[0]"),
         ({"functions": []}, "functions"),
@@ -112,6 +130,11 @@ def test_a_wrong_field_is_named(api: Api, fields: dict[str, object], named: str)
             "messages[0].content[0]",
         ),
         (messages({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0].text"),
+        (
+            messages({"role": "user", "content": [{"type": "text", "text": "x", "mood": 1}]}),
+            "messages[0].content[0].mood",
+        ),
+        (messages({"role": "user", "content": [{"type": "text", "text": 3}]}), "messages[0].content[0].text"),
         (messages({"role": "user", "content": "half \ud83d of it"}), "messages[0].content"),
     ],
 )

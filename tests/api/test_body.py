@@ -52,6 +52,30 @@ def test_an_object_of_too_many_names_is_refused(api: Api) -> None:
         assert "10001 names" in message
 
 
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (b'{"prompt": "a", "max_tokens": 1, "prompt": "a"}', "prompt"),
+        (b'{"prompt": "a", "logit_bias": {"1": 1, "2": 1, "1": 2}}', "1"),
+        (b'{"prompt": "a", "\\ud800": 1, "\\ud800": 2}', "\\ud800"),
+    ],
+)
+def test_a_name_that_an_object_has_twice_is_refused_by_name(api: Api, body: bytes, name: str) -> None:
+    param, message = refusal(api.request("POST", "/v1/completions", content=body))
+    assert param == name
+    assert f"'{name}' twice" in message
+
+
+def test_arguments_that_a_model_wrote_twice_can_go_back_to_it(api: Api) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}
+    messages = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ]
+    assert api.post("/v1/chat/completions", {"messages": messages}).status_code == 200
+
+
 def test_a_body_of_too_many_lists_is_refused(api: Api) -> None:
     _, message = refusal(
         api.request("POST", "/v1/chat/completions", content=b'{"x":[' + b"[]," * 500_000 + b"0]}")
@@ -85,7 +109,7 @@ def test_a_large_body_is_read_beside_the_event_loop_and_a_small_one_at_once() ->
 @pytest.mark.parametrize(
     ("headers", "body", "status"),
     [
-        ({"content-encoding": "gzip"}, gzip.compress(b"{}"), 400),
+        ({"content-encoding": "gzip"}, gzip.compress(b"{}", mtime=0), 400),
         ({"content-encoding": "gzip"}, b"{}", 400),
         ({"content-length": str(2**40)}, b"{", 413),
         ({"expect": "100-continue", "content-length": str(2**20 + 1)}, b"", 413),
@@ -132,5 +156,11 @@ def test_a_sentence_speaks_of_json_and_not_of_what_reads_it(
 
 
 def test_a_value_that_must_be_false_is_written_as_json_has_it(api: Api) -> None:
-    answer = api.post("/api/chat", {"messages": [], "truncate": True})
-    assert answer.json() == {"error": "'truncate' should be false, not true."}
+    tool = {"type": "function", "name": "f", "defer_loading": True}
+    _, message = refusal(api.post("/v1/responses", {"input": "Hello.", "tools": [tool]}))
+    assert message == "'tools[0].defer_loading' should be false, not true."
+    assert api.post("/api/chat", {"messages": "x"}).json() == {
+        "error": "'messages' should be a list, not \"x\"."
+    }
+    _, message = refusal(api.post("/v1/responses", {"input": [{"type": False}]}))
+    assert message.startswith("'input[0]' is of the type false, which is not supported")

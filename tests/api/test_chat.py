@@ -21,17 +21,23 @@ def test_an_answer_has_openais_shape_and_says_what_it_cost(api: Api) -> None:
     assert body["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": ANSWER_TEXT, "refusal": None},
+            "message": {"role": "assistant", "content": ANSWER_TEXT, "refusal": None, "annotations": []},
             "logprobs": None,
             "finish_reason": "stop",
         }
     ]
+    assert (body["service_tier"], body["system_fingerprint"]) == ("default", None)
     assert body["usage"] == {
         "prompt_tokens": PROMPT_TOKENS,
         "completion_tokens": ANSWER_TOKENS,
         "total_tokens": PROMPT_TOKENS + ANSWER_TOKENS,
-        "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     assert body["performance"]["prompt_tokens_per_second"] > 0
     assert body["performance"]["generation_tokens_per_second"] > 0
@@ -194,10 +200,11 @@ def test_a_conversation_goes_to_the_template_as_templates_read_it(api: Api) -> N
         {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}},
         {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "no json"}},
     ]
+    thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "adding")
     assert api.service.tokenizer.conversation == [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "2+2?", "name": "ann"},
-        {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "adding"},
+        {"role": "assistant", "content": "", "tool_calls": calls, **thought},
         {"role": "tool", "content": "4", "tool_call_id": "c1"},
         {"role": "tool", "content": "4", "name": "add"},
     ]

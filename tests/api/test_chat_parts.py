@@ -11,6 +11,7 @@ from tests.api.twins import MarkingTokenizer, TwinService
 
 from mlx_ring.api.openai.tools import check_names
 from mlx_ring.core.errors import RequestError
+from mlx_ring.rpc.failures import error_to_failure
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -42,7 +43,7 @@ def test_a_call_is_a_message_with_calls_and_no_content() -> None:
     choice = model(CALL).chat(tools=[TOOL]).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
-    assert set(message) == {"role", "content", "refusal", "tool_calls"}
+    assert set(message) == {"role", "content", "refusal", "annotations", "tool_calls"}
     assert message["content"] is None
     (call,) = message["tool_calls"]
     assert call["id"].startswith("call_")
@@ -275,3 +276,17 @@ def test_what_is_no_text_is_refused_by_its_name(kind: str) -> None:
 def test_what_tools_have_replaced_is_refused_and_names_them(field: str) -> None:
     _, message = refusal(model().chat(**{field: "auto"}))
     assert "'tools'" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tools"),
+    ],
+)
+def test_a_schema_that_fails_with_the_model_s_own_tokens_is_named(fields: dict[str, Any], param: str) -> None:
+    api = model("{}")
+    api.service.executor.grammar_failure = error_to_failure(RequestError("It has too many states."))
+    assert refusal(api.chat(**fields)) == (param, "It has too many states.")
+    assert api.service.executor.sent == []

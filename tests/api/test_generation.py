@@ -110,7 +110,7 @@ def test_usage_counts_each_prompt_once_and_every_answer() -> None:
     answers = [answer(10, 1, 4, 1, 1), answer(10, 2, 10, 1, 1), answer(7, 3, 0, 1, 1), answer(7, 4, 7, 1, 1)]
     counted = usage(answers, 2)
     assert (counted["prompt_tokens"], counted["completion_tokens"], counted["total_tokens"]) == (17, 10, 27)
-    assert counted["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert counted["prompt_tokens_details"] == {"cached_tokens": 4, "audio_tokens": 0}
 
 
 def test_performance_is_tokens_over_the_longest_time() -> None:

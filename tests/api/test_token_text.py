@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from tests.api.twins import ByteTokenizer
 
 from mlx_ring.api.openai.token_text import TokenTexts
@@ -44,3 +46,12 @@ def test_sentencepiece_words_keep_their_space_and_bytes_their_value() -> None:
     assert not texts[5].special
     assert texts[2].name == "bytes:\\xe2"
     assert texts[9] == ("", b"", False)
+
+
+def test_what_was_looked_up_is_looked_up_once_for_a_tokenizer_and_goes_with_it() -> None:
+    tokenizer = ByteTokenizer()
+    assert TokenTexts(tokenizer)[65] is TokenTexts(tokenizer)[65]
+    assert TokenTexts(tokenizer)[65] is not TokenTexts(ByteTokenizer())[65]
+    gone = weakref.ref(tokenizer)
+    del tokenizer
+    assert gone() is None

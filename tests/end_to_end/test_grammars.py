@@ -20,6 +20,7 @@ from tests.end_to_end.random_schemas import Schema, random_schema
 from tests.end_to_end.reference import WholeModel
 from transformers import AutoTokenizer
 
+from mlx_ring.core.errors import RequestError
 from mlx_ring.core.grammars import to_llguidance
 from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.model_source import find_model
@@ -166,6 +167,15 @@ def masked(demo: Demo) -> Masked:
     return Masked(demo)
 
 
+async def refuse(engine: Engine, demo: Demo) -> None:
+    """The ranks that draw find out what is wrong, and every one of them holds nothing of it."""
+    wrong = SamplingParams(grammar=Grammar("regex", "a(", param="response_format"))
+    with pytest.raises(RequestError, match="unclosed") as caught:
+        await answer(engine, demo, {}, wrong)
+    assert caught.value.param == "response_format"
+    assert engine.stats().scheduler.steps_failed == 0
+
+
 def hold_to_reference(demo: Demo, masked: Masked, logs: Path, *, drafts: int = 8, **options: Any) -> int:
     """Greedy answers side by side with one that is free. Returns how many draft tokens were accepted."""
 
@@ -180,6 +190,7 @@ def hold_to_reference(demo: Demo, masked: Masked, logs: Path, *, drafts: int = 8
                 ),
                 answer(engine, demo, {}, free),
             )
+            await refuse(engine, demo)
             return answers, engine.stats().scheduler.accepted_tokens
 
     answers, accepted = asyncio.run(run())

@@ -324,6 +324,8 @@ def test_an_answer_that_is_stopped_has_no_pace_that_nobody_has_measured(browser:
         expect(answer).not_to_contain_text("tokens/s")
 
 
+LENGTH = {"Chat": "innerHeight", "Cluster": "document.getElementById('page').offsetHeight"}
+"""Of a window in which nothing is below the view."""
 NAMELESS = """() => [...document.querySelectorAll("button, a, input, select, textarea")]
     .filter((each) => !(each.ariaLabel || each.textContent.trim() || each.labels?.[0]?.textContent.trim()))
     .map((each) => each.outerHTML)"""
@@ -353,13 +355,15 @@ def test_every_view_fits_its_window_and_can_be_read_and_named(
 ) -> None:
     with opened(browser, server.url, width=width, scheme=scheme) as (page, heard):
         expect(page.get_by_role("heading", name="Ask demo")).to_be_visible()
+        ask(page, "Hello.\n" * 40)
+        expect(page.get_by_role("article", name="Answer")).to_contain_text("tokens/s")
         page.get_by_role("button", name="Parameters").click()
         for view in ("Chat", "Cluster"):
             page.get_by_role("link", name=view, exact=True).click()
             if view == "Cluster":
                 expect(page.get_by_role("heading", name="Stage 1")).to_be_visible()
             assert page.evaluate("document.documentElement.scrollWidth") <= width
-            assert page.evaluate("document.documentElement.scrollHeight - innerHeight") <= 0
+            assert page.evaluate(f"document.documentElement.scrollHeight - {LENGTH[view]}") <= 0
             assert page.evaluate(NAMELESS) == []
         ratio, ink, paper = page.evaluate(CONTRASTS)
         assert ratio >= 4.5, (ink, paper)

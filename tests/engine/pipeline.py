@@ -23,7 +23,7 @@ from mlx_ring.engine.twin import (
     anywhere,
     hash_token,
 )
-from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 VOCABULARY = 50
 EOS = 0
@@ -148,6 +148,10 @@ class Pipeline:
         for advance in self.scheduler.answer(done, self.now):
             self._take(advance)
         self.send()
+
+    def prepared(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> None:
+        """No request here has a grammar."""
+        raise AssertionError(f"Nobody asked {rank} for grammar {prepared.id}.")
 
     def failed(self, error: RingError) -> None:
         raise error

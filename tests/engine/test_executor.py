@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from mlx_ring.core.errors import RingError
-from mlx_ring.engine.executor import Executor, RankId
+from mlx_ring.engine.executor import Executor, RankId, ranks_that_draw
 from mlx_ring.engine.twin import TwinExecutor
-from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 MakeExecutor = Callable[[], Executor]
 STEPS = 5
@@ -30,12 +30,20 @@ class Recorder:
         self.heard: list[step_pb2.StepDone] = []
         self.complete = asyncio.Event()
         self.sending = False
+        self.has_grammar: list[tuple[RankId, int]] = []
+        self.drawing = len(ranks_that_draw(executor.ranks))
         self._expected = STEPS * len(executor.ranks)
 
     def answered(self, done: step_pb2.StepDone) -> None:
         assert not self.sending
         self.heard.append(done)
         if len(self.heard) == self._expected:
+            self.complete.set()
+
+    def prepared(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> None:
+        assert not self.sending
+        self.has_grammar.append((rank, prepared.id))
+        if len(self.has_grammar) == self.drawing:
             self.complete.set()
 
     def failed(self, error: RingError) -> None:
@@ -82,3 +90,20 @@ def test_ranks_are_in_order_of_stage_and_rank(make_executor: MakeExecutor) -> No
     executor, _ = record(make_executor)
     assert list(executor.ranks) == sorted(executor.ranks)
     assert executor.ranks[0] == RankId(0, 0)
+
+
+def test_every_rank_that_draws_is_asked_for_a_grammar_and_no_other(make_executor: MakeExecutor) -> None:
+    async def run() -> tuple[Executor, Recorder]:
+        executor = make_executor()
+        recorder = Recorder(executor)
+        executor.set_listener(recorder)
+        recorder.sending = True
+        executor.prepare(worker_pb2.PrepareGrammar(id=7, grammar=step_pb2.Grammar(kind="regex", text="a")))
+        recorder.sending = False
+        await recorder.complete.wait()
+        executor.drop_grammar(7)
+        return executor, recorder
+
+    executor, recorder = asyncio.run(run())
+    last = max(rank.stage for rank in executor.ranks)
+    assert sorted(recorder.has_grammar) == [(rank, 7) for rank in executor.ranks if rank.stage == last]

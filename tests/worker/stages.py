@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mlx_ring.rpc.links import Inbox, InProcessLink
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.collective import with_collectives
-from mlx_ring.worker.grammars import GrammarCompiler
+from mlx_ring.worker.grammars import AnswerGrammar, GrammarCompiler
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.loading import load_stage
 from mlx_ring.worker.runner import StageRunner
@@ -22,6 +23,30 @@ from mlx_ring.worker.runner import StageRunner
 Want = step_pb2.Want
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 CUTS = {1: [0, 5], 2: [0, 2, 5], 3: [0, 1, 4, 5]}
+
+
+_GRAMMARS: list[step_pb2.Grammar] = []
+
+
+def grammar_id(kind: str, text: str) -> int:
+    """By which `ReadyGrammars` know a grammar."""
+    _GRAMMARS.append(step_pb2.Grammar(kind=kind, text=text))
+    return len(_GRAMMARS)
+
+
+class ReadyGrammars(GrammarCompiler):
+    """Grammars that are there when a step names them, as the head sees to it."""
+
+    def begin(self, opened: step_pb2.Open) -> AnswerGrammar:
+        prepare(self, opened.grammar, _GRAMMARS[opened.grammar - 1])
+        return super().begin(opened)
+
+
+def prepare(compiler: GrammarCompiler, id_: int, grammar: step_pb2.Grammar) -> BaseException | None:
+    """Ask for a grammar and wait for it; gives why there is none."""
+    answer = Future[BaseException | None]()
+    compiler.prepare(worker_pb2.PrepareGrammar(id=id_, grammar=grammar), answer.set_result)
+    return answer.result(60)
 
 
 def make_stages(folder: Path, cuts: Sequence[int], **options: Any) -> list[StageRunner]:
@@ -59,7 +84,7 @@ def _stage(
         )
     assignment = worker_pb2.StageAssignment(instance="test", epoch=1, stage=stage)
     kv = KVStore(model.make_layer_caches(), model.dtype)
-    grammars = GrammarCompiler(read_model_folder(folder))
+    grammars = ReadyGrammars(read_model_folder(folder))
     return StageRunner(assignment, model, kv, links, grammars=grammars, **options)
 
 

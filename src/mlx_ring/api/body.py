@@ -7,10 +7,13 @@ import json
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_plain_validator_function
 from starlette.requests import Request
 
 from mlx_ring.api.body_errors import cut, first_error, join_path, show
@@ -65,14 +68,36 @@ class Body(BaseModel):
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-def refusal(why: str) -> BeforeValidator:
-    """Of a field that is known and cannot be had, whatever is given: why, and what to do."""
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Of a field that is known and cannot be had, whatever is given: why, and what to do. `None` stands in its place."""
 
-    def refuse(given: object) -> None:
-        if given not in (None, False):
-            raise PydanticCustomError("unsupported", "is not supported: {why}", {"why": why})
+    why: str
+    empty: tuple[object, ...] = ()
+    """What says nothing, beside null."""
 
-    return BeforeValidator(refuse)
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(
+        self, _core: CoreSchema, _handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"enum": [None, *self.empty], "description": f"Not supported: {self.why}"}
+
+    def _check(self, given: object) -> None:
+        if given is not None and not any(
+            type(given) is type(empty) and given == empty for empty in self.empty
+        ):
+            raise PydanticCustomError("unsupported", "is not supported: {why}", {"why": self.why})
+
+
+def needs(field: str, *, of: str) -> dict[str, Any]:
+    """What a schema says of a field that makes no sense unless another one is true."""
+    said, true = (
+        {"properties": {field: {"type": "null"}}},
+        {"properties": {of: {"const": True}}, "required": [of]},
+    )
+    return {field: {"anyOf": [said, true]}}
 
 
 async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeout_s: float) -> BodyT:
@@ -103,7 +128,7 @@ _beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
 def _read(data: bytes, schema: type[BodyT]) -> BodyT:
     if not data:
         raise RequestError("The body is empty; send a JSON object.")
-    value = parse_json(data.removeprefix(BOM_UTF8))
+    value = parse_json(data.removeprefix(BOM_UTF8), once=True)
     if not isinstance(value, dict):
         raise RequestError(f"The body must be a JSON object, not {show(value)}.")
     fields = cast("dict[str, object]", value)
@@ -115,8 +140,11 @@ def _read(data: bytes, schema: type[BodyT]) -> BodyT:
         raise first_error(error, fields) from None
 
 
-def parse_json(data: bytes) -> object:
-    """Strict JSON in UTF-8: no NaN, no infinity, no half of a surrogate pair, no bottomless nesting."""
+def parse_json(data: bytes, *, once: bool = False) -> object:
+    """Strict JSON in UTF-8: no NaN, no infinity, no half of a surrogate pair, no bottomless nesting.
+
+    Where an object has a name `once`, or else the request is refused, nobody takes one value for the other.
+    """
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > _MOST_BRACKETS:
         raise RequestError(
@@ -124,7 +152,10 @@ def parse_json(data: bytes) -> object:
         )
     try:
         value: object = json.loads(
-            data.decode(), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object
+            data.decode(),
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=_object_of_different_names if once else _object,
         )
     except UnicodeDecodeError as error:
         raise RequestError(f"The body is not UTF-8: byte {error.start} is wrong.") from None
@@ -193,6 +224,20 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(pairs) > _MOST_NAMES:
         raise RequestError(f"The body holds an object of {len(pairs)} names; {_MOST_NAMES} are the most.")
     return dict(pairs)
+
+
+def _object_of_different_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = _object(pairs)
+    if len(made) != len(pairs):
+        known = set[str]()
+        for name, _ in pairs:
+            if name in known:
+                shown = cut(name.encode(errors="backslashreplace").decode())
+                raise RequestError(
+                    f"The body gives '{shown}' twice in one object; give it once.", param=shown
+                )
+            known.add(name)
+    return made
 
 
 def _refuse_constant(name: str) -> float:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mlx_ring.core.errors import RequestError
+
+Path = tuple[int | str, ...]
 
 _SHOWN = 60
 """Characters of a wrong value that an error repeats."""
@@ -32,19 +34,34 @@ def first_error(error: ValidationError, body: object) -> RequestError:
     return RequestError(_sentence(detail, path), param=path or None)
 
 
-def _real_path(detail: ErrorDetails, body: object) -> tuple[int | str, ...]:
-    """Where in the body the error is: pydantic's location less the tags of unions."""
-    path: list[int | str] = []
-    last = len(detail["loc"]) - 1
-    for place, step in enumerate(detail["loc"]):
-        if isinstance(body, dict) and step in body:
-            body = cast("dict[object, object]", body)[step]
-        elif isinstance(body, list) and isinstance(step, int):
-            body = cast("list[object]", body)[step]
-        elif not (detail["type"] == "missing" and place == last):
-            continue
-        path.append(step)
-    return tuple(path)
+def _real_path(detail: ErrorDetails, body: object) -> Path:
+    """Where in the body the error is: pydantic's location less the tags of unions.
+
+    A tag may be called as a field of what it tags: of all readings that fit the body the first that ends where pydantic's does is it.
+    """
+    readings = list(_readings(detail["loc"], body, missing=detail["type"] == "missing"))
+    return next((path for path, ends in readings if ends), readings[0][0])
+
+
+def _readings(steps: Path, body: object, *, missing: bool) -> Iterator[tuple[Path, bool]]:
+    """Paths of which each step is in the body, but for a last one that is `missing`; whether they end with the last step."""
+    if not steps:
+        yield (), False
+        return
+    first, rest = steps[0], steps[1:]
+    if not rest and missing:
+        yield ((first,), True) if isinstance(body, dict) and first not in body else ((), False)
+    elif _has(body, first):
+        inner = cast("dict[int | str, object]", body)[first]
+        for path, ends in _readings(rest, inner, missing=missing):
+            yield (first, *path), ends or not rest
+    yield from _readings(rest, cast("object", body), missing=missing)
+
+
+def _has(body: object, step: int | str) -> bool:
+    if isinstance(body, list):
+        return isinstance(step, int) and step < len(cast("list[object]", body))
+    return isinstance(body, dict) and step in body
 
 
 def _sentence(detail: ErrorDetails, path: str) -> str:
@@ -86,7 +103,7 @@ def _words(detail: ErrorDetails) -> str:
     return detail["msg"].replace(" after validation", "")
 
 
-def join_path(path: tuple[int | str, ...]) -> str:
+def join_path(path: Path) -> str:
     """`messages[0].content`, as OpenAI writes it."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return cut(text.removeprefix("."))

@@ -170,8 +170,16 @@ def usage(answers: Sequence[Costed], answers_per_prompt: int) -> dict[str, objec
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in prompts)},
-        "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(answer.cached_tokens for answer in prompts),
+            "audio_tokens": 0,
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(answer.reasoning_tokens for answer in answers),
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 

@@ -138,7 +138,7 @@ class PromptEncoder:
             )
         prompt = await self._run(
             tokenizer,
-            _letters(conversation.messages),
+            _letters((conversation.messages, _template_arguments(conversation))),
             lambda: _render(tokenizer, conversation, add_generation_prompt=add_generation_prompt),
         )
         if not isinstance(prompt, str):
@@ -183,9 +183,9 @@ def _is_shared(tokenizer: Tokenizer) -> bool:
     return bool(getattr(_beneath(tokenizer), "is_fast", False))
 
 
-def _letters(messages: object) -> int:
-    """As many as they have, as far as it matters: it is looked at no further than to a long text."""
-    found, pending = 0, [messages]
+def _letters(given: object) -> int:
+    """As many as messages and what goes with them have, as far as it matters: it is looked at no further than to a long text."""
+    found, pending = 0, [given]
     while pending and found <= _LONG:
         value = pending.pop()
         found += len(value) if isinstance(value, str) else _PIECE

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
 MAX_GRAMMAR_BYTES = 256 << 10
-"""What takes llguidance a third of a second at worst; real schemas have some kilobytes."""
+"""What takes llguidance a second, and some for a model's tokens; what takes longer is refused. Real schemas have some kilobytes."""
 _LEXER_STATES = 50_000
 """Of one to two kilobytes each; all answers under one grammar share them."""
 _WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
@@ -83,7 +83,7 @@ def _read_schema(text: str) -> dict[str, object]:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Try to compile a grammar. Takes milliseconds, for a hostile one some hundred, without the GIL.
+    """Try to compile a grammar. Takes milliseconds, and may end the process: see `grammar_trials.py`.
 
     Raises:
         RequestError: it cannot be enforced; why, in llguidance's words.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -51,6 +51,8 @@ class Grammar:
     kind: Literal["json_schema", "json_object", "regex", "lark"]
     text: str
     """The schema as JSON, the expression, or the grammar; empty for any JSON object."""
+    param: str = field(default="", compare=False)
+    """What the request calls that which it comes from, for errors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ from mlx_ring.core.traces import Span
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.answer_text import AnswerText, Reading
 from mlx_ring.engine.detokenizer import Vocabulary
-from mlx_ring.engine.executor import Executor, RankId
+from mlx_ring.engine.executor import Executor, RankId, ranks_that_draw
 from mlx_ring.engine.giving_way import Held, who_gives_way
+from mlx_ring.engine.grammars import Grammars, Settled
 from mlx_ring.engine.meters import EndedRequest, Meter
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.request_traces import RequestTracer
@@ -42,11 +43,13 @@ from mlx_ring.engine.step_deadlines import Predict
 from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.engine.streams import Delta, RequestStream, RequestTimings
 from mlx_ring.engine.totals import StepTotals
-from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
+_GRAMMAR_WITHIN_S = 30.0
+"""What the ranks may take for a grammar: the largest take some seconds, one after the other."""
 _POLICY = Policy()
 
 
@@ -100,6 +103,7 @@ class Engine:
         self._scheduler = Scheduler(
             executor.ranks, instance=instance, epoch=epoch, policy=policy, kv=kv, predict=predict
         )
+        self._grammars = Grammars(ranks_that_draw(executor.ranks))
         self._model_limits = limits
         self._wanted_kv: Mapping[RankId, int] = {}
         """Limits that were given while the engine served; a long sequence that is under way may hold them up."""
@@ -143,10 +147,45 @@ class Engine:
         span = None if self._tracer is None else self._tracer.begin(request)
         sequence.traceparent = "" if span is None else span.traceparent
         self._live[sequence.id] = _Live(sequence, stream, text, span=span, client=CLIENT.get())
+        self._want_grammar(sequence)
         self._scheduler.add(sequence)
         self._send_steps(now)
         self._set_deadline(sequence)
         return stream
+
+    def _want_grammar(self, sequence: Sequence) -> None:
+        wanted = self._grammars.want(sequence)
+        if wanted is not None:
+            self._executor.prepare(wanted)
+            asyncio.get_running_loop().call_later(_GRAMMAR_WITHIN_S, self._give_grammar_up, wanted.id)
+
+    def _give_grammar_up(self, id_: int) -> None:
+        """It is still not there: others come first, or it takes very long."""
+        self._settle(
+            self._grammars.fail(
+                id_,
+                Overloaded(
+                    f"The answer's schema was not ready for this model within {_GRAMMAR_WITHIN_S:g} s; "
+                    "try again later, or make it simpler.",
+                    retry_after_s=_GRAMMAR_WITHIN_S,
+                ),
+            )
+        )
+
+    def prepared(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> None:
+        """A rank has a grammar, or cannot make it."""
+        if self._ended is None:
+            self._settle(self._grammars.answered(rank, prepared))
+
+    def _settle(self, settled: Settled) -> None:
+        """Sequences need wait for their grammar no longer."""
+        for sequence in settled.sequences:
+            if settled.error is None:
+                sequence.awaits_grammar = False
+            else:
+                self._end_with_error(self._live[sequence.id], settled.error)
+        if settled.sequences:
+            self._send_steps(self._clock())
 
     def _set_deadline(self, sequence: Sequence) -> None:
         limit_s = self._policy.request_timeout_s
@@ -303,6 +342,9 @@ class Engine:
             self._scheduler.finish(live.sequence)
         else:
             self._scheduler.abort(live.sequence)
+        unwanted = self._grammars.leave(live.sequence, is_spoiled=reason == "error")
+        if unwanted is not None:
+            self._executor.drop_grammar(unwanted)
         if self._wanted_kv and self._wanted_kv != self._scheduler.kv_limits:
             self._apply_kv_limits()
 

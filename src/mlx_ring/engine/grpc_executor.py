@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError, WorkerLost, WorkerStuck
-from mlx_ring.engine.executor import Listener, RankId
+from mlx_ring.engine.executor import Listener, RankId, ranks_that_draw
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import check_hello
@@ -111,6 +111,18 @@ class GrpcExecutor:
                 message = worker_pb2.StepsRequest(kv_limit=limits[stream.place])
                 stream.outgoing.put_nowait(message.SerializeToString())
 
+    def prepare(self, wanted: worker_pb2.PrepareGrammar) -> None:
+        self._tell_drawing(worker_pb2.StepsRequest(prepare=wanted))
+
+    def drop_grammar(self, id_: int) -> None:
+        self._tell_drawing(worker_pb2.StepsRequest(drop_grammar=id_))
+
+    def _tell_drawing(self, request: worker_pb2.StepsRequest) -> None:
+        message, drawing = request.SerializeToString(), ranks_that_draw(self.ranks)
+        for stream in self._streams:
+            if stream.place in drawing:
+                stream.outgoing.put_nowait(message)
+
     def send(self, step: step_pb2.Step) -> None:
         message = worker_pb2.StepsRequest(step=step).SerializeToString()
         for stream in self._streams:
@@ -131,7 +143,7 @@ class GrpcExecutor:
     async def _read(self, stream: _RankStream) -> None:
         try:
             while (reply := await stream.call.read()) is not grpc.aio.EOF:
-                self._deliver(reply)
+                self._deliver(stream.place, reply)
             self._fail(WorkerLost(f"{stream.peer} ended its stream of answers.").blamed_on(stream.node))
         except RingError as error:
             self._fail(error)
@@ -141,12 +153,16 @@ class GrpcExecutor:
             log.exception("an answer of %s could not be taken", stream.peer)
             self._fail(ServingError(f"An answer of {stream.peer} could not be taken: {error!r}."))
 
-    def _deliver(self, reply: object) -> None:
+    def _deliver(self, place: RankId, reply: object) -> None:
         if not isinstance(reply, worker_pb2.StepsReply):
             raise ProtocolError(f"A worker answered with {type(reply).__name__}.")
         if reply.HasField("failure"):
             raise failure_to_error(reply.failure)
-        if self._listener is not None and self._lost is None:
+        if self._listener is None or self._lost is not None:
+            return
+        if reply.HasField("prepared"):
+            self._listener.prepared(place, reply.prepared)
+        else:
             self._listener.answered(reply.done)
 
     def _fail(self, error: RingError) -> None:

@@ -22,19 +22,18 @@ _MOST_CANDIDATES = (1 << 32) - 1
 
 def open_operation(sequence: Sequence) -> step_pb2.CacheOperation:
     """What makes the sequence known; said once, before its first row."""
-    opened = step_pb2.Open(
-        sequence=sequence.id,
-        sampling=_sampling(sequence),
-        seed=sequence.request.sampling.seed & _SEED_MASK,
-        eos=sorted(sequence.ends),
-        prompt_length=sequence.prompt_length,
-        max_length=sequence.max_length,
-        traceparent=sequence.traceparent,
+    return step_pb2.CacheOperation(
+        open=step_pb2.Open(
+            sequence=sequence.id,
+            sampling=_sampling(sequence),
+            seed=sequence.request.sampling.seed & _SEED_MASK,
+            eos=sorted(sequence.ends),
+            prompt_length=sequence.prompt_length,
+            max_length=sequence.max_length,
+            grammar=sequence.grammar_id,
+            traceparent=sequence.traceparent,
+        )
     )
-    grammar = sequence.request.sampling.grammar
-    if grammar is not None:
-        opened.grammar.kind, opened.grammar.text = grammar.kind, grammar.text
-    return step_pb2.CacheOperation(open=opened)
 
 
 def free_operation(sequence_id: int) -> step_pb2.CacheOperation:

@@ -10,7 +10,7 @@ policy, in short:
   prompt's chunks follow each other through the pipeline, `stages + 1` of them at most; between two decode
   steps of a group at most one goes out, of a size that keeps the promised inter-token latency.
 - Where a sequence's own text says what may come next, its row carries drafts to verify.
-- A sequence is admitted when its KV fits. When KV runs out, the youngest is put back and computed again.
+- A sequence is admitted when its grammar is there, if it has one, and its KV fits. When KV runs out, the youngest is put back and computed again.
 - Operations ride on the next step; where none is under way that could call for one, they go alone.
 """
 
@@ -101,8 +101,9 @@ class Scheduler:
     @property
     def places(self) -> int:
         """How many sequences may come now: to be computed at once, or to wait."""
-        free = 0 if self._waiting else self._policy.max_num_seqs - len(self._running)
-        return max(0, self._policy.max_waiting - len(self._waiting)) + free
+        in_line = any(not sequence.awaits_grammar for sequence in self._waiting.values())
+        free = 0 if in_line else self._policy.max_num_seqs - len(self._running)
+        return max(0, self._policy.max_waiting - len(self._waiting) + free)
 
     @property
     def capacity_tokens(self) -> int | None:
@@ -135,7 +136,7 @@ class Scheduler:
         return len(self._running) + len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence at the end of the line."""
+        """Put a sequence at the end of the line. While it awaits its grammar the others pass."""
         self._waiting[sequence.id] = sequence
 
     def finish(self, sequence: Sequence) -> None:
@@ -277,9 +278,10 @@ class Scheduler:
         self._waiting = dict(sorted(self._waiting.items()))
 
     def _admit(self, now: float) -> None:
-        while self._waiting and len(self._running) < self._most_running:
-            sequence = next(iter(self._waiting.values()))
-            if not self._kv.admit(sequence, self._running):
+        while len(self._running) < self._most_running:
+            ready = (sequence for sequence in self._waiting.values() if not sequence.awaits_grammar)
+            sequence = next(ready, None)
+            if sequence is None or not self._kv.admit(sequence, self._running):
                 return
             del self._waiting[sequence.id]
             self._running[sequence.id] = sequence

@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's tokens, and how far they are computed. Only the scheduler changes it."""
+    """A request's tokens, and how far they are computed. Only the scheduler changes it, and `grammars.py` what it says of that."""
 
     id: int
     request: GenerateRequest
@@ -66,6 +66,10 @@ class Sequence:
     """On the engine's clock, seconds, as are the others."""
     tokens: list[int]
     """The prompt's and those sampled since, all of them final."""
+    grammar_id: int = 0
+    """By which the ranks know its grammar; 0: it has none."""
+    awaits_grammar: bool = False
+    """Whether some rank that draws is still making it."""
     traceparent: str = ""
     """Of the span that what is done for it belongs to; empty where it is not traced."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError
-from mlx_ring.engine.executor import Listener, RankId
+from mlx_ring.engine.executor import Listener, RankId, ranks_that_draw
 from mlx_ring.rpc.failures import error_to_failure
-from mlx_ring.rpc.protos import step_pb2, tensor_pb2
+from mlx_ring.rpc.protos import step_pb2, tensor_pb2, worker_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
 
 NextToken = Callable[[Sequence[int]], int]
@@ -142,7 +142,7 @@ class _Rank:
 class TwinExecutor:
     """Ranks in the process. `tp_sizes` gives the ranks of each stage.
 
-    With `pads` every running sequence holds as much as the longest.
+    With `pads` every running sequence holds as much as the longest; without `makes_grammars` a test says when one is there.
     """
 
     def __init__(
@@ -154,6 +154,7 @@ class TwinExecutor:
         reach: Reach = anywhere,
         pads: bool = False,
         automatic: bool = True,
+        makes_grammars: bool = True,
     ) -> None:
         self._ranks = {
             RankId(stage, rank): _Rank(RankId(stage, rank), reach, pads)
@@ -164,6 +165,13 @@ class TwinExecutor:
         self._next_token = next_token or hash_token(256)
         self._trouble = trouble
         self._automatic = automatic
+        self._makes_grammars = makes_grammars
+        self.grammar_failure: step_pb2.Failure | None = None
+        """Why ranks make no grammar; None: they make any."""
+        self.grammars: dict[int, step_pb2.Grammar] = {}
+        """Those that the ranks were asked for, until they are dropped."""
+        self.wanted: list[step_pb2.Grammar] = []
+        """All of them, in order."""
         self._woken = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -190,6 +198,23 @@ class TwinExecutor:
 
     def limit_kv(self, limits: Mapping[RankId, int]) -> None:
         self.kv_limits = dict(limits)
+
+    def prepare(self, wanted: worker_pb2.PrepareGrammar) -> None:
+        self.grammars[wanted.id] = wanted.grammar
+        self.wanted.append(wanted.grammar)
+        if self._makes_grammars:
+            for rank in ranks_that_draw(self.ranks):
+                asyncio.get_running_loop().call_soon(
+                    self.tell_prepared, rank, wanted.id, self.grammar_failure
+                )
+
+    def drop_grammar(self, id_: int) -> None:
+        del self.grammars[id_]
+
+    def tell_prepared(self, rank: RankId, id_: int, failure: step_pb2.Failure | None = None) -> None:
+        """A rank has made a grammar, or cannot."""
+        if self._listener is not None:
+            self._listener.prepared(rank, worker_pb2.GrammarPrepared(id=id_, failure=failure))
 
     def send(self, step: step_pb2.Step) -> None:
         self.sent.append(step)

@@ -6,7 +6,7 @@ from mlx_ring.core.errors import StaleMessage, VersionMismatch
 from mlx_ring.core.versions import package_version
 from mlx_ring.rpc.protos import hello_pb2
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 def make_hello(

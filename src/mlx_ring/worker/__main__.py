@@ -18,6 +18,7 @@ from mlx_ring.rpc.methods import LOAD, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
 from mlx_ring.rpc.tls.guard import PeerGuard
 from mlx_ring.worker.blas import choose_blas
+from mlx_ring.worker.heap import keep_freed_memory
 from mlx_ring.worker.lean_start import import_mlx_lm
 from mlx_ring.worker.turns import take_long_turns, take_short_turns
 
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     take_turns = take_short_turns if options.in_group else take_long_turns
     take_turns()
+    keep_freed_memory()
     blas = choose_blas(options.blas, options.blas_threads)
     import_mlx_lm()
 

@@ -32,6 +32,7 @@ from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.peers import Revoked, address_of_call, is_local, peer_of_call
 from mlx_ring.worker.device import device_memory, device_name
 from mlx_ring.worker.ending import end_process
+from mlx_ring.worker.grammars import GrammarCompiler, grammar_error
 from mlx_ring.worker.group import GroupPort
 from mlx_ring.worker.jobs import Jobs
 from mlx_ring.worker.runner import StageRunner
@@ -94,6 +95,7 @@ class WorkerFront:
         self._reach = reach or Reach()
         self._jobs: Jobs[Callable[[], None]] = Jobs()
         self._runner: StageRunner | None = None
+        self._grammars: GrammarCompiler | None = None
         self._request: worker_pb2.LoadRequest | None = None
         self._inbox: Inbox | None = None
         self._assigned = threading.Event()
@@ -198,7 +200,7 @@ class WorkerFront:
                 request, inbox, self.hello(), report, trust=self._reach.trust, group_port=self._reach.group
             )
             self._runner, self._dtype, self._kv = built.runner, built.dtype, built.kv
-            self._sends = built.sends
+            self._sends, self._grammars = built.sends, built.grammars
             self._phase = "ready"
             report(worker_pb2.LoadProgress(ready=True, phase="ready", bytes_loaded=self._weight_bytes))
             log.info("ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, device_name())
@@ -237,6 +239,8 @@ class WorkerFront:
             if before is not None and before.fencing_id > hello.fencing_id:
                 self._stream = before
                 raise StaleMessage(f"Head {before.fencing_id} has taken over from head {hello.fencing_id}.")
+            if self._grammars is not None:
+                self._grammars.reset()
         if before is not None:
             before.answers.put(None)
         self._enter_epoch(hello.epoch)
@@ -254,10 +258,15 @@ class WorkerFront:
     def _read_steps(self, requests: Iterator[worker_pb2.StepsRequest], stream: _StepStream) -> None:
         try:
             for request in requests:
-                if request.HasField("kv_limit"):
-                    self._jobs.put(partial(self._limit_kv, stream, request.kv_limit))
-                else:
-                    self._jobs.put(_StepJob(self, stream, request.step, monotonic_us()))
+                match request.WhichOneof("message"):
+                    case "kv_limit":
+                        self._jobs.put(partial(self._limit_kv, stream, request.kv_limit))
+                    case "prepare":
+                        self._prepare(stream, request.prepare)
+                    case "drop_grammar":
+                        self._jobs.put(partial(self._drop_grammar, stream, request.drop_grammar))
+                    case _:
+                        self._jobs.put(_StepJob(self, stream, request.step, monotonic_us()))
         except grpc.RpcError:
             log.info("the head's step stream ended")
         finally:
@@ -266,6 +275,24 @@ class WorkerFront:
     def _limit_kv(self, stream: _StepStream, limit_bytes: int) -> None:
         if stream is self._stream and self._runner is not None:
             self._runner.limit_kv(limit_bytes)
+
+    def _prepare(self, stream: _StepStream, wanted: worker_pb2.PrepareGrammar) -> None:
+        """Have a grammar compiled while steps go on."""
+
+        def tell(error: BaseException | None) -> None:
+            prepared = worker_pb2.GrammarPrepared(
+                id=wanted.id, failure=None if error is None else error_to_failure(grammar_error(error))
+            )
+            stream.answers.put(worker_pb2.StepsReply(prepared=prepared))
+
+        with self._lock:
+            if stream is self._stream and self._grammars is not None:
+                self._grammars.prepare(wanted, tell)
+
+    def _drop_grammar(self, stream: _StepStream, id_: int) -> None:
+        """Compute thread: behind the steps that came before."""
+        if stream is self._stream and self._grammars is not None:
+            self._grammars.drop(id_)
 
     def execute(self, stream: _StepStream, step: step_pb2.Step, arrived_us: int) -> None:
         """Compute thread: take in one step, unless another head has taken over since it came."""

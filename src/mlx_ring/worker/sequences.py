@@ -52,7 +52,7 @@ class OpenSequence:
         """Raises `RequestError` for sampling that a model of this vocabulary cannot apply."""
         sampling = Parameters.from_message(opened.sampling)
         sampling.check(vocabulary)
-        grammar = grammars.begin(opened) if grammars is not None and opened.HasField("grammar") else None
+        grammar = grammars.begin(opened) if grammars is not None and opened.grammar else None
         return cls(opened, list(opened.tokens), sampling, frozenset(opened.eos), grammar=grammar)
 
     def sampler_row(self, position: int, allowed: Allowed | None = None) -> SamplerRow:

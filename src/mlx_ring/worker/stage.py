@@ -49,6 +49,8 @@ class BuiltStage:
     kv: worker_pb2.KvTraits
     sends: Callable[[], worker_pb2.LinkUse | None]
     """What its link to the next stage was used for; any thread may ask."""
+    grammars: GrammarCompiler
+    """Any thread may ask it for some; its runner names them."""
 
 
 def resolve_dtype(asked: str, folder: ModelFolder) -> DType:
@@ -135,10 +137,11 @@ def build_stage(
     links = _join_links(assignment, inbox, hello, model, trust, packer)
     if stages is not None:
         links = over_collectives(links, assignment, model, stages)
-    runner = StageRunner(assignment, model, kv, links, group, GrammarCompiler(folder))
+    grammars = GrammarCompiler(folder)
+    runner = StageRunner(assignment, model, kv, links, group, grammars)
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _warm_up(model, kv)
-    return BuiltStage(runner, dtype, kv.traits(), partial(_sends, assignment, packer))
+    return BuiltStage(runner, dtype, kv.traits(), partial(_sends, assignment, packer), grammars)
 
 
 def _packer(assignment: worker_pb2.StageAssignment) -> Packer | None:

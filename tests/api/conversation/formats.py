@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_ring.api.conversation.asked import Tool
 from mlx_ring.api.conversation.calls import CallRules
-from mlx_ring.api.conversation.format import CallMarks, ChatFormat, Marks
+from mlx_ring.api.conversation.format import CallMarks, ChatFormat, Marks, parser_of
 from mlx_ring.api.conversation.parts import AnswerPart
 from mlx_ring.api.conversation.reader import AnswerReader, ReadingRules, join_parts
 from mlx_ring.core.bare_package import import_bare
@@ -30,7 +30,8 @@ def call_marks(parser: str) -> CallMarks:
     """Those of one of mlx-lm's parsers."""
     import_bare("mlx_lm")
     module: Any = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
-    return CallMarks(module.tool_call_start, module.tool_call_end, parser, module.parse_tool_call)
+    parse = parser_of(parser, module.parse_tool_call)
+    return CallMarks(module.tool_call_start, module.tool_call_end, parser, parse)
 
 
 QWEN = ChatFormat(THOUGHTS, call_marks("json_tools"))

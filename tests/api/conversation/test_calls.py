@@ -117,6 +117,22 @@ def test_json_that_is_no_call_is_content(text: str) -> None:
     assert (answer.content, answer.calls) == (said, [])
 
 
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("days:[1,2],city:<escape>a}, b<escape>", {"days": [1, 2], "city": "a}, b"}),
+        ("city:{name:<escape>Rome<escape>,at:[1.5,2]}", {"city": {"name": "Rome", "at": [1.5, 2]}}),
+        ("city:Rome,days:2", {"city": "Rome", "days": 2}),
+        ('city:<escape><|"|><escape>', {"city": '<|"|>'}),
+    ],
+)
+def test_function_gemma_may_write_lists_and_braces_and_leave_quotes_out(written: str, arguments: Any) -> None:
+    """mlx-lm's own parser ends at the first comma or brace."""
+    said = f"<start_function_call>call:get_weather{{{written}}}<end_function_call>"
+    (call,) = answer_of([said], "function_gemma").calls
+    assert json.loads(call.arguments) == arguments
+
+
 def test_half_a_character_in_arguments_can_be_sent() -> None:
     said = '<tool_call>{"arguments": {"city": "\\ud83d é"}, "name": "get_time"}</tool_call>'
     (call,) = answer_of([said], "json_tools").calls

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 from dataclasses import replace
 from typing import Any, Literal, cast
 
 import jsonschema
+import numpy as np
 import pytest
 from llguidance import LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from tests.api.conversation.formats import read, rules
 from tests.api.conversation.written_calls import (
     ARGUMENTS,
     CLOCK,
+    END,
     FORMATS,
     IDS,
     LEAST,
@@ -24,6 +29,7 @@ from tests.api.conversation.written_calls import (
     tokenizer,
 )
 
+from mlx_ring.api.conversation.answering import ChatAnswer
 from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool, ToolUse
 from mlx_ring.api.conversation.format import CallMarks, ChatFormat, Marks
 from mlx_ring.api.conversation.grammars import GrammarChecks, answer_grammar
@@ -183,10 +189,158 @@ def test_a_tool_that_must_be_called_is_the_only_one() -> None:
     assert not lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
 
 
-@pytest.mark.parametrize("parser", ["gemma4", "function_gemma", "muse_spark"])
-def test_formats_without_a_grammar_are_refused_by_name(parser: str) -> None:
-    with pytest.raises(RequestError, match=parser):
-        grammar_of(Written(parser, "", "", ""), asked(WEATHER))
+MUSE_ADDED = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
+MUSE = Written(
+    "muse_spark",
+    '\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Rome</atem:parameter>\n'
+    '<atem:parameter name="unit">C</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
+    '<atem:parameter name="hours">[8, 20]</atem:parameter>\n</atem:invoke>\n',
+    '\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Rome</atem:parameter>\n'
+    '<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n',
+    '\n<atem:invoke name="clock">\n</atem:invoke>\n',
+    added=MUSE_ADDED,
+)
+
+
+def muse_format() -> ChatFormat:
+    return ChatFormat(calls=MUSE.marks(), begins="header", added=tokenizer(MUSE_ADDED)[1])
+
+
+def test_muse_thinks_and_calls_or_answers_in_its_messages() -> None:
+    thought = " to=self<|message|>Rome.<|eom|><|start|>assistant"
+    call = f" to=get_weather<|message|>{MUSE.whole(MUSE.call)}"
+    must = answer_grammar(muse_format(), asked(WEATHER, CLOCK), thinking_open=False)
+    assert lets_through(must, thought + call, MUSE)
+    assert lets_through(
+        must, f"{call}<|eom|><|start|>assistant to=clock<|message|>{MUSE.whole(MUSE.none)}", MUSE
+    )
+    assert lets_through(
+        must, f" to=get_weather<|message|>{MUSE.whole(MUSE.call + MUSE.least[1:])}<|eot|>", MUSE
+    )
+    for wrong in WRONG:
+        assert not lets_through(must, call.replace(*wrong), MUSE)
+    answer = " to=user<|message|>It is warm."
+    assert not lets_through(must, answer, MUSE)
+    alone = answer_grammar(muse_format(), asked(WEATHER, parallel=False), thinking_open=False)
+    assert not lets_through(alone, f"{call}<|eom|><|start|>assistant{call}", MUSE)
+    may = answer_grammar(muse_format(), asked(WEATHER, choice="auto"), thinking_open=False)
+    assert lets_through(may, thought + answer, MUSE)
+    said = " to=commentary<|message|>Let me see.<|eom|><|start|>assistant"
+    assert lets_through(may, thought + said + call, MUSE)
+    formed = answer_grammar(muse_format(), under(SCHEMA), thinking_open=False)
+    assert lets_through(formed, f"{thought} to=user<|message|>{LEAST}", MUSE)
+    assert not lets_through(formed, answer, MUSE)
+
+
+def test_what_a_muse_would_read_as_json_is_no_string_unless_it_is_written_as_one() -> None:
+    def call(city: str) -> str:
+        return f" to=get_weather<|message|>{MUSE.whole(MUSE.least.replace('Rome', city))}"
+
+    grammar = answer_grammar(muse_format(), asked(WEATHER), thinking_open=False)
+    for city in ("3", "-1.5e3", "true", "null", "[1]", '{"a": 1}', '"a" b'):
+        assert not lets_through(grammar, call(city), MUSE)
+    closed = "3</atem:parameter>\n"
+    assert not lets_through(grammar, call(f"{closed}Rome"), MUSE)
+    for city in ("3 hills", "nullify", "2026-11-22", '"3"', "a < b"):
+        assert lets_through(grammar, call(city), MUSE)
+
+
+def test_a_tool_that_muse_would_take_for_somebody_is_refused() -> None:
+    with pytest.raises(RequestError, match="'user'"):
+        answer_grammar(muse_format(), asked(Tool("user", strict=True)), thinking_open=False)
+
+
+RICH: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "who": {"$ref": "#/$defs/person"},
+        "Note": {"type": "string", "minLength": 2, "maxLength": 4},
+        "code": {"type": "string", "pattern": "^[a-c]/\\d{2,3}$"},
+        "content-type": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "kind": {"enum": ["a}", "b,c", 'd"', 7, None, True, [1, "x"], {"k": "v"}]},
+        "size": {"type": ["integer", "boolean"], "minimum": 3, "maximum": 40},
+        "pairs": {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "number"}, "maxItems": 1},
+            "minItems": 1,
+        },
+        "more": {"type": "object", "additionalProperties": {"type": "boolean"}},
+        "free": {},
+    },
+    "required": ["who", "Note", "code", "content-type", "kind"],
+    "$defs": {
+        "person": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "boss": {"anyOf": [{"$ref": "#/$defs/person"}, {"type": "null"}]},
+            },
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def written_at_random(grammar: Grammar | None, written: Written, chance: random.Random) -> str:
+    """An answer drawn from what is allowed; marks are likelier, for it to end."""
+    assert grammar is not None
+    known, ids = tokenizer(written.added)
+    matcher = LLMatcher(known, to_llguidance(grammar.kind, grammar.text), log_level=0)
+    assert matcher.get_error() == ""
+    likely = {END, *ids.values(), *known.tokenize_str("]}<")}
+    mask, tokens = allocate_token_bitmask(1, known.vocab_size), list[int]()
+    while not matcher.is_stopped() and len(tokens) < 3000:
+        fill_next_token_bitmask(matcher, mask)
+        allowed = [int(token) for token in np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]]
+        ending = [token for token in allowed if token in likely]
+        token = chance.choice(ending if ending and chance.random() < 0.3 else allowed)
+        assert matcher.consume_token(token)
+        tokens.append(token)
+    assert matcher.is_accepting()
+    return known.decode_str([token for token in tokens if token != END])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "written", [format_of("gemma4"), format_of("function_gemma")], ids=lambda each: each.parser
+)
+def test_whatever_gemma_may_write_is_read_as_arguments_that_hold_to_the_schema(
+    written: Written, *, strict: bool
+) -> None:
+    tool = Tool("f-1", parameters=RICH, strict=strict)
+    grammar = grammar_of(written, asked(tool, parallel=False))
+    for seed in range(8):
+        said = written_at_random(grammar, written, random.Random(seed))
+        given = rules(written.format(), tools=[tool])
+        answer = ChatAnswer(parts=read([said], given))
+        assert [call.name for call in answer.calls] == ["f-1"], said
+        jsonschema.validate(json.loads(answer.calls[0].arguments), RICH)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "string", "format": "date"}, "'format'"),
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
+        ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "'allOf'"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf'"),
+        ({"enum": ['<|"|>']}, "in it"),
+        ({"$ref": "#/$defs/none"}, "none"),
+        (False, "nothing"),
+    ],
+    ids=str,
+)
+def test_what_gemma_cannot_be_held_to_is_refused_for_strict_tools_by_name(schema: Any, says: str) -> None:
+    tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}}, strict=True)
+    with pytest.raises(RequestError, match=says):
+        grammar_of(format_of("gemma4"), asked(tool))
+
+
+def test_a_format_without_a_grammar_is_refused_by_name() -> None:
+    marks = replace(JSON_TOOLS.marks(), parser="unheard_of")
+    with pytest.raises(RequestError, match="unheard_of"):
+        answer_grammar(ChatFormat(calls=marks), asked(WEATHER), thinking_open=False)
 
 
 def problem(conversation: Conversation, format_: ChatFormat) -> RequestError:
@@ -211,7 +365,7 @@ def problem(conversation: Conversation, format_: ChatFormat) -> RequestError:
         ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
         ({"enum": ["x" * 300_000]}, "262144"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_schema_that_cannot_be_enforced_is_refused_and_says_what_of_it(schema: Any, says: str) -> None:
     error = problem(under(schema, param="text.format.schema"), ChatFormat())
@@ -255,6 +409,11 @@ def test_what_cannot_be_enforced_of_a_tool_that_is_not_strict_is_left_out() -> N
     assert not lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call.replace("3", "15")))
 
 
+def _behind(written: Written) -> str:
+    """What follows a string."""
+    return written.least.partition("Rome")[2].partition(">")[0] + ">"
+
+
 @pytest.mark.parametrize("parser", ["qwen3_coder", "minimax_m2", "minicpm5"])
 def test_a_string_that_would_be_read_as_null_is_stopped(parser: str) -> None:
     written = format_of(parser)
@@ -262,6 +421,9 @@ def test_a_string_that_would_be_read_as_null_is_stopped(parser: str) -> None:
     for city, passes in (("Null", False), ("Nullarbor", True), ("Annull", True)):
         call = written.whole(written.least.replace("Rome", city))
         assert lets_through(grammar, call, written) == passes
+    # Behind a null that is none its mark must not come all the same, with more behind that.
+    twice = written.least.replace("Rome", f"null{_behind(written)}Rome")
+    assert not lets_through(grammar, written.whole(twice), written)
 
 
 @pytest.mark.parametrize(

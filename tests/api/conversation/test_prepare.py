@@ -60,6 +60,32 @@ def test_the_last_message_is_gone_on_with(beginning: str, *, opened: bool) -> No
     assert chat.rules[0].thinking_open is opened
 
 
+CALL: dict[str, object] = {"type": "function", "function": {"name": "f", "arguments": {}}}
+THOUGHTS: dict[str, object] = {"reasoning_content": "Hm.", "reasoning": "Hm.", "thinking": "Hm."}
+
+
+def test_templates_find_thoughts_by_each_of_their_names() -> None:
+    """Qwen's, Gemma's and gpt-oss's."""
+    service = TwinService(tokenizer=MarkingTokenizer())
+    called: dict[str, object] = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
+    plain = {"role": "assistant", "content": "One."}
+    prepare(Conversation([USER, {**called, "reasoning_content": "Hm."}, plain]), service)
+    assert service.tokenizer.conversation == [USER, {**called, **THOUGHTS}, plain]
+
+
+def test_gpt_oss_is_told_one_thought_beside_a_call() -> None:
+    """Its template refuses content there beside a thought, and shows it as one without."""
+    tokenizer = ByteTokenizer()
+    names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>")
+    tokenizer.special = dict(enumerate(names, start=256))
+    service = TwinService(tokenizer=tokenizer)
+    both: dict[str, object] = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
+    prepare(Conversation([USER, both | {"tool_calls": [CALL]}, both]), service)
+    _, called, said = tokenizer.conversation
+    assert (called["content"], called["thinking"]) == ("", "Hm.\nI look.")
+    assert (said["content"], said["thinking"]) == ("I look.", "Hm.")
+
+
 def test_a_format_is_of_a_whole_answer_and_not_of_the_rest_of_one() -> None:
     begun = Conversation([USER, {"role": "assistant", "content": "{"}], continues=True)
     with pytest.raises(RequestError, match="whole answer") as refused:

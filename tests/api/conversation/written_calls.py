@@ -12,7 +12,7 @@ from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_ring.api.conversation.asked import Tool
-from mlx_ring.api.conversation.format import CallMarks, ChatFormat, Marks
+from mlx_ring.api.conversation.format import CallMarks, ChatFormat, Marks, parser_of
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -35,6 +35,7 @@ MARKS = (
     *("[TOOL_CALLS]", "[ARGS]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
     *("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call_start|>"),
+    *("<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>"),
     *("<|open|>", "<|close|>", "<|sep|>", "<minimax:tool_call>", "</minimax:tool_call>"),
 )
 END = 0
@@ -58,7 +59,8 @@ class Written:
 
     def marks(self) -> CallMarks:
         module: Any = import_module(f"mlx_lm.tool_parsers.{self.parser}")
-        return CallMarks(module.tool_call_start, module.tool_call_end, self.parser, module.parse_tool_call)
+        parse = parser_of(self.parser, module.parse_tool_call)
+        return CallMarks(module.tool_call_start, module.tool_call_end, self.parser, parse)
 
     def whole(self, call: str) -> str:
         marks = self.marks()
@@ -113,6 +115,16 @@ def _tagged(heading: str, argument: str, end: str) -> tuple[str, str, str]:
     return write("get_weather", full), write("get_weather", least), write("clock", {})
 
 
+def _gemma(quote: str) -> tuple[str, str, str]:
+    """In the order of names."""
+    city, unit = f"city:{quote}Rome{quote}", f"unit:{quote}C{quote}"
+    return (
+        f"call:get_weather{{{city},days:3,hours:[8,20],{unit}}}",
+        f"call:get_weather{{{city},days:3}}",
+        "call:clock{}",
+    )
+
+
 _GLM = (*_tagged("{}", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "")[:2], "")
 FORMATS = (
     Written("json_tools", *_JSON),
@@ -134,6 +146,9 @@ FORMATS = (
         "[clock()]",
         together=", ",
     ),
+    Written("gemma4", *_gemma('<|"|>')),
+    Written("function_gemma", *_gemma("<escape>")),
+    Written("function_gemma", *_gemma("<escape>"), added=("<start_function_call>", "<end_function_call>")),
     Written("glm47", *_GLM),
     Written("laguna", *_GLM),
     Written(

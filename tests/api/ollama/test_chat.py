@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
+from contextlib import closing
 
 import pytest
 from ollama import Client, Options, ResponseError
@@ -33,7 +34,7 @@ def thinking_service() -> TwinService:
 
 @pytest.fixture(scope="module")
 def client() -> Generator[Client]:
-    with serving(TwinService()) as url, Client(url) as client:
+    with serving(TwinService()) as url, closing(Client(url)) as client:
         yield client
 
 
@@ -82,7 +83,7 @@ def test_log_probabilities_of_every_token_are_given_where_they_are_asked_for(cli
 
 def test_thoughts_and_calls_come_apart_from_content_and_calls_come_whole() -> None:
     service = thinking_service()
-    with serving(service) as url, Client(url) as client:
+    with serving(service) as url, closing(Client(url)) as client:
         whole = client.chat("twin", MESSAGES, tools=[ADD], think=True)
         pieces = list(client.chat("twin", MESSAGES, tools=[ADD], think=True, stream=True))
     assert service.tokenizer.template_kwargs["enable_thinking"] is True
@@ -108,7 +109,7 @@ def test_what_was_called_and_what_came_of_it_reach_the_template(api: Api) -> Non
         {
             "role": "assistant",
             "content": "",
-            "reasoning_content": "Hm.",
+            **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Hm."),
             "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
         },
         {"role": "tool", "content": "1", "name": "add"},
@@ -127,13 +128,7 @@ def test_a_format_is_asked_of_the_sampler_in_every_way_of_asking(api: Api) -> No
     api.post("/api/chat", {"messages": MESSAGES} | asked)
     api.post("/api/generate", {"prompt": "x"} | asked)
     api.post("/api/generate", {"prompt": "x", "raw": True} | asked)
-    sent = [
-        operation.open
-        for step in api.service.executor.sent
-        for operation in step.operations
-        if operation.HasField("open")
-    ]
-    assert [opened.grammar.kind for opened in sent] == ["json_object"] * 3
+    assert [wanted.kind for wanted in api.service.executor.wanted] == ["json_object"] * 3
     refused = api.post("/api/chat", {"messages": MESSAGES, "format": {"not": {"type": "null"}}})
     assert (refused.status_code, '"not"' in refused.json()["error"]) == (400, True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import closing
 
 import pytest
 from ollama import Client, ResponseError
@@ -23,7 +24,7 @@ METADATA = {
 def client() -> Generator[Client]:
     service = TwinService()
     service.metadata = dict(METADATA)
-    with serving(service) as url, Client(url) as client:
+    with serving(service) as url, closing(Client(url)) as client:
         yield client
 
 

@@ -15,9 +15,11 @@ from tests.tiny_model import write_tiny_model
 from tests.worker.stages import (
     CUTS,
     Pipeline,
+    ReadyGrammars,
     Steps,
     answer_all,
     chunk,
+    grammar_id,
     make_stages,
     open_sequence,
     previous,
@@ -29,7 +31,7 @@ from tests.worker.stages import (
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.grammars import AnswerGrammar, Drawing, GrammarCompiler, make_masks
+from mlx_ring.worker.grammars import AnswerGrammar, Drawing, make_masks
 from mlx_ring.worker.grammars.answer import Compiled
 from mlx_ring.worker.sequences import SequenceTable
 
@@ -58,8 +60,7 @@ def under(
     operation = open_sequence(sequence, len(PROMPT), eos, **sampling)
     operation.open.max_length = 1600
     operation.open.seed = sequence
-    operation.open.grammar.kind = kind
-    operation.open.grammar.text = schema if isinstance(schema, str) else json.dumps(schema)
+    operation.open.grammar = grammar_id(kind, schema if isinstance(schema, str) else json.dumps(schema))
     return operation
 
 
@@ -265,7 +266,7 @@ class NoKv:
 
 
 def test_a_parked_sequence_keeps_no_grammar(folder: Path) -> None:
-    compiler = GrammarCompiler(read_model_folder(folder))
+    compiler = ReadyGrammars(read_model_folder(folder))
     table = SequenceTable(cast("Any", NoKv()), 320, compiler)
     assert table.apply([under(1, SCHEMA)]) == {}
     assert table[1].grammar is not None

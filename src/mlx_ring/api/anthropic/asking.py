@@ -176,6 +176,11 @@ def _template_kwargs(fields: PromptFields, format_: ChatFormat) -> Plain:
     kwargs: Plain = {}
     thinking, effort = fields.thinking, None if fields.output_config is None else fields.output_config.effort
     if thinking is not None:
+        if thinking.type == "disabled" and thinking.budget_tokens is not None:
+            raise RequestError(
+                "'thinking.budget_tokens' is for thoughts, and 'thinking.type' is 'disabled'; leave it out.",
+                param="thinking.budget_tokens",
+            )
         kwargs |= dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled")
         kwargs["thinking_budget"] = thinking.budget_tokens
     kwargs["reasoning_effort"] = effort

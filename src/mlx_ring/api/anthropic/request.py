@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.anthropic.blocks import Message, Text
-from mlx_ring.api.body import Body, refusal
+from mlx_ring.api.body import Body, Refused
 from mlx_ring.api.openai.sampling import Count, SamplingFields, StopString
 from mlx_ring.api.openai.tools import Parameters
 
@@ -27,7 +27,9 @@ def _own_tool(kind: str | None) -> str | None:
 
 
 class Tool(Body):
-    type: Annotated[str | None, AfterValidator(_own_tool)] = None
+    type: Annotated[
+        str | None, AfterValidator(_own_tool), Field(json_schema_extra={"enum": [None, "custom"]})
+    ] = None
     name: Annotated[str, StringConstraints(min_length=1)]
     description: str | None = None
     input_schema: Parameters
@@ -85,7 +87,7 @@ class ContextManagement(Body):
     edits: list[ClearThinking] | None = None
 
 
-_Stateless = Annotated[None, refusal("answers are not kept here; send the whole conversation as 'messages'.")]
+_Stateless = Annotated[None, Refused("answers are not kept here; send the whole conversation as 'messages'.")]
 
 
 class PromptFields(Body):

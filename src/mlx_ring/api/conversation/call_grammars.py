@@ -12,27 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from mlx_ring.api.conversation import gemma
 from mlx_ring.api.conversation.asked import Tool
 from mlx_ring.api.conversation.format import CallMarks
 from mlx_ring.api.conversation.lark import PYTHON_STRINGS, SPACE, LarkGrammar, either
+from mlx_ring.api.conversation.tool_schemas import (
+    NOTHING,
+    STRING_KEYS,
+    Schema,
+    alone_of,
+    options_of,
+    properties_of,
+    required_of,
+    texts_of,
+)
 from mlx_ring.core.errors import RequestError
 
-Schema = Mapping[str, object]
-
-_NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-_LENIENT = {"lenient": True, "coerce_one_of": True}
-"""For tools that are not strict: what cannot be enforced is left out."""
 _COMMA = f'"," {SPACE}?'
-_DEFINITIONS = ("$defs", "definitions")
-_PLAIN_KEYS = frozenset(
-    {
-        *("type", "properties", "required", "additionalProperties", *_DEFINITIONS),
-        *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
-    }
-)
-"""Of a schema of arguments that can be written one by one."""
-_STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
 _JSON_TYPES = ("integer", "number", "boolean", "object", "array")
+_GEMMA_NAME = re.compile(r"[\w-]+", re.ASCII)
+_MUSE_NAME = re.compile(r"(?!(?:self|user|commentary)$)[\w.-]+", re.ASCII)
+"""Of a tool. Others are whom messages may be for."""
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -71,7 +71,7 @@ class _Calls:
 
     def arguments(self, tool: Tool, **options: object) -> str:
         """Of one tool, as one JSON object."""
-        return self.grammar.json(tool.parameters or _NOTHING, **options_of(tool), **options)
+        return self.grammar.json(tool.parameters or NOTHING, **options_of(tool), **options)
 
     def exactly(self, text: str) -> str:
         return self.grammar.exactly(text)
@@ -82,14 +82,39 @@ def write_harmony_calls(grammar: LarkGrammar, tools: Sequence[Tool]) -> list[str
     return [
         grammar.fresh(
             f"{grammar.exactly(f'<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>')} "
-            f"{grammar.json(tool.parameters or _NOTHING, **options_of(tool))} ({grammar.exactly('<|call|>')})?"
+            f"{grammar.json(tool.parameters or NOTHING, **options_of(tool))} ({grammar.exactly('<|call|>')})?"
         )
         for tool in tools
     ]
 
 
-def options_of(tool: Tool) -> Mapping[str, object]:
-    return {} if tool.strict else _LENIENT
+def write_muse_calls(grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool], *, parallel: bool) -> str:
+    """Muse's: each to its tool by name, in one message or several; less the space before the first."""
+    calls = _Calls(grammar, marks, tools, parallel)
+
+    def write(tool: Tool) -> str:
+        _require_muse_names(tool)
+        invoke = grammar.fresh(
+            " ".join(
+                [
+                    calls.exactly(f'<atem:invoke name="{tool.name}">\n'),
+                    *_arguments(grammar, tool, _MUSE),
+                    calls.exactly("</atem:invoke>\n"),
+                ]
+            )
+        )
+        opening = calls.exactly(f"to={tool.name}<|message|>{marks.start}\n")
+        return f"{opening} {calls.repeated(invoke, '')} {calls.exactly(marks.end)}"
+
+    return calls.repeated(calls.one_of(write), calls.exactly("<|eom|><|start|>assistant "))
+
+
+def _require_muse_names(tool: Tool) -> None:
+    if not _MUSE_NAME.fullmatch(tool.name):
+        raise _no_name(tool, tool.name)
+    for name in properties_of(tool):
+        if '"' in name:
+            raise _no_name(tool, name)
 
 
 _Spelling = Callable[[_Calls], tuple[str, str]]
@@ -146,36 +171,43 @@ def _pythonic(calls: _Calls) -> tuple[str, str]:
     """`[f(a=1, b="x"), g()]`."""
 
     def write(tool: Tool) -> str:
-        _require_identifiers(tool, [tool.name.replace(".", "_"), *_properties(tool)])
+        _require_identifiers(tool, [tool.name.replace(".", "_"), *properties_of(tool)])
         values = {
-            name: f"{json.dumps(f'{name}=')} {calls.grammar.json(_alone(tool, schema), **options_of(tool), **PYTHON_STRINGS)}"
-            for name, schema in _properties(tool).items()
+            name: f"{json.dumps(f'{name}=')} {calls.grammar.json(alone_of(tool, schema), **options_of(tool), **PYTHON_STRINGS)}"
+            for name, schema in properties_of(tool).items()
         }
-        return f'{json.dumps(tool.name + "(")} {_in_order(calls.grammar, tool, values)} ")"'
+        return f'{json.dumps(tool.name + "(")} {calls.grammar.in_order(values, required_of(tool), between=_COMMA)} ")"'
 
     call = calls.one_of(write)
     return calls.marks.start, f'"[" {calls.repeated(call, _COMMA)} "]" {calls.exactly(calls.marks.end)}'
 
 
+def _gemma(quote: str) -> _Spelling:
+    """`call:f{a:1}`, each call with marks of its own."""
+
+    def write(calls: _Calls, tool: Tool) -> str:
+        if not _GEMMA_NAME.fullmatch(tool.name):
+            raise _no_name(tool, tool.name)
+        return gemma.write_call(calls.grammar, tool, quote)
+
+    def spell(calls: _Calls) -> tuple[str, str]:
+        call = f"{calls.one_of(lambda tool: write(calls, tool))} {calls.exactly(calls.marks.end)}"
+        again = calls.grammar.fresh(f"{SPACE}? {calls.exactly(calls.marks.start)} {call}")
+        return calls.marks.start, f"{call} ({again})*" if calls.parallel else call
+
+    return spell
+
+
 def _require_identifiers(tool: Tool, names: Sequence[str]) -> None:
     for name in names:
         if not _IDENTIFIER.fullmatch(name):
-            raise RequestError(
-                f"'{name}' of tool '{tool.name}' is no name that this model's format can write.",
-                param="tools",
-            )
+            raise _no_name(tool, name)
 
 
-def _in_order(grammar: LarkGrammar, tool: Tool, values: dict[str, str]) -> str:
-    """Each property once at most, in their order, those that are required always; with commas between."""
-    required = _required(tool)
-    first = after = '""'
-    for name, value in reversed(values.items()):
-        optional = name not in required
-        written = f"{grammar.fresh(value)} {after}"
-        first = grammar.fresh(f"{written} | {first}" if optional else written)
-        after = grammar.fresh(f"{_COMMA} {written} | {after}" if optional else f"{_COMMA} {written}")
-    return first
+def _no_name(tool: Tool, name: str) -> RequestError:
+    return RequestError(
+        f"'{name}' of tool '{tool.name}' is no name that this model's format can write.", param="tools"
+    )
 
 
 # ---- arguments one by one
@@ -191,7 +223,9 @@ class _Tagged:
     no_string: str = ""
     """What a string must not be, for it would be read as something else."""
     any_json: bool = False
-    """Whether JSON of whatever type is read as what it is."""
+    """Whether JSON of whatever type is read as what it is, strings apart."""
+    json_strings: bool = False
+    """Whether strings may be written as JSON too, so that they are read as JSON where they look like it."""
 
 
 def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
@@ -199,11 +233,7 @@ def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
 
     def spell(calls: _Calls) -> tuple[str, str]:
         def write(tool: Tool) -> str:
-            arguments = [
-                calls.grammar.fresh(_argument(calls.grammar, tool, name, schema, argument))
-                + ("" if name in _required(tool) else "?")
-                for name, schema in _properties(tool).items()
-            ]
+            arguments = _arguments(calls.grammar, tool, argument)
             return " ".join(
                 [calls.exactly(call_before.format(tool.name)), *arguments, calls.exactly(call_behind)]
             )
@@ -217,18 +247,19 @@ def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
     return spell
 
 
+def _arguments(grammar: LarkGrammar, tool: Tool, how: _Tagged) -> list[str]:
+    """All of one call, those that may be left out with a question mark."""
+    required = required_of(tool)
+    return [
+        grammar.fresh(_argument(grammar, tool, name, schema, how)) + ("" if name in required else "?")
+        for name, schema in properties_of(tool).items()
+    ]
+
+
 def _argument(grammar: LarkGrammar, tool: Tool, name: str, schema: Schema, how: _Tagged) -> str:
     before = grammar.exactly(how.before.format(name))
-    texts = _texts(schema)
-    if texts is not None:
-        written = either(grammar.exactly(text + how.behind) for text in texts)
-        if all(_is_safe(text, how) for text in texts):
-            return f"{before} {written}"
-    elif schema.get("type") == "string" and (schema.keys() <= _STRING_KEYS or not tool.strict):
-        return f"{before} {grammar.until(how.behind, besides=how.no_string)}"
-    elif schema.get("type") in _JSON_TYPES or (how.any_json and schema.get("type") != "string"):
-        value = grammar.json(_alone(tool, schema), **options_of(tool))
-        return f"{before} {value} {grammar.exactly(how.behind)}"
+    if options := [*_as_text(grammar, tool, schema, how), *_as_json(grammar, tool, schema, how)]:
+        return f"{before} {either(options)}"
     if tool.strict:
         raise RequestError(
             f"Property '{name}' of tool '{tool.name}' cannot be enforced in this model's format, which writes strings "
@@ -238,15 +269,36 @@ def _argument(grammar: LarkGrammar, tool: Tool, name: str, schema: Schema, how: 
     return f"{before} {grammar.until(how.behind)}"
 
 
-def _texts(schema: Schema) -> list[str] | None:
-    """The texts of which a property is one, where that is so."""
-    if not schema.keys() <= _STRING_KEYS:
-        return None
-    given = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(given, list) or not given:
-        return None
-    values = cast("list[object]", given)
-    return [str(value) for value in values] if all(isinstance(value, str) for value in values) else None
+def _as_text(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> list[str]:
+    """A string without quotes, where it can be told to be the right one."""
+    texts = texts_of(schema)
+    if texts is not None:
+        safe = all(_is_safe(text, how) for text in texts)
+        return [grammar.exactly(text + how.behind) for text in texts] if safe else []
+    if not any(each.keys() <= STRING_KEYS or not tool.strict for each in _strings(schema, how)):
+        return []
+    return [grammar.until(how.behind, besides=how.no_string)]
+
+
+def _strings(schema: Schema, how: _Tagged) -> list[Schema]:
+    """The schema if it is of a string, or those of its choices that are."""
+    if not how.json_strings or "anyOf" not in schema:
+        return [schema] if schema.get("type") == "string" else []
+    options = schema["anyOf"]
+    given = cast("list[object]", options) if isinstance(options, list) else []
+    choices = [cast("Schema", each) for each in given if isinstance(each, dict)]
+    return [each for each in choices if each.get("type") == "string" and texts_of(each) is None]
+
+
+def _as_json(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> list[str]:
+    if how.json_strings:
+        told = True
+    elif texts_of(schema) is not None or schema.get("type") == "string":
+        told = False
+    else:
+        told = how.any_json or schema.get("type") in _JSON_TYPES
+    value = grammar.json(alone_of(tool, schema), **options_of(tool)) if told else ""
+    return [f"{value} {grammar.exactly(how.behind)}"] if told else []
 
 
 def _is_safe(text: str, how: _Tagged) -> bool:
@@ -258,43 +310,13 @@ def _is_safe(text: str, how: _Tagged) -> bool:
     )
 
 
-def _properties(tool: Tool) -> Mapping[str, Schema]:
-    """Of a tool whose arguments come one by one.
-
-    Raises:
-        RequestError: it is strict, and says more of its arguments than what each of them is.
-    """
-    schema = tool.parameters or _NOTHING
-    others = sorted(schema.keys() - _PLAIN_KEYS)
-    if others and tool.strict:
-        raise RequestError(
-            f"'{others[0]}' in the parameters of tool '{tool.name}' cannot be enforced in this model's format.",
-            param="tools",
-        )
-    properties = schema.get("properties", {})
-    if not isinstance(properties, Mapping):
-        raise RequestError(f"'properties' of tool '{tool.name}' is no object.", param="tools")
-    given = cast("Mapping[str, object]", properties)
-    missing = [name for name in _required(tool) if name not in given]
-    if missing and tool.strict:
-        raise RequestError(f"Tool '{tool.name}' requires '{missing[0]}', which has no schema.", param="tools")
-    return {
-        name: cast("Schema", value) if isinstance(value, Mapping) else {} for name, value in given.items()
-    }
-
-
-def _required(tool: Tool) -> list[str]:
-    required = (tool.parameters or _NOTHING).get("required", [])
-    return [str(name) for name in cast("list[object]", required)] if isinstance(required, list) else []
-
-
-def _alone(tool: Tool, schema: Schema) -> Schema:
-    """A property's schema with the definitions that it may refer to."""
-    given = tool.parameters or {}
-    return {**{key: given[key] for key in _DEFINITIONS if key in given}, **schema}
-
-
 _GLM = _Tagged("<arg_key>{}</arg_key><arg_value>", "</arg_value>", any_json=True)
+_MUSE = _Tagged(
+    '<atem:parameter name="{}">',
+    "</atem:parameter>\n",
+    no_string=r'\s*(-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null|NaN|-?Infinity|["\[{](?s:.*))\s*',
+    json_strings=True,
+)
 _NULLS = "(?i:null|none|nil)"
 _SPELLINGS: Mapping[str, _Spelling] = {
     "json_tools": _json_tools,
@@ -303,6 +325,8 @@ _SPELLINGS: Mapping[str, _Spelling] = {
     "kimi_k2": _kimi_k2,
     "kimi_k3": _kimi_k3,
     "pythonic": _pythonic,
+    "gemma4": _gemma(gemma.QUOTE),
+    "function_gemma": _gemma(gemma.FUNCTION_GEMMA_QUOTE),
     "glm47": _tagged("{}", "", _GLM),
     "laguna": _tagged("{}", "", _GLM),
     "qwen3_coder": _tagged(
@@ -321,5 +345,4 @@ _SPELLINGS: Mapping[str, _Spelling] = {
         _Tagged('<param name="{}">', "</param>", no_string=rf"\s*({_NULLS}|<!\[CDATA\[(?s:.*))\s*"),
     ),
 }
-"""By the name of mlx-lm's parser. Those of function_gemma, gemma4 and muse_spark have no quotes to hold on to, or headers around
-every part of an answer."""
+"""By the name of mlx-lm's parser. Those that have a header around every part of an answer are written apart."""

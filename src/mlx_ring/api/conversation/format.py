@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
-from mlx_ring.api.conversation import harmony
+from mlx_ring.api.conversation import gemma, harmony
 from mlx_ring.api.service import Tokenizer
 
 State = Literal["start", "content", "reasoning", "calls", "header"]
@@ -160,7 +161,15 @@ def _read_calls(tokenizer: Tokenizer) -> CallMarks | None:
         return None
     parser = parse.__module__.rpartition(".")[2]
     inner = _INNER_MARKS.get(parser, ())
-    return CallMarks(start, tokenizer.tool_call_end or "", parser, parse, inner)
+    return CallMarks(start, tokenizer.tool_call_end or "", parser, parser_of(parser, parse), inner)
+
+
+def parser_of(name: str, own: ParseCalls) -> ParseCalls:
+    """What reads calls of a format: mlx-lm's own parser, or a better one that mlx-lm has under another name."""
+    if name != "function_gemma":
+        return own
+    module = importlib.import_module(own.__module__.replace(name, "gemma4"))
+    return gemma.parse_function_gemma(own, module.parse_tool_call)
 
 
 def _read_turns(

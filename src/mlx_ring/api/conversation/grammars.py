@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import blake2b
 
-from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool
-from mlx_ring.api.conversation.call_grammars import options_of, write_calls, write_harmony_calls
+from mlx_ring.api.conversation.asked import AnswerFormat, Conversation, Tool, ToolUse
+from mlx_ring.api.conversation.call_grammars import (
+    write_calls,
+    write_harmony_calls,
+    write_muse_calls,
+)
 from mlx_ring.api.conversation.format import CallMarks, ChatFormat
-from mlx_ring.api.conversation.lark import ANY_TEXT, SPACE, LarkGrammar
+from mlx_ring.api.conversation.lark import ANY_TEXT, SPACE, LarkGrammar, either
+from mlx_ring.api.conversation.tool_schemas import options_of
 from mlx_ring.core.errors import RequestError
-from mlx_ring.core.grammars import check_grammar
+from mlx_ring.core.grammar_trials import GrammarTrials
 from mlx_ring.core.types import Grammar
 
 _WITHIN_S = 10.0
@@ -33,6 +39,16 @@ def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_o
     Raises:
         RequestError: it cannot be enforced in this model's format.
     """
+    grammar = _grammar(format, conversation, thinking_open=thinking_open)
+    return None if grammar is None else replace(grammar, param=_param(conversation))
+
+
+def _param(conversation: Conversation) -> str:
+    """Where the request says what its answer must match."""
+    return "tools" if conversation.format.kind == "text" else conversation.format.param
+
+
+def _grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: bool) -> Grammar | None:  # noqa: A002 - as above
     use, content = conversation.tool_use, conversation.format
     calls = format.calls if use.callable_tools else None
     must_call = use.choice == "required"
@@ -43,8 +59,10 @@ def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_o
     plain = None if must_call else _content(grammar, content)
     for tool in use.callable_tools:
         _check_options(tool)
-    if format.calls is not None and format.calls.parser == "harmony":
-        grammar.add("start", _harmony(grammar, use.callable_tools, None if must_call else plain or ANY_TEXT))
+    write_messages = _MESSAGES.get(format.calls.parser) if format.calls is not None else None
+    if format.calls is not None and format.begins == "header" and write_messages is not None:
+        final = None if must_call else plain or ANY_TEXT
+        grammar.add("start", write_messages(grammar, format.calls, use, final))
         return Grammar("lark", grammar.write())
     _refuse_headers(format, content)
     may_think = thinking_open or not _is_told_not_to_think(conversation)
@@ -137,14 +155,34 @@ def _with_calls(grammar: LarkGrammar, marks: CallMarks, conversation: Conversati
     return f"{then}* {ANY_TEXT}" if use.parallel else f"({then} {SPACE}? | {ANY_TEXT})"
 
 
-def _harmony(grammar: LarkGrammar, tools: Sequence[Tool], final: str | None) -> str:
+def _harmony(grammar: LarkGrammar, _marks: CallMarks, use: ToolUse, final: str | None) -> str:
     """gpt-oss's answers are messages with a channel each: thoughts, and then what is `final`, or a call."""
     start = grammar.exactly("<|start|>assistant")
     thought = f"{grammar.exactly('<|channel|>analysis<|message|>')} {grammar.until('<|end|>')} {start}"
-    last = write_harmony_calls(grammar, tools)
+    last = write_harmony_calls(grammar, use.callable_tools)
     if final is not None:
         last.append(f"{grammar.exactly('<|channel|>final<|message|>')} {final}")
     return f"({thought})* ({' | '.join(last)})"
+
+
+def _muse(grammar: LarkGrammar, marks: CallMarks, use: ToolUse, final: str | None) -> str:
+    """Muse's say to whom they are: to itself what it thinks, and then what is for the user, or calls to tools."""
+    asides = ["self"] if final is None else ["self", "commentary"]
+    begins = either(grammar.exactly(f"to={whom}<|message|>") for whom in asides)
+    aside = f'" "? {begins} {grammar.until("<|eom|>")} {grammar.exactly("<|start|>assistant")}'
+    last: list[str] = []
+    if use.callable_tools:
+        last.append(write_muse_calls(grammar, marks, use.callable_tools, parallel=use.parallel))
+    if final is not None:
+        last.append(f"{grammar.exactly('to=user<|message|>')} {final}")
+    return f'({aside})* " "? {either(last)} ({grammar.exactly("<|eot|>")})?'
+
+
+_MESSAGES: Mapping[str, Callable[[LarkGrammar, CallMarks, ToolUse, str | None], str]] = {
+    "harmony": _harmony,
+    "muse_spark": _muse,
+}
+"""Formats whose answers are messages with headers, by the name of the parser of their calls."""
 
 
 def _check_options(tool: Tool) -> None:
@@ -160,6 +198,7 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._trials = GrammarTrials()
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """By their digests, for clients decide how long they are: what is wrong with them; empty: nothing."""
 
@@ -176,9 +215,7 @@ class GrammarChecks:
                 raise RequestError(
                     f"Tool '{tool.name}': {alone}", param=f"tools[{number}].function.parameters"
                 )
-        raise RequestError(
-            problem, param="tools" if conversation.format.kind == "text" else conversation.format.param
-        )
+        raise RequestError(problem, param=_param(conversation))
 
     async def _problem(self, grammar: Grammar) -> str:
         key = blake2b(
@@ -189,7 +226,7 @@ class GrammarChecks:
             loop = asyncio.get_running_loop()
             try:
                 async with asyncio.timeout(_WITHIN_S):
-                    known = await loop.run_in_executor(self._thread, _problem_of, grammar)
+                    known = await loop.run_in_executor(self._thread, self._trials.problem, grammar)
             except TimeoutError:
                 return "The server was too busy with other schemas to look at this one; try again, or make it simpler."
             self._known[key] = known
@@ -202,11 +239,3 @@ def _of_tool(tool: Tool) -> Grammar:
     grammar = LarkGrammar({})
     grammar.add("start", grammar.json(tool.parameters or {}, **options_of(tool)))
     return Grammar("lark", grammar.write())
-
-
-def _problem_of(grammar: Grammar) -> str:
-    try:
-        check_grammar(grammar)
-    except RequestError as error:
-        return str(error)
-    return ""

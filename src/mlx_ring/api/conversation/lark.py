@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mlx_ring.core.errors import RequestError
@@ -51,17 +51,36 @@ class LarkGrammar:
             raise RequestError(f"The schema cannot be read: {error}.") from error
 
     def until(self, text: str, *, besides: str = "") -> str:
-        """Any text and then `text`, which it does not hold; `besides` is an expression for what it must not be as a whole."""
+        """Any text and then `text`, which it does not hold; `besides` is an expression for what it must not be as a whole.
+
+        Parsers take a mark for one also without the white space at its ends.
+        """
         first, *others = self.pieces(text)
-        free = f"/(?s:.*)/ & ~/{besides}/" if besides else ANY_TEXT
+        free = ANY_TEXT
+        if besides or first != first.strip():
+            others_than = f" & ~/{besides}/" if besides else ""
+            free = self._terminal(f"{ANY_TEXT} & {_without(first.strip() or first)}{others_than}")
         if first in self.tokens:
-            if besides:
-                free = self._terminal(free)
             return f"{free} {self.exactly(text)}"
-        if besides:
-            free = self._terminal(free)
         head = self.fresh(f"{free} {json.dumps(first)}", lazy=True)
         return f"{head} {self.exactly(''.join(others))}" if others else head
+
+    def until_mark(self, mark: str, within: Iterable[str] = ()) -> str:
+        """Any text without `mark`, however that is spelt, and then it; `within` are expressions that it must match."""
+        free = self._terminal(" & ".join([ANY_TEXT, _without(mark), *within]))
+        if mark in self.tokens:
+            return f"{free} {self.exactly(mark)}"
+        return self._terminal(f"{free} {json.dumps(mark)}")
+
+    def in_order(self, values: Mapping[str, str], required: Collection[object], *, between: str) -> str:
+        """Each of the values by name once at most, in their order, those that are required always."""
+        first = after = '""'
+        for name, value in reversed(list(values.items())):
+            optional = name not in required
+            written = f"{self.fresh(value)} {after}"
+            first = self.fresh(f"{written} | {first}" if optional else written)
+            after = self.fresh(f"{between} {written} | {after}" if optional else f"{between} {written}")
+        return first
 
     def pieces(self, text: str) -> list[str]:
         """Tokens of their own, and what is between."""
@@ -80,3 +99,9 @@ class LarkGrammar:
 def either(options: Iterable[str]) -> str:
     """One of several expressions."""
     return f"({' | '.join(options)})"
+
+
+def _without(text: str) -> str:
+    """An expression of all that does not hold a text."""
+    literally = re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+    return f"~/(?s:.*){literally}(?s:.*)/"

@@ -10,7 +10,7 @@ from mlx_ring.api.conversation.calls import CallRules
 from mlx_ring.api.conversation.format import ChatFormat, Marks, prompts_end
 from mlx_ring.api.conversation.grammars import answer_grammar
 from mlx_ring.api.conversation.reader import ReadingRules
-from mlx_ring.api.conversation.turns import in_order_of_calls
+from mlx_ring.api.conversation.turns import in_order_of_calls, with_thoughts
 from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
@@ -101,8 +101,11 @@ async def encode_conversation(
     _check_tools(format_, conversation)
     _check_continues(conversation)
     _check_kwargs(format_, conversation)
-    ordered = replace(conversation, messages=in_order_of_calls(conversation.messages))
-    return await context.prompts.encode_chat(service, ordered, add_generation_prompt=add_generation_prompt)
+    is_harmony = format_.calls is not None and format_.calls.parser == "harmony"
+    messages = with_thoughts(in_order_of_calls(conversation.messages), calls_have_one_text=is_harmony)
+    return await context.prompts.encode_chat(
+        service, replace(conversation, messages=messages), add_generation_prompt=add_generation_prompt
+    )
 
 
 def with_effort(

@@ -8,6 +8,8 @@ from typing import cast
 from mlx_ring.api.body import parse_json
 from mlx_ring.core.errors import RequestError
 
+_NAMES_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
 
 def join_neighbours(
     messages: Iterable[Mapping[str, object]], roles: Collection[str]
@@ -38,6 +40,28 @@ def _text(first: object, second: object, between: str) -> str:
 
 def _calls(message: Mapping[str, object]) -> list[object]:
     return cast("list[object]", message.get("tool_calls", []))
+
+
+def with_thoughts(
+    messages: Iterable[Mapping[str, object]], *, calls_have_one_text: bool
+) -> list[dict[str, object]]:
+    """The messages as templates read them that call thoughts `reasoning` (Gemma) or `thinking` (gpt-oss, LFM), too.
+
+    Where `calls_have_one_text`, beside calls there may be a thought or content and not both: they are one thought then,
+    which is what gpt-oss's template makes of content there.
+    """
+    return [_with_thought(message, calls_have_one_text=calls_have_one_text) for message in messages]
+
+
+def _with_thought(message: Mapping[str, object], *, calls_have_one_text: bool) -> dict[str, object]:
+    thought = message.get("reasoning_content")
+    if not thought:
+        return dict(message)
+    named = {**message}
+    if calls_have_one_text and "tool_calls" in message and message["content"]:
+        thought = _text(thought, message["content"], "\n")
+        named["content"] = ""
+    return named | dict.fromkeys(_NAMES_OF_THOUGHTS, thought)
 
 
 def in_order_of_calls(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:

@@ -110,4 +110,10 @@ TAGS = About("The models that are served", OllamaModels, tag=_TAG)
 RUNNING = About("The models that are loaded", OllamaModels, tag=_TAG)
 SHOW = About("What a model is and can", OllamaShown, example={}, tag=_TAG)
 VERSION = About("Which version of Ollama's API this is", OllamaVersion, tag=_TAG)
-PULL = About("Whether a model is served: nothing is fetched", OllamaStatus, example={}, tag=_TAG)
+PULL = About(
+    "Whether a model is served: nothing is fetched",
+    OllamaStatus,
+    {_LINES: OllamaStatus},
+    example={},
+    tag=_TAG,
+)

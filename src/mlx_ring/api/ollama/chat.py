@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.conversation.answering import answer_chat, stream_chat
@@ -31,7 +32,7 @@ from mlx_ring.api.service import Answering, ModelService
 
 
 class ChatRequest(AskedFields):
-    messages: Sequence[Message] = ()
+    messages: list[Message] = Field(default_factory=list[Message])
     """None: the model is loaded, or with a `keep_alive` of 0 unloaded."""
     tools: list[OfferedTool] | None = None
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mlx_ring.api.body import Refused
 from mlx_ring.api.conversation.asked import Conversation
 from mlx_ring.api.conversation.format import ChatFormat
 from mlx_ring.api.conversation.grammars import answer_grammar
@@ -20,7 +21,6 @@ from mlx_ring.api.ollama.lines import Stopwatch, generate_words
 from mlx_ring.api.ollama.messages import Images, read_format, read_think
 from mlx_ring.api.ollama.names import find_model
 from mlx_ring.api.ollama.options import AskedFields, read_sampling
-from mlx_ring.api.ollama.refusals import refused
 from mlx_ring.api.ollama.staying import load_or_unload
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.routes import ApiContext
@@ -36,12 +36,13 @@ class GenerateFields(AskedFields):
     system: str | None = None
     raw: bool | None = None
     """The prompt goes to the model as it is, without its chat template."""
-    suffix: Annotated[str, refused("a text is gone on with at its end alone")] | None = None
-    template: Annotated[str, refused("the model's own chat template is used; 'raw' goes without")] | None = (
-        None
-    )
-    context: Annotated[list[int], refused("no answer gives one; /api/chat takes messages")] | None = None
-    images: Images | None = None
+    suffix: Annotated[None, Refused("a text is gone on with at its end alone; leave it out.", ("",))] = None
+    template: Annotated[
+        None,
+        Refused("the model's own chat template is used, and 'raw' goes without; leave it out.", ("",)),
+    ] = None
+    context: Annotated[None, Refused("no answer gives one; /api/chat takes messages.", ([],))] = None
+    images: Images = None
 
 
 def routes(context: ApiContext) -> APIRouter:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from mlx_ring.api.body import Body
+from mlx_ring.api.body import Body, Refused
 from mlx_ring.api.conversation.asked import AnswerFormat, Tool
 from mlx_ring.api.conversation.format import ChatFormat
 from mlx_ring.api.conversation.prepare import effort_arguments
-from mlx_ring.api.ollama.refusals import refused
 from mlx_ring.core.errors import RequestError
 
-Images = Annotated[list[object], refused("this server reads text alone")]
+Images = Annotated[None, Refused("this server reads text alone; leave it out.", ([],))]
 
 
 class CalledFunction(Body):
@@ -36,7 +35,7 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: Images | None = None
+    images: Images = None
 
 
 class ToolFunction(Body):

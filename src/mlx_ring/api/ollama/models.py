@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_ring.api.body import Body
 from mlx_ring.api.capabilities import capabilities
 from mlx_ring.api.ollama import answers as about
+from mlx_ring.api.ollama.lines import LineWriter
 from mlx_ring.api.ollama.names import find_model
 from mlx_ring.api.openapi import documented, told
 from mlx_ring.api.routes import ApiContext, workers_of_model
@@ -31,9 +32,18 @@ class NamedModel(Body):
     model: str | None = None
     name: str | None = None
     """The same, as older clients say it."""
+
+
+class ShownModel(NamedModel):
     verbose: bool | None = None
+    """Tells no more: Ollama's short answer leaves out the token lists of a GGUF file, and there is no such file here."""
+
+
+class PulledModel(NamedModel):
     stream: bool | None = None
+    """Whether the one line is a stream of lines."""
     insecure: bool | None = None
+    """About a connection to a registry; there is none, for nothing is fetched."""
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -47,14 +57,14 @@ def routes(context: ApiContext) -> APIRouter:
         return {"models": [_listed(model) | _held(model) for model in loaded]}
 
     async def show(request: Request) -> Response:
-        fields = await context.read(request, NamedModel)
+        fields = await context.read(request, ShownModel)
         return JSONResponse(_shown(context, find_model(context, fields.model or fields.name)))
 
     async def api_version() -> Json:
         return {"version": _API_VERSION, "mlx_ring": version("mlx-ring")}
 
     async def pull(request: Request) -> Response:
-        fields = await context.read(request, NamedModel)
+        fields = await context.read(request, PulledModel)
         name = fields.model or fields.name
         try:
             find_model(context, name)
@@ -64,7 +74,8 @@ def routes(context: ApiContext) -> APIRouter:
                 "beside the others, and `mlx-ring serve` takes several.",
                 param="model",
             ) from None
-        return JSONResponse({"status": "success"})
+        media_type = "application/json" if fields.stream is False else LineWriter.media_type
+        return JSONResponse({"status": "success"}, media_type=media_type)
 
     async def refuse(request: Request) -> Response:
         raise RequestError(
@@ -75,8 +86,8 @@ def routes(context: ApiContext) -> APIRouter:
     told(router, "/api/tags", tags, about.TAGS)
     told(router, "/api/ps", running, about.RUNNING)
     told(router, "/api/version", api_version, about.VERSION)
-    documented(router, "/api/show", show, NamedModel, about.SHOW)
-    documented(router, "/api/pull", pull, NamedModel, about.PULL)
+    documented(router, "/api/show", show, ShownModel, about.SHOW)
+    documented(router, "/api/pull", pull, PulledModel, about.PULL)
     for path, method in (
         ("/api/create", "POST"),
         ("/api/copy", "POST"),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from mlx_ring.api.body import Body
+from mlx_ring.api.body import Body, Refused, needs
 from mlx_ring.api.ollama.messages import Format, Think
 from mlx_ring.api.ollama.names import KeepAlive
-from mlx_ring.api.ollama.refusals import refused
 from mlx_ring.api.openai.sampling import (
     Count,
     Penalty,
@@ -67,7 +66,7 @@ class Options(Body):
     frequency_penalty: Penalty | None = None
     typical_p: Annotated[float, AfterValidator(_off)] | None = None
     tfs_z: Annotated[float, AfterValidator(_off)] | None = None
-    mirostat: Annotated[int, refused("tokens are not drawn that way here")] | None = None
+    mirostat: Annotated[None, Refused("tokens are not drawn that way here; leave it out.", (0,))] = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     num_keep: int | None = None
@@ -88,8 +87,18 @@ class Options(Body):
     embedding_only: bool | None = None
 
 
+_Dropped = Annotated[
+    None,
+    Refused(
+        "what is over the context is refused, and nothing is dropped; leave it out or give false.", (False,)
+    ),
+]
+
+
 class AskedFields(Body):
     """What `/api/chat` and `/api/generate` both take."""
+
+    model_config = ConfigDict(json_schema_extra={"dependentSchemas": needs("top_logprobs", of="logprobs")})
 
     model: str | None = None
     format: Format | None = None
@@ -101,9 +110,8 @@ class AskedFields(Body):
     """A loaded model stays until its memory is needed, however long is asked for."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncate: Literal[False] | None = None
-    """What is over the context is refused, and nothing is dropped."""
-    shift: Literal[False] | None = None
+    truncate: _Dropped = None
+    shift: _Dropped = None
 
     @property
     def streams(self) -> bool:

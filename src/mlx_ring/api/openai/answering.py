@@ -68,6 +68,7 @@ class Task:
             "object": kind,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": None,
             "choices": choices,
         }
 

@@ -16,10 +16,14 @@ EndWord = Literal["stop", "length", "tool_calls"]
 class PromptDetails(Told):
     cached_tokens: int
     """That were not computed again."""
+    audio_tokens: Literal[0]
 
 
 class CompletionDetails(Told):
     reasoning_tokens: int
+    audio_tokens: Literal[0]
+    accepted_prediction_tokens: Literal[0]
+    rejected_prediction_tokens: Literal[0]
 
 
 class Usage(Told):
@@ -71,6 +75,8 @@ class ChatMessageMade(Told):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    annotations: list[object]
+    """None: nothing is searched."""
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallMade] | None = None
@@ -88,9 +94,15 @@ class _Answered(Told):
     created: int
     """Unix seconds."""
     model: str
+    system_fingerprint: None
 
 
-class ChatCompletion(_Answered):
+class _ChatAnswered(_Answered):
+    service_tier: Literal["default"]
+    """There is no other."""
+
+
+class ChatCompletion(_ChatAnswered):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
@@ -105,7 +117,7 @@ class ChatChunkChoice(Told):
     finish_reason: EndWord | None
 
 
-class ChatCompletionChunk(_Answered):
+class ChatCompletionChunk(_ChatAnswered):
     """Ended by `[DONE]`, or by an event that holds an error."""
 
     object: Literal["chat.completion.chunk"]

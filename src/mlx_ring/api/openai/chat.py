@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
+from mlx_ring.api.body import Refused, needs
 from mlx_ring.api.conversation.answering import Call, ChatAnswer, News, answer_chat, stream_chat
 from mlx_ring.api.conversation.asked import Conversation
 from mlx_ring.api.conversation.format import ChatFormat
@@ -44,18 +44,16 @@ _NO_LOGPROB = -9999.0
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def _refuse_functions(given: object) -> object:
-    if given is not None:
-        raise PydanticCustomError(
-            "unsupported", "is not supported: 'tools' and 'tool_choice' have taken its place; send those."
-        )
-    return given
-
-
-Replaced = Annotated[object, AfterValidator(_refuse_functions)]
+_Replaced = Annotated[None, Refused("'tools' and 'tool_choice' have taken its place; send those.")]
 
 
 class ChatRequest(AnswerFields):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "dependentSchemas": needs("stream_options", of="stream") | needs("top_logprobs", of="logprobs")
+        }
+    )
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
@@ -68,8 +66,8 @@ class ChatRequest(AnswerFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     modalities: list[Literal["text"]] | None = None
-    functions: Replaced = None
-    function_call: Replaced = None
+    functions: _Replaced = None
+    function_call: _Replaced = None
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -115,7 +113,14 @@ class ChatCompletionWriter:
 
     def __init__(self, id_: str, model: str, texts: TokenTexts | None, *, usage_chunk: bool = False) -> None:
         """`texts` where log-probabilities are asked for."""
-        self._body: Json = {"id": id_, "object": "", "created": int(time.time()), "model": model}
+        self._body: Json = {
+            "id": id_,
+            "object": "",
+            "created": int(time.time()),
+            "model": model,
+            "service_tier": "default",
+            "system_fingerprint": None,
+        }
         self._texts = texts
         self._usage_chunk = usage_chunk
         self._chunk_body: Json = self._body | {"object": "chat.completion.chunk", "choices": list[Json]()}
@@ -187,6 +192,7 @@ def _message(answer: ChatAnswer) -> Json:
         "role": "assistant",
         "content": answer.content or (None if calls else ""),
         "refusal": None,
+        "annotations": [],
     }
     if reasoning:
         message |= _reasoning(reasoning)

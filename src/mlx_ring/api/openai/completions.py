@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
+from mlx_ring.api.body import Refused, needs
 from mlx_ring.api.generation import Answer
 from mlx_ring.api.json_lines import Json
 from mlx_ring.api.openai import answers as about
@@ -39,22 +39,17 @@ _MOST_ANSWERS = 128
 """Prompts times `n`, in one request."""
 
 
-def _refuse_suffix(suffix: str) -> str:
-    if suffix:
-        raise PydanticCustomError(
-            "unsupported", "is not supported: a text is gone on with at its end alone; leave it out."
-        )
-    return suffix
-
-
 class CompletionRequest(AnswerFields):
+    model_config = ConfigDict(json_schema_extra={"dependentSchemas": needs("stream_options", of="stream")})
+
     prompt: TextOrTokens
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0: the prompt alone, with `echo`."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    suffix: Annotated[str, AfterValidator(_refuse_suffix)] | None = None
+    """No other than `n`: nothing chooses among answers."""
+    suffix: Annotated[None, Refused("a text is gone on with at its end alone; leave it out.", ("",))] = None
 
 
 def routes(context: ApiContext) -> APIRouter:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from mlx_ring.api.body import Body, refusal
+from mlx_ring.api.body import Body, Refused
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import SamplingParams
@@ -19,6 +19,7 @@ _LEAST_TOP_P = 1e-6
 _MOST_STOPS = 4
 _LONGEST_STOP = 1024
 _HIGHEST_BIAS = 100.0
+_IDENTIFIER = "^(0|[1-9][0-9]*)$"
 
 
 def one_or_many(value: object) -> str | None:
@@ -41,7 +42,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-Obfuscated = Annotated[None, refusal("what is streamed is not padded; leave it out or give false.")]
+Obfuscated = Annotated[None, Refused("what is streamed is not padded; leave it out or give false.", (False,))]
 
 
 class StreamOptions(Body):
@@ -61,7 +62,23 @@ class SamplingFields(Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, float],
+            Field(
+                json_schema_extra={
+                    "propertyNames": {"pattern": _IDENTIFIER},
+                    "additionalProperties": {
+                        "type": "number",
+                        "minimum": -_HIGHEST_BIAS,
+                        "maximum": _HIGHEST_BIAS,
+                    },
+                }
+            ),
+        ]
+        | None
+    ) = None
+    """By token id: -100 to 100."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: Stop | None = None
     ignore_eos: bool | None = None

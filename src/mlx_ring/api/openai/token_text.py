@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from mlx_ring.api.service import Tokenizer
 
@@ -28,12 +29,18 @@ class TokenText(NamedTuple):
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
 
 
+_KNOWN: WeakKeyDictionary[Tokenizer, dict[int, TokenText]] = WeakKeyDictionary()
+
+
 class TokenTexts:
-    """One tokenizer's tokens. A token may hold a part of a character: its text then shows U+FFFD."""
+    """One tokenizer's tokens. A token may hold a part of a character: its text then shows U+FFFD.
+
+    All of one tokenizer's share what they have looked up.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, TokenText] = {}
+        self._known = _KNOWN.setdefault(tokenizer, {})
 
     def __getitem__(self, token: int) -> TokenText:
         known = self._known.get(token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.body import Body
@@ -22,9 +22,18 @@ from mlx_ring.core.errors import RequestError
 
 
 class TokenizeRequest(Body):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"properties": {"prompt": {"type": "string"}}, "required": ["prompt"]},
+                {"properties": {"messages": {"type": "array"}}, "required": ["messages"]},
+            ]
+        }
+    )
+
     model: str | None = None
     prompt: str | None = None
-    """Either this or `messages`."""
+    """This or `messages`, and not both."""
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     """With `prompt`: what the model wants before a text; on if nothing is said."""
@@ -33,7 +42,9 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     """With `messages`: the last one is the beginning of the answer."""
     tools: list[FunctionTool] | None = None
+    """With `messages`."""
     chat_template_kwargs: dict[str, object] | None = None
+    """With `messages`."""
     return_token_strs: bool | None = None
 
 

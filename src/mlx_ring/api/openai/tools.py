@@ -28,7 +28,11 @@ def check_parameters(schema: dict[str, object] | None) -> dict[str, object] | No
     return {"type": "object", **schema}
 
 
-Parameters = Annotated[dict[str, object], AfterValidator(check_parameters)]
+Parameters = Annotated[
+    dict[str, object],
+    AfterValidator(check_parameters),
+    Field(json_schema_extra={"properties": {"type": {"const": "object"}}}),
+]
 
 
 class FunctionFields(Body):

@@ -43,26 +43,26 @@ class CacheOperation(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., trim: _Optional[_Union[Trim, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ..., park: _Optional[_Union[Park, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence", "sampling", "seed", "eos", "grammar", "tokens", "prompt_length", "max_length", "traceparent")
+    __slots__ = ("sequence", "sampling", "seed", "eos", "tokens", "prompt_length", "max_length", "grammar", "traceparent")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     EOS_FIELD_NUMBER: _ClassVar[int]
-    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     sampling: Sampling
     seed: int
     eos: _containers.RepeatedScalarFieldContainer[int]
-    grammar: Grammar
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
     max_length: int
+    grammar: int
     traceparent: str
-    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ..., grammar: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("source", "destination", "length", "take")

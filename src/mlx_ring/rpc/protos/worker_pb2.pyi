@@ -133,24 +133,46 @@ class LoadProgress(_message.Message):
     def __init__(self, bytes_loaded: _Optional[int] = ..., bytes_total: _Optional[int] = ..., ready: _Optional[bool] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., phase: _Optional[str] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
-    __slots__ = ("hello", "step", "kv_limit")
+    __slots__ = ("hello", "step", "kv_limit", "prepare", "drop_grammar")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KV_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    DROP_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     step: _step_pb2.Step
     kv_limit: int
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., kv_limit: _Optional[int] = ...) -> None: ...
+    prepare: PrepareGrammar
+    drop_grammar: int
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., kv_limit: _Optional[int] = ..., prepare: _Optional[_Union[PrepareGrammar, _Mapping]] = ..., drop_grammar: _Optional[int] = ...) -> None: ...
 
 class StepsReply(_message.Message):
-    __slots__ = ("hello", "done", "failure")
+    __slots__ = ("hello", "done", "failure", "prepared")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     done: _step_pb2.StepDone
     failure: _step_pb2.Failure
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., done: _Optional[_Union[_step_pb2.StepDone, _Mapping]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
+    prepared: GrammarPrepared
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., done: _Optional[_Union[_step_pb2.StepDone, _Mapping]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., prepared: _Optional[_Union[GrammarPrepared, _Mapping]] = ...) -> None: ...
+
+class PrepareGrammar(_message.Message):
+    __slots__ = ("id", "grammar")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    grammar: _step_pb2.Grammar
+    def __init__(self, id: _Optional[int] = ..., grammar: _Optional[_Union[_step_pb2.Grammar, _Mapping]] = ...) -> None: ...
+
+class GrammarPrepared(_message.Message):
+    __slots__ = ("id", "failure")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    failure: _step_pb2.Failure
+    def __init__(self, id: _Optional[int] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class FrameHeader(_message.Message):
     __slots__ = ("hello", "activation", "tombstone")

@@ -26,6 +26,15 @@ class Compiled:
     """Whether a token that ends answers is no text."""
 
 
+def grammar_error(error: BaseException) -> RingError:
+    """What the compiler stumbled over, as the error of whoever wants the grammar."""
+    if isinstance(error, RingError):
+        return error
+    return ServingError(
+        f"The answer's grammar cannot be made: {type(error).__name__}: {in_one_line(str(error))}"
+    )
+
+
 class AnswerGrammar:
     """How far an answer has come. Brought to any place in its tokens, forwards and back."""
 
@@ -49,29 +58,27 @@ class AnswerGrammar:
 
     @property
     def matcher(self) -> LLMatcher:
-        """Its own one. Waits for the compiler.
+        """Its own one.
 
         Raises:
             RequestError: the grammar cannot be enforced.
             ServingError: the compiler stumbled over it.
         """
         if self._matcher is None:
-            compiled = self._wait()
+            compiled = self._taken()
             self._matcher = compiled.matcher.deep_copy()
             self.ends = tuple(sorted(filter(compiled.is_end, self._stops)))
             self.tokenizer_ends = compiled.ends
         return self._matcher
 
-    def _wait(self) -> Compiled:
+    def _taken(self) -> Compiled:
         """Whatever the compiler stumbles over is this answer's trouble, and not its step's."""
         try:
             return self._compiled.result()
         except (RingError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of Rust's is no Exception
-            raise ServingError(
-                f"The answer's grammar cannot be made: {type(error).__name__}: {in_one_line(str(error))}"
-            ) from error
+            raise grammar_error(error) from error
 
     def go_to(self, tokens: Sequence[int], position: int) -> bool:
         """Bring the matcher to `position` of the sequence's tokens.

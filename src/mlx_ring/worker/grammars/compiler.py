@@ -8,51 +8,103 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
 from mlx_ring.core.bare_tokenizers import import_tokenizers
-from mlx_ring.core.errors import ModelCorrupt, RequestError
+from mlx_ring.core.deep_calls import deep_thread
+from mlx_ring.core.errors import ModelCorrupt, ProtocolError, RequestError
 from mlx_ring.core.grammars import grammar_limits, in_one_line, to_llguidance
 from mlx_ring.core.model_folder import ModelFolder
-from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.grammars.answer import AnswerGrammar, Compiled
+from mlx_ring.worker.grammars.kept import KeptGrammar, KeptGrammars, key_of
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 log = logging.getLogger(__name__)
 
-_KEPT = 32
-"""Grammars that are kept compiled: clients ask for the same ones again and again."""
+Told = Callable[[BaseException | None], object]
+"""Hears whether a grammar is there, in any thread: None, or why it never will be."""
 
 
 class GrammarCompiler:
-    """What a last stage needs to hold answers to grammars."""
+    """What a last stage needs to hold answers to grammars.
+
+    They are asked for by any thread and compiled in one of their own; a step names one that is there, and never waits.
+    """
 
     def __init__(self, folder: ModelFolder) -> None:
         self._folder = folder
-        self._tokenizer: LLTokenizer | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
-        self._compiled: OrderedDict[tuple[str, str], Future[Compiled]] = OrderedDict()
+        self._tokenizer: LLTokenizer | ModelCorrupt | None = None
+        """Or why there is none: it is read once."""
+        self._thread: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._kept = KeptGrammars()
+        self._wanted: dict[int, KeptGrammar] = {}
+        """By the head's ids."""
+
+    def prepare(self, wanted: worker_pb2.PrepareGrammar, told: Told) -> None:
+        """Have a grammar until it is dropped. `told` hears when it is there, unless it is dropped before."""
+        key = key_of(wanted.grammar)
+        with self._lock:
+            kept = self._kept.find(key)
+            if kept is None:
+                compiled = self._in_thread(wanted.grammar.kind, wanted.grammar.text)
+                kept = self._kept.add(wanted.grammar, key, compiled)
+            kept.wanted_by.add(wanted.id)
+            self._wanted[wanted.id] = kept
+        kept.compiled.add_done_callback(lambda _: self._tell(wanted.id, kept, told))
+
+    def drop(self, id_: int) -> None:
+        """The head wants a grammar no more."""
+        with self._lock:
+            kept = self._wanted.pop(id_, None)
+            if kept is not None:
+                self._kept.leave(kept, id_)
+
+    def reset(self) -> None:
+        """Nobody wants any more: another head has come."""
+        for id_ in list(self._wanted):
+            self.drop(id_)
 
     def begin(self, opened: step_pb2.Open) -> AnswerGrammar:
-        """An answer that is to match `opened.grammar`. Returns at once; what is wrong with the grammar shows at the first mask."""
-        key = (opened.grammar.kind, opened.grammar.text)
-        compiled = self._compiled.pop(key, None)
-        if compiled is None or (compiled.done() and compiled.exception() is not None):
-            compiled = self._thread.submit(self._compile, *key)
-        self._compiled[key] = compiled
-        if len(self._compiled) > _KEPT:
-            self._compiled.popitem(last=False)
+        """An answer that is to match a grammar which is there."""
+        with self._lock:
+            kept = self._wanted.get(opened.grammar)
+        if kept is None or not kept.compiled.done():
+            compiled = Future[Compiled]()
+            compiled.set_exception(ProtocolError(f"Grammar {opened.grammar} was not prepared."))
+        else:
+            compiled = kept.compiled
         return AnswerGrammar(compiled, opened.prompt_length, frozenset(opened.eos))
 
     def forget(self, opened: step_pb2.Open) -> None:
         """A grammar has come to its limits, which all answers under it share: who asks for it next gets a fresh one."""
-        self._compiled.pop((opened.grammar.kind, opened.grammar.text), None)
+        with self._lock:
+            kept = self._wanted.get(opened.grammar)
+            if kept is not None:
+                self._kept.forget(kept)
+
+    def _in_thread(self, kind: str, text: str) -> Future[Compiled]:
+        if self._thread is None:
+            self._thread = deep_thread("grammar")
+        return self._thread.submit(self._compile, kind, text)
+
+    def _tell(self, id_: int, kept: KeptGrammar, told: Told) -> None:
+        if kept.compiled.cancelled():
+            return
+        error = kept.compiled.exception()
+        with self._lock:
+            if error is not None:
+                self._kept.forget(kept)
+            is_wanted = self._wanted.get(id_) is kept
+        if is_wanted:
+            told(error)
 
     def _compile(self, kind: str, text: str) -> Compiled:
         from llguidance import LLMatcher  # noqa: PLC0415 - as the tokenizer
@@ -73,8 +125,13 @@ class GrammarCompiler:
     def _read_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
             started = time.monotonic()
-            self._tokenizer = read_tokenizer(self._folder)
+            try:
+                self._tokenizer = read_tokenizer(self._folder)
+            except ModelCorrupt as error:
+                self._tokenizer = error
             log.info("read the tokenizer for grammars in %.2f s", time.monotonic() - started)
+        if isinstance(self._tokenizer, ModelCorrupt):
+            raise ModelCorrupt(str(self._tokenizer))
         return self._tokenizer
 
 

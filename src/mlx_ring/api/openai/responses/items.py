@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.body import Body
+from mlx_ring.api.body_errors import show
 from mlx_ring.api.conversation.turns import arguments_of, template_call
 from mlx_ring.api.openai.sampling import one_or_many
 
@@ -66,7 +67,7 @@ class Item(Body):
 
 
 class MessageItem(Item):
-    type: Literal["message"]
+    type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
@@ -89,14 +90,14 @@ class FunctionCallOutputItem(Item):
 
 class ReasoningItem(Item):
     type: Literal["reasoning"]
-    summary: list[InputText] = Field(default_factory=list[InputText])
+    summary: list[InputText] | None = None
     content: list[InputText] | None = None
     encrypted_content: str | None = None
 
     @property
     def text(self) -> str:
         """What was thought, or a summary of it; empty where another server sealed it."""
-        return _text(self.content or ()) or unseal(self.encrypted_content or "") or _text(self.summary)
+        return _text(self.content or ()) or unseal(self.encrypted_content or "") or _text(self.summary or ())
 
 
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
@@ -113,7 +114,7 @@ def _named(value: object) -> object:
         raise PydanticCustomError(
             "unsupported",
             "is of the type {kind}, which is not supported; this server reads {known}.",
-            {"kind": repr(item.get("type")), "known": ", ".join(_KINDS)},
+            {"kind": show(item.get("type")), "known": ", ".join(_KINDS)},
         )
     return item
 

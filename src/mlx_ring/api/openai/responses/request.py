@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from mlx_ring.api.body import Body, refusal
+from mlx_ring.api.body import Body, Refused
 from mlx_ring.api.openai.formats import JsonObjectFormat, TextFormat
 from mlx_ring.api.openai.responses.items import AnyItem
 from mlx_ring.api.openai.sampling import Count, Obfuscated, SamplingFields, one_or_many
@@ -17,10 +17,10 @@ _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 
 
-_Stateless = Annotated[None, refusal("answers are not kept here; send the whole conversation as 'input'.")]
-_Waited = Annotated[None, refusal("answers are given while the client waits; leave it out.")]
+_Stateless = Annotated[None, Refused("answers are not kept here; send the whole conversation as 'input'.")]
+_Waited = Annotated[None, Refused("answers are given while the client waits; leave it out.", (False,))]
 _Prompt = Annotated[
-    None, refusal("prompts are not kept here; send what it says as 'instructions' and 'input'.")
+    None, Refused("prompts are not kept here; send what it says as 'instructions' and 'input'.")
 ]
 
 
@@ -35,7 +35,7 @@ def _own_tool(kind: str) -> str:
 
 
 class FunctionTool(Body):
-    type: Annotated[str, AfterValidator(_own_tool)]
+    type: Annotated[str, AfterValidator(_own_tool), Field(json_schema_extra={"const": "function"})]
     name: FunctionName
     description: str | None = None
     parameters: Parameters | None = None

@@ -1,0 +1,110 @@
+"""Grammars that answers are to match, until every rank that draws has them. Pure.
+
+Answers under the same grammar share one, which the ranks hold as long as one of them is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from mlx_ring.core.errors import RequestError, RingError
+from mlx_ring.core.types import Grammar
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.sequence import Sequence
+from mlx_ring.rpc.failures import failure_to_error
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A grammar that the ranks have, or are making."""
+
+    grammar: Grammar
+    owed_by: set[RankId]
+    """Who has not made it yet."""
+    sequences: dict[int, Sequence] = field(default_factory=dict[int, Sequence])
+
+
+class Settled(NamedTuple):
+    """Sequences that waited for a grammar."""
+
+    sequences: tuple[Sequence, ...]
+    error: RingError | None = None
+    """Why there is none."""
+
+
+class Grammars:
+    """Of one instance, for one epoch."""
+
+    def __init__(self, ranks: Iterable[RankId]) -> None:
+        """`ranks` are those that draw: one that cannot make a grammar refuses it for all, for they draw alike."""
+        self._ranks = frozenset(ranks)
+        self._ids = count(1)
+        self._wanted: dict[int, _Wanted] = {}
+        self._shared: dict[Grammar, int] = {}
+        """Those that others may still join."""
+
+    def want(self, sequence: Sequence) -> worker_pb2.PrepareGrammar | None:
+        """Take note of a sequence's grammar; gives what to ask of the ranks, where nobody has yet."""
+        grammar = sequence.request.sampling.grammar
+        if grammar is None:
+            return None
+        known = self._shared.get(grammar)
+        id_ = next(self._ids) if known is None else known
+        wanted = self._wanted.setdefault(id_, _Wanted(grammar, set(self._ranks)))
+        wanted.sequences[sequence.id] = sequence
+        sequence.grammar_id, sequence.awaits_grammar = id_, bool(wanted.owed_by)
+        if known is not None:
+            return None
+        self._shared[grammar] = id_
+        return worker_pb2.PrepareGrammar(
+            id=id_, grammar=step_pb2.Grammar(kind=grammar.kind, text=grammar.text)
+        )
+
+    def answered(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> Settled:
+        """A rank has made a grammar, or cannot; gives the sequences for which that settles it."""
+        wanted = self._wanted.get(prepared.id)
+        if wanted is None:
+            return Settled(())
+        if prepared.HasField("failure"):
+            return self.fail(prepared.id, _error(wanted.grammar, prepared.failure))
+        wanted.owed_by.discard(rank)
+        return Settled(() if wanted.owed_by else tuple(wanted.sequences.values()))
+
+    def fail(self, id_: int, error: RingError) -> Settled:
+        """End the wait for a grammar that is still owed, and for all who wait for it."""
+        wanted = self._wanted.get(id_)
+        if wanted is None or not wanted.owed_by:
+            return Settled(())
+        self._unshare(id_, wanted)
+        return Settled(tuple(wanted.sequences.values()), error)
+
+    def leave(self, sequence: Sequence, *, is_spoiled: bool = False) -> int | None:
+        """A sequence has ended; gives the id of a grammar that nobody wants any more.
+
+        One that may have come to its limits is shared with nobody who comes from now on.
+        """
+        wanted = self._wanted.get(sequence.grammar_id)
+        if wanted is None or wanted.sequences.pop(sequence.id, None) is None:
+            return None
+        if is_spoiled or not wanted.sequences:
+            self._unshare(sequence.grammar_id, wanted)
+        if wanted.sequences:
+            return None
+        del self._wanted[sequence.grammar_id]
+        return sequence.grammar_id
+
+    def _unshare(self, id_: int, wanted: _Wanted) -> None:
+        if self._shared.get(wanted.grammar) == id_:
+            del self._shared[wanted.grammar]
+
+
+def _error(grammar: Grammar, failure: step_pb2.Failure) -> RingError:
+    """With the name of what the grammar comes from."""
+    error = failure_to_error(failure)
+    if isinstance(error, RequestError):
+        error.param = grammar.param or None
+    return error

@@ -1,0 +1,203 @@
+"""What `/openapi.json` says of requests and what is read are the same: each place of a body is given what it may not hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import jsonschema
+import pytest
+from pydantic import ValidationError
+from tests.api.clients import Api, refusal
+
+from mlx_ring.api.anthropic.request import MessagesRequest
+from mlx_ring.api.body import Body
+from mlx_ring.api.ollama.chat import ChatRequest as OllamaChat
+from mlx_ring.api.ollama.generate import GenerateFields
+from mlx_ring.api.openai.chat import ChatRequest
+from mlx_ring.api.openai.completions import CompletionRequest
+from mlx_ring.api.openai.embeddings import EmbeddingRequest
+from mlx_ring.api.openai.responses.request import ResponsesRequest
+
+DOCUMENT: dict[str, Any] = Api().get("/openapi.json").json()
+GIVEN: list[Any] = [None, True, -1, "a", [], ["a"], {"a": 1}]
+PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
+FUNCTION: dict[str, Any] = {"name": "f", "description": "d", "parameters": PARAMETERS, "strict": True}
+TEXT: dict[str, Any] = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+RICH: dict[str, tuple[type[Body], dict[str, Any]]] = {
+    "/v1/chat/completions": (
+        ChatRequest,
+        {
+            "messages": [
+                {"role": "developer", "content": "s", "name": "z"},
+                {"role": "user", "content": [{"type": "text", "text": "x"}]},
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                    ],
+                    "annotations": [],
+                },
+                {"role": "tool", "content": "t", "tool_call_id": "c"},
+                {"role": "function", "name": "f", "content": "x"},
+            ],
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},
+            },
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "logprobs": True,
+        },
+    ),
+    "/v1/completions": (CompletionRequest, {"prompt": [[1, 2], [3]], "stream": True}),
+    "/v1/embeddings": (EmbeddingRequest, {"input": ["a"], "encoding_format": "float"}),
+    "/v1/responses": (
+        ResponsesRequest,
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+                {
+                    "type": "reasoning",
+                    "id": "rs",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": "x"}],
+                },
+                {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "x"},
+            ],
+            "tools": [{"type": "function"} | FUNCTION],
+            "tool_choice": {"type": "function", "name": "f"},
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "stream_options": {"include_obfuscation": False},
+        },
+    ),
+    "/v1/messages": (
+        MessagesRequest,
+        {
+            "max_tokens": 5,
+            "system": [TEXT],
+            "messages": [
+                {"role": "user", "content": [TEXT]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "x", "signature": "s"},
+                        {"type": "tool_use", "id": "t", "name": "f", "input": {}},
+                    ],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [TEXT]}]},
+            ],
+            "tools": [{"type": "custom", "name": "f", "input_schema": PARAMETERS}],
+            "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "output_config": {"format": {"type": "json_schema", "schema": {}}},
+        },
+    ),
+    "/api/chat": (
+        OllamaChat,
+        {
+            "messages": [
+                {"role": "user", "content": "x", "images": []},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+                },
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}],
+            "options": {"stop": ["a"], "mirostat": 0},
+            "logprobs": True,
+        },
+    ),
+    "/api/generate": (GenerateFields, {"prompt": "a", "logprobs": True}),
+}
+"""A body with much in it, for each route."""
+OF_SEVERAL = frozenset({"logit_bias", "stream", "logprobs", "stream_options", "top_logprobs"})
+"""What routes compare with other fields, or with the model, and schemas say beforehand."""
+
+
+def schema_of(path: str) -> dict[str, Any]:
+    media = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    return {**media["schema"], "components": DOCUMENT["components"]}
+
+
+def properties_of(path: str) -> list[str]:
+    return list(DOCUMENT["components"]["schemas"][schema_of(path)["$ref"].rpartition("/")[2]]["properties"])
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    steps: list[Any] = list(value) if isinstance(value, dict) else []  # pyright: ignore[reportUnknownArgumentType]
+    steps += range(len(value)) if isinstance(value, list) else []  # pyright: ignore[reportUnknownArgumentType]
+    for step in steps:
+        yield from places(value[step], (*path, step))
+
+
+def changed(body: Mapping[str, Any], place: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    made: Any = deepcopy(dict(body))
+    inner = made
+    for step in place[:-1]:
+        inner = inner[step]
+    inner[place[-1]] = value
+    return made
+
+
+def is_read(schema: type[Body], body: Mapping[str, Any]) -> bool:
+    try:
+        schema.model_validate(body)
+    except ValidationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", RICH)
+def test_a_body_is_read_where_its_schema_takes_it_and_nowhere_else(path: str) -> None:
+    schema, rich = RICH[path]
+    told = jsonschema.Draft202012Validator(schema_of(path))
+    assert told.is_valid(rich)
+    assert is_read(schema, rich)
+    names = [(name,) for name in properties_of(path) if name in schema.model_fields and name not in rich]
+    for place in [*places(rich), *names, ("no_such_field",)]:
+        for value in GIVEN:
+            body = changed(rich, place, value)
+            if OF_SEVERAL & {place[0]} or (path == "/v1/responses" and place[-1] == "type" and value is None):
+                continue
+            assert told.is_valid(body) == is_read(schema, body), (place, value)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"stream_options": {}}),
+        ("/v1/chat/completions", {"logprobs": False, "top_logprobs": 1}),
+        ("/v1/chat/completions", {"logit_bias": {"a": 1}}),
+        ("/v1/chat/completions", {"logit_bias": {"1": 101}}),
+        ("/v1/chat/completions", {"functions": [FUNCTION]}),
+        ("/v1/chat/completions", {"function_call": "none"}),
+        ("/v1/completions", {"stream_options": {}}),
+        ("/v1/completions", {"suffix": "a"}),
+        ("/tokenize", {"prompt": None}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_what_does_not_go_together_is_refused_and_told_so(path: str, fields: dict[str, Any]) -> None:
+    example = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
+    told = jsonschema.Draft202012Validator(schema_of(path))
+    assert told.is_valid(example)
+    assert not told.is_valid(example | fields)
+    refusal(Api().post(path, example | fields))
+
+
+def test_tokenizing_takes_a_prompt_or_messages_beside_a_null() -> None:
+    told = jsonschema.Draft202012Validator(schema_of("/tokenize"))
+    messages = [{"role": "user", "content": "x"}]
+    for body in ({"prompt": "a", "messages": None}, {"messages": messages, "prompt": None}):
+        assert told.is_valid(body)
+        assert Api().post("/tokenize", body).status_code == 200, json.dumps(body)
