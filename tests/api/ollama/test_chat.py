@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
+from contextlib import closing
 
 import pytest
 from ollama import Client, Options, ResponseError
