@@ -145,7 +145,7 @@ def test_over_the_places_to_wait_429_says_when_to_come_again_until_one_is_free()
             refused = client.post("/v1/chat/completions", json=CHAT)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             assert refused.json()["error"]["code"] == "overloaded"
-            assert "1 requests wait already" in refused.json()["error"]["message"]
+            assert "1 request waits already" in refused.json()["error"]["message"]
             second.close()
             until(lambda: waiting(service) == 1)
             with chat() as third:

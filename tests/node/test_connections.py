@@ -87,6 +87,7 @@ def test_a_body_that_does_not_come_is_408(brief: str, framing: bytes) -> None:
         (HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n{}", 400, "bad_request"),
         (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 400, "bad_request"),
         (b"GET / HTTP/1.1\r\nx-long: " + b"x" * 100_000, 431, "headers_too_large"),
+        (HEAD + b"connection: close\r\nx-long: " + b"x" * 16_384 + b"\r\n\r\n", 431, "headers_too_large"),
     ],
 )
 def test_what_is_no_http_is_told_so(brief: str, sent: bytes, status: int, code: str) -> None:

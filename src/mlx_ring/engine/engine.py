@@ -217,9 +217,11 @@ class Engine:
                 param="n",
             )
         if requests > self._scheduler.places:
+            waiting = self._scheduler.num_waiting
+            wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
             asked = f", and this one asks for {requests} answers" if requests > 1 else ""
             raise Overloaded(
-                f"{self._scheduler.num_waiting} requests wait already{asked}; try again in {_RETRY_AFTER_S:g} s.",
+                f"{wait} already{asked}; try again in {_RETRY_AFTER_S:g} s.",
                 retry_after_s=_RETRY_AFTER_S,
             )
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import socket
 import ssl
 import sys
@@ -40,6 +41,11 @@ _PROBES = 3
 _BAD_REQUEST, _LATE, _HEADERS_TOO_LARGE, _TOO_MANY = 400, 408, 431, 503
 _RETRY_AFTER_S = 5
 _FULL = "The server has as many connections as it takes; come again in a moment."
+_MOST_HEADER_BYTES = 16 << 10
+"""h11's own bound of a head that does not come whole."""
+_LONG_HEADERS = "The request's headers are too large; the most are 16 KiB."
+_QUOTED = re.compile(r"bytearray\(b(?P<quote>['\"])(?P<sent>.*)(?P=quote)\)", re.DOTALL)
+"""What was sent, as h11 repeats it."""
 _quiet = logging.getLogger("uvicorn.error.connection")
 _quiet.setLevel(logging.ERROR)
 """What strangers send is no trouble of ours: uvicorn would warn of each."""
@@ -67,7 +73,7 @@ class HttpConfig(uvicorn.Config):
         """`end_s` is how long clients may take to read what is left for them when the server ends."""
         self.limits = limits
         super().__init__(
-            cast("Any", app),
+            cast("Any", _with_bounded_headers(app)),
             http=ClientConnection,
             ws="none",
             log_config=None,
@@ -204,7 +210,7 @@ class ClientConnection(H11Protocol):
         self.quiet_since_s = self.loop.time()
         self._expect_head()
         if not make_room(self, self.connections, self._limits):
-            self.app = cast("Any", _too_many)
+            self.app = cast("Any", _refusing(_TOO_MANY, _FULL))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
@@ -251,8 +257,8 @@ class ClientConnection(H11Protocol):
         log.debug("%s sent what is no HTTP request: %s", self.client, error)
         status = _HEADERS_TOO_LARGE if hint == _HEADERS_TOO_LARGE else _BAD_REQUEST
         said = {
-            _HEADERS_TOO_LARGE: "The request's headers are too large; the most are 16 KiB.",
-            _BAD_REQUEST: f"This is no HTTP request that can be read: {str(error or msg).rstrip('.')}.",
+            _HEADERS_TOO_LARGE: _LONG_HEADERS,
+            _BAD_REQUEST: f"This is no HTTP request that can be read: {_QUOTED.sub(_quoted, str(error or msg)).rstrip('.')}.",
         }
         self._refuse(status, said[status])
 
@@ -382,12 +388,34 @@ def make_room(newcomer: Opened, connections: Iterable[object], limits: Connectio
     return chosen is not None
 
 
-async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
-    """An application for connections over the limit."""
-    request_id = new_request_id()
-    headers = {"x-request-id": request_id, "retry-after": str(_RETRY_AFTER_S), "connection": "close"}
-    body = transport_error(_TOO_MANY, _FULL, request_id, scope["path"])
-    await JSONResponse(body, _TOO_MANY, headers)(scope, receive, send)
+def _refusing(status: int, message: str) -> ASGIApp:
+    """An application for what no route is to see."""
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = new_request_id()
+        headers = {"x-request-id": request_id, "connection": "close"}
+        if status == _TOO_MANY:
+            headers["retry-after"] = str(_RETRY_AFTER_S)
+        body = transport_error(status, message, request_id, scope["path"])
+        await JSONResponse(body, status, headers)(scope, receive, send)
+
+    return refuse
+
+
+def _with_bounded_headers(app: ASGIApp) -> ASGIApp:
+    """h11 bounds a head that comes in pieces alone."""
+    refuse = _refusing(_HEADERS_TOO_LARGE, _LONG_HEADERS)
+
+    async def bound(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = cast("Iterable[tuple[bytes, bytes]]", scope.get("headers", ()))
+        is_long = sum(len(name) + len(value) for name, value in headers) > _MOST_HEADER_BYTES
+        await (refuse if is_long else app)(scope, receive, send)
+
+    return bound
+
+
+def _quoted(found: re.Match[str]) -> str:
+    return f"'{found['sent']}'"
 
 
 def _notice_silence(peer: socket.socket | None, stall_s: float) -> None:

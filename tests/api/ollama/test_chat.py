@@ -135,6 +135,9 @@ def test_a_format_is_asked_of_the_sampler_in_every_way_of_asking(api: Api) -> No
 
 def test_a_request_that_asks_nothing_loads_or_unloads(api: Api) -> None:
     assert api.post("/api/generate", {"model": "twin", "keep_alive": 0}).json()["done_reason"] == "unload"
+    refused = api.post("/api/generate", {"model": "twin", "keep_alive": "a while"})
+    assert refused.status_code == 400
+    assert refused.json()["error"].startswith("'keep_alive' is no time; ")
     assert api.service.state == "unloaded"
     loaded = api.post("/api/chat", {"model": "twin", "messages": list[object]()}).json()
     assert (loaded["done"], loaded["done_reason"]) == (True, "load")
