@@ -32,6 +32,11 @@ def test_instances_that_are_lost_together_count_once() -> None:
     assert not quarantined(losses("mini", 0.0, 0.1, 0.2, 1.0, 60.0, 60.5), 61.0)
 
 
+def test_what_was_begun_after_a_loss_and_lost_at_once_is_another_loss() -> None:
+    own = tuple(Loss("mini", "lost", at_s, at_s - 0.5) for at_s in range(LOSSES))
+    assert set(quarantined(own, float(LOSSES))) == {"mini"}
+
+
 def test_it_is_taken_in_again_after_a_rest_and_begins_anew() -> None:
     own = losses("mini", *TIMES_S)
     end = TIMES_S[-1] + REST_S
@@ -52,7 +57,7 @@ def test_what_can_matter_no_more_is_forgotten_and_so_is_the_future() -> None:
 def test_the_book_outlives_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -> None:
     times_s = count(1000.0, 10.0)
     book = QuarantineBook(tmp_path, clock=lambda: next(times_s))
-    told = [book.note("mini", "its worker died") for _ in range(LOSSES)]
+    told = [book.note("mini", "its worker died", 0.0) for _ in range(LOSSES)]
     assert told[:-1] == [None] * (LOSSES - 1)
     assert told[-1] is not None
     again = QuarantineBook(tmp_path, clock=lambda: next(times_s))
@@ -61,18 +66,18 @@ def test_the_book_outlives_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -
         again.readmit("studio")
     again.readmit("mini")
     assert not book.held()
-    assert book.note("mini", "once more") is None
+    assert book.note("mini", "once more", 0.0) is None
 
 
 def test_losses_that_a_clock_put_in_the_future_hold_nobody(tmp_path: Path) -> None:
     times_s = count(1e6, 10.0)
     ahead = QuarantineBook(tmp_path, clock=lambda: next(times_s))
-    assert [ahead.note("mini", "its worker died") for _ in range(LOSSES)][-1] is not None
+    assert [ahead.note("mini", "its worker died", 0.0) for _ in range(LOSSES)][-1] is not None
     put_back = QuarantineBook(tmp_path, clock=lambda: 1000.0)
     assert not put_back.held()
     with pytest.raises(ConfigError, match="those that are now are none"):
         put_back.readmit("mini")
-    assert put_back.note("mini", "once more") is None
+    assert put_back.note("mini", "once more", 0.0) is None
 
 
 @pytest.mark.parametrize("trouble", ["rubbish", "no file", "no folder"])
@@ -90,7 +95,7 @@ def test_a_book_that_cannot_be_used_is_logged_once_and_leaves_nobody_out(
     book = QuarantineBook(folder)
     for _ in range(2):
         assert not book.held()
-    assert [book.note("mini", "its worker died") for _ in range(LOSSES)] == [None] * LOSSES
+    assert [book.note("mini", "its worker died", 0.0) for _ in range(LOSSES)] == [None] * LOSSES
     assert 1 <= len(caplog.messages) <= 2
     assert all(said.startswith("losses are not counted, and no node is left out") for said in caplog.messages)
     assert "join again" not in caplog.text
@@ -103,5 +108,5 @@ def test_a_book_that_can_be_read_and_not_written_is_logged_too(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(state_file, "write_private", full)
-    assert QuarantineBook(tmp_path).note("mini", "its worker died") is None
+    assert QuarantineBook(tmp_path).note("mini", "its worker died", 0.0) is None
     assert caplog.messages[-1].endswith("losses.json: No space left on device")

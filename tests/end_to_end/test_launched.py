@@ -61,6 +61,11 @@ def ranks(url: str) -> list[dict[str, Any]]:
     return [rank for stage in instance["stages"] for rank in stage["ranks"]]
 
 
+def rank_of(started: psutil.Process) -> int:
+    """That mlx.launch gave a process."""
+    return int(started.environ()["MLX_RANK"])
+
+
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -83,7 +88,7 @@ def test_each_process_that_mlx_launch_starts_is_the_parent_of_its_ranks_worker_a
     tmp_path: Path,
 ) -> None:
     with launched(tmp_path, two_ports_in_a_row()) as (launcher, url):
-        first, second = psutil.Process(launcher.pid).children()
+        first, second = sorted(psutil.Process(launcher.pid).children(), key=rank_of)
         before = ranks(url)
         assert [rank["rank"] for rank in before] == [0, 1]
         worker = psutil.Process(before[1]["pid"])

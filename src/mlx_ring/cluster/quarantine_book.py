@@ -34,12 +34,12 @@ class QuarantineBook:
         self._clock = clock
         self._told = ""
 
-    def note(self, node: str, reason: str) -> Held | None:
-        """An instance was lost through the node; tells where it is left out from now on."""
+    def note(self, node: str, reason: str, begun_s: float) -> Held | None:
+        """An instance that was begun then, since the Unix epoch, was lost through the node; tells where it is left out from now on."""
         now_s = self._clock()
         try:
             with self._file.change() as content:
-                content.losses = (*still_counting(content.losses, now_s), Loss(node, reason, now_s))
+                content.losses = (*still_counting(content.losses, now_s), Loss(node, reason, now_s, begun_s))
         except (ConfigError, OSError) as error:
             self._tell(error)
             return None

@@ -236,10 +236,10 @@ class Cluster:
         steady = membership.without(held)
         return steady if steady.members and held.keys() & membership.members.keys() else membership
 
-    def heed_failure(self, error: RingError | None) -> None:
+    def heed_failure(self, error: RingError | None, begun_s: float) -> None:
         if error is None or not error.node:
             return
-        held = self._book.note(error.node, str(error))
+        held = self._book.note(error.node, str(error), begun_s)
         if held is not None:
             log.error(
                 "%s is left out of plans until %s. %s To take it in again before: mlx-ring node readmit %s",

@@ -102,7 +102,7 @@ class Here:
         del instance, heed_loss
         yield
 
-    def heed_failure(self, error: RingError | None) -> None:
+    def heed_failure(self, error: RingError | None, begun_s: float) -> None:
         """There is no other machine to take."""
 
     def standing(self) -> Standing:

@@ -61,8 +61,11 @@ class Machines(Protocol):
         """How many more machines must join before anything is loaded."""
         ...
 
-    def heed_failure(self, error: RingError | None) -> None:
-        """An instance was lost, or could not be loaded; a node that this happens to again and again is left out."""
+    def heed_failure(self, error: RingError | None, begun_s: float) -> None:
+        """An instance that was begun then, since the Unix epoch, was lost, or could not be loaded.
+
+        A node that this happens to again and again is left out.
+        """
         ...
 
     def standing(self) -> Standing:

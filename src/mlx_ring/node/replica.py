@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -90,6 +91,7 @@ class Replica:
         """
         number, pause_s, has_served = FIRST_EPOCH, _FIRST_PAUSE_S, False
         while True:
+            begun_s = time.time()
             try:
                 order = Order(
                     self._served,
@@ -103,19 +105,19 @@ class Replica:
                 epoch = await self._machines.next_epoch(order)
                 set_log_epoch(epoch.number)
                 number = epoch.number + 1
-                await self._run(epoch, ready)
+                await self._run(epoch, ready, begun_s)
                 has_served, pause_s = True, _FIRST_PAUSE_S
             except RingError as error:
                 self._meter.lost(error)
                 if not has_served and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
-                self._machines.heed_failure(error)
+                self._machines.heed_failure(error, begun_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             log.warning("loading %s again in %g s", self._served.names[0], pause_s)
             await asyncio.sleep(pause_s)
 
-    async def _run(self, epoch: Epoch, ready: Callable[[float], None]) -> None:
+    async def _run(self, epoch: Epoch, ready: Callable[[float], None], begun_s: float) -> None:
         self.service.begin(epoch.instance, epoch.number, epoch.arrangement)
         self._watcher.planned(epoch.instance, epoch.arrangement)
 
@@ -136,4 +138,4 @@ class Replica:
         with self._machines.watching(epoch.instance, instance.heed_loss):
             await instance.run(ready)
         self._meter.lost(instance.loss)
-        self._machines.heed_failure(instance.loss)
+        self._machines.heed_failure(instance.loss, begun_s)

@@ -25,11 +25,13 @@ from checks import (
 from langchain_core.messages import AIMessageChunk, HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class Lamp(BaseModel):
     """A lamp."""
+
+    model_config = ConfigDict(extra="forbid")
 
     room: Literal["kitchen", "garden", "hall"]
     on: bool

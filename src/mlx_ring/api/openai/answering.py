@@ -19,10 +19,16 @@ from mlx_ring.api.json_lines import Json, event, json_bytes
 from mlx_ring.api.service import Answering
 from mlx_ring.api.streaming import KEEP_ALIVE, LiveAnswer
 from mlx_ring.core.types import SamplingParams
+from mlx_ring.core.versions import package_version
 from mlx_ring.engine.sequence import GenerateRequest
 from mlx_ring.engine.streams import Delta
 
 DONE = b"data: [DONE]\n\n"
+
+
+def system_fingerprint() -> str:
+    """What answers: with another version of it, a seed may give another answer."""
+    return f"mlx-ring-{package_version('mlx-ring')}"
 
 
 class Writer(Protocol):
@@ -68,7 +74,7 @@ class Task:
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": None,
+            "system_fingerprint": system_fingerprint(),
             "choices": choices,
         }
 

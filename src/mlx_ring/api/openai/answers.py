@@ -94,7 +94,7 @@ class _Answered(Told):
     created: int
     """Unix seconds."""
     model: str
-    system_fingerprint: None
+    system_fingerprint: str
 
 
 class _ChatAnswered(_Answered):

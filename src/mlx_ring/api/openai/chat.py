@@ -20,7 +20,7 @@ from mlx_ring.api.conversation.prepare import prepare_chat, with_effort
 from mlx_ring.api.generation import performance, usage
 from mlx_ring.api.json_lines import Json, event, json_bytes
 from mlx_ring.api.openai import answers as about
-from mlx_ring.api.openai.answering import DONE, around_choice, failure_event
+from mlx_ring.api.openai.answering import DONE, around_choice, failure_event, system_fingerprint
 from mlx_ring.api.openai.formats import ResponseFormat, read_format
 from mlx_ring.api.openai.messages import Message, template_messages
 from mlx_ring.api.openai.sampling import (
@@ -119,7 +119,7 @@ class ChatCompletionWriter:
             "created": int(time.time()),
             "model": model,
             "service_tier": "default",
-            "system_fingerprint": None,
+            "system_fingerprint": system_fingerprint(),
         }
         self._texts = texts
         self._usage_chunk = usage_chunk
