@@ -34,7 +34,8 @@ ENDLESS = "/cluster/events"
 def test_every_answer_is_one_that_the_document_tells(tmp_path: Path) -> None:
     python = command_of(TOOL)[0]
     with serving("demo", *BRIEF, "--api-key", KEY, folder=tmp_path) as server:
-        document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
+        key = {"Authorization": f"Bearer {KEY}"}
+        document = httpx.get(f"{server.url}/openapi.json", headers=key, timeout=60).json()
         operations = sum(len(methods) for path, methods in document["paths"].items() if path != ENDLESS)
         done = subprocess.run(
             [
