@@ -269,7 +269,8 @@ def _renders_text(tokenizer: Tokenizer) -> bool:
     """Whether a template's text is all that its tokens come of: so it is of Hugging Face's own way, and of mlx-lm's renderers."""
     if getattr(tokenizer, "_chat_template", None) is not None:
         return True
-    from transformers import PreTrainedTokenizerBase  # noqa: PLC0415 - is there once a tokenizer is, and takes seconds
+    # By its own module: asked of the package, it would bring in all the rest, in whichever thread asks first.
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase  # noqa: PLC0415 - is there once a tokenizer is
 
     beneath: object = _beneath(tokenizer)
     return getattr(type(beneath), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
