@@ -69,6 +69,28 @@ def test_what_is_wrong_is_told_in_one_sentence() -> None:
     assert "\n" not in problem
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar("json_schema", '{"$ref": "#"}'), Grammar("regex", r"[^\s\S]")],
+    ids=["a reference to itself", "a letter that is none"],
+)
+def test_one_under_which_nothing_can_begin_is_refused(grammar: Grammar) -> None:
+    assert GrammarTrials().problem(grammar) == "No answer can match this schema: nothing is allowed at its start."
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", ""),
+        Grammar("json_schema", '{"anyOf": [{"$ref": "#"}, {"type": "null"}]}'),
+        Grammar("lark", 'start: "" | <|call|>'),
+    ],
+    ids=["nothing at all", "one way out", "a model's own token"],
+)
+def test_one_that_allows_an_end_or_one_way_is_taken(grammar: Grammar) -> None:
+    assert GrammarTrials().problem(grammar) == ""
+
+
 def test_the_process_ends_with_who_asks(children: Callable[[], list[psutil.Process]]) -> None:
     trials = GrammarTrials()
     assert trials.problem(GOOD) == ""

@@ -21,8 +21,8 @@ from mlx_ring.core.errors import RequestError, ServingError
 from mlx_ring.core.grammars import check_grammar, in_one_line
 from mlx_ring.core.types import Grammar
 
-CPU_S = 3.0
-"""Of a processor, for one grammar; the largest schemas take one."""
+CPU_S = 5.0
+"""Of a processor, for one grammar; the largest schemas take three."""
 _MEMORY_BYTES = 1536 << 20
 """Of addresses, the stack's among them."""
 _BY_LIMITS = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGKILL}

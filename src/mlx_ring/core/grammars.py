@@ -24,6 +24,10 @@ _WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _LISTING = re.compile(r"\n *\d+ \| ")
 """Lines of the grammar that was made of what the client has sent."""
 _OWN_ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+_OF_TEXT = {"json_schema", "regex"}
+"""Kinds of grammars that ask for none of a model's own tokens, so that bytes alone tell what they allow."""
+_NOTHING_GOES_ON = "NoExtensionBias"
+"""What llguidance says where not even the end is allowed."""
 JSON_OPTIONS = {
     "whitespace_pattern": r"\x20|\x0A(\x20{0,24}|\x09{0,8})",
     "lenient": False,
@@ -86,17 +90,31 @@ def check_grammar(grammar: Grammar) -> None:
     """Try to compile a grammar. Takes milliseconds, and may end the process: see `grammar_trials.py`.
 
     Raises:
-        RequestError: it cannot be enforced; why, in llguidance's words.
+        RequestError: it cannot be enforced, why, in llguidance's words; or no answer can begin under it.
     """
     from llguidance import LLMatcher  # noqa: PLC0415 - see above
 
-    problem = LLMatcher.validate_grammar(to_llguidance(grammar.kind, grammar.text), limits=grammar_limits())
+    compiled = to_llguidance(grammar.kind, grammar.text)
+    problem = LLMatcher.validate_grammar(compiled, limits=grammar_limits())
     if problem and not problem.startswith("WARNING"):
         raise RequestError(f"The answer cannot be held to this schema: {in_one_line(problem)}")
+    if grammar.kind in _OF_TEXT and not _can_begin(compiled):
+        raise RequestError("No answer can match this schema: nothing is allowed at its start.")
+
+
+def _can_begin(compiled: str) -> bool:
+    """Whether a grammar allows anything for an answer's first byte, or its end."""
+    from llguidance import LLMatcher, LLTokenizer  # noqa: PLC0415 - see above
+
+    matcher = LLMatcher(LLTokenizer("byte"), compiled, limits=grammar_limits(), log_level=0)
+    matcher.compute_bitmask()
+    return _NOTHING_GOES_ON not in matcher.get_error()
 
 
 def in_one_line(problem: str) -> str:
     """What llguidance says, as the end of a sentence: of a schema within a larger grammar, what is said of the schema."""
+    if _NOTHING_GOES_ON in problem:
+        return "nothing may follow at this place."
     said = _WHERE.sub("", _LISTING.split(problem, maxsplit=1)[0]).replace(_OWN_ADVICE, "Write it with anyOf")
     said = " ".join(said.split()).removesuffix("<non-verbose/>").strip()
     return f"{said[:300].rstrip('.')}."

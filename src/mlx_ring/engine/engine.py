@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import count
 
 from mlx_ring.core.errors import (
@@ -20,55 +19,37 @@ from mlx_ring.core.errors import (
     NotReady,
     Overloaded,
     ProtocolError,
-    RequestError,
     RingError,
     ServingError,
 )
 from mlx_ring.core.request_context import CLIENT
 from mlx_ring.core.traces import Span
 from mlx_ring.core.types import FinishReason, TokenLogprob
+from mlx_ring.engine.admission import check_places, gave_way
 from mlx_ring.engine.answer_text import AnswerText, Reading
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.executor import Executor, RankId, ranks_that_draw
 from mlx_ring.engine.giving_way import Held, who_gives_way
 from mlx_ring.engine.grammars import Grammars, Settled
+from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.meters import EndedRequest, Meter
 from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.router import Burden
 from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
-from mlx_ring.engine.stats import EngineStats, OpenRequest, RequestState, Unanswered
+from mlx_ring.engine.stats import EngineStats, OpenRequest, Unanswered
 from mlx_ring.engine.step_deadlines import Predict
 from mlx_ring.engine.step_times import StepTimes
-from mlx_ring.engine.streams import Delta, RequestStream, RequestTimings
+from mlx_ring.engine.streams import RequestStream
 from mlx_ring.engine.totals import StepTotals
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
 
-_RETRY_AFTER_S = 1.0
 _GRAMMAR_WITHIN_S = 30.0
 """What the ranks may take for a grammar: the largest take some seconds, one after the other."""
 _POLICY = Policy()
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request that is being answered."""
-
-    sequence: Sequence
-    stream: RequestStream
-    text: AnswerText
-    completion_tokens: int = 0
-    is_first: bool = True
-    last_at: float = 0.0
-    """When tokens came last."""
-    span: Span | None = None
-    """Where the request is traced."""
-    client: str = ""
-    """Who asks."""
-    deadline: asyncio.TimerHandle | None = None
 
 
 class Engine:
@@ -108,7 +89,7 @@ class Engine:
         self._wanted_kv: Mapping[RankId, int] = {}
         """Limits that were given while the engine served; a long sequence that is under way may hold them up."""
         self._limits = limits.within(self._scheduler.capacity_tokens)
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, LiveRequest] = {}
         self._sequence_ids = count(1)
         self._ended: RingError | None = None
         """Why nothing is answered any more."""
@@ -146,7 +127,7 @@ class Engine:
         text = AnswerText(self._vocabulary, request.sampling, sequence.ends, request.shown_tokens, before)
         span = None if self._tracer is None else self._tracer.begin(request)
         sequence.traceparent = "" if span is None else span.traceparent
-        self._live[sequence.id] = _Live(sequence, stream, text, span=span, client=CLIENT.get())
+        self._live[sequence.id] = LiveRequest(sequence, stream, text, span=span, client=CLIENT.get())
         self._want_grammar(sequence)
         self._scheduler.add(sequence)
         self._send_steps(now)
@@ -193,7 +174,7 @@ class Engine:
         if limit_s is not None and live is not None:
             live.deadline = asyncio.get_running_loop().call_later(limit_s, self._expire, live, limit_s)
 
-    def _expire(self, live: _Live, limit_s: float) -> None:
+    def _expire(self, live: LiveRequest, limit_s: float) -> None:
         """The request has taken as long as any may: what it held goes to the others."""
         tokens = live.completion_tokens
         self._end_with_error(
@@ -209,21 +190,7 @@ class Engine:
         """Whether so many requests can come now."""
         if self._ended is not None:
             raise NotReady(f"Instance {self._instance} cannot answer: {self._ended}")
-        most = self._policy.max_num_seqs + self._policy.max_waiting
-        if requests > most:
-            raise RequestError(
-                f"This request asks for {requests} answers (its prompts times n), and the server takes {most} at once "
-                f"(--max-num-seqs {self._policy.max_num_seqs}, --max-waiting {self._policy.max_waiting}): ask for fewer.",
-                param="n",
-            )
-        if requests > self._scheduler.places:
-            waiting = self._scheduler.num_waiting
-            wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
-            asked = f", and this one asks for {requests} answers" if requests > 1 else ""
-            raise Overloaded(
-                f"{wait} already{asked}; try again in {_RETRY_AFTER_S:g} s.",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        check_places(requests, self._policy, free=self._scheduler.places, waiting=self._scheduler.num_waiting)
 
     def make_room(self, *requests: GenerateRequest) -> bool:
         """Whether there are places for these of the client at hand: those who have most gave way where there were none.
@@ -239,7 +206,7 @@ class Engine:
         held = (Held(key, live.client, live.sequence.opened_at is None) for key, live in self._live.items())
         gone = who_gives_way(held, CLIENT.get(), wants=len(requests), needs=needs)
         for key in gone or ():
-            self._end_with_error(self._live[key], _gave_way())
+            self._end_with_error(self._live[key], gave_way())
         return gone is not None
 
     def _abort(self, sequence: Sequence) -> None:
@@ -254,7 +221,7 @@ class Engine:
         live = self._live.get(sequence.id)
         if live is not None:
             now = self._clock()
-            live.stream.put(self._delta(live, (), Reading("", 0), "stop", now))
+            self._put(live, (), Reading("", 0), "stop", now)
             self._retire(live, "stop")
             self._send_steps(now)
 
@@ -295,49 +262,32 @@ class Engine:
             return
         if reading.stop_match is not None:
             finish_reason = "stop"
-        live.stream.put(self._delta(live, advance.tokens[: reading.tokens], reading, finish_reason, now))
+        self._put(live, advance.tokens[: reading.tokens], reading, finish_reason, now)
         if finish_reason is not None:
             self._retire(live, finish_reason)
 
-    def _delta(
+    def _put(
         self,
-        live: _Live,
+        live: LiveRequest,
         tokens: tuple[TokenLogprob, ...],
         reading: Reading,
         finish_reason: FinishReason | None,
         now: float,
-    ) -> Delta:
-        sequence, request = live.sequence, live.sequence.request
-        is_first, live.is_first = live.is_first, False
-        if is_first:
-            self._prompt_tokens += sequence.prompt_length
-            self._meter.answers(sequence.prompt_length, now - sequence.submitted_at)
+    ) -> None:
+        """Count what has come, and hand it on."""
+        if live.is_first:
+            self._prompt_tokens += live.sequence.prompt_length
+            self._meter.answers(live.sequence.prompt_length, now - live.sequence.submitted_at)
         elif tokens:
             self._meter.grows(len(tokens), now - live.last_at)
-        live.last_at = now
         self._meter.generated_tokens += len(tokens)
         self._generated_tokens += len(tokens)
-        live.completion_tokens += len(tokens)
-        scored = is_first and request.prompt_logprobs is not None
-        return Delta(
-            text=reading.text,
-            token_ids=tuple(token.token for token in tokens),
-            logprobs=tokens if request.sampling.logprobs else (),
-            prompt_tokens=sequence.prompt_length,
-            completion_tokens=live.completion_tokens,
-            cached_tokens=sequence.cached_tokens,
-            finish_reason=finish_reason,
-            stop_match=reading.stop_match,
-            prompt_logprobs=tuple(sequence.prompt_logprobs) if scored else None,
-            pooled=None if finish_reason is None else sequence.pooled,
-            timings=None if finish_reason is None else _timings(sequence, now),
-            pieces=reading.pieces,
-        )
+        live.stream.put(live.delta(tokens, reading, finish_reason, now))
 
-    def _retire(self, live: _Live, reason: FinishReason, error: RingError | None = None) -> None:
+    def _retire(self, live: LiveRequest, reason: FinishReason, error: RingError | None = None) -> None:
         del self._live[live.sequence.id]
         self._finished[reason] += 1
-        self._tell_end(_ended(live, reason, error, self._clock()), live.span)
+        self._tell_end(live.as_ended(reason, error, self._clock()), live.span)
         if live.deadline is not None:
             live.deadline.cancel()
         if reason in ("stop", "length"):
@@ -355,7 +305,7 @@ class Engine:
         if span is not None and self._tracer is not None:
             self._tracer.end(span, ended)
 
-    def _end_with_error(self, live: _Live, error: RingError) -> None:
+    def _end_with_error(self, live: LiveRequest, error: RingError) -> None:
         live.stream.fail(error)
         self._retire(live, "error", error)
 
@@ -448,7 +398,7 @@ class Engine:
     def requests(self) -> list[OpenRequest]:
         """Those that run or wait, the oldest first."""
         now = self._clock()
-        return [_open_request(live, now) for live in self._live.values()]
+        return [live.as_open(now) for live in self._live.values()]
 
     def totals(self) -> StepTotals:
         """What its steps have done since it began."""
@@ -462,54 +412,3 @@ class Engine:
             generated_tokens=self._generated_tokens,
             finished=dict(self._finished),
         )
-
-
-def _gave_way() -> Overloaded:
-    return Overloaded(
-        "The queue is full, and of those who wait in it this client had most: a request of it gave way to another client's; "
-        f"try again in {_RETRY_AFTER_S:g} s.",
-        retry_after_s=_RETRY_AFTER_S,
-    )
-
-
-def _open_request(live: _Live, now: float) -> OpenRequest:
-    sequence = live.sequence
-    return OpenRequest(
-        id=sequence.request.request_id,
-        state=_state(sequence),
-        prompt_tokens=sequence.prompt_length,
-        cached_tokens=sequence.cached_tokens,
-        read_tokens=min(sequence.scheduled, sequence.prompt_length),
-        tokens=live.completion_tokens,
-        age_s=now - sequence.submitted_at,
-    )
-
-
-def _state(sequence: Sequence) -> RequestState:
-    """One that was put back waits too."""
-    if not sequence.scheduled:
-        return "waiting"
-    return "answering" if sequence.is_prefilled else "reading"
-
-
-def _ended(live: _Live, reason: FinishReason, error: RingError | None, now: float) -> EndedRequest:
-    sequence = live.sequence
-    return EndedRequest(
-        submitted_at=sequence.submitted_at,
-        opened_at=sequence.opened_at,
-        first_token_at=sequence.first_token_at,
-        last_token_at=sequence.last_token_at,
-        ended_at=now,
-        prompt_tokens=sequence.prompt_length,
-        completion_tokens=live.completion_tokens,
-        cached_tokens=sequence.cached_tokens,
-        reason=reason,
-        error=error,
-    )
-
-
-def _timings(sequence: Sequence, now: float) -> RequestTimings:
-    opened = sequence.submitted_at if sequence.opened_at is None else sequence.opened_at
-    first = now if sequence.first_token_at is None else sequence.first_token_at
-    last = now if sequence.last_token_at is None else sequence.last_token_at
-    return RequestTimings(opened - sequence.submitted_at, first - opened, last - first)
