@@ -75,7 +75,10 @@ def test_what_is_wrong_is_told_in_one_sentence() -> None:
     ids=["a reference to itself", "a letter that is none"],
 )
 def test_one_under_which_nothing_can_begin_is_refused(grammar: Grammar) -> None:
-    assert GrammarTrials().problem(grammar) == "No answer can match this schema: nothing is allowed at its start."
+    assert (
+        GrammarTrials().problem(grammar)
+        == "No answer can match this schema: nothing is allowed at its start."
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,11 @@ class LiveRequest:
     deadline: asyncio.TimerHandle | None = None
 
     def delta(
-        self, tokens: tuple[TokenLogprob, ...], reading: Reading, finish_reason: FinishReason | None, now: float
+        self,
+        tokens: tuple[TokenLogprob, ...],
+        reading: Reading,
+        finish_reason: FinishReason | None,
+        now: float,
     ) -> Delta:
         """What has come since the last one; the first and the last bring what belongs to the whole answer."""
         sequence, request = self.sequence, self.sequence.request
