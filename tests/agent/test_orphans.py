@@ -55,7 +55,8 @@ def test_only_a_rank_that_waits_for_others_is_ended_and_only_without_a_head(
             ends = _Ends(waits, idle, alone)
             ending = asyncio.create_task(end_orphans(ends, lambda: time.monotonic() - silent_s, 30.0, 0.3))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ends.has_ended.wait(), 30.0 if expected else 1.0)
+                async with asyncio.timeout(30.0 if expected else 1.0):
+                    await ends.has_ended.wait()
             ending.cancel()
             return ends.ended
 

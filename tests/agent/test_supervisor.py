@@ -37,7 +37,8 @@ def test_workers_hear_at_once_which_certificates_are_refused(tmp_path: Path) -> 
         async with open_aio_channel(f"unix:{socket}") as channel:
             supervisor._workers.append(Worker(worker_pb2.StageAssignment(), socket, living, channel))  # pyright: ignore[reportPrivateUsage] - no process is needed for this
             supervisor.revoke(("7f",))
-            told = await asyncio.wait_for(heard.get(), 60)
+            async with asyncio.timeout(60):
+                told = await heard.get()
         await server.stop(None)
         return told
 

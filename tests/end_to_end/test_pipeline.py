@@ -82,7 +82,8 @@ def test_when_a_worker_is_killed_streams_end_with_its_loss(folder: Path, tmp_pat
             os.kill(pids[victim], signal.SIGKILL)
             for stream in streams:
                 with pytest.raises(WorkerLost, match=r"[Ss]tage"):
-                    await asyncio.wait_for(_drain(stream), 30)
+                    async with asyncio.timeout(30):
+                        await _drain(stream)
             with pytest.raises(NotReady, match="cannot answer"):
                 await generate(engine, [1], 1)
 

@@ -82,7 +82,7 @@ async def attend_for_ever(
 
 
 def _heed_cancellation() -> None:
-    """A task that is cancelled while its call breaks hears of the call alone: gRPC, and `wait_for` in Python 3.11, keep the rest."""
+    """A task that is cancelled while its call breaks hears of the call alone: gRPC keeps the rest."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -98,7 +98,8 @@ async def _attendance(
         call = ATTEND.aio_stream_stream(channel)(_messages(head, who))
         while True:
             try:
-                reply = await asyncio.wait_for(call.read(), _SILENCE_S)
+                async with asyncio.timeout(_SILENCE_S):
+                    reply = await call.read()
             except TimeoutError:
                 log.warning("%s has said nothing for %g s", peer, _SILENCE_S)
                 return

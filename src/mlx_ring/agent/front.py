@@ -165,7 +165,8 @@ class AgentFront:
                 changed.clear()
                 yield self._event()
                 try:
-                    await asyncio.wait_for(changed.wait(), heartbeat_s)
+                    async with asyncio.timeout(heartbeat_s):
+                        await changed.wait()
                 except TimeoutError:
                     await self._supervisor.refresh()
 

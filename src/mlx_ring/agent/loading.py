@@ -129,7 +129,8 @@ async def _follow(
 async def _next_report(call: _Reports, worker: Worker, phase: str) -> object:
     """Raises `WorkerStuck` where a rank looks for the others of its stage for too long: it hears nothing meanwhile."""
     try:
-        return await asyncio.wait_for(call.read(), _GROUP_WAIT_S if phase == _GROUP else None)
+        async with asyncio.timeout(_GROUP_WAIT_S if phase == _GROUP else None):
+            return await call.read()
     except TimeoutError:
         where = ", ".join(worker.assignment.group) or "this machine"
         raise WorkerStuck(

@@ -66,7 +66,8 @@ async def _run_to_its_end(options: ProfileOptions, output: Path, module: str) ->
         environment=worker_environment(options.blas_threads),
     )
     try:
-        end = await asyncio.wait_for(child.wait(), options.timeout_s)
+        async with asyncio.timeout(options.timeout_s):
+            end = await child.wait()
     except TimeoutError:
         raise WorkerStuck(
             f"Measuring this machine took longer than {options.timeout_s:g} s and was ended: "

@@ -215,7 +215,8 @@ async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_
 
 async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
     try:
-        return await asyncio.wait_for(anext(requests), SILENCE_S)
+        async with asyncio.timeout(SILENCE_S):
+            return await anext(requests)
     except DecodeError as error:
         raise ProtocolError(f"A message came that cannot be read: {error}.") from error
 

@@ -103,14 +103,16 @@ class ChildProcess:
         if not self._end.done():
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(self.wait(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    return await self.wait()
             log.warning(
                 "%s (pid %d) did not end within %g s of SIGTERM: killing it.", self.name, self.pid, grace_s
             )
             if asks_where:
                 self._signal(SIGNAL)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.wait(), _LAST_WORDS_S)
+                    async with asyncio.timeout(_LAST_WORDS_S):
+                        await self.wait()
             self._signal(signal.SIGKILL)
         return await self.wait()
 
@@ -123,7 +125,8 @@ class ChildProcess:
         os.close(self._lifeline)
         # A grandchild may hold the pipe open; the process's own last words are there at once.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._output, 1.0)
+            async with asyncio.timeout(1.0):
+                await self._output
         return self._reason(code)
 
     def _reason(self, code: int) -> str:

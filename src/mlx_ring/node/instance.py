@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_ring.cluster.agent_link import Report
@@ -18,6 +18,7 @@ from mlx_ring.cluster.planner.forecast import Forecast
 from mlx_ring.core.backends import AUTO
 from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.in_time import in_time
 from mlx_ring.core.named_group import named_addresses, named_machines
 from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.core.traces import Tracing
@@ -163,7 +164,8 @@ class Instance:
                 ready(time.monotonic() - started)
             await self._lost
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._explained.wait(), _BETTER_REASON_S)
+                async with asyncio.timeout(_BETTER_REASON_S):
+                    await self._explained.wait()
 
     @property
     def _nodes(self) -> Mapping[RankId, str]:
@@ -230,7 +232,7 @@ class Instance:
     ) -> None:
         """Hear what a node's agent tells, until the agent or one of its workers is gone."""
         try:
-            async for event in _in_time(site.link.watch(hello)):
+            async for event in in_time(site.link.watch(hello), SILENCE_S):
                 self._service.hear(event)
                 self._shares.hear(event)
                 workers = watched.hear(event)
@@ -359,17 +361,6 @@ class Watched:
         if len(self._by_node) < self._nodes:
             return None
         return {place: status for statuses in self._by_node.values() for place, status in statuses.items()}
-
-
-async def _in_time(
-    events: AsyncIterator[agent_pb2.AgentEvent],
-) -> AsyncIterator[agent_pb2.AgentEvent]:
-    """Raises TimeoutError where none comes in time."""
-    while True:
-        try:
-            yield await asyncio.wait_for(anext(events), SILENCE_S)
-        except StopAsyncIteration:
-            return
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -299,12 +299,14 @@ async def _until(until: float, frames: AsyncIterator[Frame]) -> AsyncIterator[Fr
     """The frames that come by then: a prober that says nothing would hold its call for ever."""
     while True:
         try:
-            yield await asyncio.wait_for(anext(frames), until - time.monotonic())
+            async with asyncio.timeout(until - time.monotonic()):
+                frame = await anext(frames)
         except StopAsyncIteration:
             return
         except TimeoutError:
             yield Frame(worker_pb2.FrameHeader(), problem=f"A probe of a link may take {_RESPONDER_S:g} s.")
             return
+        yield frame
 
 
 def _log_end(answer: worker_pb2.FrameAccepted, context: CallContext) -> None:

@@ -93,7 +93,8 @@ async def _manifest_bytes(digest: str, peer: Peer, node: str, patience: Patience
     data = bytearray()
     try:
         while True:
-            part = await asyncio.wait_for(call.read(), patience.silence_s)
+            async with asyncio.timeout(patience.silence_s):
+                part = await call.read()
             if not isinstance(part, weights_pb2.ManifestPart):
                 return bytes(data)
             if part.HasField("failure"):

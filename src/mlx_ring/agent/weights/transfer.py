@@ -156,11 +156,14 @@ class Transfer:
             for start, end in ranges:
                 offset = start
                 while offset < end:
-                    part = await asyncio.wait_for(call.read(), self._patience.silence_s)
+                    async with asyncio.timeout(self._patience.silence_s):
+                        part = await call.read()
                     data = _checked(part, offset, end)
                     yield offset, data
                     offset += len(data)
-            if await asyncio.wait_for(call.read(), self._patience.silence_s) is not grpc.aio.EOF:
+            async with asyncio.timeout(self._patience.silence_s):
+                rest = await call.read()
+            if rest is not grpc.aio.EOF:
                 raise ProtocolError("it sends more than was asked for.")
         finally:
             call.cancel()
