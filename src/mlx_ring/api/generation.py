@@ -68,10 +68,17 @@ class Costed(Protocol):
 class Generation:
     """Runs the sequences of one request. Leaving `async with` stops those that have not ended."""
 
-    def __init__(self, engine: Answering, requests: Sequence[GenerateRequest], prompt_field: str) -> None:
+    def __init__(
+        self,
+        engine: Answering,
+        requests: Sequence[GenerateRequest],
+        prompt_field: str,
+        answers_per_prompt: int = 1,
+    ) -> None:
         self._engine = engine
         self._requests = requests
         self._prompt_field = prompt_field
+        self._answers_per_prompt = answers_per_prompt
         self._streams: list[RequestStream] = []
         self._news = asyncio.Event()
         self.answers = [Answer() for _ in requests]
@@ -88,7 +95,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        note_answers(self.answers)
+        note_answers(self.answers, self._answers_per_prompt)
         await self._stop()
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:

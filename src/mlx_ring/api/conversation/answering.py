@@ -204,7 +204,7 @@ async def answer_chat(
 
 @asynccontextmanager
 async def _begun(engine: Answering, chat: PreparedChat) -> AsyncGenerator[ChatGeneration]:
-    async with Generation(engine, chat.requests, chat.prompt_field) as generation:
+    async with Generation(engine, chat.requests, chat.prompt_field, len(chat.requests)) as generation:
         yield ChatGeneration(generation, chat)
 
 
