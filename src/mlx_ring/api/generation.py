@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from mlx_ring.api.access_log import note_answers
+from mlx_ring.api.access_log import Counted, note_answers
 from mlx_ring.api.service import Answering
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.types import FinishReason, TokenLogprob
@@ -82,6 +82,8 @@ class Generation:
         self._streams: list[RequestStream] = []
         self._news = asyncio.Event()
         self.answers = [Answer() for _ in requests]
+        self.counted: Sequence[Counted] = self.answers
+        """The answers as their clients are told of them: some end before the tokens that the engine gave."""
 
     async def __aenter__(self) -> Self:
         """Raises the `RingError` with which the engine refuses the sequences."""
@@ -95,7 +97,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        note_answers(self.answers, self._answers_per_prompt)
+        note_answers(self.counted, self._answers_per_prompt)
         await self._stop()
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:
