@@ -42,6 +42,24 @@ def test_a_request_is_one_line_with_its_model_and_tokens(api: Api, lines: Lines,
     assert line.getMessage().startswith("127.0.0.1:12345 POST /v1/chat/completions 200 duration_s=")
 
 
+def test_tokens_are_those_of_the_usage_also_of_several_answers(api: Api, lines: Lines) -> None:
+    usages = [
+        api.chat(n=3, max_tokens=2).json()["usage"],
+        api.complete(prompt=["ab", "ab"], n=2, max_tokens=2).json()["usage"],
+    ]
+    for line, usage in zip(lines(), usages, strict=True):
+        told = fields(line)
+        assert told["prompt_tokens"] == usage["prompt_tokens"]
+        assert told["completion_tokens"] == usage["completion_tokens"]
+
+
+def test_tokens_guessed_beyond_a_stop_string_are_not_logged(lines: Lines) -> None:
+    api = Api(TwinService(says="ab" * 20))
+    for stop in ("ab" * 8, "ab" * 8 + "a", "ab" * 9):
+        told = api.chat(stop=stop).json()["usage"]["completion_tokens"]
+        assert fields(lines()[-1])["completion_tokens"] == told == len(stop)
+
+
 def test_neither_keys_nor_prompts_nor_queries_are_logged(lines: Lines) -> None:
     api = Api(settings=ApiSettings(api_keys=("secret-key",)))
     api.post("/v1/completions", {"prompt": "a private thought"}, **{"x-api-key": "secret-key"})

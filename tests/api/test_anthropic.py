@@ -204,6 +204,15 @@ def test_earlier_thoughts_are_cleared_as_asked(keep: object, left: int) -> None:
 USER = {"role": "user", "content": "Hello."}
 
 
+def test_no_tokens_compute_the_prompt_for_the_next_request(api: Api) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello. " * 20}]}
+    ahead = api.post("/v1/messages", body | {"max_tokens": 0}).json()
+    assert (ahead["content"], ahead["stop_reason"]) == ([], "max_tokens")
+    assert ahead["usage"]["output_tokens"] == 0
+    asked_again = api.post("/v1/messages", body | {"max_tokens": 1}).json()
+    assert asked_again["usage"]["cache_read_input_tokens"] == ahead["usage"]["input_tokens"] - 1
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "'max_tokens'"),
     ({"temperature": 1.5}, "'temperature'"),

@@ -201,8 +201,10 @@ def test_an_answer_that_is_cut_off_in_a_call_ends_with_length() -> None:
     choice = api.chat(tools=[TOOL], max_tokens=45).json()["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"].startswith("<tool_call>")
-    chunks = events(api.chat(tools=[TOOL], max_tokens=45, stream=True))
-    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    for several in (True, False):
+        chunks = events(api.chat(tools=[TOOL], max_tokens=45, stream=True, parallel_tool_calls=several))
+        assert chunks[-2]["choices"][0]["delta"]["tool_calls"][0]["function"]["arguments"]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_thoughts_and_calls_go_back_as_history_also_without_content() -> None:

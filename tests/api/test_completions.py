@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.api.clients import Api, events, refusal
-from tests.api.twins import BOS
+from tests.api.twins import BOS, EOS, ByteTokenizer
 from tests.engine.tokenizers_small import byte_fallback
 
 from mlx_ring.api.generation import Answer
@@ -162,3 +162,12 @@ def test_where_sentencepiece_words_stand_in_an_echo_is_counted_without_the_space
         "hello the a",
         " the a",
     ]
+
+
+def test_special_tokens_that_an_echoed_prompt_spells_out_take_their_place_in_it() -> None:
+    asked = CompletionRequest.model_validate({"prompt": "<eos>A", "echo": True, "logprobs": 0})
+    scored = Answer(text="b", prompt_logprobs=(None, *(TokenLogprob(token, -1.0) for token in (EOS, 65))))
+    scored.logprobs = [TokenLogprob(token, -1.0) for token in (ord("b"), EOS)]
+    choice: Any = CompletionWriter(ByteTokenizer(), asked, [(BOS, EOS, 65)]).whole(0, scored)
+    assert choice["logprobs"]["tokens"] == ["<bos>", "<eos>", "A", "b", "<eos>"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 5, 6, 7]

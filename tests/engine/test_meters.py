@@ -94,6 +94,19 @@ def test_a_first_token_counts_once_and_every_other_by_its_share_of_a_step() -> N
     )
 
 
+def test_a_request_for_its_prompt_alone_waits_for_no_first_token() -> None:
+    async def run() -> Meter:
+        meter = Meter()
+        twin = TwinExecutor((1, 1), next_token=hash_token(256))
+        engine = Engine(twin, BYTES, LIMITS, instance="demo", epoch=1, policy=PLAIN, meter=meter)
+        await collect(engine.submit(ask(max_tokens=0, prompt_logprobs=0)))
+        return meter
+
+    meter = asyncio.run(run())
+    assert (meter.prompt_tokens, meter.generated_tokens) == (3, 0)
+    assert sum(meter.first_token_s.counts) == 0
+
+
 def test_requests_are_counted_by_how_they_ended_and_by_why_they_failed() -> None:
     async def run() -> Meter:
         meter = Meter()

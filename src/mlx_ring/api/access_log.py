@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -48,13 +48,12 @@ def note_model(model_id: str) -> None:
         notes.model = model_id
 
 
-def note_answers(answers: Iterable[Counted]) -> None:
-    """The request at hand had these answers."""
+def note_answers(answers: Sequence[Counted], answers_per_prompt: int) -> None:
+    """The request at hand had these answers. As in `usage`, a prompt with several counts once."""
     notes = _notes.get()
     if notes is not None:
-        for answer in answers:
-            notes.prompt_tokens += answer.prompt_tokens
-            notes.completion_tokens += answer.completion_tokens
+        notes.prompt_tokens += sum(answer.prompt_tokens for answer in answers[::answers_per_prompt])
+        notes.completion_tokens += sum(answer.completion_tokens for answer in answers)
 
 
 class AccessLog:

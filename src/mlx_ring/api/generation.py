@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from mlx_ring.api.access_log import note_answers
+from mlx_ring.api.access_log import Counted, note_answers
 from mlx_ring.api.service import Answering
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.types import FinishReason, TokenLogprob
@@ -68,13 +68,22 @@ class Costed(Protocol):
 class Generation:
     """Runs the sequences of one request. Leaving `async with` stops those that have not ended."""
 
-    def __init__(self, engine: Answering, requests: Sequence[GenerateRequest], prompt_field: str) -> None:
+    def __init__(
+        self,
+        engine: Answering,
+        requests: Sequence[GenerateRequest],
+        prompt_field: str,
+        answers_per_prompt: int = 1,
+    ) -> None:
         self._engine = engine
         self._requests = requests
         self._prompt_field = prompt_field
+        self._answers_per_prompt = answers_per_prompt
         self._streams: list[RequestStream] = []
         self._news = asyncio.Event()
         self.answers = [Answer() for _ in requests]
+        self.counted: Sequence[Counted] = self.answers
+        """The answers as their clients are told of them: some end before the tokens that the engine gave."""
 
     async def __aenter__(self) -> Self:
         """Raises the `RingError` with which the engine refuses the sequences."""
@@ -88,7 +97,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        note_answers(self.answers)
+        note_answers(self.counted, self._answers_per_prompt)
         await self._stop()
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:

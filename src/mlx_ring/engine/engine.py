@@ -277,7 +277,8 @@ class Engine:
         """Count what has come, and hand it on."""
         if live.is_first:
             self._prompt_tokens += live.sequence.prompt_length
-            self._meter.answers(live.sequence.prompt_length, now - live.sequence.submitted_at)
+            waited_s = now - live.sequence.submitted_at if tokens else None
+            self._meter.answers(live.sequence.prompt_length, waited_s)
         elif tokens:
             self._meter.grows(len(tokens), now - live.last_at)
         self._meter.generated_tokens += len(tokens)

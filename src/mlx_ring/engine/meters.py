@@ -121,10 +121,11 @@ class Meter:
 
     # ---- as the engine feeds it
 
-    def answers(self, prompt_tokens: int, waited_s: float) -> None:
-        """A request got its first token."""
+    def answers(self, prompt_tokens: int, waited_s: float | None) -> None:
+        """A request got its first token; `waited_s` is None where its prompt alone was asked for."""
         self.prompt_tokens += prompt_tokens
-        self.first_token_s.see(waited_s)
+        if waited_s is not None:
+            self.first_token_s.see(waited_s)
 
     def grows(self, tokens: int, since_last_s: float) -> None:
         """A request got more of them, in one step."""

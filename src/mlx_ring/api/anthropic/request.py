@@ -118,7 +118,8 @@ class CountTokensRequest(PromptFields):
 
 
 class MessagesRequest(PromptFields, SamplingFields):
-    max_tokens: Count
+    max_tokens: Annotated[int, Field(ge=0)]
+    """0: the prompt is computed and kept, for requests that begin alike; there is no answer."""
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
     stream: bool | None = None

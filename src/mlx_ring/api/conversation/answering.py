@@ -204,8 +204,10 @@ async def answer_chat(
 
 @asynccontextmanager
 async def _begun(engine: Answering, chat: PreparedChat) -> AsyncGenerator[ChatGeneration]:
-    async with Generation(engine, chat.requests, chat.prompt_field) as generation:
-        yield ChatGeneration(generation, chat)
+    async with Generation(engine, chat.requests, chat.prompt_field, len(chat.requests)) as generation:
+        begun = ChatGeneration(generation, chat)
+        generation.counted = begun.answers
+        yield begun
 
 
 def _end(reader: AnswerReader, finish_reason: FinishReason | None) -> EndReason | None:

@@ -70,7 +70,10 @@ class AnswerReader:
     def finish(self) -> list[AnswerPart]:
         """What was held back, at the end of the text."""
         while self._calls is not None and not self.ended:
+            is_cut_off = self._calls.is_calling
             self._read(self._take_calls(self._calls, self._calls.finish()))
+            # A call that was cut off is the last, and did not end the answer.
+            self.ended = self.ended and not is_cut_off
         if not self.ended:
             self._say(self._held)
         if not self.ended:

@@ -66,7 +66,7 @@ class Task:
             GenerateRequest(f"{self.id}-{index}", prompt, params, self.prompt_logprobs, continues_text=True)
             for index, (prompt, params) in enumerate(pairs)
         ]
-        return Generation(engine, requests, self.prompt_field)
+        return Generation(engine, requests, self.prompt_field, len(self.sampling))
 
     def body(self, kind: str, choices: Sequence[Json]) -> Json:
         return {

@@ -108,7 +108,7 @@ class CompletionWriter:
             for prompt in each(fields.prompt)
             for _ in range(fields.n or 1)
         ]
-        self._positions = [_Position(drops_space=bool(echo) and echo[0] != " ") for echo in self._echoes]
+        self._positions = [_Position(echo) for echo in self._echoes]
 
     def opening(self, index: int) -> Json | None:
         """The echo goes out at once, or where it is scored with the first delta."""
@@ -167,16 +167,20 @@ class CompletionWriter:
 class _Position:
     """Where in a choice's text its scored tokens stand; a character counts with its last byte."""
 
-    def __init__(self, *, drops_space: bool) -> None:
-        """`drops_space`: the text begins without the space that SentencePiece puts before its first word."""
+    def __init__(self, echo: str) -> None:
+        """`echo`, which the text begins with, may lack the space that SentencePiece puts before its first word."""
+        self._echo = echo
         self._offset = 0
-        self._drops_space = drops_space
+        self._drops_space = bool(echo) and echo[0] != " "
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def pass_token(self, token: TokenText) -> int:
         """Where the token begins, characters."""
         offset = self._offset
-        if not token.special:
+        if token.special:
+            # A prompt may spell one out; one that a tokenizer adds, or an answer has, is not in the text.
+            self._offset += len(token.text) if self._echo.startswith(token.text, offset) else 0
+        else:
             dropped = self._drops_space and token.data.startswith(b" ")
             self._offset += len(self._decoder.decode(token.data)) - dropped
             self._drops_space = False

@@ -40,6 +40,8 @@ class ModelInfo(Told):
     vocab_size: int
     device_count: int
     dtype: str | None
+    embeddings: dict[str, object]
+    """Whether texts become vectors, with `pooling`, `normalized`, `dimensions`, and the `reason` for either."""
     weight_bytes: int
     metadata: dict[str, object]
 
@@ -62,6 +64,18 @@ class CacheWorker(Told):
     rank: int
     kv_bytes: int
     """Held, as the worker said last."""
+    limit_bytes: int | None = None
+    """That it may hold. This and what follows are missing where no limit is known."""
+    used_bytes: int | None = None
+    """Given out by the head, in whole blocks: to running sequences, and to ended ones, which make way."""
+    held_bytes: int | None = None
+    """As `kv_bytes`."""
+    bytes_per_token: int | None = None
+    bytes_per_sequence: int | None = None
+    context_tokens: int | None = None
+    """Of a sequence as long as the context."""
+    sequences_allowed: int | None = None
+    """Of that length, side by side."""
 
 
 class CacheStatistics(Told):
