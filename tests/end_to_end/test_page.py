@@ -162,6 +162,52 @@ def test_an_answer_that_breaks_off_keeps_what_came_and_says_why(browser: Browser
         assert heard.complaints == []
 
 
+def test_what_is_written_or_clicked_at_a_bad_moment_does_no_harm(browser: Browser) -> None:
+    service = TwinService(context=10**7, says=ALPHABET * 100_000)
+    with twin_serving(service) as url, opened(browser, url) as (page, heard):
+        answers, stop = page.get_by_role("article", name="Answer"), page.get_by_role("button", name="Stop")
+        ask(page, "One.")
+        expect(answers).to_contain_text(ALPHABET)
+        stop.click()
+        page.get_by_role("button", name="Edit").click()
+        page.get_by_label("Your question").fill("Two.")
+        page.get_by_role("button", name="Send").dblclick()
+        expect(answers.last).to_contain_text(ALPHABET)
+        expect(stop).to_be_visible()
+        page.get_by_label("Change the question").fill("Three.")
+        page.get_by_role("button", name="Ask again").click()
+        expect(page.get_by_role("article", name="You")).to_have_text(re.compile("Three"))
+        expect(answers).to_contain_text(ALPHABET)
+        stop.click()
+        page.get_by_role("button", name="Delete all").dblclick()
+        expect(page.get_by_role("button", name="Delete them for good")).to_be_visible()
+        page.get_by_role("button", name="Parameters").click()
+        page.get_by_label("Temperature").fill("warm")
+        asked = len(heard.requests)
+        page.get_by_role("button", name="Retry").click()
+        expect(page.get_by_role("alert")).to_contain_text("Temperature is warm")
+        assert [request.url for request in heard.requests[asked:]] == []
+        page.get_by_label("Your question").fill("Not sent yet.")
+        page.get_by_role("link", name="Cluster").click()
+        page.get_by_role("link", name="Chat").click()
+        expect(page.get_by_label("Your question")).to_have_value("Not sent yet.")
+        assert heard.complaints == []
+
+
+def test_an_answer_is_kept_as_far_as_it_came_when_the_page_is_left(browser: Browser) -> None:
+    service = TwinService(context=10**7, says="שלום עולם. " * 100_000)
+    with twin_serving(service) as url, opened(browser, url) as (page, heard):
+        ask(page, "Greet me for ever.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer).to_contain_text("שלום עולם")
+        assert page.evaluate("getComputedStyle(document.querySelector('.markdown')).direction") == "rtl"
+        page.reload()
+        expect(answer).to_contain_text("שלום עולם")
+        expect(answer).to_contain_text("when the page was closed")
+        expect(answer.get_by_role("alert")).to_have_count(0)
+        assert heard.complaints == []
+
+
 def test_a_tool_is_called_and_the_answer_goes_on_with_its_result(browser: Browser, server: Server) -> None:
     with opened(browser, server.url) as (page, heard):
         page.get_by_role("button", name="Parameters").click()
