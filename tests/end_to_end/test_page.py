@@ -333,6 +333,23 @@ def test_a_change_in_one_tab_is_seen_and_kept_by_the_others(browser: Browser) ->
         assert heard.complaints == []
 
 
+STANDING = """async ([base, state]) => {
+    const { standing } = await import(new URL("words.js", base));
+    return standing({ connection: "open", state }).notices.map((notice) => notice.text);
+}"""
+
+
+def test_of_two_machines_of_one_name_the_one_that_is_gone_is_named(browser: Browser) -> None:
+    nodes = [
+        {"id": "mini-1", "name": "mini", "state": "attending", "reason": None},
+        {"id": "mini-2", "name": "mini", "state": "gone", "reason": "it was cut off"},
+    ]
+    state = {"draining": False, "time": 1, "cluster": {"nodes": nodes, "models": [], "instances": []}}
+    with twin_serving(TwinService()) as url, opened(browser, url) as (page, _):
+        told = page.evaluate(STANDING, [f"{url}/page/{load_page().digest}/", state])
+    assert told == ["mini-2 is gone: it was cut off"]
+
+
 def test_what_another_version_kept_or_tells_does_not_end_the_page(browser: Browser) -> None:
     strange = [None, {"id": "a", "messages": [{"role": "assistant"}]}, {"id": "b", "messages": "none"}]
     fewer = {"role": "assistant", "content": "An answer of before."}
