@@ -231,9 +231,13 @@ def test_a_key_is_asked_for_and_goes_nowhere_but_into_a_header(browser: Browser)
     settings = ApiSettings(api_keys=(KEY,))
     with twin_serving(TwinService(), settings) as url, opened(browser, url) as (page, heard):
         field = page.get_by_label("API key")
+        expect(field).to_be_visible()
+        assert heard.complaints == []
         field.fill("another")
         page.keyboard.press("Enter")
         expect(page.get_by_role("alert")).to_contain_text("not one of this server's")
+        watched = [request.url for request in heard.requests if request.url.endswith("/cluster/events")]
+        assert len(watched) == 1
         field.fill(KEY)
         page.get_by_role("button", name="Use this key").click()
         ask(page, "Hello.")
