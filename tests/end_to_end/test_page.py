@@ -251,6 +251,21 @@ def test_a_key_is_asked_for_and_goes_nowhere_but_into_a_header(browser: Browser)
         expect(page.get_by_text(ANSWER_TEXT)).to_have_count(0)
 
 
+KEEPS_NOTHING = """for (const name of ["localStorage", "sessionStorage"]) {
+    Object.defineProperty(window, name, { get() { throw new DOMException("denied", "SecurityError"); } });
+}"""
+
+
+def test_a_browser_that_keeps_nothing_can_be_used_with_a_key(browser: Browser) -> None:
+    with twin_serving(TwinService(), ApiSettings(api_keys=(KEY,))) as url, opened(browser, url) as (page, _):
+        page.add_init_script(KEEPS_NOTHING)
+        page.reload()
+        page.get_by_label("API key").fill(KEY)
+        page.keyboard.press("Enter")
+        ask(page, "Hello.")
+        expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
+
+
 def test_a_server_that_is_gone_is_told_and_found_again(browser: Browser) -> None:
     with contextlib.ExitStack() as cleanup:
         with twin_serving(TwinService()) as url:
