@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from mlx_ring.cluster.found_links import FoundLink, hops_told, link_profiles, rounds
+from mlx_ring.cluster.found_links import FoundLink, as_they_are, hops_told, link_profiles, rounds
 from mlx_ring.cluster.planner.profiles import FRAMES_S, UNREACHABLE, LinkProfile
 
 
@@ -32,6 +32,15 @@ def test_a_link_is_the_worse_of_its_two_ways() -> None:
 def test_a_link_that_is_broken_one_way_is_none() -> None:
     found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "a", problem="b did not answer")]
     assert link_profiles(found) == link_profiles(reversed(found)) == {frozenset("ab"): UNREACHABLE}
+
+
+def test_nothing_gets_through_to_or_from_a_node_that_is_gone_since_it_was_measured() -> None:
+    found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "c", 1e-3, 2e8), FoundLink("c", "b", 1e-3, 2e8)]
+    away = [
+        FoundLink("b", "c", problem="c is gone"),
+        FoundLink("c", "b", problem="c is gone"),
+    ]
+    assert as_they_are(found, {"a", "b"}) == [found[0], *away]
 
 
 def test_the_links_that_a_plan_uses_are_told() -> None:

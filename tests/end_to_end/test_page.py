@@ -162,6 +162,52 @@ def test_an_answer_that_breaks_off_keeps_what_came_and_says_why(browser: Browser
         assert heard.complaints == []
 
 
+def test_what_is_written_or_clicked_at_a_bad_moment_does_no_harm(browser: Browser) -> None:
+    service = TwinService(context=10**7, says=ALPHABET * 100_000)
+    with twin_serving(service) as url, opened(browser, url) as (page, heard):
+        answers, stop = page.get_by_role("article", name="Answer"), page.get_by_role("button", name="Stop")
+        ask(page, "One.")
+        expect(answers).to_contain_text(ALPHABET)
+        stop.click()
+        page.get_by_role("button", name="Edit").click()
+        page.get_by_label("Your question").fill("Two.")
+        page.get_by_role("button", name="Send").dblclick()
+        expect(answers.last).to_contain_text(ALPHABET)
+        expect(stop).to_be_visible()
+        page.get_by_label("Change the question").fill("Three.")
+        page.get_by_role("button", name="Ask again").click()
+        expect(page.get_by_role("article", name="You")).to_have_text(re.compile("Three"))
+        expect(answers).to_contain_text(ALPHABET)
+        stop.click()
+        page.get_by_role("button", name="Delete all").dblclick()
+        expect(page.get_by_role("button", name="Delete them for good")).to_be_visible()
+        page.get_by_role("button", name="Parameters").click()
+        page.get_by_label("Temperature").fill("warm")
+        asked = len(heard.requests)
+        page.get_by_role("button", name="Retry").click()
+        expect(page.get_by_role("alert")).to_contain_text("Temperature is warm")
+        assert [request.url for request in heard.requests[asked:]] == []
+        page.get_by_label("Your question").fill("Not sent yet.")
+        page.get_by_role("link", name="Cluster").click()
+        page.get_by_role("link", name="Chat").click()
+        expect(page.get_by_label("Your question")).to_have_value("Not sent yet.")
+        assert heard.complaints == []
+
+
+def test_an_answer_is_kept_as_far_as_it_came_when_the_page_is_left(browser: Browser) -> None:
+    service = TwinService(context=10**7, says="שלום עולם. " * 100_000)
+    with twin_serving(service) as url, opened(browser, url) as (page, heard):
+        ask(page, "Greet me for ever.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer).to_contain_text("שלום עולם")
+        assert page.evaluate("getComputedStyle(document.querySelector('.markdown')).direction") == "rtl"
+        page.reload()
+        expect(answer).to_contain_text("שלום עולם")
+        expect(answer).to_contain_text("when the page was closed")
+        expect(answer.get_by_role("alert")).to_have_count(0)
+        assert heard.complaints == []
+
+
 def test_a_tool_is_called_and_the_answer_goes_on_with_its_result(browser: Browser, server: Server) -> None:
     with opened(browser, server.url) as (page, heard):
         page.get_by_role("button", name="Parameters").click()
@@ -185,9 +231,13 @@ def test_a_key_is_asked_for_and_goes_nowhere_but_into_a_header(browser: Browser)
     settings = ApiSettings(api_keys=(KEY,))
     with twin_serving(TwinService(), settings) as url, opened(browser, url) as (page, heard):
         field = page.get_by_label("API key")
+        expect(field).to_be_visible()
+        assert heard.complaints == []
         field.fill("another")
         page.keyboard.press("Enter")
         expect(page.get_by_role("alert")).to_contain_text("not one of this server's")
+        watched = [request.url for request in heard.requests if request.url.endswith("/cluster/events")]
+        assert len(watched) == 1
         field.fill(KEY)
         page.get_by_role("button", name="Use this key").click()
         ask(page, "Hello.")
@@ -199,6 +249,21 @@ def test_a_key_is_asked_for_and_goes_nowhere_but_into_a_header(browser: Browser)
         page.get_by_role("button", name="Forget key").click()
         expect(field).to_be_visible()
         expect(page.get_by_text(ANSWER_TEXT)).to_have_count(0)
+
+
+KEEPS_NOTHING = """for (const name of ["localStorage", "sessionStorage"]) {
+    Object.defineProperty(window, name, { get() { throw new DOMException("denied", "SecurityError"); } });
+}"""
+
+
+def test_a_browser_that_keeps_nothing_can_be_used_with_a_key(browser: Browser) -> None:
+    with twin_serving(TwinService(), ApiSettings(api_keys=(KEY,))) as url, opened(browser, url) as (page, _):
+        page.add_init_script(KEEPS_NOTHING)
+        page.reload()
+        page.get_by_label("API key").fill(KEY)
+        page.keyboard.press("Enter")
+        ask(page, "Hello.")
+        expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
 
 
 def test_a_server_that_is_gone_is_told_and_found_again(browser: Browser) -> None:
@@ -285,6 +350,23 @@ def test_a_change_in_one_tab_is_seen_and_kept_by_the_others(browser: Browser) ->
         one.reload()
         expect(kept).to_have_count(0)
         assert heard.complaints == []
+
+
+STANDING = """async ([base, state]) => {
+    const { standing } = await import(new URL("words.js", base));
+    return standing({ connection: "open", state }).notices.map((notice) => notice.text);
+}"""
+
+
+def test_of_two_machines_of_one_name_the_one_that_is_gone_is_named(browser: Browser) -> None:
+    nodes = [
+        {"id": "mini-1", "name": "mini", "state": "attending", "reason": None},
+        {"id": "mini-2", "name": "mini", "state": "gone", "reason": "it was cut off"},
+    ]
+    state = {"draining": False, "time": 1, "cluster": {"nodes": nodes, "models": [], "instances": []}}
+    with twin_serving(TwinService()) as url, opened(browser, url) as (page, _):
+        told = page.evaluate(STANDING, [f"{url}/page/{load_page().digest}/", state])
+    assert told == ["mini-2 is gone: it was cut off"]
 
 
 def test_what_another_version_kept_or_tells_does_not_end_the_page(browser: Browser) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_ring.cluster.planner.profiles import FRAMES_S, UNREACHABLE, LinkProfile
@@ -22,6 +22,18 @@ class FoundLink:
     """When it was measured, by the head's clock."""
     problem: str = ""
     """Why nothing gets through; empty where it does."""
+
+
+def as_they_are(found: Iterable[FoundLink], attending: Container[str]) -> list[FoundLink]:
+    """Whatever was measured, nothing gets through to or from a node that is gone since."""
+    return [
+        _without(link, [node for node in (link.source, link.target) if node not in attending])
+        for link in found
+    ]
+
+
+def _without(link: FoundLink, gone: Sequence[str]) -> FoundLink:
+    return FoundLink(link.source, link.target, problem=f"{' and '.join(gone)} is gone") if gone else link
 
 
 def rounds(nodes: Sequence[str]) -> Iterator[list[tuple[str, str]]]:

@@ -125,7 +125,7 @@ class Engine:
         request = sequence.request
         before = request.prompt_tokens if request.continues_text else ()
         text = AnswerText(self._vocabulary, request.sampling, sequence.ends, request.shown_tokens, before)
-        span = None if self._tracer is None else self._tracer.begin(request)
+        span = None if self._tracer is None else self._tracer.begin(request, now)
         sequence.traceparent = "" if span is None else span.traceparent
         self._live[sequence.id] = LiveRequest(sequence, stream, text, span=span, client=CLIENT.get())
         self._want_grammar(sequence)

@@ -26,15 +26,17 @@ class RequestTracer:
         model: str,
         nodes: Mapping[RankId, str],
         unix_ns: Callable[[], int] = time.time_ns,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`nodes` are where its ranks are."""
+        """`nodes` are where its ranks are; `clock` is the one by which requests are timed."""
         self._tracing = tracing
         self._model = model
         self._nodes = nodes
         self._unix_ns = unix_ns
+        self._clock = clock
 
-    def begin(self, request: GenerateRequest) -> Span | None:
-        """A request comes; None where it is not traced."""
+    def begin(self, request: GenerateRequest, submitted_at: float) -> Span | None:
+        """A request came then; None where it is not traced."""
         parent = TRACEPARENT.get()
         if not parent:
             return None
@@ -49,11 +51,16 @@ class RequestTracer:
         }
         if sampling.max_tokens is not None:
             attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
-        return self._tracing.start("llm_request", attributes, parent=parent)
+        at_ns = self._clock_unix_ns() + int(submitted_at * 1e9)
+        return self._tracing.start("llm_request", attributes, parent=parent, at_ns=at_ns)
+
+    def _clock_unix_ns(self) -> int:
+        """The Unix time of the clock's zero."""
+        return self._unix_ns() - int(self._clock() * 1e9)
 
     def end(self, span: Span, ended: EndedRequest) -> None:
         """Nothing more is done for the request; says where its time went."""
-        to_unix_ns = self._unix_ns() - int(ended.ended_at * 1e9)
+        to_unix_ns = self._clock_unix_ns()
 
         def part(name: str, since: float, until: float, attributes: Mapping[str, int]) -> None:
             told = self._tracing.start(
@@ -73,7 +80,10 @@ class RequestTracer:
         if first is not None and last is not None:
             part("decode", first, last, {"gen_ai.usage.output_tokens": ended.completion_tokens})
         span.tell(_usage(ended))
-        span.end(error="" if ended.error is None else type(ended.error).__name__)
+        span.end(
+            to_unix_ns + int(ended.ended_at * 1e9),
+            error="" if ended.error is None else type(ended.error).__name__,
+        )
 
     def stages(self, place: RankId, spans: Iterable[step_pb2.StageSpan]) -> None:
         """What a rank did, as it says."""

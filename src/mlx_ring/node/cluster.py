@@ -18,7 +18,7 @@ from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of
-from mlx_ring.cluster.found_links import FoundLink
+from mlx_ring.cluster.found_links import FoundLink, as_they_are
 from mlx_ring.cluster.head_member import ensure_head_member, stale_trust
 from mlx_ring.cluster.membership import Came, Event, Membership, Went
 from mlx_ring.cluster.placement import Cut
@@ -99,7 +99,7 @@ class Cluster:
 
     @property
     def links(self) -> Sequence[LinkInfo]:
-        return tuple(map(_link_info, self._surveys.found))
+        return tuple(map(_link_info, as_they_are(self._surveys.found, self._control.membership.members)))
 
     @property
     def missing(self) -> int:

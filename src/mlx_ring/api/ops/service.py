@@ -56,7 +56,7 @@ def routes(context: ApiContext) -> APIRouter:
     async def root(request: Request) -> Response:
         """The page for whoever wants HTML."""
         if wants_page(request.headers.get("accept")):
-            return page_response(request)
+            return page_response(request, wants_key=bool(context.settings.api_keys))
         service = context.default
         told = {
             "service": "mlx-ring",

@@ -13,11 +13,20 @@ export class ApiError extends Error {
   }
 }
 
+/** In a browser that keeps nothing, the key until the page is left. */
+let held = "";
+
 /** The key lives as long as the tab, and goes nowhere but into the Authorization header. */
 export const key = {
-  get: () => stored(() => sessionStorage.getItem(KEY)) ?? "",
-  set: (value) => stored(() => sessionStorage.setItem(KEY, value)),
-  forget: () => stored(() => sessionStorage.removeItem(KEY)),
+  get: () => stored(() => sessionStorage.getItem(KEY)) ?? held,
+  set: (value) => {
+    held = value;
+    stored(() => sessionStorage.setItem(KEY, value));
+  },
+  forget: () => {
+    held = "";
+    stored(() => sessionStorage.removeItem(KEY));
+  },
 };
 
 /** Ask this server; the answer is one that went well. */

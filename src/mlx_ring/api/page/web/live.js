@@ -18,7 +18,7 @@ const NOTHING = { state: null, lines: [], points: [], trouble: null, retryAt: nu
  *   trouble: why there is no connection; retryAt: when it is tried again, in the browser's milliseconds
  */
 export class Live {
-  now = { connection: "connecting", ...NOTHING };
+  now = { connection: lacksKey() ? "locked" : "connecting", ...NOTHING };
   #listeners = new Set();
   #abort = new AbortController();
   #wake = () => {};
@@ -66,6 +66,7 @@ export class Live {
   }
 
   async #keep() {
+    if (this.now.connection === "locked") await this.#until(null);
     for (;;) await this.#until(this.#next(await this.#watch()));
   }
 
@@ -114,15 +115,17 @@ export class Live {
 
   #until(at) {
     return new Promise((done) => {
-      const timer = at === null ? 0 : setTimeout(done, Math.max(0, at - Date.now()));
-      this.#wake = () => {
+      let timer = 0;
+      // What wakes this wait is heeded with it; who asks later asks the connection that is made then to be made again.
+      const wake = () => {
         clearTimeout(timer);
+        this.#atOnce = false;
+        this.#wake = () => {};
         done();
       };
-      if (this.#atOnce) {
-        this.#atOnce = false;
-        this.#wake();
-      }
+      this.#wake = wake;
+      if (this.#atOnce) wake();
+      else if (at !== null) timer = setTimeout(wake, Math.max(0, at - Date.now()));
     });
   }
 
@@ -155,6 +158,9 @@ export class Live {
     for (const listener of this.#listeners) listener(this.now);
   }
 }
+
+/** The page says whether the server asks for a key: it need not be refused to learn that. */
+const lacksKey = () => document.documentElement.dataset.asks === "key" && !key.get();
 
 /** Whoever connects again is told all lines again, and so is who meets a server that counts from one again. */
 function joined(known, news) {

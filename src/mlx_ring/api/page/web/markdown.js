@@ -17,7 +17,7 @@ const COLUMN_RULE = /^:?-+:?$/;
 /** The text as elements; read again only when it has changed. */
 export function Markdown({ text }) {
   const drawn = useMemo(() => blocks(text.replaceAll("\r\n", "\n").split("\n"), 0), [text]);
-  return h("div", { class: "markdown" }, drawn);
+  return h("div", { class: "markdown", dir: "auto" }, drawn);
 }
 
 // ---- blocks

@@ -42,6 +42,11 @@ function copiedTheOldWay(text) {
   }
 }
 
+/** For a button whose place another takes: the second click of a double one was not meant for that. */
+export const onceClicked = (act) => (event) => {
+  if (event.detail < 2) act();
+};
+
 /** A sentence that something went wrong, or is under way. `tone`: "bad", "busy" or "note". */
 export function Notice({ tone = "note", children, action }) {
   return html`<div class="notice ${tone}" role=${tone === "bad" ? "alert" : "status"}>

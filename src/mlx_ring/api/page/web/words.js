@@ -52,12 +52,13 @@ function howFar(instances) {
 
 /** By the server's clock: the browser's may be another. */
 function ofNodes({ cluster, time }) {
+  const names = nodeNames(cluster);
   return cluster.nodes.flatMap((node) => {
     const why = node.reason ? `: ${node.reason}` : ".";
-    if (node.state === "gone") return [{ tone: "bad", text: `${node.name} is gone${why}` }];
+    if (node.state === "gone") return [{ tone: "bad", text: `${names.get(node.id)} is gone${why}` }];
     if (node.state === "quarantined") {
       const minutes = Math.max(1, Math.round((node.quarantined_until - time) / 60));
-      return [{ tone: "busy", text: `${node.name} is left out for ${counted(minutes, "minute")}${why}` }];
+      return [{ tone: "busy", text: `${names.get(node.id)} is left out for ${counted(minutes, "minute")}${why}` }];
     }
     return [];
   });

@@ -1,11 +1,11 @@
 // The chat: conversations of this browser, the one that is open, and the composer.
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
-import { kept, Notice, Ring } from "../parts.js";
+import { kept, Notice, onceClicked, Ring } from "../parts.js";
 import { Composer } from "./composer.js";
 import { isAnswer, openCalls } from "./conversation.js";
 import { Answer, ToolResult, UserMessage } from "./message.js";
-import { keepParameters, readParameters } from "./parameters.js";
+import { keepParameters, problemOf, readParameters } from "./parameters.js";
 
 const MODEL = "mlx-ring.model";
 const NEAR_PX = 60;
@@ -18,12 +18,20 @@ export function Chat({ chats, models, standing }) {
   const [now, setNow] = useState(chats.now);
   const [parameters, setParameters] = useState(readParameters);
   const [chosen, setChosen] = useState(() => kept.read(MODEL));
+  const [isOpen, setOpen] = useState(false);
   useEffect(() => chats.subscribe(setNow), [chats]);
 
   const model = models.some(({ id }) => id === chosen) ? chosen : (models[0]?.id ?? null);
   const options = { model, parameters: fitting(parameters, models.find(({ id }) => id === model)) };
   const isRunning = now.running.has(now.open.id);
-  const ask = (text) => chats.ask(text, options);
+  const problem = problemOf(parameters);
+  /** With parameters that cannot be sent nothing is asked, and they are shown instead. Tells whether it was asked. */
+  const asking = (act) => (...given) => {
+    if (problem) setOpen(true);
+    else act(...given, options);
+    return !problem;
+  };
+  const ask = asking((text, how) => chats.ask(text, how));
 
   return html`<div class="chat">
     <${Conversations} now=${now} chats=${chats} />
@@ -32,9 +40,9 @@ export function Chat({ chats, models, standing }) {
         conversation=${now.open}
         isRunning=${isRunning}
         several=${models.length > 1}
-        edit=${(place, text) => chats.edit(place, text, options)}
-        retry=${() => chats.retry(options)}
-        giveResult=${(call, text) => chats.giveResult(call, text, options)}
+        edit=${asking((place, text, how) => chats.edit(place, text, how))}
+        retry=${asking((how) => chats.retry(how))}
+        giveResult=${asking((call, text, how) => chats.giveResult(call, text, how))}
         empty=${html`<${Welcome} model=${model} standing=${standing} ask=${ask} />`}
       />
       ${standing.notices
@@ -55,6 +63,13 @@ export function Chat({ chats, models, standing }) {
         setParameters=${(changed) => {
           keepParameters(changed);
           setParameters(changed);
+        }}
+        problem=${problem}
+        isOpen=${isOpen}
+        setOpen=${setOpen}
+        draft=${chats.draft}
+        keepDraft=${(text) => {
+          chats.draft = text;
         }}
         focusOn=${now.open.id}
       />
@@ -95,7 +110,7 @@ function Conversations({ now, chats }) {
               aria-current=${conversation.id === now.open.id ? "true" : null}
               onClick=${chosen(() => chats.show(conversation.id))}
             >${now.running.has(conversation.id) ? html`<i class="dot busy" aria-label="being answered"></i>` : null}${conversation.title || "Without words"}</button>
-            <button type="button" class="quiet" aria-label=${`Delete ${conversation.title}`} title="Delete" onClick=${() => chats.remove(conversation.id)}>×</button>
+            <button type="button" class="quiet" aria-label=${`Delete ${conversation.title}`} title="Delete" onClick=${onceClicked(() => chats.remove(conversation.id))}>×</button>
           </li>`,
         )}
       </ul>
@@ -103,7 +118,7 @@ function Conversations({ now, chats }) {
       ${any &&
       html`<p>
         ${isSure
-          ? html`<button type="button" class="danger" onClick=${chosen(() => chats.clear())}>Delete them for good</button>
+          ? html`<button type="button" class="danger" onClick=${onceClicked(chosen(() => chats.clear()))}>Delete them for good</button>
               <button type="button" class="quiet" onClick=${() => setSure(false)}>Keep</button>`
           : html`<button type="button" class="quiet" onClick=${() => setSure(true)}>Delete all</button>`}
       </p>`}
@@ -112,7 +127,7 @@ function Conversations({ now, chats }) {
 }
 
 /** Follows what is written for as long as its end is in sight. */
-function Thread({ conversation, isRunning, edit, retry, giveResult, empty }) {
+function Thread({ conversation, isRunning, several, edit, retry, giveResult, empty }) {
   const scroll = useRef(null);
   const follows = useRef(true);
   const [isBehind, setBehind] = useState(false);
@@ -146,14 +161,15 @@ function Thread({ conversation, isRunning, edit, retry, giveResult, empty }) {
         const isLast = place === messages.length - 1;
         const key = `${conversation.id}/${place}`;
         if (message.role === "user") {
-          return html`<${UserMessage} key=${key} message=${message} edit=${isRunning ? null : (text) => edit(place, text)} />`;
+          return html`<${UserMessage} key=${key} message=${message} isRunning=${isRunning} edit=${(text) => edit(place, text)} />`;
         }
         if (!isAnswer(message)) return html`<${ToolResult} key=${key} message=${message} />`;
         return html`<${Answer}
           key=${key}
           message=${message}
           isRunning=${isRunning && isLast}
-          retry=${isLast && !isRunning ? retry : null}
+          several=${several}
+          retry=${isLast && !isRunning ? () => retry() : null}
           openCalls=${open}
           giveResult=${giveResult}
         />`;
@@ -167,7 +183,7 @@ function Thread({ conversation, isRunning, edit, retry, giveResult, empty }) {
 /** For those who hear the page; what went wrong is told where it stands. */
 function endOf(message) {
   if (!message || !isAnswer(message) || message.problem) return "";
-  return message.end === "stopped" ? "The answer was stopped." : "The answer is complete.";
+  return { stopped: "The answer was stopped.", unknown: "" }[message.end] ?? "The answer is complete.";
 }
 
 function Welcome({ model, standing, ask }) {

@@ -16,6 +16,8 @@ const NOTHING = { role: "assistant", content: "", reasoning: "", calls: [], end:
  *   isKept: whether this browser had room for the last change
  */
 export class Chats {
+  /** What is written and not sent yet. */
+  draft = "";
   #listeners = new Set();
   #running = new Map();
   #locked;
@@ -25,8 +27,11 @@ export class Chats {
     this.#locked = locked;
     const conversations = read();
     this.now = { conversations, open: conversations[0] ?? begun(), running: new Set(), isKept: true };
-    // An answer that is cut off by closing the page is kept as far as it came.
-    window.addEventListener("pagehide", () => this.#running.size && this.#keep());
+    // An answer that is cut off by closing the page is kept as far as it came. Nobody is left to be told of the connection.
+    window.addEventListener("pagehide", () => {
+      if (this.#running.size) this.#keep();
+      this.#running.clear();
+    });
     window.addEventListener("storage", ({ key }) => (key === KEPT || key === null) && this.#heed());
   }
 
@@ -163,10 +168,10 @@ function read() {
   return Array.isArray(found) ? found.filter((each) => whole(each ?? {})).map(ended) : [];
 }
 
-/** What was being answered when the page was closed is no longer. */
+/** What was being answered when the page was closed is no longer; where another tab is at it, that one tells its end. */
 function ended(conversation) {
   const messages = conversation.messages.map((message) =>
-    isAnswer(message) ? { ...NOTHING, ...message, end: message.end ?? "stopped" } : message,
+    isAnswer(message) ? { ...NOTHING, ...message, end: message.end ?? "unknown" } : message,
   );
   return { ...conversation, messages };
 }

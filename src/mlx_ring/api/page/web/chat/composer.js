@@ -1,29 +1,27 @@
 // Where a question is written, and what goes with it.
 
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
-import { ParameterPanel, problemOf, summaryOf } from "./parameters.js";
+import { onceClicked } from "../parts.js";
+import { ParameterPanel, summaryOf } from "./parameters.js";
 
 const TALLEST = 0.4;
 
-export function Composer({ ask, stop, isRunning, models, model, setModel, parameters, setParameters, focusOn }) {
-  const [text, setText] = useState("");
-  const [isOpen, setOpen] = useState(false);
+/** `draft` is what was written and not sent before another view was looked at. */
+export function Composer({ ask, stop, isRunning, models, model, setModel, parameters, setParameters, problem, isOpen, setOpen, draft, keepDraft, focusOn }) {
+  const [text, setText] = useState(draft);
   const field = useRef(null);
-  const problem = problemOf(parameters);
   const hasTouch = matchMedia("(pointer: coarse)").matches;
 
   useEffect(() => grow(field.current), [text]);
   // On a phone the keyboard would cover what is to be read.
   useEffect(() => (hasTouch ? undefined : field.current.focus()), [focusOn]);
 
+  const write = (changed) => {
+    keepDraft(changed);
+    setText(changed);
+  };
   const send = () => {
-    if (!text.trim() || isRunning) return;
-    if (problem) {
-      setOpen(true);
-      return;
-    }
-    ask(text.trim());
-    setText("");
+    if (text.trim() && !isRunning && ask(text.trim())) write("");
   };
   const onKeyDown = (event) => {
     if (event.key === "Escape" && isRunning) stop();
@@ -46,13 +44,14 @@ export function Composer({ ask, stop, isRunning, models, model, setModel, parame
         id="question"
         ref=${field}
         rows="1"
+        dir="auto"
         placeholder="Ask something"
         value=${text}
-        onInput=${(event) => setText(event.target.value)}
+        onInput=${(event) => write(event.target.value)}
         onKeyDown=${onKeyDown}
       ></textarea>
       ${isRunning
-        ? html`<button type="button" class="primary" onClick=${stop}>Stop</button>`
+        ? html`<button type="button" class="primary" onClick=${onceClicked(stop)}>Stop</button>`
         : html`<button type="submit" class="primary" disabled=${!text.trim()}>Send</button>`}
     </form>
     <div class="with">

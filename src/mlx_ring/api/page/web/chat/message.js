@@ -8,24 +8,25 @@ import { CopyButton, Notice } from "../parts.js";
 const ENDS = {
   length: "The answer reached its limit of tokens, or the end of the context.",
   stopped: "Stopped.",
+  unknown: "It was being written when the page was closed, or is in another tab.",
 };
 
-export function UserMessage({ message, edit }) {
+/** `edit` tells whether it was asked. */
+export function UserMessage({ message, isRunning, edit }) {
   const [isEditing, setEditing] = useState(false);
   if (isEditing) {
     return html`<${Editor}
       text=${message.content}
       done=${(text) => {
-        setEditing(false);
-        if (text !== null) edit(text);
+        if (text === null || edit(text)) setEditing(false);
       }}
     />`;
   }
   return html`<article class="message user" aria-label="You">
-    <div class="said">${message.content}</div>
+    <div class="said" dir="auto">${message.content}</div>
     <footer>
       <${CopyButton} text=${() => message.content} what="question" />
-      ${edit && html`<button type="button" class="quiet" onClick=${() => setEditing(true)}>Edit</button>`}
+      ${!isRunning && html`<button type="button" class="quiet" onClick=${() => setEditing(true)}>Edit</button>`}
     </footer>
   </article>`;
 }
@@ -47,7 +48,7 @@ function Editor({ text, done }) {
   >
     <label>
       <span class="muted">Change the question; what came after it is replaced.</span>
-      <textarea ref=${field} rows=${Math.min(12, text.split("\n").length + 1)} defaultValue=${text} onKeyDown=${onKeyDown}></textarea>
+      <textarea ref=${field} dir="auto" rows=${Math.min(12, text.split("\n").length + 1)} defaultValue=${text} onKeyDown=${onKeyDown}></textarea>
     </label>
     <footer>
       <button type="submit" class="primary">Ask again</button>
@@ -57,7 +58,7 @@ function Editor({ text, done }) {
 }
 
 /** `retry` is there on the last answer only; `giveResult` where calls wait for results. */
-export function Answer({ message, isRunning, retry, openCalls, giveResult }) {
+export function Answer({ message, isRunning, several, retry, openCalls, giveResult }) {
   const isEmpty = !message.content && !message.reasoning && !message.calls.length;
   return html`<article class="message answer" aria-label="Answer" aria-busy=${isRunning}>
     ${message.reasoning && html`<${Reasoning} text=${message.reasoning} isRunning=${isRunning && !message.content} />`}
@@ -71,7 +72,7 @@ export function Answer({ message, isRunning, retry, openCalls, giveResult }) {
     )}
     ${isRunning && html`<p class="caret">${isEmpty ? html`<span class="muted">Waiting for the first token</span>` : null}<i aria-hidden="true"></i></p>`}
     ${message.problem && html`<${Notice} tone="bad">${message.problem}</${Notice}>`}
-    ${!isRunning && html`<${Footing} message=${message} retry=${retry} />`}
+    ${!isRunning && html`<${Footing} message=${message} several=${several} retry=${retry} />`}
   </article>`;
 }
 
@@ -118,11 +119,12 @@ export function ToolResult({ message }) {
   </article>`;
 }
 
-function Footing({ message, retry }) {
+function Footing({ message, several, retry }) {
   const said = ENDS[message.end];
   return html`<footer>
     ${message.content && html`<${CopyButton} text=${() => message.content} what="answer" />`}
     ${retry && html`<button type="button" class="quiet" onClick=${retry}>Retry</button>`}
+    ${several && message.model && html`<span class="muted">${message.model}</span>`}
     <span class="figures">${costs(message).map((text) => html`<span key=${text}>${text}</span>`)}</span>
     ${said && html`<span class="muted">${said}</span>`}
   </footer>`;
