@@ -92,7 +92,7 @@ def test_there_is_a_join_line_for_each_address_that_means_the_same_elsewhere() -
         LanAddress("en0", 4, address, "wired")
         for address in ("192.168.1.7", "fd00::1", "fe80::1", "169.254.7.7")
     ]
-    lines = join_lines(addresses, 6000, "mlxring1abc")
+    lines = join_lines(HeadAddress("::", 6000), addresses, "mlxring1abc")
     assert lines == [
         "mlx-ring join 192.168.1.7:6000 --token mlxring1abc",
         "mlx-ring join [fd00::1]:6000 --token mlxring1abc",
@@ -102,8 +102,16 @@ def test_there_is_a_join_line_for_each_address_that_means_the_same_elsewhere() -
 
 
 def test_without_an_address_the_line_is_for_a_machine_that_finds_the_head_by_itself() -> None:
-    assert join_lines([], 50051, "t") == ["mlx-ring join --token t"]
-    assert join_lines([LanAddress("e", 1, "fe80::1", "wired")], 50051, "t") == ["mlx-ring join --token t"]
+    head = HeadAddress("::", 50051)
+    assert join_lines(head, [], "t") == ["mlx-ring join --token t"]
+    assert join_lines(head, [LanAddress("e", 1, "fe80::1", "wired")], "t") == ["mlx-ring join --token t"]
+
+
+def test_a_head_that_listens_on_one_address_is_joined_there() -> None:
+    addresses = [LanAddress("en0", 4, "192.168.1.7", "wired"), LanAddress("en1", 5, "10.0.0.7", "wired")]
+    assert join_lines(HeadAddress("10.0.0.7", 6000), addresses, "t") == [
+        "mlx-ring join 10.0.0.7:6000 --token t"
+    ]
 
 
 @pytest.mark.parametrize(

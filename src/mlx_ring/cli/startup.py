@@ -58,7 +58,7 @@ class Telling:
 
     def joining(self, address: HeadAddress, token: str, missing: int) -> None:
         """The lines to paste on the other machines."""
-        lines = [f"  {line}" for line in join_lines(lan_addresses(), address.port, token)]
+        lines = [f"  {line}" for line in join_lines(address, lan_addresses(), token)]
         machines = "one more machine" if missing == 1 else f"{missing} more machines"
         told = [f"Waiting for {machines}. On each, run the line with an address that it reaches:", *lines]
         print("\n".join(["", *told, ""]), flush=True)

@@ -37,6 +37,11 @@ class HeadAddress:
         return self._with(self.enrolment_port)
 
     @property
+    def is_every(self) -> bool:
+        """Whether a head that listens here does so on all addresses of its machine."""
+        return self.host in ("::", "0.0.0.0")  # noqa: S104 - as bound
+
+    @property
     def enrolment_port(self) -> int:
         return self.port + 1
 

@@ -100,14 +100,16 @@ def _rank(found: LanAddress) -> tuple[bool, int, bool, str]:
     return found.is_link_local, _ORDER.index(found.kind), found.is_ipv6, found.interface
 
 
-def join_lines(addresses: Sequence[LanAddress], port: int, token: str) -> list[str]:
-    """What to type on another machine to join this head, for each address of this one.
+def join_lines(head: HeadAddress, addresses: Sequence[LanAddress], token: str) -> list[str]:
+    """What to type on another machine to join this head, for each address of this one on which it listens.
 
     A link-local IPv6 address needs the other machine's interface, which is not known here; such a machine
     finds the head by itself, and so does any where there is no address at all.
     """
     usable = [found.address for found in addresses if not (found.is_ipv6 and found.is_link_local)]
-    heads = [f"{HeadAddress(address, port)} " for address in usable] or [""]
+    if not head.is_every:
+        usable = [head.host]
+    heads = [f"{HeadAddress(address, head.port)} " for address in usable] or [""]
     return [f"mlx-ring join {head}--token {token}" for head in heads]
 
 

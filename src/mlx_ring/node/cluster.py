@@ -159,7 +159,7 @@ class Cluster:
         """So many, this one included, whose agent is started where it does not run."""
         self._awaited = nodes
         control = self._control
-        own_host = "127.0.0.1" if self._address.host in ("::", "0.0.0.0") else self._address.host  # noqa: S104 - as bound
+        own_host = "127.0.0.1" if self._address.is_every else self._address.host
         if self._tending is None:
             self._tending = asyncio.create_task(self._tend_whoever_comes(), name="nodes that come")
         async with self._one_at_a_time:
