@@ -67,9 +67,9 @@ def test_a_node_that_came_again_tells_what_it_has_kept(tmp_path: Path) -> None:
             before = await LinkSurvey("mini-1").take(ends)
             after = await LinkSurvey("mini-1").take(ends)
         assert [link.bytes_per_s for link in after] == [link.bytes_per_s for link in before]
-        assert [
-            round(link.unix_time_s - earlier.unix_time_s) for link, earlier in zip(after, before, strict=True)
-        ] == [0, 0]
+        # When it was measured is told by its age: as exactly as messages are quick.
+        pairs = zip(after, before, strict=True)
+        assert max(abs(link.unix_time_s - earlier.unix_time_s) for link, earlier in pairs) < 60
 
     asyncio.run(run())
 
