@@ -101,6 +101,8 @@ def test_a_client_s_own_name_for_its_request_is_taken_where_it_may_stand_in_a_lo
     assert api.get("/", **{name: given}).headers["x-request-id"] == given
     for other in ("two words", "x" * 129, "{}", "\x1b[2J"):
         assert api.get("/", **{name: other}).headers["x-request-id"].startswith("req_")
+    both = {"x-request-id": "{}", "x-client-request-id": given}
+    assert api.get("/", **both).headers["x-request-id"] == given
 
 
 def test_head_is_answered_as_get_is(api: Api) -> None:

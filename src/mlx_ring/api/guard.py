@@ -180,8 +180,8 @@ def is_open(path: str) -> bool:
 
 def _given_id(headers: Headers) -> str | None:
     """What the client calls its request, as proxies and OpenAI's clients do; None where it is nothing for a log."""
-    given = headers.get("x-request-id") or headers.get("x-client-request-id") or ""
-    return given if _SANE_ID.fullmatch(given) else None
+    all_given = (headers.get(name, "") for name in ("x-request-id", "x-client-request-id"))
+    return next(filter(_SANE_ID.fullmatch, all_given), None)
 
 
 def _given_key(headers: Headers) -> str | None:
