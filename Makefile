@@ -3,9 +3,9 @@
 
 BIN := .venv/bin
 ARGS ?=
-# Tests run in several processes, a file's tests in one of them (tests/distribution.py).
+# Tests run in several processes, a file's tests in one of them, so that what they set up serves all of them.
 # More than four would fill a laptop's memory with servers.
-SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of processes. Where nothing compiled may be kept, each would compile all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 

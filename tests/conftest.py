@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tests import alone, distribution
+from tests import alone
 from tests.once import once
 from tests.other_python import other_python
 
 from mlx_ring.core.environment import quieten_grpc
 from mlx_ring.worker.blas import install_fast_blas
 
-pytest_collection_modifyitems = distribution.pytest_collection_modifyitems
-pytest_xdist_make_scheduler = distribution.pytest_xdist_make_scheduler
+pytest_collection_modifyitems = alone.pytest_collection_modifyitems
 pytest_runtest_protocol = alone.pytest_runtest_protocol
 collect_ignore = [] if other_python() else ["end_to_end/test_cluster_other_python.py"]
 """What cannot be tried on this machine at all is not collected, and the run's first lines say so."""

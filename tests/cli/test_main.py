@@ -131,9 +131,10 @@ def test_a_hub_id_without_network_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_ctrl_c_while_the_program_comes_in_ends_it_without_a_traceback(tmp_path: Path) -> None:
-    # The first import of the commands is what the signal meets.
+    # The first import of the commands is what the signal meets. Where the tests run in the background it is ignored.
     code = (
         "import sys, signal; from mlx_ring.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Interrupt:\n"
         "    def find_spec(self, name, path, target=None):\n"
         "        if name == 'mlx_ring.cli.app': signal.raise_signal(signal.SIGINT)\n"
