@@ -82,6 +82,8 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             httpx.Client(base_url=server.url, timeout=60) as client,
         ):
             answer = ask(client, traceparent=f"00-{TRACE}-{PARENT}-01")
+            # A worker tells of its part with the step after; the next thing that happens is that one is killed.
+            collector.wait_for("stage 0 decode", "stage 1 decode")
             pages = list(through_it_all(server, client))
             client.get("/nowhere")
             assert server.stop() == 0
