@@ -24,9 +24,12 @@ TRANSITIONS: Mapping[str, list[tuple[str, str]]] = {
 """By mlx-lm's names, as the wrapper has them for other formats of several messages."""
 CALL_START, CALL_END = "to=functions.", "<|call|>"
 CALL_INNER = ("<|constrain|>",)
-HEADING = re.compile(r"(?P<name>[\w-]++)(?P<id>)(?:[^{<]|<(?!\|message\|>))*+<\|message\|>\s*(?=\{)")
-"""What it has taken it keeps: it is tried again with each token, and a long name must not cost its square."""
-_CALL = re.compile(r"([\w-]++)(?:(?!<\|message\|>).)*+<\|message\|>(.*)", re.DOTALL)
+HEADING = re.compile(r"(?P<name>[\w-]++)(?P<id>)[^{<]*+(?:<(?!\|message\|>)[^{<]*+)*<\|message\|>\s*(?=\{)")
+"""Heading of a call up to its arguments. It is tried again with each token, so runs of characters are possessive:
+a long name must not cost its square. Groups are not, because Python before 3.11.5 matches possessive groups wrongly.
+"""
+_BODY = "<|message|>"
+_NAME = re.compile(r"[\w-]+")
 
 
 def is_harmony(added: Collection[str]) -> bool:
@@ -37,7 +40,8 @@ def is_harmony(added: Collection[str]) -> bool:
 def parse_tool_call(text: str, tools: object) -> object:
     """A call from its function's name on. Raises `ValueError` where it is none."""
     del tools
-    found = _CALL.fullmatch(text.strip())
-    if found is None:
+    heading, mark, arguments = text.strip().partition(_BODY)
+    name = _NAME.match(heading)
+    if name is None or not mark:
         raise ValueError("There is no function.")
-    return {"name": found[1], "arguments": json.loads(found[2] or "{}")}
+    return {"name": name[0], "arguments": json.loads(arguments or "{}")}

@@ -1,0 +1,71 @@
+"""Code that older releases of a supported Python would run wrongly, or not at all, without an error at import."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mlx_ring
+
+POSSESSIVE_GROUPS = (")*+", ")++", ")?+", "}+", "(?>")
+"""Python before 3.11.5 matches them wrongly where what is inside can backtrack."""
+NEW_ARGUMENTS = {"extractall": "filter", "extract": "filter"}
+"""Functions with an argument that Python before 3.11.4 lacks."""
+
+
+def sources() -> Iterator[tuple[Path, ast.AST]]:
+    package = Path(next(iter(mlx_ring.__path__)))
+    for folder in (package, Path(__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            if path != Path(__file__) and not path.stem.endswith("_pb2"):
+                yield from ((path, node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def patterns(node: ast.AST) -> Iterator[str]:
+    """Yield the texts that a call to `re` is given."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="re")), args=[first, *_]):
+            yield from (
+                part.value
+                for part in ast.walk(first)
+                if isinstance(part, ast.Constant) and isinstance(part.value, str)
+            )
+        case _:
+            pass
+
+
+def is_too_new(node: ast.AST) -> bool:
+    """Return True for a call with an argument that the oldest Python does not know."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name), keywords=keywords):
+            return NEW_ARGUMENTS.get(name, "") in {keyword.arg for keyword in keywords}
+        case _:
+            return False
+
+
+def test_no_pattern_has_a_possessive_group() -> None:
+    found = [
+        (str(path), pattern)
+        for path, node in sources()
+        for pattern in patterns(node)
+        if any(group in pattern for group in POSSESSIVE_GROUPS)
+    ]
+    assert found == []
+
+
+def test_no_call_gives_an_argument_that_came_with_a_later_release() -> None:
+    assert [(str(path), ast.unparse(node)) for path, node in sources() if is_too_new(node)] == []
+
+
+@pytest.mark.parametrize("code", [r"re.compile(r'(?:a|b)*+c')", "re.match('(?>a)', text)"])
+def test_a_possessive_group_is_found(code: str) -> None:
+    texts = [text for node in ast.walk(ast.parse(code)) for text in patterns(node)]
+    assert any(group in text for group in POSSESSIVE_GROUPS for text in texts)
+
+
+def test_a_later_argument_is_found() -> None:
+    tree = ast.parse("archive.extractall(folder, filter='data')")
+    assert any(is_too_new(node) for node in ast.walk(tree))
