@@ -12,7 +12,6 @@ from __future__ import annotations
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # (the stubs of mlx leave `eval` and its trees without types)
-# ruff: noqa: PLC0415 - MLX is imported after the BLAS is in place, and never by the parent
 import argparse
 import json
 import os
@@ -99,7 +98,7 @@ def _measure_apart(variant: str, arguments: argparse.Namespace) -> Measurements:
 
 def _measure(variant: str, threads: int) -> Measurements:
     if variant == FAST:
-        from mlx_ring.worker.blas import install_fast_blas
+        from mlx_ring.worker.platform.blas import install_fast_blas
 
         print(install_fast_blas(threads), file=sys.stderr)
     import mlx.core as mx

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from mlx_ring.cli.main import main
 from mlx_ring.core.types import LayerRange
-from mlx_ring.node import arrangement
+from mlx_ring.head import placing as arrangement
 
 counts = [int(count) for count in sys.argv.pop(1).split(",")]
 ranges = tuple(LayerRange(*ends) for ends in pairwise(accumulate(counts, initial=0)))

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 from random_model import Shape, make
 from tokenizers import pre_tokenizers
 
-from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.types import LayerRange
+from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.links import Inbox
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.answers import StageLinks
-from mlx_ring.worker.blas import choose_blas
-from mlx_ring.worker.heap import keep_freed_memory
+from mlx_ring.worker.platform.blas import choose_blas
+from mlx_ring.worker.platform.device import keep_freed_memory
+from mlx_ring.worker.replies import StageLinks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -104,10 +104,10 @@ class Arm:
     """A stage with rows of which the first `under` have a grammar."""
 
     def __init__(self, folder: Path, rows: int, under: int) -> None:
-        from mlx_ring.worker.grammars import GrammarCompiler  # noqa: PLC0415 - MLX must load after the BLAS
-        from mlx_ring.worker.kv import KVStore  # noqa: PLC0415 - the same
-        from mlx_ring.worker.loading import load_stage  # noqa: PLC0415 - the same
-        from mlx_ring.worker.runner import StageRunner  # noqa: PLC0415 - the same
+        from mlx_ring.worker.grammars import GrammarCompiler  # MLX must load after the BLAS
+        from mlx_ring.worker.kv import KVStore
+        from mlx_ring.worker.runner import StageRunner
+        from mlx_ring.worker.weights import load_stage
 
         read = read_model_folder(folder)
         model = load_stage(read, LayerRange(0, read.num_layers), "float32", lambda _done, _total: None)

@@ -13,7 +13,7 @@ from typing import Any
 from servers import Server
 
 from mlx_ring.cli.bench.client import BenchClient, RequestOptions
-from mlx_ring.cli.bench.load import Run, run_load
+from mlx_ring.cli.bench.course import Run, run_load
 from mlx_ring.cli.bench.summary import Record, Summary, summarise
 from mlx_ring.cli.bench.workload import Job, Range, Workload, make_jobs
 

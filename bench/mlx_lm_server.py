@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from mlx_ring.worker.blas.install import install_fast_blas
+from mlx_ring.worker.platform.blas.install import install_fast_blas
 
 
 def main() -> None:
     report = install_fast_blas(1)
     print(f"BLAS: {report.library}", file=sys.stderr)
-    from mlx_lm import server  # noqa: PLC0415 - MLX must load after the BLAS
+    from mlx_lm import server  # MLX must load after the BLAS
 
     server.main()
 

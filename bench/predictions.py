@@ -25,14 +25,14 @@ from random_model import Shape, make
 from rows import decode_means_us, quantized
 from servers import RingServer, clean_environment, pin_self
 
-from mlx_ring.cluster.planner.measured import measured_node
-from mlx_ring.cluster.planner.model_sizes import profile_folder
-from mlx_ring.cluster.planner.place import Wish, place
-from mlx_ring.cluster.planner.plan import Plan
-from mlx_ring.cluster.planner.profiles import LOCAL, ClusterProfile, ModelProfile
-from mlx_ring.cluster.planner.stage_tables import Demand
-from mlx_ring.core.machine_profile import MachineProfile
-from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.planner.measured import measured_node
+from mlx_ring.planner.model_sizes import profile_folder
+from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import LOCAL, ClusterProfile, ModelProfile
+from mlx_ring.planner.stage_costs import Demand
 
 SHAPE = Shape(
     layers=12, hidden=768, intermediate=2304, heads=12, kv_heads=6, vocabulary=32_768, dtype="float32"

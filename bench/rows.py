@@ -32,7 +32,7 @@ from simulated import steady_throughput
 
 from mlx_ring.cli.bench.summary import Record, Summary, percentile
 from mlx_ring.cli.bench.workload import Job, Range, Workload, make_jobs
-from mlx_ring.cluster.planner.costs import MeasuredCost
+from mlx_ring.planner.costs import MeasuredCost
 
 FLOAT = Shape(layers=8, hidden=1024, vocabulary=4096, dtype="float32")
 DEEP = Shape(layers=16, hidden=768, intermediate=2304, heads=12, kv_heads=6, vocabulary=4096, dtype="float32")
@@ -258,7 +258,7 @@ def quantized(shape: Shape = FLOAT, bits: int = 4) -> Path:
     """The random model with quantized weights, group size 64, everything else in float32."""
     folder = CACHE / f"{make(shape).name}-{bits}bit"
     if not (folder / "config.json").is_file():
-        from mlx_lm import convert  # noqa: PLC0415 - MLX is wanted for this alone
+        from mlx_lm import convert  # MLX is wanted for this alone
 
         convert(str(make(shape)), str(folder), quantize=True, q_bits=bits, q_group_size=64, dtype="float32")
     return folder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mlx_ring.core.config import ENVIRONMENT_PREFIX, Settings, flag_name
-from mlx_ring.core.setting_words import allowed_values
+from mlx_ring.settings.config import ENVIRONMENT_PREFIX, Settings, flag_name
+from mlx_ring.settings.settings_sources import allowed_values
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"

@@ -12,7 +12,7 @@ from tests.once import once
 from tests.other_python import other_python
 
 from mlx_ring.core.environment import quieten_grpc
-from mlx_ring.worker.blas import install_fast_blas
+from mlx_ring.worker.platform.blas import install_fast_blas
 
 pytest_collection_modifyitems = alone.pytest_collection_modifyitems
 pytest_runtest_protocol = alone.pytest_runtest_protocol
@@ -76,7 +76,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a random model with a tokenizer of bytes; see tests/tiny_model.py."""
     # Tests without a model start without MLX.
-    from tests.tiny_model import write_tiny_model  # noqa: PLC0415
+    from tests.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
@@ -84,7 +84,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def roomy_model(shared: Path) -> Path:
     """A folder of a model of 18 layers and 283 MB; see tests/tiny_model.py."""
-    from tests.tiny_model import write_roomy_model  # noqa: PLC0415 - as above
+    from tests.tiny_model import write_roomy_model
 
     once(shared / "roomy", lambda: str(write_roomy_model(shared / "roomy" / "model")))
     return shared / "roomy" / "model"

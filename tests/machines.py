@@ -16,20 +16,18 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlx_ring.agent.enrolment import join
 from mlx_ring.cluster.security.authority import Authority
-from mlx_ring.cluster.security.enrolment import EnrolmentFront, start_enrolment_server
+from mlx_ring.cluster.security.enrolment import EnrolmentFront, TryLimit, start_enrolment_server
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.cluster.security.tokens import TokenStore
-from mlx_ring.cluster.security.try_limit import TryLimit
-from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.errors import AddressInUse
+from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.methods import AGENT_SERVICE, STOP, service_handler
 from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.tls.certificates import key_to_pem, make_key, make_signing_request, node_name
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.guard import AioPeerGuard
-from mlx_ring.rpc.tls.names import node_name
 from mlx_ring.rpc.tls.peers import Revoked
-from mlx_ring.rpc.tls.signing_requests import key_to_pem, make_key, make_signing_request
 
 NOW = datetime.now(UTC)
 ANSWER = 42

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlx_ring.core.private_files import locked
+from mlx_ring.host.private_files import locked
 
 
 def once(folder: Path, make: Callable[[], object]) -> Any:

@@ -16,7 +16,7 @@ from typing import IO
 
 import psutil
 
-from mlx_ring.agent.profile_store import PROFILE_FILE
+from mlx_ring.agent.profiling import PROFILE_FILE
 from mlx_ring.core.environment import inherited_environment
 
 MLX_RING = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")

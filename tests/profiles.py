@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_ring.core.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
+from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
 
 COSTS = StepCosts(step_s=0.5e-3, layer_s=0.3e-3, draw_s=0.7e-3, logit_s=1e-9, attention_s=5e-10)
 RATES = (

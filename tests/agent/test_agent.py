@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from mlx_ring.cluster.placement import Cut, even_split, make_assignments
-from mlx_ring.core.child import ChildProcess
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.host.child import ChildProcess
+from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import LOAD_STAGES, START, STOP, WATCH

@@ -19,23 +19,28 @@ from tests.machines import ANSWER, NOW, Head, node_credentials, running_head
 
 from mlx_ring.agent import enrolment
 from mlx_ring.agent.enrolment import join, renew, renew_if_due
-from mlx_ring.agent.identity import open_identity
 from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
-from mlx_ring.cluster.security.enrolment import MAX_MESSAGE_BYTES
-from mlx_ring.cluster.security.try_limit import TryLimit
-from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.cluster.security.enrolment import MAX_MESSAGE_BYTES, TryLimit
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, TokenRefused, VersionMismatch
 from mlx_ring.core.join_token import JoinToken, parse_token
+from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.channels import add_secure_port, make_server, open_aio_channel
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, STOP, service_handler
 from mlx_ring.rpc.protos import agent_pb2, enrol_pb2
-from mlx_ring.rpc.tls.certificates import CARRIED_AUTHORITY
+from mlx_ring.rpc.tls.certificates import (
+    CARRIED_AUTHORITY,
+    HEAD_NAME,
+    common_name,
+    key_to_pem,
+    make_key,
+    make_signing_request,
+    node_name,
+)
 from mlx_ring.rpc.tls.credentials import Anchor, Credentials, load_credentials
 from mlx_ring.rpc.tls.handshakes import handshake_error
-from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
-from mlx_ring.rpc.tls.signing_requests import common_name, key_to_pem, make_key, make_signing_request
+from mlx_ring.rpc.tls.identity import open_identity
 
 
 async def speak(head: Head, credentials: Credentials) -> int:

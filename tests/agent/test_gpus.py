@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.agent.gpus import own_gpu
+from mlx_ring.agent.supervisor import own_gpu
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
 
 

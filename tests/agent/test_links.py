@@ -15,7 +15,7 @@ from tests.agent.linked_nodes import LinkedNode, linked_node
 from tests.machines import node_credentials
 from tests.slow_way import slow_way
 
-from mlx_ring.agent.link_store import LINKS_FILE, LinkStore, WayKey
+from mlx_ring.agent.links import LINKS_FILE, LinkStore, WayKey
 from mlx_ring.cluster.agent_link import AgentLink
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import PeerRefused, RingError, WorkerStuck
@@ -24,8 +24,8 @@ from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.link_probe import PROBE, LinkMeasure
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import Credentials
-from mlx_ring.rpc.tls.names import node_name
 
 KEY = WayKey("mini-2", "10.0.0.2", "10.0.0.1")
 MEASURE = LinkMeasure(0.3e-3, 0.2e-3, 1e9, 20, 1 << 20)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_ring.agent.orphans import end_orphans
+from mlx_ring.agent.member import end_orphans
 from mlx_ring.agent.supervisor import Worker
 from mlx_ring.rpc.protos import worker_pb2
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from tests.profiles import made_up_profile
 
-from mlx_ring.agent import profile_store
-from mlx_ring.agent.profile_store import PROFILE_FILE, ProfileKey, ProfileStore, recall_or_measure
-from mlx_ring.agent.profiling import ProfileOptions
+from mlx_ring.agent import profiling as profile_store
+from mlx_ring.agent.profiling import PROFILE_FILE, ProfileKey, ProfileOptions, ProfileStore, recall_or_measure
 from mlx_ring.core.errors import WorkerLost
-from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.host.machine_profile import MachineProfile
 
 OPTIONS = ProfileOptions(blas_threads=2)
 KEY = ProfileKey.of_here(OPTIONS)

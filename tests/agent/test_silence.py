@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 import pytest
 from tests.cgroups import limited, skip_without_groups
 
-from mlx_ring.agent.silence import Silence
+from mlx_ring.agent.supervisor import Silence
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what threads wait for")
 

@@ -11,7 +11,7 @@ from typing import cast
 import grpc
 
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
-from mlx_ring.core.child import ChildProcess
+from mlx_ring.host.child import ChildProcess
 from mlx_ring.rpc.channels import make_aio_server, open_aio_channel
 from mlx_ring.rpc.methods import STATUS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import worker_pb2

@@ -15,10 +15,10 @@ import httpx
 import uvicorn
 from tests.api.twins import TwinCatalog, TwinService
 
-from mlx_ring.api.admission import Admission
 from mlx_ring.api.app import build_app
+from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.node.connections import ConnectionLimits, HttpConfig
+from mlx_ring.head.http_connections import ConnectionLimits, HttpConfig
 
 
 class Api:

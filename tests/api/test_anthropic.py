@@ -9,12 +9,11 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from tests.api.clients import Api
 
-from mlx_ring.api.anthropic.asking import conversation_of
-from mlx_ring.api.anthropic.message import Costs, MessageWriter, Stop
-from mlx_ring.api.anthropic.request import MessagesRequest
-from mlx_ring.api.conversation.asked import Conversation
-from mlx_ring.api.conversation.format import ChatFormat
-from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.anthropic.request import MessagesRequest, conversation_of
+from mlx_ring.api.anthropic.writer import Costs, MessageWriter, Stop
+from mlx_ring.api.chat.model_format import ChatFormat
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.chat.request import Conversation
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 Events = list[Any]

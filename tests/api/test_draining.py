@@ -10,7 +10,7 @@ from tests.api.clients import Api, error_of, refusal, serving
 from tests.api.test_streaming import ENDLESS, until
 from tests.api.twins import TwinService
 
-from mlx_ring.api.admission import Admission
+from mlx_ring.api.middleware.guard import Admission
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from tests.api.clients import Api, refusal
 from tests.api.twins import BOS, EOS, TwinService
 
-from mlx_ring.api.embedding import Embedding, written
+from mlx_ring.api.embeddings import Embedding, written
 from mlx_ring.core.types import PoolingKind
-from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.config import Policy
 
 
 def service_with(kind: PoolingKind, *, normalize: bool = False, **changes: bool) -> TwinService:

@@ -12,7 +12,7 @@ from tests.api.clients import error_of, serving
 from tests.api.test_streaming import ENDLESS, until, waiting
 from tests.api.twins import TwinService
 
-from mlx_ring.api.live.feed import MOST_WATCHERS
+from mlx_ring.api.ops.events import MOST_WATCHERS
 from mlx_ring.api.settings import ApiSettings
 
 

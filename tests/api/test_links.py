@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_ring.api.ops.links import told_links
+from mlx_ring.api.ops.cluster import told_links
 from mlx_ring.api.service import InstanceInfo, LinkInfo, LinkUse, WorkerInfo
 from mlx_ring.core.types import LayerRange
 

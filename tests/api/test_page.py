@@ -8,7 +8,7 @@ from importlib.resources import files
 import pytest
 from tests.api.clients import Api, refusal
 
-from mlx_ring.api.page.files import load_page
+from mlx_ring.api.page.routes import load_page
 from mlx_ring.api.settings import ApiSettings
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
@@ -98,7 +98,7 @@ def test_without_a_key_the_page_comes_and_nothing_that_it_shows() -> None:
 
 def test_libraries_of_others_are_as_they_were_published() -> None:
     """Their checksums stand beside them."""
-    import hashlib  # noqa: PLC0415 - of this test alone
+    import hashlib  # of this test alone
 
     folder = files("mlx_ring.api.page") / "web" / "vendor"
     noted = (folder / "README.txt").read_text()

@@ -14,14 +14,14 @@ import pytest
 from tests.api.clients import Api, refusal
 from tests.api.twins import ByteTokenizer, TwinService
 
-from mlx_ring.api.conversation.asked import Conversation
+from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.prompts import (
     PromptEncoder,
     _renderer,  # pyright: ignore[reportPrivateUsage] - which renderer is the point
 )
 from mlx_ring.core.errors import ContextExceeded
-from mlx_ring.core.settings_sources import load_settings
-from mlx_ring.engine.served_model import prepare_model
+from mlx_ring.head.served_model import prepare_model
+from mlx_ring.settings.settings_sources import load_settings
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 4000
 CONTEXT = 100_000

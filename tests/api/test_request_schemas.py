@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from tests.api.clients import Api, refusal
 
 from mlx_ring.api.anthropic.request import MessagesRequest
-from mlx_ring.api.body import Body
-from mlx_ring.api.ollama.chat import ChatRequest as OllamaChat
-from mlx_ring.api.ollama.generate import GenerateFields
+from mlx_ring.api.ollama.routes import ChatRequest as OllamaChat
+from mlx_ring.api.ollama.routes import GenerateFields
 from mlx_ring.api.openai.chat import ChatRequest
 from mlx_ring.api.openai.completions import CompletionRequest
 from mlx_ring.api.openai.embeddings import EmbeddingRequest
 from mlx_ring.api.openai.responses.request import ResponsesRequest
+from mlx_ring.api.request_body import Body
 
 DOCUMENT: dict[str, Any] = Api().get("/openapi.json").json()
 GIVEN: list[Any] = [None, True, -1, "a", [], ["a"], {"a": 1}]

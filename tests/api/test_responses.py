@@ -10,14 +10,12 @@ from pydantic import TypeAdapter
 from tests.api.clients import Api, refusal
 from tests.api.twins import MarkingTokenizer, TwinService
 
-from mlx_ring.api.conversation.format import ChatFormat
-from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
-from mlx_ring.api.error_bodies import Trouble
-from mlx_ring.api.openai.responses.asking import conversation_of
+from mlx_ring.api.chat.model_format import ChatFormat
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.errors import Trouble
 from mlx_ring.api.openai.responses.items import seal
-from mlx_ring.api.openai.responses.request import ResponsesRequest
-from mlx_ring.api.openai.responses.response import response_of, usage_of
-from mlx_ring.api.openai.responses.writer import ResponseWriter
+from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of
+from mlx_ring.api.openai.responses.writer import ResponseWriter, response_of, usage_of
 from mlx_ring.core.types import SamplingParams
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

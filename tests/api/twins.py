@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from mlx_ring.api.conversation.format import ParseCalls
+from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, SamplingDefaults, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
-from mlx_ring.core.pooling import Pooling
 from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.config import Policy, RankKv
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.meters import Meter
-from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.sequence import Limits
+from mlx_ring.engine.stats import Meter
 from mlx_ring.engine.twin import TwinExecutor
+from mlx_ring.models.pooling import Pooling
 
 BOS, EOS, ANSWER = 256, 257, 258
 VOCAB_SIZE = 320

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.processes import run_cli
 
-from mlx_ring.core.config import Settings, flag_name
+from mlx_ring.settings.config import Settings, flag_name
 
 
 def complaint(*arguments: str, folder: Path, **environment: str) -> str:

@@ -16,9 +16,9 @@ from tests.processes import run_cli
 
 from mlx_ring.cli.models import parse_layers
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.types import LayerRange
-from mlx_ring.worker.loading import load_stage
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.worker.weights import load_stage
 
 
 def logits(folders: list[tuple[Path, LayerRange]]) -> mx.array:

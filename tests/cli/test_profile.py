@@ -9,7 +9,7 @@ import pytest
 from tests.cli.test_main import complaint
 from tests.processes import run_cli
 
-from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.host.machine_profile import MachineProfile
 
 
 def test_a_profile_is_measured_shown_and_kept(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from tests.machines import running_head
 from tests.processes import run_cli
 
-from mlx_ring.agent.identity import open_identity
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import TokenRefused
 from mlx_ring.core.join_token import parse_token
+from mlx_ring.rpc.tls.identity import open_identity
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -14,21 +14,21 @@ import pytest
 from tests.machines import free_pair_of_ports
 from tests.profiles import made_up_profile
 
-from mlx_ring.agent import attendance
-from mlx_ring.agent.attendance import Attendant, Revoke, attend_for_ever
+from mlx_ring.agent import member as attendance
 from mlx_ring.agent.enrolment import join
-from mlx_ring.agent.identity import open_identity
+from mlx_ring.agent.member import Attendant, Revoke, attend_for_ever
 from mlx_ring.cluster.control import Control, open_control
 from mlx_ring.cluster.membership import Came, Event, Membership, Told
 from mlx_ring.cluster.security.members import Members
-from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import PeerRefused
+from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ATTEND
 from mlx_ring.rpc.protos import cluster_pb2
-from mlx_ring.rpc.tls.names import HEAD_NAME
+from mlx_ring.rpc.tls.certificates import HEAD_NAME
+from mlx_ring.rpc.tls.identity import open_identity
 
 WAIT_S = 60.0
 

@@ -22,14 +22,14 @@ from tests.processes import MLX_RING
 
 from mlx_ring.agent.discovery import find_heads
 from mlx_ring.cluster.discovery import announcing
-from mlx_ring.core.head_announcement import HeadAnnouncement
-from mlx_ring.core.interfaces import LanAddress
+from mlx_ring.host.head_announcement import HeadAnnouncement
+from mlx_ring.host.interfaces import LanAddress
 
 LOOPBACK = (LanAddress("lo", 1, "127.0.0.1", "wired"),)
 ANNOUNCE = """
 import asyncio, sys
 from mlx_ring.cluster.discovery import announcing
-from mlx_ring.core.head_announcement import HeadAnnouncement
+from mlx_ring.host.head_announcement import HeadAnnouncement
 
 async def announce():
     async with announcing(HeadAnnouncement("home", sys.argv[1], "0.1.0", "0123456789abcdef"), 50051, look_every_s=0.1):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from mlx_ring.cluster.group_ways import GroupWay, group_ways
+from mlx_ring.cluster.deployment import GroupWay, group_ways
 from mlx_ring.core.errors import PlanError
-from mlx_ring.core.trusted_interfaces import TrustedInterface
+from mlx_ring.host.trusted_interfaces import TrustedInterface
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mlx_ring.cluster.head_member import stale_trust
-from mlx_ring.core.trusted_interfaces import trusted_interfaces
+from mlx_ring.host.trusted_interfaces import trusted_interfaces
 
 
 @pytest.mark.parametrize(

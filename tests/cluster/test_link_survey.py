@@ -18,7 +18,7 @@ from mlx_ring.cluster.link_survey import MAX_AGE_S, LinkEnd, LinkSurvey
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import WorkerStuck
 from mlx_ring.rpc.channels import open_aio_channel
-from mlx_ring.rpc.tls.names import node_name
+from mlx_ring.rpc.tls.certificates import node_name
 
 
 @asynccontextmanager

@@ -17,8 +17,8 @@ from mlx_ring.cluster.placement import (
     plan_digest,
 )
 from mlx_ring.core.errors import PlanError
-from mlx_ring.core.settings_sources import load_settings
 from mlx_ring.core.types import LayerRange
+from mlx_ring.settings.settings_sources import load_settings
 
 layers_and_stages = st.integers(1, 200).flatmap(
     lambda layers: st.tuples(st.just(layers), st.integers(1, layers))

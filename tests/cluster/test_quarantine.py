@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.cluster.quarantine import LOSSES, REST_S, WINDOW_S, Loss, quarantined, still_counting
-from mlx_ring.cluster.quarantine_book import QuarantineBook
+from mlx_ring.cluster.quarantine import (
+    LOSSES,
+    REST_S,
+    WINDOW_S,
+    Loss,
+    QuarantineBook,
+    quarantined,
+    still_counting,
+)
 from mlx_ring.cluster.security import state_file
 from mlx_ring.core.errors import ConfigError
 

@@ -27,7 +27,7 @@ from tests.conformance.pipelines import (
     run_whole,
 )
 
-from mlx_ring.core.architectures import Architecture
+from mlx_ring.models.architectures import Architecture
 from mlx_ring.rpc.protos.step_pb2 import Want
 from mlx_ring.worker.head_tap import find_heads
 

@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 from tests.conformance.outcome import examine, examine_apart
 
-from mlx_ring.core import architectures
-from mlx_ring.core.architectures import TABLE, Architecture, known_architectures
+from mlx_ring.models import architectures
+from mlx_ring.models.architectures import TABLE, Architecture, known_architectures
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architectures.md"

@@ -81,7 +81,7 @@ def running_hub(model: Path, kind: type[FakeHub] = FakeHub) -> Generator[tuple[s
 
 def find_elsewhere(name: str, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
     """`find_model` in a process of its own: the hub's client reads its address once."""
-    code = "import sys; from mlx_ring.core.model_source import find_model; print(find_model(sys.argv[1]).folder.path)"
+    code = "import sys; from mlx_ring.models.model_source import find_model; print(find_model(sys.argv[1]).folder.path)"
     return subprocess.run(
         [sys.executable, "-c", code, name],
         env=inherited_environment({"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from mlx_ring.core.kept_lines import LINES_KEPT, LONGEST_KEPT, KeptLines
-from mlx_ring.core.log_formats import LogFormat, make_formatter
+from mlx_ring.core.logs import LINES_KEPT, LONGEST_KEPT, KeptLines, LogFormat, make_formatter
 
 
 def kept() -> KeptLines:

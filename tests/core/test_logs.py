@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.core.log_formats import is_tagged
+from mlx_ring.core.logs import is_tagged
 
 TAG = re.compile(
     r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL) "

@@ -22,9 +22,9 @@ from tests.processes import joining as join_cluster
 from transformers import AutoTokenizer
 
 from mlx_ring.api.openai.token_text import TokenTexts
-from mlx_ring.core.layer_tensors import tensors_of_stage
-from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.types import LayerRange
+from mlx_ring.models.layer_tensors import tensors_of_stage
+from mlx_ring.models.model_folder import read_model_folder
 
 _WAIT_S = 120.0
 _ROW = re.compile(r"(\S+) +(\d+)-(\d+) +([\d.]+) ([MG])B +([\d.]+) ([MG])B +([\d.]+) ([MG])B +([\d.]+) ")

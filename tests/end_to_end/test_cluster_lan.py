@@ -16,9 +16,9 @@ import psutil
 from tests.namespaces import Host, lan, skip_without_namespaces
 from tests.processes import Server, give_profile, joining, serving
 
-from mlx_ring.core.layer_tensors import tensors_of_stage
-from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.types import LayerRange
+from mlx_ring.models.layer_tensors import tensors_of_stage
+from mlx_ring.models.model_folder import read_model_folder
 
 ASKED = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 ASK = """

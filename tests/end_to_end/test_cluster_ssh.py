@@ -19,7 +19,7 @@ from tests.namespaces import lan, skip_without_namespaces
 from tests.processes import MLX_RING, clean_environment
 from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
 
-from mlx_ring.core.running import running_here
+from mlx_ring.host.running import running_here
 
 DEVICES: dict[str, Any] = {
     "devices": [

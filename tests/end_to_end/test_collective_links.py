@@ -17,11 +17,11 @@ from tests.end_to_end.reference import WholeModel
 from tests.processes import POLL_S, Server, run_cli, serving
 
 from mlx_ring.core.errors import NotReady
-from mlx_ring.core.model_folder import read_model_folder
-from mlx_ring.core.model_source import find_model
+from mlx_ring.engine.config import Policy
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.grpc_executor import GrpcExecutor, RankAddress
-from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.executor import GrpcExecutor, RankAddress
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.model_source import find_model
 from mlx_ring.rpc.hello import make_hello
 
 pytestmark = pytest.mark.alone

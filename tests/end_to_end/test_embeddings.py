@@ -17,8 +17,8 @@ from tests.end_to_end.instance import running_engine
 from tests.worker.tensor.models import write_family
 
 from mlx_ring.core.types import PoolingKind, SamplingParams
+from mlx_ring.engine.config import Policy
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.sequence import GenerateRequest
 
 CHUNKED = Policy(max_num_seqs=4, prefill_chunk=32)

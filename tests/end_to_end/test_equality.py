@@ -18,11 +18,11 @@ from tests.once import once
 from tests.worker.random_models import QWEN3, QWEN3_MOE, write_random_model
 from tests.worker.tensor.models import write_family
 
-from mlx_ring.core.model_folder import read_model_folder
-from mlx_ring.core.model_source import find_model
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.engine import Engine
-from mlx_ring.worker.sampler.noise import gumbel, keys
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.model_source import find_model
+from mlx_ring.worker.sampler.draw import gumbel, keys
 
 THOROUGH, USUAL = (50, 128), (16, 48)
 """Prompts and tokens of each, with `--thorough` and without."""

@@ -13,9 +13,9 @@ from tests.end_to_end.reference import WholeModel
 from tests.namespaces import skip_without_namespaces
 from tests.processes import give_profile
 
-from mlx_ring.core.layer_tensors import tensors_of_stage
-from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.types import LayerRange
+from mlx_ring.models.layer_tensors import tensors_of_stage
+from mlx_ring.models.model_folder import read_model_folder
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -18,8 +18,8 @@ from tests.end_to_end.reference import WholeModel
 from tests.open_mpi import use_open_mpi
 from tests.processes import POLL_S, run_cli, serving
 
-from mlx_ring.core.model_source import find_model
 from mlx_ring.engine.engine import Engine
+from mlx_ring.models.model_source import find_model
 
 PROMPTS, TOKENS = 6, 40
 

@@ -18,9 +18,9 @@ from tests.api.twins import ANSWER_TEXT, TwinService
 from tests.browser import running_browser
 from tests.processes import Server, serving
 
-from mlx_ring.api.page.files import load_page
+from mlx_ring.api.page.routes import load_page
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.config import Policy
 
 KEY = "a key, and no other"
 CAPITAL = "What is the capital of France?"

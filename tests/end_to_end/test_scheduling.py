@@ -21,12 +21,12 @@ from tests.once import once
 from tests.worker.kv.small_models import CONFIGURATIONS
 from tests.worker.random_models import QWEN3, write_random_model
 
-from mlx_ring.core.model_folder import read_model_folder
-from mlx_ring.core.model_source import find_model
 from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.config import Policy
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.policy import Policy
-from mlx_ring.worker.sampler.noise import gumbel, keys
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.model_source import find_model
+from mlx_ring.worker.sampler.draw import gumbel, keys
 
 GREEDY = SamplingParams()
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=77, presence_penalty=0.3)

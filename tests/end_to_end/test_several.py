@@ -18,8 +18,8 @@ from tests.end_to_end.test_cluster import cluster
 from tests.machines import free_pair_of_ports
 from tests.processes import POLL_S, Server, run_cli, serving
 
-from mlx_ring.core.model_source import find_model
-from mlx_ring.engine.served_model import memory_for_weights
+from mlx_ring.head.served_model import memory_for_weights
+from mlx_ring.models.model_source import find_model
 
 ASKED = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 

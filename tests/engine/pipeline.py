@@ -9,9 +9,9 @@ from typing import Any
 
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.config import Policy, RankKv
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.kv_budget import BLOCK
-from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
 from mlx_ring.engine.twin import (

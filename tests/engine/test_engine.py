@@ -26,9 +26,9 @@ from mlx_ring.core.errors import (
     RequestError,
 )
 from mlx_ring.core.types import SamplingParams, TokenLogprob
+from mlx_ring.engine.config import Policy
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.sequence import GenerateRequest
 from mlx_ring.engine.streams import Delta
 from mlx_ring.engine.twin import TwinExecutor, hash_token

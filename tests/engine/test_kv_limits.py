@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.engine.config import RankKv
 from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.kv_budget import BLOCK, KvBudget
-from mlx_ring.engine.kv_limits import Allowance, Place, fitting_context, share_out
-from mlx_ring.engine.kv_limits import rank_limits as shared_limits
-from mlx_ring.engine.policy import RankKv
+from mlx_ring.engine.kv_budget import BLOCK, Allowance, KvBudget, Place, fitting_context, share_out
+from mlx_ring.engine.kv_budget import rank_limits as shared_limits
 from mlx_ring.rpc.protos import worker_pb2
 
 GIB = 1 << 30

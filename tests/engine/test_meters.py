@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from tests.engine.engines import BYTES, LIMITS, PLAIN, ask, collect, go_on, manual, says
 
 from mlx_ring.core.errors import ContextExceeded, Overloaded, WorkerLost
+from mlx_ring.engine.config import Policy
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.meters import Distribution, Meter
-from mlx_ring.engine.policy import Policy
 from mlx_ring.engine.router import Router
-from mlx_ring.engine.totals import COUNTS, RankTotals, StepTotals
+from mlx_ring.engine.stats import COUNTS, Distribution, Meter, RankTotals, StepTotals
 from mlx_ring.engine.twin import TwinExecutor, hash_token
 
 NOTHING = StepTotals({}, **dict.fromkeys(COUNTS, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.engine.prefix_index import PrefixIndex
+from mlx_ring.engine.prefix_cache import PrefixIndex
 
 TOKENS = st.lists(st.integers(0, 2), max_size=9).map(tuple)
 CHANGES = st.lists(st.tuples(st.integers(0, 4), TOKENS | st.none()), max_size=25)

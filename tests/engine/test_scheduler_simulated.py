@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_ring.cluster.planner.costs import LinearCost, MeasuredCost
-from mlx_ring.cluster.planner.outcome import Outcome
-from mlx_ring.cluster.planner.prediction import predict_throughput
-from mlx_ring.cluster.planner.simulation import Simulation, Times
 from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.config import Policy, RankKv
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.kv_budget import BLOCK
-from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
+from mlx_ring.planner.costs import LinearCost, MeasuredCost
+from mlx_ring.planner.outcome import Outcome
+from mlx_ring.planner.prediction import predict_throughput
+from mlx_ring.planner.simulation import Simulation, Times
 from mlx_ring.rpc.protos import step_pb2
 
 LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.timings import timing
 
-from mlx_ring.engine.step_deadlines import StepDeadlines, StepSize
+from mlx_ring.engine.step_times import StepDeadlines, StepSize
 
 ONE = StepSize(rows=1, tokens=1, context_tokens=0, is_decode=True)
 CHUNK = StepSize(rows=1, tokens=512, context_tokens=0, is_decode=False)

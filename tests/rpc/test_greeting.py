@@ -12,8 +12,7 @@ from tests.machines import running_head
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import PeerRefused, WorkerLost
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
-from mlx_ring.rpc.greeting import Greeted, ask_greeting, greeting_handler
-from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.hello import Greeted, ask_greeting, greeting_handler, make_hello
 from mlx_ring.rpc.tls.credentials import Anchor
 
 

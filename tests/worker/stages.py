@@ -9,16 +9,16 @@ from typing import Any
 
 from tests.worker.collective.in_process import InProcessWay
 
-from mlx_ring.core.model_folder import read_model_folder
 from mlx_ring.core.types import LayerRange
+from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.links import Inbox, InProcessLink
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.collective import with_collectives
 from mlx_ring.worker.grammars import AnswerGrammar, GrammarCompiler
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.loading import load_stage
+from mlx_ring.worker.replies import StageLinks
 from mlx_ring.worker.runner import StageRunner
+from mlx_ring.worker.weights import load_stage
 
 Want = step_pb2.Want
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]

@@ -4,7 +4,7 @@ What is redirected stays redirected for the life of a process, so each scenario 
 its own: a function of this module, named on its command line.
 """
 
-# ruff: noqa: PLC0415 - a scenario imports MLX after the BLAS is in place
+
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # (scenarios break one part on purpose to see the rest cope; the stubs of mlx leave arrays untyped)
@@ -26,8 +26,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_ring.worker.blas import BlasReport, front, install, install_fast_blas, openblas, selfcheck, slots
-from mlx_ring.worker.blas.unavailable import Unavailable
+from mlx_ring.worker.platform.blas import BlasReport, install, install_fast_blas, selfcheck, slots
+from mlx_ring.worker.platform.blas import dispatch as front
+from mlx_ring.worker.platform.blas import install as openblas
+from mlx_ring.worker.platform.blas.slots import Unavailable
 
 on_linux_x86_64 = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),
@@ -299,7 +301,7 @@ def test_another_c_library_keeps_its_own_blas(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_importing_it_imports_no_mlx() -> None:
-    code = "import sys, mlx_ring.worker.blas; sys.exit('mlx.core' in sys.modules)"
+    code = "import sys, mlx_ring.worker.platform.blas; sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

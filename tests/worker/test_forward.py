@@ -26,7 +26,7 @@ from tests.worker.stages import (
 )
 from tests.worker.test_lookahead import GEMMA3, SAMPLINGS, alone, drawn, watch
 
-from mlx_ring.worker import attention
+from mlx_ring.worker.platform import attention
 
 COUNTED = "_exponentials"
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
-from mlx_ring.worker.group_variables import group_variables
+from mlx_ring.worker.group import group_variables
 
 GROUP = ["10.0.0.1:4001,10.0.1.1:4002", "10.0.0.2:4003"]
 

@@ -32,7 +32,7 @@ from tests.worker.stages import (
 
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.runner import StageRunner
-from mlx_ring.worker.work import StepWork
+from mlx_ring.worker.step import StepWork
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},

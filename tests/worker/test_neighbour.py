@@ -8,7 +8,7 @@ from collections.abc import Generator
 import pytest
 
 from mlx_ring.core.errors import PeerRefused
-from mlx_ring.worker.neighbour import check_neighbour
+from mlx_ring.worker.group import check_neighbour
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mlx_ring.rpc.tls.names import node_name
+from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.peers import Peer
-from mlx_ring.worker.front import Reach
+from mlx_ring.worker.server import Reach
 
 
 def test_calls_of_a_machine_that_was_removed_end_when_the_worker_hears_of_it_and_not_each_time() -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_ring.worker.turns import take_long_turns, take_short_turns
+from mlx_ring.worker.compute_thread import take_long_turns, take_short_turns
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the policies are Linux'")

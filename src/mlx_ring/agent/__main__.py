@@ -10,11 +10,11 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_ring.agent.front import AgentFront
+from mlx_ring.agent.server import AgentFront
 from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
-from mlx_ring.core.lifeline import watch_lifeline
 from mlx_ring.core.logs import configure_logging
-from mlx_ring.core.stacks import tell_stacks_on_signal
+from mlx_ring.host.child import watch_lifeline
+from mlx_ring.host.process import tell_stacks_on_signal
 from mlx_ring.rpc.channels import make_aio_server
 
 log = logging.getLogger("mlx_ring.agent")

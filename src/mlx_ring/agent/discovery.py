@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceListener, Zeroconf
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.head_announcement import (
+from mlx_ring.host.head_announcement import (
     LISTEN_S,
     SERVICE_TYPE,
     FoundHead,
@@ -19,7 +19,7 @@ from mlx_ring.core.head_announcement import (
     read_addresses,
     read_properties,
 )
-from mlx_ring.core.interfaces import LanAddress, lan_addresses
+from mlx_ring.host.interfaces import LanAddress, lan_addresses
 
 _RESOLVE_MS = 1000
 

@@ -20,20 +20,27 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from mlx_ring.agent.identity import Identity, open_identity
-from mlx_ring.core.addresses import HeadAddress, parse_head_address
 from mlx_ring.core.errors import ConfigError, PeerRefused, TokenRefused
 from mlx_ring.core.join_token import parse_token
+from mlx_ring.host.addresses import HeadAddress, parse_head_address
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ENROL, RENEW
 from mlx_ring.rpc.protos import enrol_pb2
-from mlx_ring.rpc.tls.certificates import carried_authority, certificate_names, fingerprint, needs_renewal
+from mlx_ring.rpc.tls.certificates import (
+    HEAD_NAME,
+    carried_authority,
+    certificate_names,
+    fingerprint,
+    key_to_pem,
+    make_signing_request,
+    needs_renewal,
+    node_name,
+)
 from mlx_ring.rpc.tls.credentials import Anchor, Credentials, load_credentials
 from mlx_ring.rpc.tls.handshakes import handshake_error
-from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
-from mlx_ring.rpc.tls.signing_requests import key_to_pem, make_signing_request
+from mlx_ring.rpc.tls.identity import Identity, open_identity
 
 _WAIT_S = 15.0
 _NONCE_BYTES = 16

@@ -9,12 +9,12 @@ from pathlib import Path
 from mlx_ring.agent.weights.peers import Peer
 from mlx_ring.agent.weights.stages import fetch_stages
 from mlx_ring.agent.weights.store import WeightStore
-from mlx_ring.core.heap import give_back_freed_memory
 from mlx_ring.core.types import LayerRange
+from mlx_ring.host.process import give_back_freed_memory
 from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.tls.certificates import HEAD_NAME, node_name
 from mlx_ring.rpc.tls.credentials import Credentials
-from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
 
 
 class FetchedModels:

@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_ring.core.addresses import bracketed, parse_head_address
 from mlx_ring.core.environment import let_grpc_speak, quieten_grpc
 from mlx_ring.core.logs import configure_logging
-from mlx_ring.core.machine import make_run_folder
-from mlx_ring.core.running import recorded
+from mlx_ring.host.addresses import bracketed, parse_head_address
+from mlx_ring.host.machine import make_run_folder
+from mlx_ring.host.running import recorded
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quieten_grpc()
     let_grpc_speak()
     # gRPC reads how much to say when it comes in, which it does with these.
-    from mlx_ring.agent.member import MemberOptions, serve_as_member  # noqa: PLC0415
-    from mlx_ring.agent.trust import Trust  # noqa: PLC0415
-    from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415
+    from mlx_ring.agent.member import MemberOptions, serve_as_member
+    from mlx_ring.agent.trust import Trust
+    from mlx_ring.rpc.tls.handshakes import log_refused_handshakes
 
     configure_logging(
         process="agent",

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from mlx_ring.agent.worker_environment import worker_environment
-from mlx_ring.core.child import GRACE_S, ChildProcess
+from mlx_ring.core.environment import worker_environment
 from mlx_ring.core.errors import WorkerLost
+from mlx_ring.host.child import GRACE_S, ChildProcess
 
 log = logging.getLogger(__name__)
 

@@ -1,27 +1,154 @@
-"""A node's links to other nodes: it answers their probes, and probes others when the head asks."""
+"""A node's links to other nodes: it answers their probes, and probes others when the head asks.
+
+What was measured of the ways to other nodes, between runs: a file in the node's state folder.
+
+A measurement holds for two addresses, the peer's and the one of ours that leads there: with another cable or another
+network one of them is another, and the way is measured again. What cannot be read counts as never measured.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import grpc
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mlx_ring.agent.link_store import KeptLink, LinkStore, WayKey
 from mlx_ring.agent.loading import told_failure
-from mlx_ring.core.errors import RingError
-from mlx_ring.core.heap import give_back_freed_memory
+from mlx_ring.core.errors import ConfigError, RingError
+from mlx_ring.core.versions import package_version
+from mlx_ring.host.private_files import write_private
+from mlx_ring.host.process import give_back_freed_memory
 from mlx_ring.rpc.channels import PROBE_MESSAGE_BYTES, make_server, open_channel
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.link_probe import LinkMeasure, LinkResponder, ProbeBounds, probe_link
 from mlx_ring.rpc.methods import AGENT_SERVICE, MEASURE_LINK, service_handler
 from mlx_ring.rpc.protos import agent_pb2
+from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 from mlx_ring.rpc.tls.guard import PeerGuard
-from mlx_ring.rpc.tls.names import node_name
 
 log = logging.getLogger(__name__)
+
+LINKS_FILE = "links.json"
+_VERSION = 1
+"""Of how links are measured."""
+_MOST_KEPT = 64
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class WayKey:
+    """Which way a measurement is of."""
+
+    node: str
+    host: str
+    """The peer's, without a port: that changes with each start."""
+    source: str
+    """Our own address on the way."""
+
+    @classmethod
+    def to(cls, node: str, address: str) -> WayKey:
+        """The way to a node at a gRPC address."""
+        host = address.rpartition(":")[0].strip("[]")
+        return cls(node, host, _source_towards(host))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLink:
+    """A measurement, and how long ago it was."""
+
+    round_trip_s: float
+    bytes_per_s: float
+    age_s: float
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    node: str
+    host: str
+    source: str
+    round_trip_s: Positive
+    bytes_per_s: Positive
+    unix_time_s: Positive
+
+    @property
+    def key(self) -> WayKey:
+        return WayKey(self.node, self.host, self.source)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: int
+    mlx_ring: str
+    links: Annotated[tuple[_Entry, ...], Field(strict=False)]
+
+
+class LinkStore:
+    """One node's measurements, the last of each way."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives Unix seconds."""
+        self._file = folder / LINKS_FILE
+        self._clock = clock
+
+    def load(self, key: WayKey, max_age_s: float) -> KeptLink | None:
+        """What is known of the way; None where that is nothing, or too old."""
+        for entry in self._entries():
+            age_s = self._clock() - entry.unix_time_s
+            if entry.key == key and 0 <= age_s <= max_age_s:
+                return KeptLink(entry.round_trip_s, entry.bytes_per_s, age_s)
+        return None
+
+    def save(self, key: WayKey, measure: LinkMeasure) -> None:
+        """Keep a measurement in the place of the last one. A folder that cannot be written to is told, and no error."""
+        entry = _Entry(
+            node=key.node,
+            host=key.host,
+            source=key.source,
+            round_trip_s=measure.round_trip_s,
+            bytes_per_s=measure.bandwidth,
+            unix_time_s=self._clock(),
+        )
+        others = [kept for kept in self._entries() if kept.key != key]
+        kept = _File(
+            version=_VERSION,
+            mlx_ring=package_version("mlx-ring"),
+            links=(entry, *others[: _MOST_KEPT - 1]),
+        )
+        try:
+            write_private(self._file, kept.model_dump_json(indent=1).encode())
+        except (OSError, ConfigError) as error:
+            log.warning("The link to %s is measured again the next time: %s", key.node, error)
+
+    def _entries(self) -> tuple[_Entry, ...]:
+        try:
+            kept = _File.model_validate_json(self._file.read_bytes())
+        except (OSError, ValidationError):
+            return ()
+        if (kept.version, kept.mlx_ring) != (_VERSION, package_version("mlx-ring")):
+            return ()
+        return kept.links
+
+
+def _source_towards(host: str) -> str:
+    """The address of ours from which packets to a host leave; empty where there is no way. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return ""
+
 
 BOUNDS = ProbeBounds(round_trips_s=0.15, throughput_s=0.35, answer_s=3.0)
 """Of one probe: half a second over most links, and no more than some however slow or broken one is."""

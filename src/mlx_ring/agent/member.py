@@ -1,40 +1,240 @@
-"""The agent of a machine that has joined: it listens for its head over mutual TLS, and stays when the head goes."""
+"""The agent of a machine that has joined: it listens for its head over mutual TLS, and stays when the head goes.
+
+How a node stays with its head: one call that is open for as long as both are there, and again whenever it ends.
+
+Ends ranks that wait in vain: a machine that is cut off from its head, and from the others of a group, hears that from nobody.
+
+A rank that waits in a collective uses a processor whole; one that has nothing to do uses none, and is kept for the next head.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from mlx_ring.agent.attendance import Attendant, attend_for_ever
+import grpc
+import psutil
+
 from mlx_ring.agent.enrolment import renew_if_due
 from mlx_ring.agent.fetched_models import FetchedModels
-from mlx_ring.agent.front import AgentFront
-from mlx_ring.agent.link_store import LinkStore
-from mlx_ring.agent.links import LinkFront, make_responder
-from mlx_ring.agent.orphans import end_orphans
-from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure
-from mlx_ring.agent.profiling import ProfileOptions
-from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
+from mlx_ring.agent.links import LinkFront, LinkStore, make_responder
+from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, recall_or_measure
+from mlx_ring.agent.server import AgentFront
+from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
 from mlx_ring.agent.trust import Trust
 from mlx_ring.agent.weights.serving import WeightsFront
 from mlx_ring.agent.weights.store import WeightStore
-from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import node_folder, weights_folder
-from mlx_ring.core.errors import ConfigError, RingError
-from mlx_ring.core.log_formats import LogFormat
-from mlx_ring.core.private_files import try_lock
-from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, add_secure_port, make_aio_server
-from mlx_ring.rpc.methods import AGENT_SERVICE
+from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
+from mlx_ring.core.logs import LogFormat
+from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.machine import node_name
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.private_files import try_lock
+from mlx_ring.host.process import usable_memory
+from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, add_secure_port, make_aio_server, open_aio_channel
+from mlx_ring.rpc.failures import channel_error, failure_to_error
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.joined_ranks import joined_ranks
+from mlx_ring.rpc.methods import AGENT_SERVICE, ATTEND
+from mlx_ring.rpc.protos import cluster_pb2
+from mlx_ring.rpc.tls.certificates import HEAD_NAME
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials, serve_from_folder
 from mlx_ring.rpc.tls.guard import AioPeerGuard, PeerGuard
+from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.peers import Revoked
 
 log = logging.getLogger(__name__)
+
+_BEAT_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 1.0
+_SILENCE_S = 5.0
+"""A head that does not answer for so long is gone."""
+
+Revoke = Callable[[tuple[str, ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Attendant:
+    """What a node says of itself."""
+
+    node: str
+    port: int
+    """Where its agent listens."""
+    profile: MachineProfile
+    memory_utilization: float
+    links_port: int = 0
+    """Where it answers probes of links; 0: nowhere."""
+    trust: Trust = field(default_factory=Trust)
+    """Where collectives may go to other machines."""
+
+
+async def attend_for_ever(
+    head: HeadAddress, credentials: Callable[[], Credentials], who: Attendant, revoke: Revoke
+) -> None:
+    """Attend, and begin again whenever the head is lost; workers stay where they are meanwhile.
+
+    Args:
+        head: where it listens.
+        credentials: gives this node's, asked before each call: they may have been renewed.
+        who: this node.
+        revoke: told which certificates are refused, whenever the head tells.
+
+    Raises:
+        PeerRefused: the head does not take this node any more.
+        VersionMismatch: the head has other versions.
+    """
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            async for revoked in _attendance(head, credentials(), who):
+                pause_s = _FIRST_PAUSE_S
+                revoke(revoked)
+            log.warning("the head at %s ended; asking again", head)
+        except (PeerRefused, VersionMismatch):
+            raise
+        except RingError as error:
+            log.warning("the head at %s cannot be reached, asking again in %g s: %s", head, pause_s, error)
+        _heed_cancellation()
+        await asyncio.sleep(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+
+
+def _heed_cancellation() -> None:
+    """A task that is cancelled while its call breaks hears of the call alone: gRPC keeps the rest."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+async def _attendance(
+    head: HeadAddress, credentials: Credentials, who: Attendant
+) -> AsyncIterator[tuple[str, ...]]:
+    """One call: what is revoked, at each answer."""
+    peer = f"The head at {head}"
+    channel = open_aio_channel(head.cluster, credentials, HEAD_NAME, max_message_bytes=AGENT_MESSAGE_BYTES)
+    try:
+        call = ATTEND.aio_stream_stream(channel)(_messages(head, who))
+        while True:
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    reply = await call.read()
+            except TimeoutError:
+                log.warning("%s has said nothing for %g s", peer, _SILENCE_S)
+                return
+            if not isinstance(reply, cluster_pb2.AttendReply):
+                return
+            if reply.HasField("failure"):
+                raise failure_to_error(reply.failure)
+            if reply.HasField("hello"):
+                log.info("attending the head at %s as %s", head, who.node)
+            yield tuple(reply.revoked)
+    except grpc.RpcError as error:
+        raise (handshake_error(error, peer) or channel_error(error, peer)) from error
+    finally:
+        await channel.close()
+
+
+async def _messages(head: HeadAddress, who: Attendant) -> AsyncIterator[cluster_pb2.AttendRequest]:
+    first = cluster_pb2.AttendRequest(
+        hello=make_hello(node=who.node),
+        machine=node_name(),
+        port=who.port,
+        head_host=head.host,
+        profile=who.profile.model_dump_json(),
+        memory_utilization=who.memory_utilization,
+        links_port=who.links_port,
+    )
+    first.MergeFrom(_now(who))
+    yield first
+    while True:
+        await asyncio.sleep(_BEAT_S)
+        yield _now(who)
+
+
+def _now(who: Attendant) -> cluster_pb2.AttendRequest:
+    """What may be another at each message."""
+    trusted, problem = who.trust.now()
+    return cluster_pb2.AttendRequest(
+        memory_free_bytes=usable_memory().available_bytes,
+        agent_bytes=_own_bytes(),
+        trusted=[
+            cluster_pb2.TrustedInterface(name=one.name, address=one.address, network=one.network)
+            for one in trusted
+        ],
+        trusted_problem=problem,
+    )
+
+
+def _own_bytes() -> int:
+    """Resident memory of this process."""
+    return psutil.Process().memory_info().rss
+
+
+_ALONE_S = 30.0
+"""Without a word from the head. What is under way then is answered to nobody."""
+_LOOK_S = 5.0
+_BUSY_SHARE = 0.05
+"""Of a processor, which others may want too; one that has nothing to do uses none."""
+
+
+class Ends(Protocol):
+    """Who has workers, and ends those of an instance."""
+
+    @property
+    def workers(self) -> tuple[Worker, ...]: ...
+    async def stop(self, instance: str) -> int: ...
+
+
+async def end_orphans(
+    supervisor: Ends, heard_s: Callable[[], float], alone_s: float = _ALONE_S, look_s: float = _LOOK_S
+) -> None:
+    """For ever.
+
+    Args:
+        supervisor: of this machine's workers.
+        heard_s: when the head was last heard of, on `time.monotonic`'s clock.
+        alone_s: for so long it must have said nothing.
+        look_s: from look to look.
+    """
+    while True:
+        await asyncio.sleep(look_s)
+        if time.monotonic() - heard_s() < alone_s:
+            continue
+        joined = [worker for worker in supervisor.workers if joined_ranks(worker.assignment)]
+        for instance in await _busy_instances(joined, look_s):
+            log.error(
+                "nothing was heard of the head for %.0f s, and ranks of %s wait for others: they end",
+                time.monotonic() - heard_s(),
+                instance,
+            )
+            await supervisor.stop(instance)
+
+
+async def _busy_instances(workers: Sequence[Worker], seconds: float) -> set[str]:
+    """Those of which a worker computes."""
+    before = {worker.child.pid: _cpu_s(worker) for worker in workers}
+    await asyncio.sleep(seconds)
+    return {
+        worker.instance
+        for worker in workers
+        if _cpu_s(worker) - before[worker.child.pid] > _BUSY_SHARE * seconds
+    }
+
+
+def _cpu_s(worker: Worker) -> float:
+    with contextlib.suppress(psutil.Error):
+        return sum(psutil.Process(worker.child.pid).cpu_times()[:2])
+    return 0.0
+
 
 AGENT_LOCK = "agent.lock"
 """In the node's folder: held for as long as its agent runs."""

@@ -1,19 +1,29 @@
-"""Measures this machine in a process of its own, set up as its workers are. What befalls that process befalls nobody else."""
+"""Measures this machine in a process of its own, set up as its workers are. What befalls that process befalls nobody else.
+
+Machines' profiles between runs: a file in the node's state folder. What cannot be used is measured again, never an error.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
+import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 
-from mlx_ring.agent.worker_environment import worker_environment
-from mlx_ring.core.child import ChildProcess
+from mlx_ring.core.environment import worker_environment
 from mlx_ring.core.errors import ProtocolError, WorkerLost, WorkerStuck
-from mlx_ring.core.machine_profile import MachineProfile
+from mlx_ring.core.versions import package_version
+from mlx_ring.host.child import ChildProcess
+from mlx_ring.host.machine import machine_identity
+from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile
+from mlx_ring.host.process import cpu_quota, usable_cores, usable_memory
 
 log = logging.getLogger(__name__)
 
@@ -77,3 +87,112 @@ async def _run_to_its_end(options: ProfileOptions, output: Path, module: str) ->
         await child.stop()
     if end != "exit code 0":
         raise WorkerLost(f"Measuring this machine failed: it {end}")
+
+
+PROFILE_FILE = "profile.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileKey:
+    """What a profile depends on: where any of it is another, the machine is measured again."""
+
+    version: int
+    machine: str
+    processor: str
+    gpus: tuple[str, ...]
+    cores: int
+    cpu_share: float
+    cpu_period_s: float
+    memory_bytes: int
+    mlx: str
+    mlx_ring: str
+    blas: str
+    blas_threads: int
+
+    @classmethod
+    def of_here(cls, options: ProfileOptions) -> ProfileKey:
+        """The machine here, and how it would be measured."""
+        identity, quota = machine_identity(), cpu_quota()
+        return cls(
+            version=PROFILE_VERSION,
+            machine=identity.model,
+            processor=identity.processor,
+            gpus=identity.gpus,
+            cores=usable_cores(),
+            cpu_share=quota.cores if quota else 0.0,
+            cpu_period_s=quota.period_s if quota else 0.0,
+            memory_bytes=usable_memory().total_bytes,
+            mlx=package_version("mlx"),
+            mlx_ring=package_version("mlx-ring"),
+            blas=options.blas,
+            blas_threads=options.blas_threads,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """As it is written down, where tuples are lists."""
+        return cast("dict[str, Any]", json.loads(json.dumps(asdict(self))))
+
+
+class ProfileStore:
+    """One machine's profile, the last that was measured."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / PROFILE_FILE
+
+    def load(self, key: ProfileKey) -> MachineProfile | None:
+        """What was kept under the key; None where there is nothing, or nothing that can be read."""
+        try:
+            kept: Any = json.loads(self._file.read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(kept, dict) or cast("dict[str, Any]", kept).get("key") != key.as_json():
+            return None
+        try:
+            return MachineProfile.from_json(json.dumps(kept.get("profile")))
+        except ProtocolError as error:
+            log.warning("%s is measured again: %s", self._file, error)
+            return None
+
+    def save(self, key: ProfileKey, profile: MachineProfile) -> None:
+        """Keep a profile in the place of the last one. A folder that cannot be written to is told, and no error."""
+        kept = {"key": key.as_json(), "profile": profile.model_dump(mode="json")}
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _replace(self._file, json.dumps(kept, indent=1))
+        except OSError as error:
+            log.warning("The profile is not kept, for %s cannot be written: %s", self._file, error.strerror)
+
+
+def recall(store: ProfileStore, options: ProfileOptions) -> MachineProfile | None:
+    """The kept profile where it still holds."""
+    return store.load(ProfileKey.of_here(options))
+
+
+async def recall_or_measure(
+    store: ProfileStore, options: ProfileOptions, *, again: bool = False
+) -> MachineProfile:
+    """The kept profile where it still holds; else, or where it is asked for, a new one, which is kept.
+
+    Raises:
+        RingError: the machine could not be measured.
+    """
+    key = ProfileKey.of_here(options)
+    kept = None if again else store.load(key)
+    if kept is not None:
+        return kept
+    profile = await measure_machine(options)
+    store.save(key, profile)
+    return profile
+
+
+def _replace(file: Path, text: str) -> None:
+    """Whole or not at all, whoever reads meanwhile."""
+    descriptor, name = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as unfinished:
+            unfinished.write(text)
+        Path(name).replace(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise

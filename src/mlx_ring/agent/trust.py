@@ -12,18 +12,18 @@ import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from mlx_ring.core.backends import devices_of
 from mlx_ring.core.errors import ConfigError, PlanError
-from mlx_ring.core.hostfile import RING_OF_JACCL
-from mlx_ring.core.trusted_interfaces import (
+from mlx_ring.host.trusted_interfaces import (
     FLAG,
     LOOPBACK,
     TrustedInterface,
     source_address,
     trusted_interfaces,
 )
+from mlx_ring.rpc.backends import devices_of
 from mlx_ring.rpc.joined_ranks import backend_of, joined_ranks, rank_in_group
 from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.settings.hostfile import RING_OF_JACCL
 
 log = logging.getLogger(__name__)
 

@@ -6,30 +6,27 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from mlx_ring.api.access_log import AccessLog
-from mlx_ring.api.admission import Admission
-from mlx_ring.api.anthropic import messages as anthropic
-from mlx_ring.api.bodies import Bodies, BodyRoom
+from mlx_ring.api.anthropic import routes as anthropic
+from mlx_ring.api.context import ApiContext
 from mlx_ring.api.docs import routes as docs
 from mlx_ring.api.errors import install_error_handlers
-from mlx_ring.api.guard import Guard
 from mlx_ring.api.metrics import page as metrics
-from mlx_ring.api.metrics.http import HttpMeter, Observed
-from mlx_ring.api.ollama import chat as ollama_chat
+from mlx_ring.api.middleware.access_log import AccessLog
+from mlx_ring.api.middleware.body_memory import Bodies, BodyRoom
+from mlx_ring.api.middleware.guard import Admission, Guard
+from mlx_ring.api.middleware.http_metrics import HttpMeter, Observed
+from mlx_ring.api.middleware.tracing import Traced
 from mlx_ring.api.ollama import embed as ollama_embed
-from mlx_ring.api.ollama import generate as ollama_generate
 from mlx_ring.api.ollama import models as ollama_models
+from mlx_ring.api.ollama import routes as ollama_chat
 from mlx_ring.api.openai import chat, completions, embeddings, models, tokens
 from mlx_ring.api.openai.responses import route as responses
 from mlx_ring.api.openapi import describe_api
-from mlx_ring.api.ops import cache, cluster, events, generate, health
+from mlx_ring.api.ops import cache, cluster, events, health
 from mlx_ring.api.ops import models as loading
-from mlx_ring.api.ops import service as service_routes
 from mlx_ring.api.page import routes as page
-from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.api.traced import Traced
 from mlx_ring.core.traces import Tracing
 
 
@@ -49,8 +46,8 @@ def build_app(
     # Where several routes take a path, the first does: `/models/{model}` would take `/models/load`.
     modules = (
         *(chat, completions, responses, embeddings, tokens, anthropic),
-        *(ollama_chat, ollama_generate, ollama_embed, ollama_models),
-        *(generate, loading, models, health, cluster, cache, events, service_routes, docs),
+        *(ollama_chat, ollama_embed, ollama_models),
+        *(loading, models, health, cluster, cache, events, docs),
     )
     routers = [
         *(module.routes(context) for module in modules),

@@ -1,23 +1,107 @@
-"""Errors over HTTP: the one place where the exception tree becomes status codes and bodies."""
+"""Errors over HTTP: the one place where the exception tree becomes status codes and bodies.
+
+One error in three dialects: whose it is, the path of the request says.
+
+The bodies of errors as schemas: `error_bodies.py` writes them.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from mlx_ring.api import error_bodies
-from mlx_ring.api.error_bodies import Trouble
-from mlx_ring.api.json_lines import Json
+from mlx_ring.api.sse import Json
 from mlx_ring.core import errors
 from mlx_ring.core.errors import RequestError, RingError
+
+_SERVER_TROUBLE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What went wrong, as every dialect tells it."""
+
+    status: int
+    message: str
+    type: str
+    """OpenAI's word for its kind."""
+    code: str | None = None
+    param: str | None = None
+    """The field at fault."""
+    passes: bool = False
+    """Whether asking again may well help."""
+    more: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Numbers that a client could want to have apart."""
+
+
+def format_error(trouble: Trouble, path: str, request_id: str) -> Json:
+    """The body of an answer to a request for that path, and of an event in mid-stream."""
+    return _dialect(path)(trouble, request_id)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is one of Anthropic's."""
+    return _dialect(path) is _anthropic
+
+
+def is_ollama(path: str) -> bool:
+    """Whether a path is one of Ollama's."""
+    return _dialect(path) is _ollama
+
+
+def _openai(trouble: Trouble, _: str) -> Json:
+    shown = {"message": trouble.message, "type": trouble.type, "param": trouble.param, "code": trouble.code}
+    return {"error": shown | dict(trouble.more)}
+
+
+def _anthropic(trouble: Trouble, request_id: str) -> Json:
+    details = _DETAILS.get(trouble.param or "", {})
+    shown = {"type": _anthropic_type(trouble), "message": trouble.message, **details, **trouble.more}
+    return {"type": "error", "error": shown, "request_id": request_id}
+
+
+def _ollama(trouble: Trouble, _: str) -> Json:
+    return {"error": trouble.message}
+
+
+_DETAILS: Mapping[str, Json] = {"thread": {"details": {"error_code": "thread_unsupported_request"}}}
+"""By the field that was refused: with these the SDK asks again without it."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+def _anthropic_type(trouble: Trouble) -> str:
+    if trouble.status >= _SERVER_TROUBLE:
+        return "overloaded_error" if trouble.passes else "api_error"
+    return _ANTHROPIC_TYPES.get(trouble.status, "invalid_request_error")
+
+
+_DIALECTS: Mapping[str, Callable[[Trouble, str], Json]] = {"/v1/messages": _anthropic, "/api": _ollama}
+"""By the beginning of the path; everything else is OpenAI's."""
+
+
+def _dialect(path: str) -> Callable[[Trouble, str], Json]:
+    for prefix, dialect in _DIALECTS.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return dialect
+    return _openai
+
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +110,7 @@ SERVER = "server_error"
 _NOT_FOUND = 404
 _METHOD_NOT_ALLOWED = 405
 _TIMEOUT = 408
-_SERVER_TROUBLE = 500
+
 _UNAVAILABLE = 503
 
 
@@ -87,7 +171,7 @@ def trouble_of(error: Exception) -> Trouble:
 
 def error_body(error: Exception, path: str = "", request_id: str = "-") -> Json:
     """The error body that clients of this path know; of no path in particular: OpenAI's."""
-    return error_bodies.error_body(trouble_of(error), path, request_id)
+    return format_error(trouble_of(error), path, request_id)
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
@@ -115,7 +199,7 @@ def _retry_after_s(error: Exception, status: int) -> float | None:
 def transport_error(status: int, message: str, request_id: str, path: str = "") -> Json:
     """The body for what is no HTTP request, or none that can be taken: no route has seen it."""
     trouble = Trouble(status, message, *_TRANSPORT[status], passes=status == _UNAVAILABLE)
-    return error_bodies.error_body(trouble, path, request_id)
+    return format_error(trouble, path, request_id)
 
 
 _TRANSPORT = {
@@ -183,4 +267,47 @@ def _reply_to(error: Exception) -> _Reply:
 
 
 def _body(trouble: Trouble, scope: Scope) -> Json:
-    return error_bodies.error_body(trouble, scope["path"], scope.get("request_id", "-"))
+    return format_error(trouble, scope["path"], scope.get("request_id", "-"))
+
+
+class _Error(BaseModel):
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+
+class OpenAiErrorFields(_Error):
+    message: str
+    """One sentence: what happened, with which value, and what to do."""
+    type: str
+    param: str | None
+    """The field at fault."""
+    code: str | None
+    n_prompt_tokens: int | None = None
+    """Where the context is exceeded; ..."""
+    n_ctx: int | None = None
+    """... it has so many."""
+
+
+class OpenAiError(_Error):
+    error: OpenAiErrorFields
+
+
+class AnthropicErrorFields(_Error):
+    type: str
+    message: str
+
+
+class AnthropicError(_Error):
+    type: Literal["error"]
+    error: AnthropicErrorFields
+    request_id: str
+
+
+class OllamaError(_Error):
+    error: str
+
+
+def error_schema(path: str) -> type[BaseModel]:
+    """Of the errors that a request for this path may get."""
+    if is_anthropic(path):
+        return AnthropicError
+    return OllamaError if is_ollama(path) else OpenAiError

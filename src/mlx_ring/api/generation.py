@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from mlx_ring.api.access_log import Counted, note_answers
+from mlx_ring.api.middleware.access_log import Counted, note_answers
 from mlx_ring.api.service import Answering
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.types import FinishReason, TokenLogprob

@@ -15,11 +15,10 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
-from mlx_ring.api.body import WITHOUT_EFFECT, Body
-from mlx_ring.api.error_answers import error_schema
+from mlx_ring.api.errors import error_schema
+from mlx_ring.api.request_body import WITHOUT_EFFECT, Body
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.api.streaming import EVENT_STREAM
-from mlx_ring.api.waiting import Endpoint, begun_in_time
+from mlx_ring.api.streaming import EVENT_STREAM, Endpoint, begun_in_time
 
 Json = dict[str, Any]
 

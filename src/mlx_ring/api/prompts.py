@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
-from mlx_ring.api.conversation.asked import Conversation
-from mlx_ring.api.fewest_tokens import FewestTokens
+from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.service import ModelService, Tokenizer
+from mlx_ring.api.token_bounds import FewestTokens
 from mlx_ring.core.errors import RequestError
 from mlx_ring.engine.sequence import context_exceeded
 
@@ -270,7 +270,7 @@ def _renders_text(tokenizer: Tokenizer) -> bool:
     if getattr(tokenizer, "_chat_template", None) is not None:
         return True
     # By its own module: asked of the package, it would bring in all the rest, in whichever thread asks first.
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase  # noqa: PLC0415 - is there once a tokenizer is
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase  # is there once a tokenizer is
 
     beneath: object = _beneath(tokenizer)
     return getattr(type(beneath), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template

@@ -8,14 +8,12 @@ from typing import Literal, Protocol
 
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.core.errors import RingError
-from mlx_ring.core.pooling import Pooling
 from mlx_ring.core.types import LayerRange
-from mlx_ring.engine.meters import Meter
-from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.config import Policy
 from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.stats import EngineStats, OpenRequest
+from mlx_ring.engine.stats import EngineStats, Meter, OpenRequest, StepTotals
 from mlx_ring.engine.streams import RequestStream
-from mlx_ring.engine.totals import StepTotals
+from mlx_ring.models.pooling import Pooling
 
 
 class AddedToken(Protocol):

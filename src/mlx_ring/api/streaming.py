@@ -1,16 +1,52 @@
-"""An HTTP answer that is written while it is made."""
+"""An HTTP answer that is written while it is made.
+
+Work that ends when its client goes away.
+
+Streams that begin before their answer can: a model that is loaded when it is asked for takes a while.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from mlx_ring.api.connection import while_connected
-from mlx_ring.api.errors import log_failure
+from mlx_ring.api.errors import error_body, is_anthropic, log_failure
+from mlx_ring.api.sse import event
+
+T = TypeVar("T")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled, and waited for, when the client leaves.
+
+    The request's body must have been read: what `receive` gives next is the disconnect.
+
+    Raises:
+        ClientDisconnect: the client left first.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for unfinished in (task, watcher):
+            unfinished.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
 
 EVENT_STREAM = "text/event-stream"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -63,3 +99,74 @@ class LiveAnswer(Response, Generic[WorkT]):
 async def _send_data(send: Send, data: bytes) -> None:
     if data:
         await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def note_stream(request: Request, fields: object) -> None:
+    """What was read of a request says whether its answer is a stream."""
+    request.state.streams = bool(getattr(fields, "stream", None))
+
+
+def begun_in_time(endpoint: Endpoint) -> Endpoint:
+    """An endpoint whose streams begin after so much silence, with comments, whether or not their answer is there.
+
+    What is refused sooner is refused with its own status; later it is the stream's last event.
+    """
+
+    async def in_time(request: Request) -> Response:
+        quiet_s: float = request.app.state.keep_alive_s
+        work = asyncio.ensure_future(endpoint(request))
+        try:
+            await asyncio.wait((work,), timeout=quiet_s)
+        except asyncio.CancelledError:
+            work.cancel()
+            raise
+        if work.done() or not getattr(request.state, "streams", False):
+            return await work
+        return _Begun(work, quiet_s)
+
+    return in_time
+
+
+class _Begun(Response):
+    """Comments, and then the stream that is waited for."""
+
+    media_type = EVENT_STREAM
+
+    def __init__(self, work: asyncio.Future[Response], quiet_s: float) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._work = work
+        self._quiet_s = quiet_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        async def send_rest(message: Message) -> None:
+            if message["type"] != "http.response.start":
+                await send(message)
+
+        try:
+            response = await while_connected(receive, self._awaited(send))
+            await response(scope, receive, send_rest)
+        except ClientDisconnect:
+            raise
+        except Exception as error:  # noqa: BLE001 - the status is out: the stream itself must say it
+            log_failure(error, scope.get("request_id", "-"))
+            await send({"type": "http.response.body", "body": _failure(error, scope)})
+        finally:
+            self._work.cancel()
+
+    async def _awaited(self, send: Send) -> Response:
+        while not self._work.done():
+            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            await asyncio.wait((self._work,), timeout=self._quiet_s)
+        return self._work.result()
+
+
+def _failure(error: Exception, scope: Scope) -> bytes:
+    path = scope["path"]
+    body = error_body(error, path, scope.get("request_id", "-"))
+    return event(body, "error") if is_anthropic(path) else event(body)

@@ -19,14 +19,14 @@ from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
 from mlx_ring.cli.trust import CACERT, distrust, trust
 from mlx_ring.core.cluster_folders import packages_folder
-from mlx_ring.core.config import state_folder
 from mlx_ring.core.errors import ConfigError, HostFailed
-from mlx_ring.core.settings_sources import load_settings, names_in_dotenv, names_in_environment
+from mlx_ring.settings.config import state_folder
+from mlx_ring.settings.settings_sources import load_settings, names_in_dotenv, names_in_environment
 
 if TYPE_CHECKING:
     from mlx_ring.cluster.lifecycle.verbs import Standing
     from mlx_ring.cluster.lifecycle.wheels import WheelStore
-    from mlx_ring.cluster.planner.devices_file import DevicesFile
+    from mlx_ring.planner.devices_file import DevicesFile
 
 app = typer.Typer(help="Start, stop and watch the machines of one file, over ssh.", no_args_is_help=True)
 app.add_typer(on_host_app, name="on-host", hidden=True)
@@ -50,7 +50,7 @@ def start(
 
     What runs already as the file says stays; otherwise what runs there is ended first.
     """
-    from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - the other commands do without
+    from mlx_ring.cluster.lifecycle import verbs  # the other commands do without
 
     file = _read(config)
     if names := names_in_dotenv(Path.cwd()):
@@ -71,7 +71,7 @@ def start(
 @app.command("stop")
 def stop(config: Annotated[Path, CONFIG]) -> None:
     """End the head and the agents on all machines. Nothing to end is no error."""
-    from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle import verbs
 
     verbs.stop(_read(config), tell=_tell)
     print("Nothing of the cluster runs any more.")
@@ -126,7 +126,7 @@ def try_out(
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Of the answer at most.")] = 64,
 ) -> None:
     """Ask the model something, and print its answer and how fast it came."""
-    from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle import verbs
 
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
     answer = verbs.ask(_read(config), "POST", "/v1/chat/completions", body)
@@ -141,9 +141,9 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on, until Ctrl-C.")] = False,
 ) -> None:
     """Print the ends of all machines' log files, each line with its machine's name."""
-    from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - as above
-    from mlx_ring.cluster.lifecycle.programs import ON_HOST  # noqa: PLC0415 - as above
-    from mlx_ring.cluster.lifecycle.shell import check_exit, words_on  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle import verbs
+    from mlx_ring.cluster.lifecycle.programs import ON_HOST
+    from mlx_ring.cluster.lifecycle.shell import check_exit, words_on
 
     if not 1 <= lines <= _MOST_LINES:
         raise ConfigError(f"--lines is {lines}; it must be a whole number from 1 to {_MOST_LINES}.")
@@ -210,8 +210,8 @@ def speed(answer: Mapping[str, Any]) -> str:
 
 
 def _read(config: Path) -> DevicesFile:
-    from mlx_ring.cluster.planner.cluster_file import load_content  # noqa: PLC0415 - as above
-    from mlx_ring.cluster.planner.devices_file import lists_devices, read_devices  # noqa: PLC0415 - as above
+    from mlx_ring.planner.cluster_file import load_content
+    from mlx_ring.planner.devices_file import lists_devices, read_devices
 
     try:
         text = config.read_text("utf-8")
@@ -239,7 +239,7 @@ def _model(file: DevicesFile, given: str | None, config: Path) -> str:
 
 def _store(file: DevicesFile, folders: Sequence[Path], config: Path) -> WheelStore:
     """Of packages for machines of other systems; the file's folder is sought where you are, and beside the file."""
-    from mlx_ring.cluster.lifecycle.wheels import WheelStore  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle.wheels import WheelStore
 
     kept = packages_folder(state_folder(load_settings({}, folder=Path(os.devnull))))
     if not file.wheels:
@@ -254,7 +254,7 @@ def _store(file: DevicesFile, folders: Sequence[Path], config: Path) -> WheelSto
 
 
 def _ask_url(url: str, api_key: str | None, cacert: Path | None) -> Any:
-    import httpx  # noqa: PLC0415 - what each machine is told over ssh starts here too, and asks nobody
+    import httpx  # what each machine is told over ssh starts here too, and asks nobody
 
     settings = load_settings({"api_key": api_key})
     headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
@@ -277,7 +277,7 @@ def _ask_url(url: str, api_key: str | None, cacert: Path | None) -> Any:
 
 def _ask_machines(file: DevicesFile, *, quietly: bool) -> tuple[Any, bool]:
     """What the head says, and whether something does not run."""
-    from mlx_ring.cluster.lifecycle import verbs  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle import verbs
 
     standings = verbs.standings(file)
     for standing in standings:

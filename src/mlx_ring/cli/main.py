@@ -11,7 +11,7 @@ INTERRUPTED = 130
 def main() -> None:
     """Run what was typed and end with its exit code."""
     try:
-        from mlx_ring.cli.app import run  # noqa: PLC0415 - what it brings in takes a second
+        from mlx_ring.cli.app import run  # what it brings in takes a second
 
         sys.exit(run())
     except KeyboardInterrupt:

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from mlx_ring.core.config import api_keys, state_folder
-from mlx_ring.core.running import end_running, running_here
-from mlx_ring.core.settings_sources import load_settings
+from mlx_ring.host.running import end_running, running_here
+from mlx_ring.settings.config import api_keys, state_folder
+from mlx_ring.settings.settings_sources import load_settings
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -31,7 +31,7 @@ def about(
     identity: Annotated[bool, typer.Option("--identity", help="Give this machine an id.")] = False,
 ) -> None:
     """Print versions, the node's id and what runs here, as JSON."""
-    from mlx_ring.cluster.lifecycle.host_side import about_here  # noqa: PLC0415 - gRPC, for these commands only
+    from mlx_ring.cluster.lifecycle.host_side import about_here  # gRPC, for these commands only
 
     print(about_here(_state(state_dir), identity=identity).to_json())
 
@@ -43,7 +43,7 @@ def model(
     state_dir: Annotated[str | None, _STATE] = None,
 ) -> None:
     """Print the whole path of a folder that holds a model: in one of these, or at home. What is no folder stays."""
-    from mlx_ring.cluster.lifecycle.host_side import whole_path  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle.host_side import whole_path
 
     del state_dir
     print(whole_path(name, [*(folders or []), Path.home()]))
@@ -56,7 +56,7 @@ def run(
     timeout: Annotated[float, typer.Option(metavar="SECONDS")] = _START_S,
 ) -> None:
     """Start it for good, and print its process number."""
-    from mlx_ring.cluster.lifecycle.host_side import run_detached  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle.host_side import run_detached
 
     print(run_detached(_state(state_dir), arguments, timeout))
 
@@ -64,8 +64,8 @@ def run(
 @app.command("enrol")
 def enrol(head: str, state_dir: Annotated[str | None, _STATE] = None) -> None:
     """Become a member, with the token that is read from standard input."""
-    from mlx_ring.agent.enrolment import join  # noqa: PLC0415 - as above
-    from mlx_ring.core.cluster_folders import node_folder  # noqa: PLC0415 - as above
+    from mlx_ring.agent.enrolment import join
+    from mlx_ring.core.cluster_folders import node_folder
 
     join(head, sys.stdin.read().strip(), node_folder(_state(state_dir)))
 
@@ -78,7 +78,7 @@ def wait_for_port(
     timeout: Annotated[float, typer.Option(metavar="SECONDS")] = _START_S,
 ) -> None:
     """Wait until a process listens on a port."""
-    from mlx_ring.cluster.lifecycle.host_side import wait_for_port as wait  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle.host_side import wait_for_port as wait
 
     wait(_state(state_dir), pid, port, timeout)
 
@@ -90,7 +90,7 @@ def wait_until_ready(
     timeout: Annotated[float, typer.Option(metavar="SECONDS")] = _START_S,
 ) -> None:
     """Wait until a head answers requests, and print where; nothing is printed where it does not in time."""
-    from mlx_ring.cluster.lifecycle.host_side import wait_until_ready as wait  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle.host_side import wait_until_ready as wait
 
     state = _state(state_dir)
     if wait(state, pid, timeout):
@@ -105,7 +105,7 @@ def ask(
     api_key_file: Annotated[str | None, typer.Option(metavar="FILE")] = None,
 ) -> None:
     """Print what the head answers; the body is read from standard input."""
-    from mlx_ring.cluster.lifecycle.host_side import ask_head  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle.host_side import ask_head
 
     state = _state(state_dir)
     settings = load_settings({"api_key_file": api_key_file}, folder=state)
@@ -119,7 +119,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow")] = False,
 ) -> None:
     """Print the ends of the log files."""
-    from mlx_ring.cluster.lifecycle.host_side import log_command  # noqa: PLC0415 - as above
+    from mlx_ring.cluster.lifecycle.host_side import log_command
 
     command = log_command(_state(state_dir), lines, follow=follow)
     os.execvp(command[0], command)  # noqa: S606 - no shell is wanted

@@ -11,23 +11,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.cluster.planner.cluster_file import (
+from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.models.model_source import describe_model
+from mlx_ring.planner.cluster_file import (
     cluster_of,
     known_machines,
     known_profile,
     load_content,
     read_cluster,
 )
-from mlx_ring.cluster.planner.devices_file import DevicesFile, lists_devices, read_devices
-from mlx_ring.cluster.planner.model_sizes import WeightFormat, profile_folder
-from mlx_ring.cluster.planner.place import Wish
-from mlx_ring.cluster.planner.plan import AIMS, STRATEGIES, Aim, Plan, Strategy
-from mlx_ring.cluster.planner.profiles import ClusterProfile
-from mlx_ring.cluster.planner.replicas import place_replicas
-from mlx_ring.cluster.planner.stage_tables import Demand
-from mlx_ring.core.errors import ConfigError, PlanError
-from mlx_ring.core.model_source import describe_model
-from mlx_ring.core.old_names import strategy_of_today
+from mlx_ring.planner.devices_file import DevicesFile, lists_devices, read_devices
+from mlx_ring.planner.model_sizes import WeightFormat, profile_folder
+from mlx_ring.planner.place import Wish
+from mlx_ring.planner.plan import AIMS, STRATEGIES, Aim, Plan, Strategy
+from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.replicas import place_replicas
+from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.settings.old_names import strategy_of_today
 
 _BITS = (2, 3, 4, 5, 6, 8, 16, 32)
 _KV_BITS = (4, 8, 16)

@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.core.config import state_folder
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.machine import share_cores
-from mlx_ring.core.machine_profile import MachineProfile
-from mlx_ring.core.settings_sources import load_settings
+from mlx_ring.host.machine import share_cores
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.settings.config import state_folder
+from mlx_ring.settings.settings_sources import load_settings
 
 _MOST_THREADS = 1024
 
@@ -34,8 +34,11 @@ def profile(
     It takes some seconds and is kept, until the machine or a version changes.
     """
     # Brings gRPC in, which `serve` first tells how much to say.
-    from mlx_ring.agent.profile_store import ProfileStore, recall_or_measure  # noqa: PLC0415
-    from mlx_ring.agent.profiling import ProfileOptions  # noqa: PLC0415
+    from mlx_ring.agent.profiling import (
+        ProfileOptions,
+        ProfileStore,
+        recall_or_measure,
+    )
 
     if blas not in ("auto", "off"):
         raise ConfigError(f"--blas is {blas}; it must be auto or off.")

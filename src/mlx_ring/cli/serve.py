@@ -1,4 +1,7 @@
-"""`mlx-ring serve`: settings from flags, progress while loading, and how to talk to what serves."""
+"""`mlx-ring serve`: settings from flags, progress while loading, and how to talk to what serves.
+
+`mlx-ring serve` as `mlx.launch` starts it: the process of rank 0 serves, and those of the others are parents of its workers.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,32 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
+import signal
 import socket
 import ssl
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mlx_ring.core.addresses import local_url
-from mlx_ring.core.config import Settings, flag_name, state_folder
+from mlx_ring.agent.lending import lend, lent_at
 from mlx_ring.core.environment import let_grpc_speak
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.launched import Launch, read_launch
 from mlx_ring.core.logs import configure_logging
-from mlx_ring.core.machine import listen, node_name
-from mlx_ring.core.named_group import with_named_group
-from mlx_ring.core.rank_settings import check_link, check_ranks
-from mlx_ring.core.running import recorded
-from mlx_ring.core.setting_words import allowed_values
-from mlx_ring.core.settings_sources import load_settings
 from mlx_ring.core.traces import check_exporter
-from mlx_ring.core.vllm_names import ACCESS_LOG_FLAG, PREFIX_CACHING_FLAG, VLLM_FLAGS
+from mlx_ring.host.addresses import local_url
+from mlx_ring.host.machine import listen, node_name
+from mlx_ring.host.running import recorded
+from mlx_ring.settings.config import Settings, flag_name, state_folder
+from mlx_ring.settings.launched import Launch, read_launch
+from mlx_ring.settings.named_group import with_named_group
+from mlx_ring.settings.old_names import ACCESS_LOG_FLAG, PREFIX_CACHING_FLAG, VLLM_FLAGS
+from mlx_ring.settings.rank_settings import check_link, check_ranks
+from mlx_ring.settings.settings_sources import allowed_values, load_settings
 
 _CHOICES = (
     "dtype",
@@ -217,7 +222,7 @@ def serve(
     _check(settings)
     launch = read_launch()
     if launch is not None and launch.rank:
-        from mlx_ring.cli.launched import lend_to_first  # noqa: PLC0415 - brings asyncio along
+        from mlx_ring.cli.serve import lend_to_first  # brings asyncio along
 
         lend_to_first(settings, launch)
         return
@@ -234,7 +239,7 @@ def serve(
         keeps_lines=True,
     )
     let_grpc_speak()
-    from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # noqa: PLC0415 - brings gRPC along
+    from mlx_ring.rpc.tls.handshakes import log_refused_handshakes  # brings gRPC along
 
     # With one machine nobody is refused; what else gRPC writes is kept from the terminal.
     log_refused_handshakes()
@@ -258,7 +263,7 @@ def _leading(launch: Launch | None) -> contextlib.AbstractContextManager[None]:
     """The processes that mlx.launch has started beside this one live as long as this does."""
     if launch is None:
         return contextlib.nullcontext()
-    from mlx_ring.cli.launched import serving_as_first  # noqa: PLC0415 - brings asyncio along
+    from mlx_ring.cli.serve import serving_as_first  # brings asyncio along
 
     return serving_as_first(launch)
 
@@ -273,7 +278,7 @@ def _check(settings: Settings) -> None:
 def _tls(settings: Settings) -> ssl.SSLContext | None:
     if not (settings.ssl_certfile or settings.ssl_keyfile or settings.ssl_keyfile_password):
         return None
-    from mlx_ring.core.https import server_tls  # noqa: PLC0415 - reads certificates, which few have
+    from mlx_ring.cli.https import server_tls  # reads certificates, which few have
 
     return server_tls(settings)
 
@@ -283,12 +288,12 @@ def _url(listener: socket.socket, tls: ssl.SSLContext | None) -> str:
 
 
 def _run(settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None, *, invites: bool) -> None:
-    from mlx_ring.engine.served_model import prepare_models  # noqa: PLC0415 - needs none of what follows
+    from mlx_ring.head.served_model import prepare_models  # needs none of what follows
 
     served = prepare_models(settings)
     # The API's libraries take a second to come in: what is wrong above is told before.
-    from mlx_ring.cli.startup import Telling  # noqa: PLC0415
-    from mlx_ring.node.head import Head  # noqa: PLC0415
+    from mlx_ring.cli.startup import Telling
+    from mlx_ring.head.head import Head
 
     async def run() -> None:
         with Telling(invites=invites, lasting=settings.log_stderr == "on") as audience:
@@ -315,3 +320,59 @@ def _one_switch(flag: str, given: str | None, switch: str) -> str:
     if given not in (None, switch):
         raise ConfigError(f"--{flag} is {given}, and another flag switches it {switch}; give one of them.")
     return switch
+
+
+_LOOK_S = 0.1
+
+
+@contextlib.contextmanager
+def serving_as_first(launch: Launch) -> Generator[None]:
+    """While it lasts, the processes of the other ranks go on: each holds a connection, which ends with this process."""
+    place = launch.meeting_place
+    try:
+        with socket.socket(socket.AF_UNIX) as held:
+            held.bind(str(place / "head.sock"))
+            held.listen(launch.size)
+            yield
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def lend_to_first(settings: Settings, launch: Launch) -> None:
+    """Be a parent for the worker of this rank, until the server ends or SIGTERM comes."""
+    configure_logging(
+        process=f"rank-{launch.rank}",
+        node=node_name(),
+        rank=launch.rank,
+        level=settings.log_level,
+        log_dir=settings.log_dir,
+        to_stderr=settings.log_stderr == "on",
+        log_format=settings.log_format,
+    )
+    # Ctrl-C in the terminal comes to all of them; the server ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio.run(_lend(launch))
+
+
+async def _lend(launch: Launch) -> None:
+    end = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end.set)
+    place = launch.meeting_place
+    lending = asyncio.create_task(lend(lent_at(place, launch.rank), end), name="lending")
+    watching = asyncio.create_task(_until_the_server_ends(str(place / "head.sock")), name="head")
+    await asyncio.wait((lending, watching), return_when=asyncio.FIRST_COMPLETED)
+    end.set()
+    watching.cancel()
+    await lending
+
+
+async def _until_the_server_ends(address: str) -> None:
+    """Its process, or who started all of them before it was there."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        with contextlib.suppress(OSError):
+            reader, _ = await asyncio.open_unix_connection(address)
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+            return
+        await asyncio.sleep(_LOOK_S)

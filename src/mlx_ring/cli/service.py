@@ -13,8 +13,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.service_unit import (
+from mlx_ring.cli.service_unit import (
     VERBS,
     Keeper,
     Scope,
@@ -25,6 +24,7 @@ from mlx_ring.core.service_unit import (
     unit_path,
     unit_text,
 )
+from mlx_ring.core.errors import ConfigError
 
 app = typer.Typer(help="Run mlx-ring as a service of systemd or launchd.", no_args_is_help=True)
 

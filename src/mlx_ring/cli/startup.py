@@ -1,4 +1,7 @@
-"""What a person reads while `mlx-ring serve` comes up: whom it waits for, the plan, progress, and how to ask."""
+"""What a person reads while `mlx-ring serve` comes up: whom it waits for, the plan, progress, and how to ask.
+
+Which well-known model would fit a machine: the answer to "and now with a real one?".
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import logging
 import shlex
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -14,15 +18,43 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from mlx_ring.cli.plan import show_plan
-from mlx_ring.core.addresses import HeadAddress
-from mlx_ring.core.fitting_models import largest_fitting
-from mlx_ring.core.interfaces import join_lines, lan_addresses
-from mlx_ring.core.process_limits import usable_memory
+from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.interfaces import join_lines, lan_addresses
+from mlx_ring.host.process import usable_memory
 from mlx_ring.rpc.protos import agent_pb2
 
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model on the hub. `weight_bytes` as its safetensors files have them."""
+
+    hub_id: str
+    weight_bytes: int
+
+
+_BY_SIZE = (
+    KnownModel("mlx-community/Qwen3-0.6B-4bit", 336_000_000),
+    KnownModel("mlx-community/Qwen3-1.7B-4bit", 968_000_000),
+    KnownModel("mlx-community/Qwen3-4B-4bit", 2_263_000_000),
+    KnownModel("mlx-community/Qwen3-8B-4bit", 4_609_000_000),
+    KnownModel("mlx-community/Qwen3-14B-4bit", 8_308_000_000),
+    KnownModel("mlx-community/Qwen3-30B-A3B-4bit", 17_180_000_000),
+    KnownModel("mlx-community/Qwen3-235B-A22B-4bit", 132_260_000_000),
+)
+_RESERVE_BYTES = 2_000_000_000
+"""For KV, working memory, and whoever sits at the machine."""
+
+
+def largest_fitting(free_bytes: int) -> KnownModel | None:
+    """The largest known model whose weights take at most two thirds of what is free beyond a reserve."""
+    room = (free_bytes - _RESERVE_BYTES) * 2 // 3
+    fitting = [model for model in _BY_SIZE if model.weight_bytes <= room]
+    return fitting[-1] if fitting else None
+
+
 if TYPE_CHECKING:
-    from mlx_ring.node.arrangement import Arrangement
-    from mlx_ring.node.head import Running
+    from mlx_ring.head.head import Running
+    from mlx_ring.head.placing import Arrangement
 
 log = logging.getLogger(__name__)
 

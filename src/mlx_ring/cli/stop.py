@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from mlx_ring.core.config import Settings, state_folder
-from mlx_ring.core.running import end_running
-from mlx_ring.core.settings_sources import load_settings
+from mlx_ring.host.running import end_running
+from mlx_ring.settings.config import Settings, state_folder
+from mlx_ring.settings.settings_sources import load_settings
 
 
 def stop(

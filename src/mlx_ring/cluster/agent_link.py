@@ -1,18 +1,27 @@
-"""An agent as the head speaks to it, on this machine or on another."""
+"""An agent as the head speaks to it, on this machine or on another.
+
+The agent of this machine, as the head holds it: a child process and a channel to it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
+from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import RingError, WorkerLost
+from mlx_ring.host.child import ChildProcess
+from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.methods import LOAD_STAGES, MEASURE_LINK, START, STOP, WATCH
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import handshake_error
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.launched import read_launch
 
 HEARTBEAT_S = 1.0
 
@@ -155,3 +164,64 @@ class AgentLink:
 
     def _error(self, error: grpc.RpcError) -> RingError:
         return handshake_error(error, self._told) or channel_error(error, self._told)
+
+
+AGENT_MODULE = "mlx_ring.agent"
+_STOP_WAIT_S = 8.0
+"""Its workers have three seconds each, side by side, before they are killed."""
+
+
+class LocalAgent:
+    """Made by `start`; ended by `stop`, or by the end of this process."""
+
+    def __init__(self, child: ChildProcess, link: AgentLink) -> None:
+        self._child = child
+        self.link = link
+
+    @classmethod
+    async def start(
+        cls,
+        settings: Settings,
+        *,
+        node: str,
+        run_dir: Path,
+        blas_threads: int,
+    ) -> LocalAgent:
+        """Start the process.
+
+        Args:
+            run_dir: private and empty; the agent listens on `agent.sock` in it, and removes it when it ends.
+            blas_threads: of each worker.
+        """
+        launch = read_launch()
+        child = await ChildProcess.start(
+            AGENT_MODULE,
+            [
+                *("--run-dir", str(run_dir), "--node", node),
+                *("--log-dir", str(settings.log_dir), "--log-level", settings.log_level),
+                *("--log-format", settings.log_format),
+                *("--blas", settings.blas, "--blas-threads", str(blas_threads)),
+                *("--load-timeout", str(settings.model_load_timeout)),
+                *(["--lent", str(launch.meeting_place)] if launch is not None else []),
+            ],
+            name="agent",
+            rank=None,
+            environment=inherited_environment({}),
+        )
+        return cls(child, AgentLink(open_aio_channel(f"unix:{run_dir / 'agent.sock'}"), "the agent"))
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def exit_reason(self) -> str:
+        """Why it ended; empty while it runs."""
+        return self._child.exit_reason
+
+    async def stop(self) -> None:
+        """End every worker and the agent; returns once the agent, and so each of them, is verified dead."""
+        if not self._child.exit_reason:
+            await self.link.stop("", _STOP_WAIT_S)
+        await self.link.close()
+        await self._child.stop(_STOP_WAIT_S)

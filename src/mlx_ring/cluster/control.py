@@ -15,17 +15,16 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import DecodeError
 
-from mlx_ring.agent.identity import open_identity
 from mlx_ring.cluster.membership import Came, Event, Member, Membership, Told, Went
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.enrolment import EnrolmentFront, admit_own_machine, start_enrolment_server
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.cluster.security.tokens import TokenStore
-from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import authority_folder, node_folder
 from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
-from mlx_ring.core.machine_profile import MachineProfile
-from mlx_ring.core.trusted_interfaces import TrustedInterface
+from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.trusted_interfaces import TrustedInterface
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, hello_versions, make_hello
@@ -34,6 +33,7 @@ from mlx_ring.rpc.methods import ATTEND, CLUSTER_SERVICE, service_handler
 from mlx_ring.rpc.protos import cluster_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.guard import AioPeerGuard
+from mlx_ring.rpc.tls.identity import open_identity
 from mlx_ring.rpc.tls.peers import Peer, host_of_call, peer_of_call
 
 log = logging.getLogger(__name__)

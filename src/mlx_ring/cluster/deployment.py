@@ -1,20 +1,60 @@
-"""Brings a plan to life: starts workers on every node, tells each where its neighbours listen, loads them together."""
+"""Brings a plan to life: starts workers on every node, tells each where its neighbours listen, loads them together.
+
+Which backend joins the ranks of a group, once each rank has told with what it can be joined.
+
+Where ranks that MLX joins listen for each other: on loopback, or on interfaces whose owners trust them with it. Pure.
+
+MLX's ring is spoken from each rank to the one after it, and from the last to the first. Every such hop between machines goes from a trusted
+interface of the one to a trusted interface of the other that has the same network, or the group is not made.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import json
+import logging
 from collections.abc import Awaitable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
-from mlx_ring.cluster.group_backend import settle_backend
-from mlx_ring.core.errors import RingError
-from mlx_ring.core.trusted_interfaces import TrustedInterface
-from mlx_ring.rpc.joined_ranks import joined_ranks
+from mlx_ring.core.errors import PlanError, RingError
+from mlx_ring.host.trusted_interfaces import FLAG, LOOPBACK, TrustedInterface
+from mlx_ring.rpc.backends import RankMeans, choose_backend
+from mlx_ring.rpc.joined_ranks import asked_backend, joined_ranks, wish_of
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
+
+
+def settle_backend(
+    assignment: worker_pb2.StageAssignment, ranks: Sequence[tuple[agent_pb2.StartedWorker, str]]
+) -> None:
+    """Write into the assignment which backend joins its group, and why.
+
+    Args:
+        assignment: of one rank of the group; all get the same.
+        ranks: each with the node that it is on, in their order in the group; none where there is no group.
+
+    Raises:
+        ConfigError: the backend that was asked for cannot join them.
+    """
+    if not ranks:
+        return
+    rdma = json.loads(assignment.rdma) if assignment.rdma else None
+    means = [_means(worker, node) for worker, node in ranks]
+    choice = choose_backend(asked_backend(assignment), means, wish=wish_of(assignment), rdma=rdma)
+    assignment.backend, assignment.backend_why = choice.backend, choice.why
+    if (assignment.stage, assignment.rank) == joined_ranks(assignment)[0]:
+        log.info("%d workers are joined by MLX's backend %s: %s", len(ranks), choice.backend, choice.why)
+
+
+def _means(worker: agent_pb2.StartedWorker, node: str) -> RankMeans:
+    told = worker.means
+    return RankMeans(node, frozenset(told.backends), told.gpu, frozenset(told.rdma_devices))
+
 
 _STOP_WAIT_S = 8.0
 
@@ -207,3 +247,71 @@ def _place_for_head(worker: agent_pb2.StartedWorker, site: Site) -> WorkerPlace:
 def address_of(host: str, port: int) -> str:
     """A gRPC target."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Trusting(Protocol):
+    """A node, and where its owner lets collectives go to others."""
+
+    @property
+    def node(self) -> str: ...
+    @property
+    def trusted(self) -> tuple[TrustedInterface, ...]: ...
+    @property
+    def trusted_problem(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWay:
+    """From the rank before to a rank."""
+
+    listens: str = LOOPBACK
+    """The rank's address."""
+    comes_from: str = LOOPBACK
+    """The other's."""
+
+
+def group_ways(nodes: Sequence[Trusting], wish: str) -> tuple[GroupWay, ...]:
+    """To each rank of a group, whose ranks are on these nodes.
+
+    Args:
+        nodes: by rank.
+        wish: what was asked for, as a person wrote it.
+
+    Raises:
+        PlanError: between two of them there is no way that both trust.
+    """
+    return tuple(_way(nodes[rank - 1], node, wish) for rank, node in enumerate(nodes))
+
+
+def _way(before: Trusting, node: Trusting, wish: str) -> GroupWay:
+    if before.node == node.node:
+        return GroupWay()
+    for one in (before, node):
+        if not one.trusted:
+            raise PlanError(f"{wish} joins {before.node} and {node.node}: {_untrusting(one)}")
+    if (way := way_between(before, node)) is not None:
+        return way
+    raise PlanError(
+        f"{wish} joins {before.node} and {node.node}, and the interfaces that they trust have no network in common: "
+        f"{before.node} has {_told(before)}, {node.node} has {_told(node)}. Name others with {FLAG}."
+    )
+
+
+def way_between(before: Trusting, node: Trusting) -> GroupWay | None:
+    """From one machine to another, by interfaces that both trust; None where they trust none in one network."""
+    for theirs in before.trusted:
+        for ours in node.trusted:
+            if theirs.network == ours.network:
+                return GroupWay(ours.address, theirs.address)
+    return None
+
+
+def _untrusting(node: Trusting) -> str:
+    told = "MLX's collectives are neither encrypted nor authenticated, so they go to other machines on an interface alone that"
+    if node.trusted_problem:
+        return f"{told} its owner trusts, and of {node.node} there is none: {node.trusted_problem}"
+    return f"{told} its owner trusts, and {node.node} names none. Start it with {FLAG} NAME, a Thunderbolt cable's say."
+
+
+def _told(node: Trusting) -> str:
+    return ", ".join(f"{trusted} in {trusted.network}" for trusted in node.trusted)

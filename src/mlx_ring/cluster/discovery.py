@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from zeroconf import Error, ServiceInfo
 from zeroconf.asyncio import AsyncZeroconf
 
-from mlx_ring.core.head_announcement import SERVICE_TYPE, HeadAnnouncement, multicast_interfaces
-from mlx_ring.core.interfaces import LanAddress, lan_addresses
+from mlx_ring.host.head_announcement import SERVICE_TYPE, HeadAnnouncement, multicast_interfaces
+from mlx_ring.host.interfaces import LanAddress, lan_addresses
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
-from mlx_ring.core.machine_profile import MachineProfile
-from mlx_ring.core.trusted_interfaces import TrustedInterface
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.trusted_interfaces import TrustedInterface
 
 _GONE = 32
 """So many that went are remembered."""

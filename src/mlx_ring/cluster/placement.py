@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from mlx_ring.core.config import Settings
 from mlx_ring.core.errors import PlanError
-from mlx_ring.core.rank_settings import rank_shares
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.rank_settings import rank_shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,205 @@
 """Log lines: every line of every process says where it comes from.
 
-    2026-11-20T22:45:08.123 INFO node=mini process=worker-1-0 rank=0 epoch=1 mlx_ring.worker.front: ...
+    2026-11-20T22:45:08.123 INFO node=mini process=worker-1-0 rank=0 epoch=1 mlx_ring.worker.server: ...
 
 Lines go to stderr and to `<log_dir>/<process>.log`, which rotates; where stderr is a file that nobody
 rotates, to the latter alone. Third-party loggers have no handlers of their own here: whatever they attach is
 dropped, so that their lines take the same way. Each line of a traceback carries the tag too; with `--log-format json`
 a record is one object in one line (`log_formats.py`). What is said before a log is set up goes to stderr at once, and to
 the log's file later. The last lines are kept in memory where that is asked for.
+
+How a record of the log is written: as lines for people, or as one JSON object for programs.
+
+The last lines of a process's log, and of what its children pass on, kept in memory for whoever looks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import re
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal
 
-from mlx_ring.core.kept_lines import KEPT
-from mlx_ring.core.log_formats import LogFormat, TagFormatter, make_formatter
+from mlx_ring.core.request_context import REQUEST_ID, TRACEPARENT
+
+LogFormat = Literal["text", "json"]
+_WORKER = re.compile(r"worker-(\d+)-\d+")
+_TAGS = ("node", "process", "rank")
+_OWN = frozenset(
+    (
+        *vars(logging.makeLogRecord({})),
+        *("message", "asctime", "request_id", "child_process", "child_rank", "color_message"),
+    )
+)
+"""Attributes of a record that are not what whoever logged it added by `extra`."""
+
+
+class TagFormatter(logging.Formatter):
+    """Puts time, level, node, process, rank and epoch before each line of a record."""
+
+    def __init__(self, node: str, process: str, rank: int | None) -> None:
+        super().__init__()
+        self.node, self.process = node, process
+        self.rank = "-" if rank is None else str(rank)
+        self.epoch = "-"
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
+        process, rank = self.origin(record)
+        tag = (
+            f"{moment}.{int(record.msecs):03d} {record.levelname} node={self.node} process={process} "
+            f"rank={rank} epoch={self.epoch} {record.name}: "
+        )
+        return "\n".join(tag + line for line in text.splitlines() or [""])
+
+    def origin(self, record: logging.LogRecord) -> tuple[str, str]:
+        """The process and rank that a record comes from: a child's, where it passes on what a child said."""
+        return getattr(record, "child_process", self.process), getattr(record, "child_rank", self.rank)
+
+
+class JsonFormatter(TagFormatter):
+    """One object in one line for a record, its traceback included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        process, rank = self.origin(record)
+        worker = _WORKER.fullmatch(process)
+        told: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "node": self.node,
+            "process": process,
+            "stage": None if worker is None else int(worker[1]),
+            "rank": _number(rank),
+            "epoch": _number(self.epoch),
+        }
+        if request_id := getattr(record, "request_id", "") or REQUEST_ID.get():
+            told["request_id"] = request_id
+        if traceparent := TRACEPARENT.get():
+            told["trace_id"] = traceparent.split("-")[1]
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            told["stack"] = self.formatStack(record.stack_info)
+        told |= {name: value for name, value in vars(record).items() if name not in _OWN and name not in told}
+        return json.dumps(told, default=str)
+
+
+def make_formatter(log_format: LogFormat, node: str, process: str, rank: int | None) -> TagFormatter:
+    kind = JsonFormatter if log_format == "json" else TagFormatter
+    return kind(node, process, rank)
+
+
+def is_tagged(line: str) -> bool:
+    """Whether a line that a child wrote to its stderr is already one of ours."""
+    marks = [f'"{tag}": ' for tag in _TAGS] if line.startswith('{"time": ') else [f" {tag}=" for tag in _TAGS]
+    return all(mark in line for mark in marks)
+
+
+def _number(tag: str) -> int | None:
+    return int(tag) if tag.isdecimal() else None
+
+
+LINES_KEPT = 300
+LONGEST_KEPT = 2000
+"""Characters of a line."""
+_TAGGED = re.compile(r"(\S+) ([A-Z]+) node=\S+ process=(\S+) rank=\S+ epoch=\S+ (\S+?): (.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A kept line."""
+
+    number: int
+    """Counted from 1; those before the first that is there were forgotten."""
+    unix_time_s: float
+    level: str
+    process: str
+    logger: str
+    text: str
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class KeptLines(logging.Handler):
+    """Keeps the last lines that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[LogLine] = deque(maxlen=LINES_KEPT)
+        self._last = 0
+        self._one_at_a_time = threading.Lock()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        formatter = self.formatter
+        process = formatter.origin(record)[0] if isinstance(formatter, TagFormatter) else "-"
+        text = logging.Formatter().format(record)
+        self._keep(record.created, record.levelname, process, record.name, text)
+
+    def keep_tagged(self, line: str) -> None:
+        """A child's, which says itself where it comes from; as text, or as JSON."""
+        told = _read_json(line) if line.startswith("{") else _read_text(line)
+        if told is not None:
+            moment, level, process, logger, text = told
+            self._keep(_unix_time_s(moment), level, process, logger, text)
+
+    def _keep(self, unix_time_s: float, level: str, process: str, logger: str, text: str) -> None:
+        with self._one_at_a_time:
+            self._last += 1
+            self._lines.append(LogLine(self._last, unix_time_s, level, process, logger, text[:LONGEST_KEPT]))
+
+    def after(self, number: int) -> list[LogLine]:
+        """Those with a higher number."""
+        if number >= self._last:
+            return []
+        with self._one_at_a_time:
+            return [line for line in self._lines if line.number > number]
+
+
+KEPT = KeptLines()
+"""This process's. It keeps what `configure_logging` has it given."""
+
+
+def recent_lines(after: int = 0) -> list[LogLine]:
+    """The last lines that came after the one of that number."""
+    return KEPT.after(after)
+
+
+def _read_text(line: str) -> tuple[str, ...] | None:
+    found = _TAGGED.match(line)
+    return None if found is None else found.groups()
+
+
+def _read_json(line: str) -> tuple[str, ...] | None:
+    try:
+        told: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    text = "\n".join(str(told[name]) for name in ("message", "exception") if name in told)
+    return (*(str(told.get(name, "")) for name in ("time", "level", "process", "logger")), text)
+
+
+def _unix_time_s(moment: str) -> float:
+    """Of a line's moment; now where it is none."""
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        return time.time()
+
 
 FILE_BYTES = 10 << 20
 FILES_KEPT = 3

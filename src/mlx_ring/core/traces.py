@@ -93,6 +93,6 @@ def open_tracing(endpoint: str | None, node: str, version: str) -> Tracing | Non
     if endpoint is None:
         return None
     check_exporter(endpoint)
-    from mlx_ring.core.otlp_traces import OtlpTraces  # noqa: PLC0415 - an extra
+    from mlx_ring.core.otlp_traces import OtlpTraces  # an extra
 
     return OtlpTraces(endpoint, node, version)

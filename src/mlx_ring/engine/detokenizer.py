@@ -4,14 +4,20 @@ A token may be a part of a character, and what it says may hang on the one befor
 tokenizers drop the space before the first word). So the last few tokens are decoded anew
 with each one that comes, and what the text has gained goes out. An end that shows
 replacement characters may still become a character and is held back.
+
+Stop strings in a stream of text, where one may span several tokens.
+
+The text of one answer: tokens through the detokenizer and the stop strings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
+
+from mlx_ring.core.types import FinishReason, SamplingParams
 
 _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 16
@@ -138,3 +144,114 @@ def _context(vocabulary: Vocabulary, before: Sequence[int]) -> tuple[list[int], 
         if text and not text.endswith(_REPLACEMENT):
             return window, text
     return [], ""
+
+
+class StopMatcher:
+    """Passes text on until a stop string is complete; what could still become one is held back.
+
+    The string that is complete first wins, and of several that end together the longest:
+    so the outcome does not hang on how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(dict.fromkeys(stop for stop in stops if stop))
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that may go out now, and the stop string that ends it, if one does."""
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        self._held = ""
+        match = self._first_match(text)
+        if match is not None:
+            start, stop = match
+            return text[:start], stop
+        held = self._open_prefix(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], None
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        found = ((text.find(stop), stop) for stop in self._stops)
+        matches = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if not matches:
+            return None
+        _, start, stop = min(matches)
+        return start, stop
+
+    def _open_prefix(self, text: str) -> int:
+        """Length of the longest end of `text` that begins some stop string."""
+        longest = min(len(text), max(map(len, self._stops)) - 1)
+        for length in range(longest, 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What some tokens said."""
+
+    text: str
+    tokens: int
+    """How many were read: fewer than were given where a stop string came before."""
+    stop_match: str | None = None
+    pieces: tuple[str, ...] = field(default=(), compare=False)
+    """What each token added; joined they are the text."""
+
+
+class AnswerText:
+    """Reads one answer's tokens as they come."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        sampling: SamplingParams,
+        ends: frozenset[int],
+        shown: frozenset[int] = frozenset(),
+        before: Sequence[int] = (),
+    ) -> None:
+        """`shown` are special tokens that the text shows; `before` is the prompt, where the answer goes on with its text."""
+        self._detokenizer = Detokenizer(vocabulary.showing(shown), before)
+        self._stops = StopMatcher(sampling.stop)
+        self._min_tokens = sampling.min_tokens
+        self._ends = ends
+        self._read = 0
+
+    def read(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> Reading:
+        """The text that goes out after `tokens`; with a finish reason, all that was held back too."""
+        pieces: list[str] = []
+        for token in tokens:
+            self._read += 1
+            text, match = self._read_token(token)
+            pieces.append(text)
+            if match is not None:
+                return _reading(pieces, len(pieces), match)
+        if finish_reason is None:
+            return _reading(pieces, len(tokens))
+        text, match = self._flush()
+        return _reading([*pieces[:-1], "".join(pieces[-1:]) + text], len(tokens), match)
+
+    def _flush(self) -> tuple[str, str | None]:
+        """What was held back; it belongs to the last token."""
+        text, match = self._stops.push(self._detokenizer.flush())
+        return (text, match) if match is not None else (text + self._stops.flush(), None)
+
+    def _read_token(self, token: int) -> tuple[str, str | None]:
+        """A token that ends the answer says nothing; stop strings count from `min_tokens` on."""
+        if token in self._ends:
+            return "", None
+        text = self._detokenizer.push(token)
+        if self._read <= self._min_tokens:
+            return text, None
+        return self._stops.push(text)
+
+
+def _reading(pieces: Sequence[str], tokens: int, stop_match: str | None = None) -> Reading:
+    return Reading("".join(pieces), tokens, stop_match, tuple(pieces))

@@ -25,24 +25,18 @@ from mlx_ring.core.errors import (
 from mlx_ring.core.request_context import CLIENT
 from mlx_ring.core.traces import Span
 from mlx_ring.core.types import FinishReason, TokenLogprob
-from mlx_ring.engine.admission import check_places, gave_way
-from mlx_ring.engine.answer_text import AnswerText, Reading
-from mlx_ring.engine.detokenizer import Vocabulary
+from mlx_ring.engine.admission import Held, check_places, gave_way, who_gives_way
+from mlx_ring.engine.config import Policy, RankKv
+from mlx_ring.engine.detokenizer import AnswerText, Reading, Vocabulary
 from mlx_ring.engine.executor import Executor, RankId, ranks_that_draw
-from mlx_ring.engine.giving_way import Held, who_gives_way
 from mlx_ring.engine.grammars import Grammars, Settled
-from mlx_ring.engine.live_request import LiveRequest
-from mlx_ring.engine.meters import EndedRequest, Meter
-from mlx_ring.engine.policy import Policy, RankKv
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.router import Burden
 from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
-from mlx_ring.engine.stats import EngineStats, OpenRequest, Unanswered
-from mlx_ring.engine.step_deadlines import Predict
-from mlx_ring.engine.step_times import StepTimes
-from mlx_ring.engine.streams import RequestStream
-from mlx_ring.engine.totals import StepTotals
+from mlx_ring.engine.stats import EndedRequest, EngineStats, Meter, OpenRequest, StepTotals, Unanswered
+from mlx_ring.engine.step_times import Predict, StepTimes
+from mlx_ring.engine.streams import LiveRequest, RequestStream
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)

@@ -1,16 +1,29 @@
 """How steps reach the ranks and answers come back: the contract between the engine and what carries them.
 
-`engine/grpc_executor.py` carries steps over gRPC; the tests' twin runs the ranks in the
+`engine/executor.py` carries steps over gRPC; the tests' twin runs the ranks in the
 process. Both pass the same tests.
+
+Steps over gRPC: one long-lived stream to every rank, the same bytes to each.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from mlx_ring.core.errors import RingError
-from mlx_ring.rpc.protos import step_pb2, worker_pb2
+import grpc
+
+from mlx_ring.core.errors import ProtocolError, RingError, ServingError, WorkerLost, WorkerStuck
+from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.failures import channel_error, failure_to_error
+from mlx_ring.rpc.hello import check_hello
+from mlx_ring.rpc.methods import STEPS_RAW
+from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
+from mlx_ring.rpc.tls.certificates import node_name
+from mlx_ring.rpc.tls.credentials import ChannelTrust
 
 
 class RankId(NamedTuple):
@@ -69,3 +82,195 @@ class Executor(Protocol):
     def send(self, step: step_pb2.Step) -> None:
         """Hand a step on. Never blocks and never raises: trouble comes through the listener."""
         ...
+
+
+log = logging.getLogger(__name__)
+
+Call = grpc.aio.StreamStreamCall[bytes, worker_pb2.StepsReply]
+
+
+@dataclass(frozen=True, slots=True)
+class RankAddress:
+    """Where a rank takes its steps."""
+
+    place: RankId
+    address: str
+    node: str = ""
+    """Whose certificate answers there; empty on this machine."""
+
+
+@dataclass(slots=True)
+class _RankStream:
+    """One rank's stream: what waits to be written, and the tasks that write and read."""
+
+    place: RankId
+    peer: str
+    node: str
+    """Where it is; empty on this machine."""
+    channel: grpc.aio.Channel
+    call: Call
+    outgoing: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue[bytes])
+    tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+
+
+class GrpcExecutor:
+    """The engine's executor for real workers. Made by `connect`."""
+
+    def __init__(self, streams: Sequence[_RankStream]) -> None:
+        self._streams = streams
+        self._listener: Listener | None = None
+        self._lost: RingError | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        addresses: Sequence[RankAddress],
+        hello: hello_pb2.Hello,
+        *,
+        trust: ChannelTrust | None = None,
+        timeout_s: float = 30.0,
+    ) -> GrpcExecutor:
+        """Open and greet every rank's stream.
+
+        Args:
+            addresses: of every rank, in order of stage and rank.
+            hello: the head's greeting; each worker's answer is checked against it.
+            trust: the head's credentials, for workers on other machines.
+            timeout_s: for all of them together, seconds.
+
+        Raises:
+            VersionMismatch, StaleMessage, NotReady: a worker refused.
+            WorkerLost, WorkerStuck: a worker is out of reach, or silent.
+        """
+        streams: list[_RankStream] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                for address in addresses:
+                    streams.append(_open(address, trust))
+                    await _greet(streams[-1], hello)
+        except TimeoutError:
+            await _close_all(streams)
+            error = WorkerStuck(f"{streams[-1].peer} did not greet within {timeout_s:g} s.")
+            raise error.blamed_on(streams[-1].node) from None
+        except RingError as error:
+            await _close_all(streams)
+            error.blamed_on(streams[-1].node)
+            raise
+        return cls(streams)
+
+    @property
+    def ranks(self) -> Sequence[RankId]:
+        return [stream.place for stream in self._streams]
+
+    def set_listener(self, listener: Listener) -> None:
+        self._listener = listener
+        for stream in self._streams:
+            stream.tasks = [
+                asyncio.create_task(self._write(stream), name=f"write {stream.peer}"),
+                asyncio.create_task(self._read(stream), name=f"read {stream.peer}"),
+            ]
+
+    def limit_kv(self, limits: Mapping[RankId, int]) -> None:
+        for stream in self._streams:
+            if stream.place in limits:
+                message = worker_pb2.StepsRequest(kv_limit=limits[stream.place])
+                stream.outgoing.put_nowait(message.SerializeToString())
+
+    def prepare(self, wanted: worker_pb2.PrepareGrammar) -> None:
+        self._tell_drawing(worker_pb2.StepsRequest(prepare=wanted))
+
+    def drop_grammar(self, id_: int) -> None:
+        self._tell_drawing(worker_pb2.StepsRequest(drop_grammar=id_))
+
+    def _tell_drawing(self, request: worker_pb2.StepsRequest) -> None:
+        message, drawing = request.SerializeToString(), ranks_that_draw(self.ranks)
+        for stream in self._streams:
+            if stream.place in drawing:
+                stream.outgoing.put_nowait(message)
+
+    def send(self, step: step_pb2.Step) -> None:
+        message = worker_pb2.StepsRequest(step=step).SerializeToString()
+        for stream in self._streams:
+            stream.outgoing.put_nowait(message)
+
+    async def close(self) -> None:
+        """End every stream. Workers keep what they have loaded."""
+        self._listener = None
+        await _close_all(self._streams)
+
+    async def _write(self, stream: _RankStream) -> None:
+        try:
+            while True:
+                await stream.call.write(await stream.outgoing.get())
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            self._fail(_stream_error(error, stream.peer).blamed_on(stream.node))
+
+    async def _read(self, stream: _RankStream) -> None:
+        try:
+            while (reply := await stream.call.read()) is not grpc.aio.EOF:
+                self._deliver(stream.place, reply)
+            self._fail(WorkerLost(f"{stream.peer} ended its stream of answers.").blamed_on(stream.node))
+        except RingError as error:
+            self._fail(error)
+        except grpc.RpcError as error:
+            self._fail(_stream_error(error, stream.peer).blamed_on(stream.node))
+        except Exception as error:
+            log.exception("an answer of %s could not be taken", stream.peer)
+            self._fail(ServingError(f"An answer of {stream.peer} could not be taken: {error!r}."))
+
+    def _deliver(self, place: RankId, reply: object) -> None:
+        if not isinstance(reply, worker_pb2.StepsReply):
+            raise ProtocolError(f"A worker answered with {type(reply).__name__}.")
+        if reply.HasField("failure"):
+            raise failure_to_error(reply.failure)
+        if self._listener is None or self._lost is not None:
+            return
+        if reply.HasField("prepared"):
+            self._listener.prepared(place, reply.prepared)
+        else:
+            self._listener.answered(reply.done)
+
+    def _fail(self, error: RingError) -> None:
+        if self._listener is not None and self._lost is None:
+            self._lost = error
+            log.error("%s", error)
+            self._listener.failed(error)
+
+
+def _stream_error(error: Exception, peer: str) -> RingError:
+    if isinstance(error, grpc.RpcError):
+        return channel_error(error, peer)
+    return WorkerLost(f"The stream to {peer} has ended.")
+
+
+def _open(address: RankAddress, trust: ChannelTrust | None) -> _RankStream:
+    place = address.place
+    name = node_name(address.node) if address.node else ""
+    channel = open_aio_channel(address.address, trust, name)
+    peer = f"worker {place.rank} of stage {place.stage}" + (f" on {address.node}" if address.node else "")
+    return _RankStream(
+        place, peer, address.node, channel, STEPS_RAW.aio_stream_stream(channel)(wait_for_ready=True)
+    )
+
+
+async def _greet(stream: _RankStream, hello: hello_pb2.Hello) -> None:
+    try:
+        await stream.call.write(worker_pb2.StepsRequest(hello=hello).SerializeToString())
+        reply = await stream.call.read()
+    except grpc.RpcError as error:
+        raise channel_error(error, stream.peer) from error
+    if not isinstance(reply, worker_pb2.StepsReply):
+        raise WorkerLost(f"{stream.peer} closed its stream before greeting.")
+    if reply.HasField("failure"):
+        raise failure_to_error(reply.failure)
+    check_hello(reply.hello, hello, stream.peer)
+
+
+async def _close_all(streams: Sequence[_RankStream]) -> None:
+    for stream in streams:
+        for task in stream.tasks:
+            task.cancel()
+        stream.call.cancel()
+    await asyncio.gather(*(task for stream in streams for task in stream.tasks), return_exceptions=True)
+    for stream in streams:
+        await stream.channel.close()

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from mlx_ring.core.request_context import TRACEPARENT
 from mlx_ring.core.traces import Span, TracePlace, Tracing
 from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.meters import EndedRequest
 from mlx_ring.engine.sequence import GenerateRequest
+from mlx_ring.engine.stats import EndedRequest
 from mlx_ring.rpc.protos import step_pb2
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from mlx_ring.core.errors import ContextExceeded, RequestError
 from mlx_ring.core.types import FinishReason, PoolingKind, SamplingParams, TokenLogprob
-from mlx_ring.engine.drafts import PromptLookup
 from mlx_ring.engine.prefix_cache import Found
+from mlx_ring.engine.prompt_lookup import PromptLookup
 
 
 @dataclass(frozen=True, slots=True)

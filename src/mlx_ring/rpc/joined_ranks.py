@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from mlx_ring.core.backends import AUTO, BACKENDS
+from mlx_ring.rpc.backends import AUTO, BACKENDS
 from mlx_ring.rpc.protos import worker_pb2
 
 GRPC: Final = "grpc"

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from mlx_ring.core.lifeline import watch_lifeline
 from mlx_ring.core.logs import configure_logging
-from mlx_ring.core.stacks import tell_stacks_on_signal
+from mlx_ring.host.child import watch_lifeline
+from mlx_ring.host.process import tell_stacks_on_signal
+from mlx_ring.models.lean_imports import import_mlx_lm
 from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.methods import LOAD, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
 from mlx_ring.rpc.tls.guard import PeerGuard
-from mlx_ring.worker.blas import choose_blas
-from mlx_ring.worker.heap import keep_freed_memory
-from mlx_ring.worker.lean_start import import_mlx_lm
-from mlx_ring.worker.turns import take_long_turns, take_short_turns
+from mlx_ring.worker.compute_thread import take_long_turns, take_short_turns
+from mlx_ring.worker.platform.blas import choose_blas
+from mlx_ring.worker.platform.device import keep_freed_memory
 
 _END_WITHIN_S = 1.0
 _HEAD_ONLY = (STEPS.path, STATUS.path)
@@ -49,9 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     blas = choose_blas(options.blas, options.blas_threads)
     import_mlx_lm()
 
-    from mlx_ring.worker.front import Reach, WorkerFront, WorkerIdentity  # noqa: PLC0415 - MLX must load after the BLAS
-    from mlx_ring.worker.group import GroupPort  # noqa: PLC0415 - the same
-    from mlx_ring.worker.group_means import group_means  # noqa: PLC0415 - the same
+    from mlx_ring.worker.group import GroupPort, group_means
+    from mlx_ring.worker.server import Reach, WorkerFront, WorkerIdentity  # MLX must load after the BLAS
 
     reach = Reach(None if options.credentials is None else load_credentials(options.credentials))
     if options.in_group:

@@ -15,9 +15,9 @@ from itertools import accumulate
 import mlx.core as mx
 
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker import attention
 from mlx_ring.worker.inputs import RowInput, StepInput, row_length
 from mlx_ring.worker.kv import Batch, KVStore
+from mlx_ring.worker.platform import attention
 from mlx_ring.worker.shard import Output, StageModel
 
 

@@ -15,10 +15,10 @@ from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.links import SAMPLED, Inbox, LinkKey, WireTensor
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.handover import TokenHandover
 from mlx_ring.worker.sequences import UNKNOWN_TOKEN, LazyToken, OpenSequence, SequenceTable
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensors import from_message, from_wire
+from mlx_ring.worker.token_feedback import TokenHandover
 from mlx_ring.worker.wants import NOTHING, RowWants, read_wants
 
 

@@ -11,27 +11,27 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_ring.core.architectures import require_cuttable
 from mlx_ring.core.errors import ProtocolError
-from mlx_ring.core.model_folder import ModelFolder, read_model_folder
-from mlx_ring.core.tensor_shares import TensorShare, part_of_kv, read_tensor_sizes, share_out
 from mlx_ring.core.types import DTYPES, DType, LayerRange
+from mlx_ring.models.architectures import require_cuttable
+from mlx_ring.models.model_folder import ModelFolder, read_model_folder
+from mlx_ring.models.tensor_shares import TensorShare, part_of_kv, read_tensor_sizes, share_out
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.links import FanOut, GrpcLink, Inbox, LinkSender
 from mlx_ring.rpc.packing import Packer
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
+from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import Credentials
-from mlx_ring.rpc.tls.names import node_name
-from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.collective import over_collectives
 from mlx_ring.worker.grammars import GrammarCompiler
 from mlx_ring.worker.group import GroupPort, join_group, join_stages
 from mlx_ring.worker.kv import STEP_BYTES, KVStore
-from mlx_ring.worker.loading import load_stage
+from mlx_ring.worker.replies import StageLinks
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensor import Group, split
+from mlx_ring.worker.weights import load_stage
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ import grpc
 import numpy as np
 import pytest
 
-from mlx_ring.agent.weights.fetching import fetch
 from mlx_ring.agent.weights.peers import Patience, Peer
 from mlx_ring.agent.weights.serving import WeightsFront
+from mlx_ring.agent.weights.stages import fetch
 from mlx_ring.agent.weights.store import StoredModel, WeightStore
 from mlx_ring.agent.weights.transfer import Fetched
-from mlx_ring.core.model_digests import manifest_of_folder
-from mlx_ring.core.model_folder import read_model_folder
-from mlx_ring.core.weights_manifest import Piece, WeightsManifest, make_manifest
+from mlx_ring.models.model_digests import manifest_of_folder
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.weights_manifest import Piece, WeightsManifest, make_manifest
 from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, make_aio_server, open_aio_channel
 from mlx_ring.rpc.methods import FETCH, HAVE, MANIFEST, WEIGHTS_SERVICE, service_handler
 from mlx_ring.rpc.protos import weights_pb2

@@ -25,16 +25,15 @@ from tests.agent.weights.nodes import (
 )
 from tests.worker.random_models import QWEN3, write_random_model
 
-from mlx_ring.agent.weights.fetching import fetch, fetch_manifest
 from mlx_ring.agent.weights.peers import Patience
 from mlx_ring.agent.weights.shares import RUN_BYTES
-from mlx_ring.agent.weights.stages import fetch_stages
+from mlx_ring.agent.weights.stages import fetch, fetch_manifest, fetch_stages
 from mlx_ring.agent.weights.store import PART_BYTES, WeightStore
 from mlx_ring.core.errors import NotReady, WeightsMissing
-from mlx_ring.core.layer_tensors import tensors_of_stage
-from mlx_ring.core.model_folder import read_model_folder
-from mlx_ring.core.model_source import BUILTIN_FOLDER
 from mlx_ring.core.types import LayerRange
+from mlx_ring.models.layer_tensors import tensors_of_stage
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.model_source import BUILTIN_FOLDER
 from mlx_ring.rpc.channels import make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import weights_pb2
@@ -67,7 +66,7 @@ def test_a_whole_model_arrives_bit_for_bit(tmp_path: Path, files: int) -> None:
 
 def split(folder: Path, files: int) -> None:
     """The same tensors in several files, with an index, as the hub has large models."""
-    import mlx.core as mx  # noqa: PLC0415 - other tests here do without
+    import mlx.core as mx  # other tests here do without
 
     weights = cast("dict[str, mx.array]", mx.load(str(folder / "model.safetensors")))
     mx.eval(weights)
@@ -320,7 +319,7 @@ def test_a_node_that_says_nothing_is_left_for_another(tmp_path: Path) -> None:
 FETCH_ALONE = """
 import asyncio, sys
 from pathlib import Path
-from mlx_ring.agent.weights.fetching import fetch, fetch_manifest
+from mlx_ring.agent.weights.stages import fetch, fetch_manifest
 from mlx_ring.agent.weights.peers import Peer
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.rpc.channels import open_aio_channel
@@ -447,9 +446,9 @@ def test_memory_does_not_grow_with_what_is_fetched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["demo", "demo-moe"])
 def test_stages_load_from_what_was_fetched(tmp_path: Path, name: str) -> None:
-    import mlx.core as mx  # noqa: PLC0415 - other tests here do without
+    import mlx.core as mx  # other tests here do without
 
-    from mlx_ring.worker.loading import load_stage  # noqa: PLC0415 - as above
+    from mlx_ring.worker.weights import load_stage
 
     def run(folders: list[Path], stages: list[LayerRange]) -> mx.array:
         hidden: mx.array | None = None

@@ -18,10 +18,10 @@ from tests.agent.weights.nodes import (
     write_pieces,
 )
 
-from mlx_ring.agent.weights.fetching import fetch_manifest
+from mlx_ring.agent.weights.stages import fetch_manifest
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.errors import WeightsMissing
-from mlx_ring.core.weights_manifest import WeightsManifest
+from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import FETCH
 from mlx_ring.rpc.protos import weights_pb2

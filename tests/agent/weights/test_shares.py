@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_ring.agent.weights.shares import RUN_BYTES, Board, Part, join_ranges, rest_of
-from mlx_ring.core.weights_manifest import WeightsManifest
+from mlx_ring.models.weights_manifest import WeightsManifest
 
 MB = 1 << 20
 EMPTY = WeightsManifest({}, ())

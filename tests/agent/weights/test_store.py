@@ -13,12 +13,11 @@ import pytest
 from tests.agent.weights.nodes import every, manifest_in, node, say_nothing, write_pieces
 from tests.worker.random_models import QWEN3, write_random_model
 
-from mlx_ring.agent.weights.fetching import fetch
-from mlx_ring.agent.weights.stages import fetch_stages
+from mlx_ring.agent.weights.stages import fetch, fetch_stages
 from mlx_ring.agent.weights.store import StoredModel, WeightStore, missing_bytes
 from mlx_ring.core.errors import ModelCorrupt, PlanError, WeightsMissing
 from mlx_ring.core.types import LayerRange
-from mlx_ring.core.weights_manifest import WeightsManifest
+from mlx_ring.models.weights_manifest import WeightsManifest
 
 MB = 1 << 20
 

@@ -10,15 +10,15 @@ from cryptography import x509
 from tests.agent.weights.nodes import every, say_nothing, write_pieces
 from tests.machines import listening, node_credentials
 
-from mlx_ring.agent.weights.fetching import fetch, fetch_manifest
 from mlx_ring.agent.weights.peers import Peer
 from mlx_ring.agent.weights.serving import WeightsFront
+from mlx_ring.agent.weights.stages import fetch, fetch_manifest
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import WeightsMissing
 from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel
+from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.guard import AioPeerGuard
-from mlx_ring.rpc.tls.names import node_name
 from mlx_ring.rpc.tls.peers import Revoked, peer_of_certificate
 
 MB = 1 << 20

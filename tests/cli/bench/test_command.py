@@ -26,7 +26,7 @@ from mlx_ring.cli import app
 from mlx_ring.cli.bench import command
 from mlx_ring.cli.bench.workload import Range, Workload
 from mlx_ring.core.errors import WorkerLost
-from mlx_ring.engine.policy import Policy
+from mlx_ring.engine.config import Policy
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.cli.bench.events import DONE, EventReader, read_event
+from mlx_ring.cli.bench.client import DONE, EventReader, read_event
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))

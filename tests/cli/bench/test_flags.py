@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.cli.bench import flags
+from mlx_ring.cli.bench import command as flags
 from mlx_ring.cli.bench.workload import Range
 from mlx_ring.core.errors import ConfigError
 

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.bench.foreign import Foreign, serving_foreign
 
 from mlx_ring.cli.bench.client import BenchClient, RequestOptions, Target
-from mlx_ring.cli.bench.load import Run, run_load
+from mlx_ring.cli.bench.course import Run, run_load
 from mlx_ring.cli.bench.summary import STOPPED, Record
 from mlx_ring.cli.bench.workload import Job
 

@@ -43,7 +43,7 @@ def test_a_picture_is_what_its_name_says(records: list[Record], tmp_path: Path) 
 
 
 def test_a_picture_names_its_axes_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import matplotlib as mpl  # noqa: PLC0415 - others do without
+    import matplotlib as mpl  # others do without
 
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
     draw_plot(tmp_path / "run.svg", "m: 6 requests", ANSWERS, summarise(ANSWERS, 2.0))

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 from tests.cli.bench.foreign import Foreign, serving_foreign
 
-from mlx_ring.cli.bench.client import BenchClient, Endpoint, RequestOptions, Target
-from mlx_ring.cli.bench.probe import probe
+from mlx_ring.cli.bench.client import BenchClient, Endpoint, RequestOptions, Target, probe
 from mlx_ring.cli.bench.workload import Words
 from mlx_ring.core.errors import ConfigError, NotReady, RingError
 

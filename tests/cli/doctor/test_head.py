@@ -21,10 +21,9 @@ from mlx_ring.cli.doctor.head import (
     check_versions,
 )
 from mlx_ring.cluster.security.authority import Authority
-from mlx_ring.core.addresses import HeadAddress
+from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
-from mlx_ring.rpc.greeting import Greeted, greeting_handler
-from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.hello import Greeted, greeting_handler, make_hello
 from mlx_ring.rpc.protos import hello_pb2
 
 

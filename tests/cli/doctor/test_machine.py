@@ -16,8 +16,8 @@ from mlx_ring.cli.doctor.machine import (
     judge_memory,
     judge_wired_limit,
 )
-from mlx_ring.core.interfaces import LanAddress
-from mlx_ring.core.process_limits import UsableMemory
+from mlx_ring.host.interfaces import LanAddress
+from mlx_ring.host.process import UsableMemory
 
 
 def test_a_container_s_limit_is_found_and_its_file_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.namespaces import lan, skip_without_namespaces
 from tests.processes import clean_environment
 
 from mlx_ring.cli.doctor.network import check_lan, check_name, check_port, check_round_trip, firewall_is_on
-from mlx_ring.core.interfaces import Kind, LanAddress
+from mlx_ring.host.interfaces import Kind, LanAddress
 
 HOLD = """
 import socket

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_ring.cli.doctor.rdma import judge_rdma
+from mlx_ring.cli.doctor.machine import judge_rdma
 
 DEVICES = """
     device                 node GUID

@@ -10,11 +10,11 @@ from tests.machines import free_pair_of_ports
 
 from mlx_ring.agent.enrolment import join
 from mlx_ring.cli.doctor.finding import Finding
-from mlx_ring.cli.doctor.throughput import check_throughput, judge_link
+from mlx_ring.cli.doctor.network import check_throughput, judge_link
 from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.security.members import Members
-from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.cluster_folders import authority_folder
+from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.link_probe import LinkMeasure
 
 

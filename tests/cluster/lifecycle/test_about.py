@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_ring.cluster.lifecycle.about import About, different, read_found
-from mlx_ring.core.running import Running
+from mlx_ring.host.running import Running
 
 VERSIONS = {"mlx-ring": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
 OTHER = {**VERSIONS, "mlx": "0.31.0"}

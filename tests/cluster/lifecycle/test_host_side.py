@@ -17,9 +17,9 @@ from mlx_ring.cluster.lifecycle.host_side import (
     whole_path,
 )
 from mlx_ring.core.errors import ConfigError, HostFailed
-from mlx_ring.core.log_formats import is_tagged
-from mlx_ring.core.private_files import write_private
-from mlx_ring.core.running import end_running
+from mlx_ring.core.logs import is_tagged
+from mlx_ring.host.private_files import write_private
+from mlx_ring.host.running import end_running
 
 
 @pytest.mark.parametrize(

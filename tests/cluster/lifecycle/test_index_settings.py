@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.cluster.lifecycle import index_settings
-from mlx_ring.cluster.lifecycle.index_settings import has_uv_settings, pip_settings, variables_of
+from mlx_ring.cluster.lifecycle import wheels as index_settings
+from mlx_ring.cluster.lifecycle.wheels import has_uv_settings, pip_settings, variables_of
 
 TOLD = """
 :env:.find-links='/nowhere /etc'

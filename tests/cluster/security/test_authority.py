@@ -19,11 +19,14 @@ from mlx_ring.core.errors import ConfigError, PeerRefused
 from mlx_ring.rpc.tls.certificates import (
     carried_authority,
     certificate_names,
+    common_name,
     fingerprint,
+    make_key,
+    make_signing_request,
     needs_renewal,
+    node_name,
+    node_of,
 )
-from mlx_ring.rpc.tls.names import node_name, node_of
-from mlx_ring.rpc.tls.signing_requests import common_name, make_key, make_signing_request
 
 NOW = datetime.now(UTC)
 MINI = node_name("mini-1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_ring.cluster.security.try_limit import TryLimit
+from mlx_ring.cluster.security.enrolment import TryLimit
 
 
 def test_a_host_may_try_a_few_times_and_then_as_fast_as_tries_come_back() -> None:

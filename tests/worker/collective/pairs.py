@@ -60,12 +60,12 @@ class _Forwarding(Inbox):
 def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: Connection) -> None:
     """One of the processes: joins, then does as it is told."""
     set_for_libraries(variables)
-    import mlx.core as mx  # noqa: PLC0415 - the test's own process needs none of it
+    import mlx.core as mx  # the test's own process needs none of it
 
-    from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender  # noqa: PLC0415
-    from mlx_ring.worker.collective.messages import Form  # noqa: PLC0415
-    from mlx_ring.worker.collective.ways import way_between  # noqa: PLC0415
-    from mlx_ring.worker.group_means import group_means  # noqa: PLC0415
+    from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender
+    from mlx_ring.worker.collective.messages import Form
+    from mlx_ring.worker.collective.ways import way_between
+    from mlx_ring.worker.group import group_means
 
     backend = "mpi" if kind == "mpi" else "ring"
     group_means(backend)

@@ -29,7 +29,7 @@ from tests.worker.stages import (
 )
 
 from mlx_ring.core.errors import ModelCorrupt
-from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.grammars import AnswerGrammar, Drawing, make_masks
 from mlx_ring.worker.grammars.answer import Compiled
@@ -65,7 +65,7 @@ def under(
 
 
 def text_of(folder: Path, tokens: Sequence[int]) -> str:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds
+    from transformers import AutoTokenizer  # seconds
 
     return cast("str", AutoTokenizer.from_pretrained(folder).decode(list(tokens), skip_special_tokens=True))
 

@@ -15,12 +15,12 @@ from tests.tiny_model import write_tiny_model
 from tests.worker.stages import prepare
 
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError, RequestError
-from mlx_ring.core.grammars import to_llguidance
-from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.models.grammars import to_llguidance
+from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.grammars import GrammarCompiler, compiler
 from mlx_ring.worker.grammars.answer import Compiled
-from mlx_ring.worker.grammars.kept import KeptGrammars, key_of
+from mlx_ring.worker.grammars.compiler import KeptGrammars, key_of
 
 REGEX = step_pb2.Grammar(kind="regex", text="^(ab|cd){3}$")
 

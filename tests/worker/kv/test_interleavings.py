@@ -14,7 +14,7 @@ from tests.worker.kv.passes import HEADS, feed, flat, seen
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
-from mlx_ring.worker.kv.growth import STEP_BYTES
+from mlx_ring.worker.kv.grouping import STEP_BYTES
 
 WINDOW = 12
 SLACK = 8

@@ -11,7 +11,7 @@ from tests.worker.kv.test_store import TOKEN_BYTES, append, content
 
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.kv.bank import Bank
-from mlx_ring.worker.kv.growth import GROWS_AHEAD
+from mlx_ring.worker.kv.grouping import GROWS_AHEAD
 
 LAYERS = 6
 

@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.machine_profile import MachineProfile
-from mlx_ring.worker.device import free_memory
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.worker.platform.device import free_memory
 from mlx_ring.worker.profile import measure as measure_module
 from mlx_ring.worker.profile.measure import Bounds, measure
 from mlx_ring.worker.profile.products import Products, WeightKind

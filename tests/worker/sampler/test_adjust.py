@@ -8,7 +8,7 @@ from tests.worker.sampler import reference
 from tests.worker.sampler.strategies import VOCABULARY, sampler_rows
 
 from mlx_ring.worker.sampler import Parameters, SamplerRow
-from mlx_ring.worker.sampler.adjust import adjust
+from mlx_ring.worker.sampler.sample import adjust
 
 
 def adjusted(logits: list[float], row: SamplerRow) -> list[float]:

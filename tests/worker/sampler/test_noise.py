@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.worker.sampler import reference
 
-from mlx_ring.worker.sampler import noise
+from mlx_ring.worker.sampler import draw as noise
 
 seeds = st.integers(0, 2**64 - 1)
 

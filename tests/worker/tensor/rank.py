@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
-from mlx_ring.worker.lean_start import import_mlx_lm
+from mlx_ring.models.lean_imports import import_mlx_lm
 
 import_mlx_lm()
 
@@ -22,14 +22,14 @@ import mlx.core as mx  # noqa: E402 - what is left out of mlx-lm must be left ou
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.utils import load_model  # noqa: E402 # pyright: ignore[reportUnknownVariableType]
 
-from mlx_ring.core.model_folder import ModelFolder, read_model_folder  # noqa: E402
-from mlx_ring.core.tensor_shares import read_tensor_sizes, share_out  # noqa: E402
 from mlx_ring.core.types import LayerRange, MemberRange  # noqa: E402
+from mlx_ring.models.model_folder import ModelFolder, read_model_folder  # noqa: E402
+from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out  # noqa: E402
 from mlx_ring.worker.kv import KVStore  # noqa: E402
-from mlx_ring.worker.loading import load_stage  # noqa: E402
 from mlx_ring.worker.sampler import LazySample, Parameters, SamplerRow  # noqa: E402
 from mlx_ring.worker.shard import StageModel  # noqa: E402
 from mlx_ring.worker.tensor import Group, SplitHead, split  # noqa: E402
+from mlx_ring.worker.weights import load_stage  # noqa: E402
 
 Arrays = dict[str, mx.array]
 

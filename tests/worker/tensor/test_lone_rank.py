@@ -16,12 +16,12 @@ from tests.worker.random_models import write_random_model
 from tests.worker.tensor.models import FAMILIES, write_family
 
 from mlx_ring.core.errors import ModelUnsupported, PlanError
-from mlx_ring.core.model_folder import read_model_folder
-from mlx_ring.core.tensor_shares import TensorShare, read_tensor_sizes, share_out
 from mlx_ring.core.types import LayerRange, MemberRange
-from mlx_ring.worker.loading import load_stage
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.tensor_shares import TensorShare, read_tensor_sizes, share_out
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensor import Group, SplitHead, split
+from mlx_ring.worker.weights import load_stage
 
 TOKENS = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 

@@ -17,8 +17,8 @@ from tests.once import once
 from tests.worker.tensor.models import FAMILIES, write_family
 from tests.worker.tensor.ring import run_ranks
 
-from mlx_ring.core.model_folder import ModelFolder, read_model_folder
-from mlx_ring.core.tensor_shares import TensorShare, read_tensor_sizes, share_out
+from mlx_ring.models.model_folder import ModelFolder, read_model_folder
+from mlx_ring.models.tensor_shares import TensorShare, read_tensor_sizes, share_out
 
 STEPS = (((3, 1, 4, 1, 5, 9, 2), (6, 5, 3)), ((5,), (8,)), ((9,), (7,)), ((9,), (3,)))
 """Two prompts of different lengths, then three tokens of each."""

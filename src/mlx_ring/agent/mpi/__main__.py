@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mlx_ring.agent.mpi.pmix import PmixServer
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.lifeline import watch_lifeline
+from mlx_ring.host.child import watch_lifeline
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

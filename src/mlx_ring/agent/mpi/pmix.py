@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from mlx_ring.core.backends import MENDS
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.rpc.backends import MENDS
 
 _LIBRARIES = ("libpmix.so.2", "libpmix.dylib", "/opt/homebrew/lib/libpmix.dylib")
 _STRING, _UINT16, _UINT32, _ARRAY, _RANK, _REGEX = 3, 13, 14, 39, 40, 49

@@ -13,7 +13,7 @@ import grpc
 
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.errors import ModelNotFound, ProtocolError, RingError, WeightsMissing
-from mlx_ring.core.weights_manifest import WeightsManifest, pack_indexes
+from mlx_ring.models.weights_manifest import WeightsManifest, pack_indexes
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.methods import FETCH, HAVE, MANIFEST, WEIGHTS_SERVICE, service_handler

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from mlx_ring.core.weights_manifest import WeightsManifest
+from mlx_ring.models.weights_manifest import WeightsManifest
 
 RUN_BYTES = 32 << 20
 """What one request is for, at most: a part more, where one part is larger."""

@@ -1,18 +1,117 @@
-"""Has what a node's stages need on its disk, before their workers are started."""
+"""Has what a node's stages need on its disk, before their workers are started.
+
+Fetches pieces of a model from every peer that has them, into the store.
+
+Each peer has a few streams; a stream takes the next wanted ranges, writes what comes, and has every piece hashed
+as it lies on disk. A peer that goes away leaves its rest to the others; one that gives wrong bytes is used no more.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import logging
+import os
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from mlx_ring.agent.weights.fetching import fetch, fetch_manifest
-from mlx_ring.agent.weights.peers import Patience, Peer, Progress
+import grpc
+
+from mlx_ring.agent.weights.peers import Patience, Peer, Progress, broken, short
 from mlx_ring.agent.weights.store import StoredModel, WeightStore, missing_bytes
-from mlx_ring.core.layer_tensors import tensors_of_stage
-from mlx_ring.core.model_folder import read_model_folder
+from mlx_ring.agent.weights.transfer import Fetched, Transfer
+from mlx_ring.core.errors import ProtocolError, RingError, WeightsMissing
 from mlx_ring.core.types import LayerRange
+from mlx_ring.models.layer_tensors import tensors_of_stage
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.weights_manifest import MAX_MANIFEST_BYTES, WeightsManifest, decode_manifest
+from mlx_ring.rpc.failures import failure_to_error
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.methods import MANIFEST
+from mlx_ring.rpc.protos import weights_pb2
+
+log = logging.getLogger(__name__)
+
+_LOCK_WAIT_S = 0.2
+_PATIENCE = Patience()
+
+
+async def fetch_manifest(
+    digest: str, peers: Sequence[Peer], node: str, patience: Patience = _PATIENCE
+) -> WeightsManifest:
+    """The manifest of this digest, from the first peer that gives it.
+
+    Raises:
+        WeightsMissing: none does; each one's reason is told.
+    """
+    reasons: list[str] = []
+    for peer in peers:
+        try:
+            data = await _manifest_bytes(digest, peer, node, patience)
+            return await asyncio.to_thread(decode_manifest, data, digest)
+        except RingError as error:
+            log.info("%s gave no manifest %s: %s", peer.name, digest[:16], short(error))
+            reasons.append(f"{peer.name}: {short(error)}")
+    raise WeightsMissing(
+        f"No node gives the description of model {digest[:16]} ({' '.join(reasons) or 'no other node is known'}); "
+        "start a node that has the model."
+    )
+
+
+async def fetch(
+    model: StoredModel,
+    wanted: Iterable[int],
+    peers: Sequence[Peer],
+    node: str,
+    progress: Progress,
+    patience: Patience = _PATIENCE,
+) -> Fetched:
+    """Have the wanted pieces on disk, checked. What is there is not fetched again.
+
+    Raises:
+        WeightsMissing: no peer is left that gives what is missing. What came and was right stays.
+    """
+    async with _writing(model):
+        await asyncio.to_thread(model.recheck)
+        transfer = Transfer(model, frozenset(wanted), node, progress, patience)
+        try:
+            await transfer.run(peers)
+        finally:
+            await asyncio.to_thread(model.sync)
+    return transfer.fetched
+
+
+@asynccontextmanager
+async def _writing(model: StoredModel) -> AsyncGenerator[None]:
+    """Wait for another process that fetches into the same folder: afterwards there is less to do."""
+    while (descriptor := model.lock_for_writing()) is None:  # noqa: ASYNC110 - the other one is another process
+        await asyncio.sleep(_LOCK_WAIT_S)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+async def _manifest_bytes(digest: str, peer: Peer, node: str, patience: Patience) -> bytes:
+    call = MANIFEST.aio_unary_stream(peer.channel)(
+        weights_pb2.ManifestRequest(hello=make_hello(node=node), model=digest)
+    )
+    data = bytearray()
+    try:
+        while True:
+            async with asyncio.timeout(patience.silence_s):
+                part = await call.read()
+            if not isinstance(part, weights_pb2.ManifestPart):
+                return bytes(data)
+            if part.HasField("failure"):
+                raise failure_to_error(part.failure)
+            data += part.data
+            if len(data) > MAX_MANIFEST_BYTES or not part.data:
+                raise ProtocolError(f"{peer.name} sends a manifest that does not end.")
+    except (grpc.RpcError, TimeoutError) as error:
+        raise broken(error, peer.name) from error
+    finally:
+        call.cancel()
 
 
 async def fetch_stages(

@@ -15,7 +15,7 @@ from mlx_ring.agent.weights.peers import Patience, Peer, Progress, broken, is_fi
 from mlx_ring.agent.weights.shares import Board, Part, join_ranges, rest_of
 from mlx_ring.agent.weights.store import StoredModel, parts_of
 from mlx_ring.core.errors import ModelNotFound, ProtocolError, RingError, WeightsMissing
-from mlx_ring.core.weights_manifest import Piece, unpack_indexes
+from mlx_ring.models.weights_manifest import Piece, unpack_indexes
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import FETCH, HAVE

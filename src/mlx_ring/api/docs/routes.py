@@ -8,8 +8,8 @@ from importlib import resources
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openapi import About, told
-from mlx_ring.api.routes import ApiContext
 
 _HEADERS = {
     "content-security-policy": (

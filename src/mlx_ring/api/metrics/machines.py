@@ -8,10 +8,9 @@ from typing import get_args
 
 from prometheus_client.metrics_core import Metric
 
-from mlx_ring.api.metrics.families import MODEL, RANK, Labels, counter, from_nothing, gauge, one_of
-from mlx_ring.api.metrics.requests import Replica
+from mlx_ring.api.context import workers_of
+from mlx_ring.api.metrics.requests import MODEL, RANK, Labels, Replica, counter, from_nothing, gauge, one_of
 from mlx_ring.api.ops.status import NodeState, NodeStatus
-from mlx_ring.api.routes import workers_of
 from mlx_ring.api.service import LinkInfo, LinkUse, ModelService, State, WorkerInfo
 from mlx_ring.core.errors import NodeLost, WorkerLost, WorkerStuck
 from mlx_ring.engine.executor import RankId

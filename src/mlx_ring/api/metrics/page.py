@@ -15,8 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from mlx_ring.api.metrics.families import gauge
-from mlx_ring.api.metrics.http import HttpMeter
+from mlx_ring.api.context import ApiContext
 from mlx_ring.api.metrics.machines import (
     LinkCounts,
     instance_families,
@@ -25,10 +24,10 @@ from mlx_ring.api.metrics.machines import (
     worker_families,
     workers_now,
 )
-from mlx_ring.api.metrics.requests import replicas_of, request_families, step_families
+from mlx_ring.api.metrics.requests import gauge, replicas_of, request_families, step_families
+from mlx_ring.api.middleware.http_metrics import HttpMeter
 from mlx_ring.api.openapi import told
 from mlx_ring.api.ops import answers as about
-from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelCatalog
 
 _END = b"# EOF\n"

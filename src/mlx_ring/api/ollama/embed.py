@@ -10,18 +10,17 @@ from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.body import Body
-from mlx_ring.api.connection import while_connected
-from mlx_ring.api.embedding import Embedding, Text, embed, floats, require_embeddings, written
-from mlx_ring.api.json_lines import Json, json_bytes
-from mlx_ring.api.ollama import answers as about
-from mlx_ring.api.ollama.lines import Stopwatch
-from mlx_ring.api.ollama.names import KeepAlive, find_model
-from mlx_ring.api.ollama.options import Options, check_context
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.embeddings import Embedding, Text, embed, floats, require_embeddings, written
+from mlx_ring.api.ollama import writer as about
+from mlx_ring.api.ollama.request import KeepAlive, Options, check_context, find_model
+from mlx_ring.api.ollama.writer import Stopwatch
 from mlx_ring.api.openai.sampling import one_or_many
 from mlx_ring.api.openapi import documented
-from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
+from mlx_ring.api.sse import Json, json_bytes
+from mlx_ring.api.streaming import while_connected
 from mlx_ring.core.errors import RequestError
 
 _MOST_TEXTS = 2048

@@ -10,13 +10,13 @@ from typing import cast
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.body import Body
-from mlx_ring.api.capabilities import capabilities
-from mlx_ring.api.ollama import answers as about
-from mlx_ring.api.ollama.lines import LineWriter
-from mlx_ring.api.ollama.names import find_model
+from mlx_ring.api.context import ApiContext, workers_of_model
+from mlx_ring.api.ollama import writer as about
+from mlx_ring.api.ollama.request import find_model
+from mlx_ring.api.ollama.writer import LineWriter
+from mlx_ring.api.openai.models import capabilities
 from mlx_ring.api.openapi import documented, told
-from mlx_ring.api.routes import ApiContext, workers_of_model
+from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError, UnknownModel
 

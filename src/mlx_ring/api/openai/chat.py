@@ -11,29 +11,30 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.body import Refused, needs
-from mlx_ring.api.conversation.answering import Call, ChatAnswer, News, answer_chat, stream_chat
-from mlx_ring.api.conversation.asked import Conversation
-from mlx_ring.api.conversation.format import ChatFormat
-from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
-from mlx_ring.api.conversation.prepare import prepare_chat, with_effort
+from mlx_ring.api.chat.answer import Call, ChatAnswer, News, answer_chat, stream_chat
+from mlx_ring.api.chat.model_format import ChatFormat
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.chat.prepare import prepare_chat, with_effort
+from mlx_ring.api.chat.request import Conversation
+from mlx_ring.api.context import ApiContext
 from mlx_ring.api.generation import performance, usage
-from mlx_ring.api.json_lines import Json, event, json_bytes
 from mlx_ring.api.openai import answers as about
-from mlx_ring.api.openai.answering import DONE, around_choice, failure_event, system_fingerprint
-from mlx_ring.api.openai.formats import ResponseFormat, read_format
+from mlx_ring.api.openai.choices import DONE, around_choice, failure_event, system_fingerprint
 from mlx_ring.api.openai.messages import Message, template_messages
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
     Count,
+    ResponseFormat,
     check_stream_options,
+    read_format,
     sampling_params,
     with_derived_seed,
 )
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openai.tools import FunctionTool, ToolChoice, read_tool_use
 from mlx_ring.api.openapi import documented
-from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.request_body import Refused, needs
+from mlx_ring.api.sse import Json, event, json_bytes
 from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import TokenLogprob

@@ -1,23 +1,24 @@
-"""`/v1/completions`."""
+"""`/v1/completions`.
+
+Text or tokens, one or many: what completions call `prompt` and embeddings `input`.
+"""
 
 from __future__ import annotations
 
 import secrets
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 from starlette.responses import Response
 
-from mlx_ring.api.body import Refused, needs
+from mlx_ring.api.context import ApiContext
 from mlx_ring.api.generation import Answer
-from mlx_ring.api.json_lines import Json
 from mlx_ring.api.openai import answers as about
-from mlx_ring.api.openai.answering import AnswerStream, Task, answer_whole
 from mlx_ring.api.openai.chat import finite_logprob
-from mlx_ring.api.openai.inputs import TextOrTokens, each
+from mlx_ring.api.openai.choices import AnswerStream, Task, answer_whole
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
     check_stream_options,
@@ -27,11 +28,47 @@ from mlx_ring.api.openai.sampling import (
 )
 from mlx_ring.api.openai.token_text import TokenText, TokenTexts
 from mlx_ring.api.openapi import documented
-from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.request_body import Refused, needs
 from mlx_ring.api.service import Tokenizer
+from mlx_ring.api.sse import Json
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import TokenLogprob
 from mlx_ring.engine.streams import Delta
+
+TokenId = Annotated[int, Field(ge=0)]
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+
+
+def _kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = cast("list[object]", value)[0] if value else 0
+    return "texts" if isinstance(first, str) else "ids" if isinstance(first, list) else "tokens"
+
+
+TextOrTokens = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(min_length=1), Tag("texts")]
+    | Annotated[Tokens, Tag("tokens")]
+    | Annotated[list[Tokens], Field(min_length=1), Tag("ids")],
+    Discriminator(
+        _kind,
+        custom_error_type="text_or_tokens",
+        custom_error_message="Input should be a string, a list of strings, token ids or a list of such lists",
+    ),
+]
+
+
+def each(given: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
+    """One text, or the tokens of one, after the other."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given[0], int):
+        return [cast("list[int]", given)]
+    return cast("list[str | list[int]]", given)
+
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 from starlette.responses import Response
 
-from mlx_ring.api.body import Body
-from mlx_ring.api.connection import while_connected
-from mlx_ring.api.embedding import Embedding, Text, embed, floats, require_embeddings, written
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.embeddings import Embedding, Text, embed, floats, require_embeddings, written
 from mlx_ring.api.openai import answers as about
-from mlx_ring.api.openai.inputs import TextOrTokens, each
+from mlx_ring.api.openai.completions import TextOrTokens, each
 from mlx_ring.api.openapi import documented
-from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
+from mlx_ring.api.streaming import while_connected
 from mlx_ring.core.errors import RequestError
 
 _MOST_TEXTS = 2048

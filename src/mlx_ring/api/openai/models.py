@@ -1,4 +1,7 @@
-"""`/v1/models`."""
+"""`/v1/models`.
+
+What a model can be asked for, as its template and its tokens have it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,32 @@ from datetime import UTC, datetime
 
 from fastapi import APIRouter
 
-from mlx_ring.api.capabilities import capabilities, efforts
+from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openapi import told
-from mlx_ring.api.routes import ApiContext
 from mlx_ring.api.service import ModelService
+
+
+def capabilities(context: ApiContext, model: ModelService) -> list[str]:
+    """By the names that Ollama has for them."""
+    format_ = context.formats[model.tokenizer]
+    can = {
+        "completion": True,
+        "tools": format_.calls is not None and format_.knows("tools"),
+        "thinking": format_.thinking is not None,
+        "embedding": not model.pooling.refusal,
+    }
+    return [name for name, is_so in can.items() if is_so]
+
+
+def efforts(context: ApiContext, model: ModelService) -> list[str]:
+    """Values of `reasoning_effort` that make a difference."""
+    format_ = context.formats[model.tokenizer]
+    if format_.knows("reasoning_effort"):
+        return ["low", "medium", "high"]
+    if format_.knows("enable_thinking") or format_.knows("thinking"):
+        return ["none", "medium"]
+    return []
 
 
 def routes(context: ApiContext) -> APIRouter:

@@ -1,4 +1,7 @@
-"""The fields that say how tokens are drawn, and what they mean to the engine."""
+"""The fields that say how tokens are drawn, and what they mean to the engine.
+
+`response_format`: what an answer's text must be.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from mlx_ring.api.body import Body, Refused
+from mlx_ring.api.chat.request import AnswerFormat
+from mlx_ring.api.request_body import Body, Refused
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import SamplingParams
@@ -176,3 +180,37 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, fl
                 f"'logit_bias' of token {name} is {bias:g}; it should be from -100 to 100.", param=param
             )
     return tuple((int(name), bias) for name, bias in given.items())
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class SchemaFields(Body):
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, object] | None, Field(alias="schema")] = None
+    """None: any object."""
+    strict: bool | None = None
+    """The schema is enforced either way."""
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: SchemaFields
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")]
+
+
+def read_format(given: ResponseFormat | None) -> AnswerFormat:
+    """What it comes to."""
+    if isinstance(given, SchemaFormat) and given.json_schema.schema_ is not None:
+        return AnswerFormat("json_schema", given.json_schema.schema_, "response_format.json_schema.schema")
+    if isinstance(given, SchemaFormat | JsonObjectFormat):
+        return AnswerFormat("json_object")
+    return AnswerFormat()

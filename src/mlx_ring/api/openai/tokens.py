@@ -8,15 +8,15 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.body import Body
-from mlx_ring.api.conversation.asked import Conversation
-from mlx_ring.api.conversation.prepare import encode_conversation
+from mlx_ring.api.chat.prepare import encode_conversation
+from mlx_ring.api.chat.request import Conversation
+from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openai import answers as about
-from mlx_ring.api.openai.inputs import TokenId
+from mlx_ring.api.openai.completions import TokenId
 from mlx_ring.api.openai.messages import Message, template_messages
 from mlx_ring.api.openai.tools import FunctionTool, read_tool_use
 from mlx_ring.api.openapi import documented
-from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
 

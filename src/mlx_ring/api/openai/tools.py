@@ -8,9 +8,8 @@ from typing import Annotated, Literal, cast
 from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from mlx_ring.api.body import Body
-from mlx_ring.api.body_errors import show
-from mlx_ring.api.conversation.asked import Tool, ToolUse
+from mlx_ring.api.chat.request import Tool, ToolUse
+from mlx_ring.api.request_body import Body, show
 from mlx_ring.core.errors import RequestError
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]

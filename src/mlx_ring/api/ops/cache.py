@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter
 
+from mlx_ring.api.context import ApiContext, workers_of
 from mlx_ring.api.openapi import told
 from mlx_ring.api.ops import answers as about
-from mlx_ring.api.routes import ApiContext, workers_of
 from mlx_ring.api.service import ModelService, ServedInstance, WorkerInfo
 from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.stats import CacheStats, EngineStats, SchedulerStats

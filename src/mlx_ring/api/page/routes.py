@@ -1,12 +1,77 @@
-"""The page over HTTP. It holds nothing secret, so it needs no key; what it shows does."""
+"""The page over HTTP. It holds nothing secret, so it needs no key; what it shows does.
+
+The page's files, as they lie in the package: HTML, modules, styles, and the libraries that came with them.
+
+Nothing is built, and nothing comes from elsewhere. All but the HTML lie under a folder named by a digest of them all,
+so that a browser keeps them for as long as they are the same, and modules that import each other are of one version.
+
+Who gets the page, and who gets JSON: both live at `/`.
+"""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from mlx_ring.api.page.files import load_page
+_TYPES: Mapping[str, str] = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+"""What is served; another file in the folder is none of the page's."""
+_INDEX = "index.html"
+_DIGEST = b"DIGEST"
+"""What stands for the folder's name in the HTML."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    kind: str
+    """Its media type."""
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """All that a browser loads."""
+
+    digest: str
+    html: bytes
+    files: Mapping[str, File]
+    """By their paths under the digest's folder."""
+
+
+@cache
+def load_page() -> Page:
+    """Read once, when a browser first asks."""
+    found = dict(sorted(_walk(files("mlx_ring.api.page") / "web", "")))
+    html = found.pop(_INDEX).data
+    whole = hashlib.sha256(html)
+    for path, file in found.items():
+        whole.update(b"%s\0%d\0%s" % (path.encode(), len(file.data), file.data))
+    digest = whole.hexdigest()[:16]
+    return Page(digest, html.replace(_DIGEST, digest.encode()), found)
+
+
+def _walk(folder: Traversable, path: str) -> list[tuple[str, File]]:
+    found: list[tuple[str, File]] = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _walk(entry, f"{path}{entry.name}/")
+        elif (kind := _TYPES.get(entry.name[entry.name.rfind(".") :])) is not None:
+            found.append((path + entry.name, File(kind, entry.read_bytes())))
+    return found
+
 
 _NOT_FOUND, _NOT_MODIFIED = 404, 304
 _KEPT = "public, max-age=31536000, immutable"
@@ -60,3 +125,33 @@ def _tagged(request: Request, name: str, response: Response) -> Response:
         return response
     kept = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
     return Response(status_code=_NOT_MODIFIED, headers=kept)
+
+
+_HTML, _JSON = "text/html", "application/json"
+
+
+def wants_page(accept: str | None) -> bool:
+    """Whether a client asks for HTML by name, and does not like JSON better. `*/*` alone, as curl sends, does not."""
+    liking = dict(_read(accept or ""))
+    html = liking.get(_HTML, 0.0)
+    return html > 0 and html >= liking.get(_JSON, 0.0)
+
+
+def _read(accept: str) -> list[tuple[str, float]]:
+    """Each kind with its weight."""
+    return [_weighed(part) for part in accept.split(",")]
+
+
+def _weighed(part: str) -> tuple[str, float]:
+    kind, *parameters = (piece.strip().lower() for piece in part.split(";"))
+    weights = [
+        value for name, _, value in (each.partition("=") for each in parameters) if name.strip() == "q"
+    ]
+    return kind, _number(weights[0]) if weights else 1.0
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

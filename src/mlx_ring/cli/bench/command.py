@@ -1,21 +1,106 @@
-"""The flags of `mlx-ring bench`."""
+"""The flags of `mlx-ring bench`.
+
+What was typed after `mlx-ring bench`, as values; what is wrong is one sentence that names the flag.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
+import re
 import ssl
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
-from mlx_ring.cli.bench import flags
-from mlx_ring.cli.bench.workload import Workload
+from mlx_ring.cli.bench.workload import Range, Workload
 from mlx_ring.cli.main import INTERRUPTED
 from mlx_ring.cli.trust import CACERT, trust
 from mlx_ring.core.errors import ConfigError
+
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
+_MOST_TOKENS = 10_000_000
+
+
+def whole(flag: str, text: str, low: int, high: int) -> int:
+    """A whole number within bounds."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = low - 1
+    if not low <= number <= high:
+        raise ConfigError(f"{flag} is {text}; it must be a whole number from {low} to {high}.")
+    return number
+
+
+def decimal(flag: str, text: str, low: float, high: float) -> float:
+    """A number within bounds."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not low <= number <= high:
+        raise ConfigError(f"{flag} is {text}; it must be a number from {low:g} to {high:g}.")
+    return number
+
+
+def token_range(flag: str, text: str) -> Range:
+    """`128`, or `64-256`."""
+    found = _RANGE.fullmatch(text.strip())
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high <= _MOST_TOKENS:
+        raise ConfigError(f"{flag} is {text}; it must be a whole number from 1, or a range like 64-256.")
+    return Range(low, high)
+
+
+def address(flag: str, text: str) -> str:
+    """Where a server of HTTP may be."""
+    try:
+        parts = urlsplit(text)
+        complete = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        complete = False
+    if not complete or not text.isprintable() or " " in text:
+        raise ConfigError(f"{flag} is {text!r}; give one like http://127.0.0.1:8100.")
+    return text
+
+
+def one_of(flag: str, text: str, choices: Sequence[str]) -> str:
+    if text not in choices:
+        raise ConfigError(f"{flag} is {text}; it must be {' or '.join(choices)}.")
+    return text
+
+
+def key(flag: str, text: str | None) -> str | None:
+    """What can stand in a header."""
+    if text is not None and not (text.isascii() and text.isprintable() and text.strip()):
+        raise ConfigError(
+            f"{flag} must be printable ASCII characters; a key is neither empty nor has others."
+        )
+    return text
+
+
+def output_file(flag: str, path: Path | None, suffixes: Sequence[str] = ()) -> Path | None:
+    """A file that can be written, as far as can be told before the load."""
+    if path is None:
+        return None
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ConfigError(f"{flag} is {path}; the file's name must end in {' or '.join(suffixes)}.")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{flag} is {path}; there is no folder {folder}.")
+    if path.is_dir():
+        raise ConfigError(f"{flag} is {path}; that is a folder, give a file.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{flag} is {path}; it may not be written.")
+    return path
+
 
 if TYPE_CHECKING:
     from mlx_ring.cli.bench.client import RequestOptions
@@ -80,34 +165,34 @@ def bench(
     """
     if rate is not None and concurrency is not None:
         raise ConfigError("--rate and --concurrency exclude each other; give one.")
-    where = flags.address("--url", url)
+    where = address("--url", url)
     workload = Workload(
-        requests=flags.whole("--requests", requests, 1, 1_000_000),
-        prompt_tokens=flags.token_range("--prompt-tokens", prompt_tokens),
-        output_tokens=flags.token_range("--output-tokens", output_tokens),
-        shared_prefix=flags.whole("--shared-prefix", shared_prefix, 0, 1_000_000),
-        concurrency=flags.whole("--concurrency", concurrency or _CONCURRENCY, 1, 4096),
-        rate=None if rate is None else flags.decimal("--rate", rate, 0.001, 10_000),
-        seed=flags.whole("--seed", seed, 0, 2**63 - 1),
+        requests=whole("--requests", requests, 1, 1_000_000),
+        prompt_tokens=token_range("--prompt-tokens", prompt_tokens),
+        output_tokens=token_range("--output-tokens", output_tokens),
+        shared_prefix=whole("--shared-prefix", shared_prefix, 0, 1_000_000),
+        concurrency=whole("--concurrency", concurrency or _CONCURRENCY, 1, 4096),
+        rate=None if rate is None else decimal("--rate", rate, 0.001, 10_000),
+        seed=whole("--seed", seed, 0, 2**63 - 1),
     )
     if workload.shared_prefix >= workload.prompt_tokens.low:
         raise ConfigError(
             f"--shared-prefix is {shared_prefix}; it must be shorter than the shortest prompt, "
             f"which has {workload.prompt_tokens.low} tokens."
         )
-    named = flags.one_of("--endpoint", endpoint, _ENDPOINTS)
-    degrees = flags.decimal("--temperature", temperature, 0, 2)
-    timeout_s = flags.decimal("--timeout", timeout, 0.1, 86_400)
-    warming = flags.whole("--warmup", warmup, 0, 10_000)
-    key = flags.key("--api-key", api_key)
-    files = flags.output_file("--json", json_file), flags.output_file("--plot", plot, _FORMATS)
+    named = one_of("--endpoint", endpoint, _ENDPOINTS)
+    degrees = decimal("--temperature", temperature, 0, 2)
+    timeout_s = decimal("--timeout", timeout, 0.1, 86_400)
+    warming = whole("--warmup", warmup, 0, 10_000)
+    presented = key("--api-key", api_key)
+    files = output_file("--json", json_file), output_file("--plot", plot, _FORMATS)
     # What follows brings in an HTTP client; the other commands do without.
-    from mlx_ring.cli.bench.client import RequestOptions  # noqa: PLC0415
-    from mlx_ring.cli.bench.course import Outputs  # noqa: PLC0415
+    from mlx_ring.cli.bench.client import RequestOptions
+    from mlx_ring.cli.bench.course import Outputs
 
     options = RequestOptions("chat" if named == "chat" else "completions", degrees)
     outputs = Outputs(*files, progress=progress and sys.stderr.isatty())
-    connect = Connect(where, key, timeout_s, trust(cacert))
+    connect = Connect(where, presented, timeout_s, trust(cacert))
     report = asyncio.run(_run(connect, model, workload, options, warming, outputs))
     raise typer.Exit(_exit_code(report))
 
@@ -130,8 +215,8 @@ async def _run(
     warmup: int,
     outputs: Outputs,
 ) -> dict[str, Any]:
-    from mlx_ring.cli.bench.client import BenchClient  # noqa: PLC0415
-    from mlx_ring.cli.bench.course import run_bench  # noqa: PLC0415
+    from mlx_ring.cli.bench.client import BenchClient
+    from mlx_ring.cli.bench.course import run_bench
 
     client = BenchClient(
         connect.url, api_key=connect.key, timeout_s=connect.timeout_s, trusted=connect.trusted

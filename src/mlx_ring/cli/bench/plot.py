@@ -17,8 +17,8 @@ _MOST_POINTS = 500
 def draw_plot(path: Path, title: str, records: Sequence[Record], summary: Summary) -> None:
     """Write an SVG or a PNG, by the suffix of `path`."""
     # It takes a second to come in, and only who asks for a picture waits for it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=_SIZE_INCHES, layout="constrained")
     FigureCanvasAgg(figure)

@@ -11,10 +11,9 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlx_ring.agent.enrolment import shown_certificate
 from mlx_ring.cli.doctor.finding import Finding
-from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.errors import RingError
-from mlx_ring.rpc.greeting import Greeted, ask_greeting
-from mlx_ring.rpc.hello import make_hello
+from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.rpc.hello import Greeted, ask_greeting, make_hello
 from mlx_ring.rpc.protos import hello_pb2
 from mlx_ring.rpc.tls.certificates import carried_authority, fingerprint, needs_renewal
 from mlx_ring.rpc.tls.credentials import Anchor, load_credentials

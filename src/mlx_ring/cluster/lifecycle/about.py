@@ -1,13 +1,18 @@
-"""What a machine tells of the mlx-ring on it. Pure."""
+"""What a machine tells of the mlx-ring on it. Pure.
+
+The mlx-ring that runs here. Whatever is asked over ssh begins with it, so it brings nothing along.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from mlx_ring.core.running import Running
+from mlx_ring.core.versions import package_version
+from mlx_ring.host.running import Running
 
 PACKAGES = ("mlx-ring", "mlx", "mlx-lm")
 """Whose versions must be alike on all machines."""
@@ -86,3 +91,11 @@ def different(found: Found, versions: Mapping[str, str]) -> str:
         ]
         told.append(f"{program.path} has {', '.join(unlike)}")
     return "; ".join(told) or "mlx-ring is not installed there"
+
+
+OWN_PROGRAM = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
+
+
+def own_versions() -> dict[str, str]:
+    """Of what runs here."""
+    return {name: package_version(name) for name in PACKAGES}

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from mlx_ring.cluster.lifecycle.about import About
-from mlx_ring.cluster.lifecycle.own_program import OWN_PROGRAM, own_versions
+from mlx_ring.cluster.lifecycle.about import OWN_PROGRAM, About, own_versions
 from mlx_ring.core.cluster_folders import AUTHORITY_FILE, logs_folder, node_folder
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, HostFailed
-from mlx_ring.core.model_source import builtin_names
-from mlx_ring.core.private_files import make_private_folder, read_private
-from mlx_ring.core.running import running_here
+from mlx_ring.host.private_files import make_private_folder, read_private
+from mlx_ring.host.running import running_here
+from mlx_ring.models.model_source import builtin_names
 
 if TYPE_CHECKING:
     import httpx
@@ -42,7 +41,7 @@ def about_here(state: Path, *, identity: bool) -> About:
     """Of this machine; with `identity` it gets an id where it has none."""
     folder = node_folder(state)
     if identity:
-        from mlx_ring.agent.identity import open_identity  # noqa: PLC0415 - gRPC, for the first time alone
+        from mlx_ring.rpc.tls.identity import open_identity  # gRPC, for the first time alone
 
         node = open_identity(folder).node
     else:
@@ -122,7 +121,7 @@ def wait_until_ready(state: Path, pid: int, timeout_s: float) -> bool:
     Raises:
         ConfigError: it has ended instead; its last words.
     """
-    import httpx  # noqa: PLC0415 - most of what a machine is told asks nobody
+    import httpx  # most of what a machine is told asks nobody
 
     url = next((found.url for found in running_here(state) if found.pid == pid), "")
     with httpx.Client(timeout=_ANSWER_S, trust_env=False, verify=_OWN) as client:
@@ -142,7 +141,7 @@ def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]
     Raises:
         HostFailed: none runs here, or it answers with an error.
     """
-    import httpx  # noqa: PLC0415 - as above
+    import httpx
 
     heads = [found for found in running_here(state) if found.kind == "head"]
     if not heads:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_ring.cluster.lifecycle.about import About, Found, different, read_found
-from mlx_ring.cluster.lifecycle.own_program import OWN_PROGRAM, own_versions
-from mlx_ring.cluster.lifecycle.places import Place
+from mlx_ring.cluster.lifecycle.about import OWN_PROGRAM, About, Found, different, own_versions, read_found
+from mlx_ring.cluster.lifecycle.arguments import Place
 from mlx_ring.cluster.lifecycle.shell import run_on, send_to
 from mlx_ring.cluster.lifecycle.shipping import lowest_here, python_here, wanted_here, write_archive
 from mlx_ring.cluster.lifecycle.systems import PYTHONS, TELL_PYTHON, Python, best_python, read_pythons

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, TypeVar
 
-from mlx_ring.cluster.lifecycle.places import Place
+from mlx_ring.cluster.lifecycle.arguments import Place
 from mlx_ring.core.errors import HostFailed, HostUnreached
 
 CONNECT_S = 10

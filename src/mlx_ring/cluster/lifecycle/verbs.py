@@ -9,15 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_ring.cluster.lifecycle.arguments import agent_arguments, head_arguments
-from mlx_ring.cluster.lifecycle.places import Place, find_places, head_host
+from mlx_ring.cluster.lifecycle.arguments import (
+    Place,
+    agent_arguments,
+    find_places,
+    head_arguments,
+    head_host,
+)
 from mlx_ring.cluster.lifecycle.programs import Ready, any_program, find_program, make_ready
 from mlx_ring.cluster.lifecycle.shell import on_all, run_on
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
-from mlx_ring.cluster.planner.devices_file import DevicesFile
-from mlx_ring.core.addresses import HeadAddress
 from mlx_ring.core.errors import HostFailed, HostUnreached
-from mlx_ring.core.running import Kind, Running, arguments_digest
+from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.running import Kind, Running, arguments_digest
+from mlx_ring.planner.devices_file import DevicesFile
 
 _TOKEN_LIFE = "1h"  # noqa: S105 - how long one holds
 _SLICE_S = 10.0

@@ -12,17 +12,21 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.private_files import locked, read_private, write_private
-from mlx_ring.rpc.tls.certificates import CARRIED_AUTHORITY, Key, fingerprint, needs_renewal
-from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
-from mlx_ring.rpc.tls.names import HEAD_NAME, node_name
-from mlx_ring.rpc.tls.signing_requests import (
+from mlx_ring.host.private_files import locked, read_private, write_private
+from mlx_ring.rpc.tls.certificates import (
+    CARRIED_AUTHORITY,
+    HEAD_NAME,
+    Key,
     check_signing_request,
     common_name,
+    fingerprint,
     key_from_pem,
     key_to_pem,
     make_key,
+    needs_renewal,
+    node_name,
 )
+from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
 
 CERTIFICATE_LIFE = timedelta(days=365)
 _AUTHORITY_LIFE = timedelta(days=20 * 365)

@@ -1,12 +1,17 @@
-"""How a machine becomes a member, and stays one: the head's side of `Enrol` and `Renew`."""
+"""How a machine becomes a member, and stays one: the head's side of `Enrol` and `Renew`.
+
+How often a stranger may be wrong: a bucket of tries for each address, which fills up again with time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -15,23 +20,81 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from mlx_ring.agent.identity import open_identity
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.cluster.security.tokens import TokenStore
-from mlx_ring.cluster.security.try_limit import TryLimit
 from mlx_ring.core.errors import RingError, TokenRefused
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
-from mlx_ring.rpc.greeting import greeting_handler
-from mlx_ring.rpc.hello import check_hello, make_hello
+from mlx_ring.rpc.hello import check_hello, greeting_handler, make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, RENEW, RENEWAL_SERVICE, service_handler
 from mlx_ring.rpc.protos import enrol_pb2
-from mlx_ring.rpc.tls.certificates import needs_renewal
+from mlx_ring.rpc.tls.certificates import (
+    check_node_id,
+    key_to_pem,
+    make_signing_request,
+    needs_renewal,
+    node_name,
+)
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
-from mlx_ring.rpc.tls.names import check_node_id, node_name
+from mlx_ring.rpc.tls.identity import open_identity
 from mlx_ring.rpc.tls.peers import address_of_call, host_of_call, peer_of_call, peer_of_certificate
-from mlx_ring.rpc.tls.signing_requests import key_to_pem, make_signing_request
+
+_IPV6_SUBNET = 64
+"""Bits; below that a single machine chooses its address at will."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tries: float
+    at_s: float
+
+
+class TryLimit:
+    """`take` before each try, `give_back` after one that was right. Times are the caller's."""
+
+    def __init__(self, *, burst: int = 5, per_second: float = 0.5, addresses: int = 4096) -> None:
+        """Take the limits.
+
+        Args:
+            burst: tries at once.
+            per_second: how fast they come back.
+            addresses: how many are remembered; beyond that, the one that has been silent longest is forgotten.
+        """
+        self._burst, self._per_second, self._addresses = burst, per_second, addresses
+        self._buckets: dict[str, _Bucket] = {}
+
+    def take(self, host: str, now_s: float) -> bool:
+        """Whether this host may try now; that uses up one try."""
+        key = _key(host)
+        bucket = self._buckets.pop(key, None) or _Bucket(self._burst, now_s)
+        self._buckets[key] = bucket
+        if len(self._buckets) > self._addresses:
+            del self._buckets[next(iter(self._buckets))]
+        bucket.tries = min(self._burst, bucket.tries + (now_s - bucket.at_s) * self._per_second)
+        bucket.at_s = now_s
+        if bucket.tries < 1:
+            return False
+        bucket.tries -= 1
+        return True
+
+    def give_back(self, host: str) -> None:
+        """The try was right and counts for nothing."""
+        if (bucket := self._buckets.get(_key(host))) is not None:
+            bucket.tries = min(self._burst, bucket.tries + 1)
+
+
+def _key(host: str) -> str:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address), _IPV6_SUBNET), strict=False))
+
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.private_files import locked, read_private, write_private
+from mlx_ring.host.private_files import locked, read_private, write_private
 
 Content = TypeVar("Content", bound=BaseModel)
 

@@ -1,16 +1,30 @@
-"""What is read off a certificate or a signing request."""
+"""What is read off a certificate or a signing request.
+
+The names in certificates. Machines change addresses, so a certificate names the node and nobody checks an address.
+
+Keys, and the requests to have one certified for a name.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from datetime import datetime
 
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import NameOID
 
-from mlx_ring.core.errors import PeerRefused
+from mlx_ring.core.errors import ConfigError, PeerRefused
 
 CARRIED_AUTHORITY = x509.ObjectIdentifier("2.25.288715431019845320967123544087156231021")
 """An extension of the head's certificate that holds the CA's certificate (DER).
@@ -66,3 +80,87 @@ def needs_renewal(certificate: x509.Certificate, now: datetime) -> bool:
     """Whether less than a third of its life is left."""
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     return certificate.not_valid_after_utc - now < life * _RENEWED_WITH_LEFT
+
+
+HEAD_NAME = "head.mlx-ring"
+_NODE_SUFFIX = ".node.mlx-ring"
+_NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,46}[a-z0-9])?")
+
+
+def check_node_id(node: str) -> str:
+    """The id itself.
+
+    Raises:
+        ConfigError: it cannot stand in a host name.
+    """
+    if not _NODE_ID.fullmatch(node):
+        raise ConfigError(
+            f"{node[:80]!r} is no node id: it takes up to 48 small letters, digits and dashes, such as mini-7f3a."
+        )
+    return node
+
+
+def node_name(node: str) -> str:
+    """The name in a node's certificate, which channels to it expect."""
+    return check_node_id(node) + _NODE_SUFFIX
+
+
+def node_of(name: str) -> str:
+    """The node id of a certificate's name; empty where it is not a node's."""
+    node = name.removesuffix(_NODE_SUFFIX)
+    return node if node != name and _NODE_ID.fullmatch(node) else ""
+
+
+def make_key() -> Key:
+    """ECDSA on P-256, which every TLS library speaks."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def key_to_pem(key: Key) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def key_from_pem(pem: bytes, where: object) -> Key:
+    """Raises `ConfigError` where this is no key of ours."""
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"The key in {where} cannot be read: {error}.") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"The key in {where} is {type(key).__name__}; it must be one on P-256.")
+    return key
+
+
+def make_signing_request(key: Key, name: str) -> bytes:
+    """PEM, signed with the key: that is the proof of having it."""
+    builder = x509.CertificateSigningRequestBuilder().subject_name(common_name(name))
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+    return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+def check_signing_request(pem: bytes, name: str) -> ec.EllipticCurvePublicKey:
+    """The key of a request for exactly this name.
+
+    Raises:
+        PeerRefused: it cannot be read, is not signed with its own key, is for another name, or of another kind.
+    """
+    try:
+        request = x509.load_pem_x509_csr(pem)
+        key = request.public_key()
+        signed = request.is_signature_valid
+        names = list(certificate_names(request))
+    except Exception as error:
+        # Whatever a stranger's bytes make the parser raise.
+        raise PeerRefused(f"The signing request cannot be read: {error}.") from error
+    if not signed:
+        raise PeerRefused("The signing request is not signed with its own key.")
+    if names != [name]:
+        raise PeerRefused(f"The signing request is for {', '.join(names) or 'no name'}, not for {name}.")
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise PeerRefused("The signing request's key is not on P-256.")
+    return key
+
+
+def common_name(name: str) -> x509.Name:
+    """A subject; nothing is decided by it."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])

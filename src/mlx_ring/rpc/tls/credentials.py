@@ -18,7 +18,7 @@ import grpc
 
 from mlx_ring.core.cluster_folders import AUTHORITY_FILE
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.private_files import read_private, write_private
+from mlx_ring.host.private_files import read_private, write_private
 
 log = logging.getLogger(__name__)
 

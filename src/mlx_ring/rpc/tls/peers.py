@@ -11,8 +11,7 @@ from urllib.parse import unquote
 from cryptography import x509
 
 from mlx_ring.core.errors import PeerRefused
-from mlx_ring.rpc.tls.certificates import certificate_names
-from mlx_ring.rpc.tls.names import HEAD_NAME, node_of
+from mlx_ring.rpc.tls.certificates import HEAD_NAME, certificate_names, node_of
 
 
 @dataclass(frozen=True, slots=True)

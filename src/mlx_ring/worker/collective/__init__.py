@@ -8,10 +8,10 @@ import mlx.core as mx
 
 from mlx_ring.rpc.joined_ranks import ALLREDUCE, backend_of
 from mlx_ring.rpc.protos import worker_pb2
-from mlx_ring.worker.answers import StageLinks, ToldOfSteps
 from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender
 from mlx_ring.worker.collective.messages import Form
 from mlx_ring.worker.collective.ways import Way, way_between
+from mlx_ring.worker.replies import StageLinks, ToldOfSteps
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensors import dtype_name
 

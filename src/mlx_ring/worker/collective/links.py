@@ -18,7 +18,7 @@ from mlx_ring.rpc.links import Inbox, LinkKey, LinkSender, WireTensor
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.collective.messages import Form, Slot, slot_of
 from mlx_ring.worker.collective.ways import Way
-from mlx_ring.worker.ending import end_process
+from mlx_ring.worker.compute_thread import end_process
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlx_ring.core.errors import RequestError, RingError, ServingError
-from mlx_ring.core.grammars import in_one_line
+from mlx_ring.models.grammars import in_one_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

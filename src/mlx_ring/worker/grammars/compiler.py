@@ -2,6 +2,8 @@
 
 The tokenizer is read when the first grammar comes, for few workers ever need it: it takes a large one a second, in which
 this process does little else, and some 150 MB.
+
+Compiled grammars by what they say: those that somebody wants, and as many others as there is room for.
 """
 
 from __future__ import annotations
@@ -10,18 +12,87 @@ import json
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, cast
 
-from mlx_ring.core.bare_tokenizers import import_tokenizers
-from mlx_ring.core.deep_calls import deep_thread
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError, RequestError
-from mlx_ring.core.grammars import grammar_limits, in_one_line, to_llguidance
-from mlx_ring.core.model_folder import ModelFolder
+from mlx_ring.models.grammars import deep_thread, grammar_limits, in_one_line, to_llguidance
+from mlx_ring.models.lean_imports import import_tokenizers
+from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.grammars.answer import AnswerGrammar, Compiled
-from mlx_ring.worker.grammars.kept import KeptGrammar, KeptGrammars, key_of
+
+KEPT_BYTES = 256 << 20
+_LEAST_BYTES = 1 << 20
+_BYTES_OF_TEXT = 350
+"""A byte of a schema may take so many: measured with 150,000 tokens, where most take none to 200 of them."""
+
+
+@dataclass(slots=True, eq=False)
+class KeptGrammar:
+    """A grammar that is compiled, or will be."""
+
+    key: bytes
+    compiled: Future[Compiled]
+    bytes: int
+    """That it takes once it is compiled, at worst."""
+    wanted_by: set[int] = field(default_factory=set[int])
+    """The head's ids of it."""
+
+
+def key_of(grammar: step_pb2.Grammar) -> bytes:
+    """A digest: texts are as long as clients like."""
+    said = f"{grammar.kind}:{grammar.text}".encode(errors="surrogatepass")
+    return blake2b(said, digest_size=16).digest()
+
+
+class KeptGrammars:
+    """By their keys, the least recently used first. Not for several threads at once."""
+
+    def __init__(self, budget_bytes: int = KEPT_BYTES) -> None:
+        self._budget_bytes = budget_bytes
+        self._kept: OrderedDict[bytes, KeptGrammar] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, key: bytes) -> KeptGrammar | None:
+        """One that is not known to fail."""
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+        return kept
+
+    def add(self, grammar: step_pb2.Grammar, key: bytes, compiled: Future[Compiled]) -> KeptGrammar:
+        """Keep another one."""
+        size = max(_LEAST_BYTES, _BYTES_OF_TEXT * len(grammar.text))
+        kept = self._kept[key] = KeptGrammar(key, compiled, size)
+        return kept
+
+    def forget(self, kept: KeptGrammar) -> None:
+        """Whoever asks for it from now on gets another."""
+        if self._kept.get(kept.key) is kept:
+            del self._kept[kept.key]
+
+    def leave(self, kept: KeptGrammar, user: int) -> None:
+        """One wants it no more. What nobody wants is not compiled any more, and stays while there is room."""
+        kept.wanted_by.discard(user)
+        if not kept.wanted_by and kept.compiled.cancel():
+            self.forget(kept)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        total = sum(kept.bytes for kept in self._kept.values())
+        for kept in [kept for kept in self._kept.values() if not kept.wanted_by]:
+            if total <= self._budget_bytes:
+                return
+            total -= kept.bytes
+            self.forget(kept)
+
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -107,7 +178,7 @@ class GrammarCompiler:
             told(error)
 
     def _compile(self, kind: str, text: str) -> Compiled:
-        from llguidance import LLMatcher  # noqa: PLC0415 - as the tokenizer
+        from llguidance import LLMatcher  # as the tokenizer
 
         tokenizer = self._read_tokenizer()
         matcher = LLMatcher(tokenizer, to_llguidance(kind, text), log_level=0, limits=grammar_limits())
@@ -155,7 +226,7 @@ def read_tokenizer(folder: ModelFolder) -> LLTokenizer:
 
 def _make(folder: ModelFolder, source: str, read: Callable[[], bytes]) -> LLTokenizer:
     """Of a file's path or its text; `read` gives the latter."""
-    from llguidance import LLTokenizer  # noqa: PLC0415 - as above
+    from llguidance import LLTokenizer
 
     ends = sorted(folder.eos_token_ids) or None
     try:
@@ -192,7 +263,7 @@ def _is_named(text: str, tokenizer: bytes) -> bool:
 def _as_transformers_read_it(folder: ModelFolder) -> str:
     """The whole tokenizer as tokenizer.json would have it: slower, and for folders without that file."""
     import_tokenizers()
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes a second, and few folders need it
+    from transformers import AutoTokenizer  # takes a second, and few folders need it
 
     wrapped: Any = cast("Any", AutoTokenizer).from_pretrained(
         folder.path, trust_remote_code=False, local_files_only=True

@@ -118,7 +118,7 @@ def _follow(row: Drawing, bits: NDArray[np.int32], place: int) -> Iterator[bool]
 
 
 def _fill(matchers: Sequence[tuple[AnswerGrammar, int]], bits: NDArray[np.int32]) -> None:
-    from llguidance.numpy import (  # noqa: PLC0415 - comes with the first grammar
+    from llguidance.numpy import (  # comes with the first grammar
         fill_next_token_bitmask,
         fill_next_token_bitmask_par,
     )
@@ -134,7 +134,7 @@ def _fill(matchers: Sequence[tuple[AnswerGrammar, int]], bits: NDArray[np.int32]
 
 @cache
 def _executor() -> LLExecutor:
-    from llguidance import LLExecutor  # noqa: PLC0415 - comes with the first grammar
+    from llguidance import LLExecutor  # comes with the first grammar
 
     return LLExecutor(num_threads=min(8, os.cpu_count() or 1))
 

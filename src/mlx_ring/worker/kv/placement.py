@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_ring.worker.kv.bank import Bank, Row
-from mlx_ring.worker.kv.grouping import SHORT_TOKENS
-from mlx_ring.worker.kv.growth import BLOCK, Growth
+from mlx_ring.worker.kv.grouping import BLOCK, SHORT_TOKENS, Growth
 from mlx_ring.worker.kv.layers import Layout
 
 

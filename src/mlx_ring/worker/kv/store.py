@@ -13,7 +13,7 @@ from mlx_ring.worker.kv.assembly import Assembly
 from mlx_ring.worker.kv.bank import Row
 from mlx_ring.worker.kv.batch import Batch
 from mlx_ring.worker.kv.content import Range, check_written, read_row, write_row
-from mlx_ring.worker.kv.growth import STEP_BYTES, Growth
+from mlx_ring.worker.kv.grouping import STEP_BYTES, Growth
 from mlx_ring.worker.kv.layers import Layout, read_layout
 from mlx_ring.worker.kv.ledger import PassLedger
 from mlx_ring.worker.kv.placement import Banks

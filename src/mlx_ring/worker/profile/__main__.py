@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_ring.core.errors import RingError
-from mlx_ring.core.lifeline import watch_lifeline
-from mlx_ring.worker.blas import choose_blas
-from mlx_ring.worker.lean_start import import_mlx_lm
-from mlx_ring.worker.turns import take_long_turns
+from mlx_ring.host.child import watch_lifeline
+from mlx_ring.models.lean_imports import import_mlx_lm
+from mlx_ring.worker.compute_thread import take_long_turns
+from mlx_ring.worker.platform.blas import choose_blas
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     blas = choose_blas(options.blas, options.blas_threads)
     import_mlx_lm()
 
-    from mlx_ring.worker.profile.measure import Bounds, measure  # noqa: PLC0415 - MLX must load after the BLAS
+    from mlx_ring.worker.profile.measure import Bounds, measure  # MLX must load after the BLAS
 
     try:
         bounds = Bounds(options.seconds, options.memory_share)

@@ -10,10 +10,10 @@ import mlx.core as mx
 import psutil
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
-from mlx_ring.core.process_limits import cpu_quota, usable_cores
 from mlx_ring.core.versions import package_version
-from mlx_ring.worker.device import device_description, device_memory, device_name, free_memory
+from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
+from mlx_ring.host.process import cpu_quota, usable_cores
+from mlx_ring.worker.platform.device import device_description, device_memory, device_name, free_memory
 from mlx_ring.worker.profile.products import WIDE_RATIO, Products, WeightKind, narrow_width
 from mlx_ring.worker.profile.rounds import Found, Measurement, Stopwatch, in_turns, stopwatch
 from mlx_ring.worker.profile.steps import (

@@ -11,9 +11,9 @@ from mlx_lm.models import qwen3
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.links import Inbox
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.answers import StageLinks
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.profile.rounds import Stopwatch
+from mlx_ring.worker.replies import StageLinks
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.sampler import LazySample, Parameters, SamplerRow
 from mlx_ring.worker.shard import StageModel

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ring.core.types import MemberRange
-from mlx_ring.worker.overrides import override
+from mlx_ring.worker.head_tap import override
 from mlx_ring.worker.tensor.group import Group
 from mlx_ring.worker.tensor.slices import keep_rows, rows_of
 

@@ -14,9 +14,9 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ring.core.errors import ModelUnsupported, PlanError
-from mlx_ring.core.tensor_shares import SPLIT_FAMILIES, TensorShare, splittable
 from mlx_ring.core.types import MemberRange
-from mlx_ring.worker.overrides import override
+from mlx_ring.models.tensor_shares import SPLIT_FAMILIES, TensorShare, splittable
+from mlx_ring.worker.head_tap import override
 from mlx_ring.worker.tensor.group import Group
 from mlx_ring.worker.tensor.head import SplitHead, split_head
 from mlx_ring.worker.tensor.slices import keep_columns, keep_rows

@@ -10,10 +10,9 @@ from typing import Annotated, Literal, cast
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from mlx_ring.api.body import Body
-from mlx_ring.api.body_errors import show
-from mlx_ring.api.conversation.turns import arguments_of, template_call
+from mlx_ring.api.chat.messages import arguments_of, template_call
 from mlx_ring.api.openai.sampling import one_or_many
+from mlx_ring.api.request_body import Body, show
 
 Plain = dict[str, object]
 _SEALED = "mlx-ring:"

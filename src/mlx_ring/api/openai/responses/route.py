@@ -9,22 +9,20 @@ from collections.abc import Iterable, Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.conversation.answering import ChatAnswer, News, answer_chat, stream_chat
-from mlx_ring.api.conversation.parts import Content
-from mlx_ring.api.conversation.prepare import prepare_chat
+from mlx_ring.api.chat.answer import ChatAnswer, News, answer_chat, stream_chat
+from mlx_ring.api.chat.parts import Content
+from mlx_ring.api.chat.prepare import prepare_chat
+from mlx_ring.api.context import ApiContext
 from mlx_ring.api.errors import trouble_of
-from mlx_ring.api.json_lines import Json, event
 from mlx_ring.api.openai import answers as about
-from mlx_ring.api.openai.answering import DONE
 from mlx_ring.api.openai.chat import finite_logprob
-from mlx_ring.api.openai.responses.asking import conversation_of
-from mlx_ring.api.openai.responses.request import ResponsesRequest
-from mlx_ring.api.openai.responses.response import response_of, usage_of
-from mlx_ring.api.openai.responses.writer import End, ResponseWriter
+from mlx_ring.api.openai.choices import DONE
+from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of
+from mlx_ring.api.openai.responses.writer import End, ResponseWriter, response_of, usage_of
 from mlx_ring.api.openai.sampling import sampling_params
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented
-from mlx_ring.api.routes import ApiContext
+from mlx_ring.api.sse import Json, event
 from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE
 from mlx_ring.core.types import TokenLogprob
 

@@ -1,15 +1,166 @@
-"""An answer in the words of `/v1/responses`: its items as events, and as they stand in the end."""
+"""An answer in the words of `/v1/responses`: its items as events, and as they stand in the end.
+
+The items of an answer while they are written: what each tells as it begins, grows and ends.
+
+The response as a whole: what it repeats of the request, and what it cost.
+"""
 
 from __future__ import annotations
 
+import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from mlx_ring.api.conversation.parts import AnswerPart, CallArguments, CallOpening, Reasoning
-from mlx_ring.api.error_bodies import Trouble
-from mlx_ring.api.json_lines import Json
-from mlx_ring.api.openai.responses.open_items import Call, Event, Message, OpenItem, Status, Thought
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Reasoning
+from mlx_ring.api.errors import Trouble
+from mlx_ring.api.openai.responses.items import seal
+from mlx_ring.api.openai.responses.request import (
+    FunctionTool,
+    JsonSchemaFormat,
+    ResponsesRequest,
+)
+from mlx_ring.api.openai.sampling import JsonObjectFormat
+from mlx_ring.api.sse import Json
+from mlx_ring.core.types import SamplingParams
+
+Status = Literal["in_progress", "completed", "incomplete"]
+Event = tuple[str, Json]
+"""Its kind, and what it tells; the writer adds where and in which order."""
+
+
+class OpenItem(ABC):
+    """One item of an answer, which grows."""
+
+    prefix: str
+    """Of its id."""
+
+    def __init__(self) -> None:
+        self.id = f"{self.prefix}_{secrets.token_hex(16)}"
+        self.text: str = ""
+
+    @abstractmethod
+    def item(self, status: Status) -> Json:
+        """As it stands."""
+
+    @abstractmethod
+    def opens(self) -> Iterator[Event]: ...
+
+    @abstractmethod
+    def grows(self, text: str, logprobs: Sequence[Json]) -> Iterator[Event]: ...
+
+    @abstractmethod
+    def ends(self) -> Iterator[Event]: ...
+
+
+class _TextItem(OpenItem):
+    """An item with a single part of text."""
+
+    kind: str
+    """Of its text's events."""
+    at: Json
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = {"item_id": self.id, "content_index": 0}
+
+    @abstractmethod
+    def part(self) -> Json:
+        """Its text as it stands."""
+
+    def opens(self) -> Iterator[Event]:
+        yield "response.content_part.added", self.at | {"part": self.part()}
+
+    def ends(self) -> Iterator[Event]:
+        yield f"response.{self.kind}.done", self.at | self._done()
+        yield "response.content_part.done", self.at | {"part": self.part()}
+
+    def _done(self) -> Json:
+        return {"text": self.text}
+
+
+class Message(_TextItem):
+    prefix = "msg"
+    kind = "output_text"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logprobs: list[Json] = []
+
+    def item(self, status: Status) -> Json:
+        return {
+            "id": self.id,
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": [self.part()] if status != "in_progress" else [],
+        }
+
+    def part(self) -> Json:
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self._logprobs)}
+
+    def grows(self, text: str, logprobs: Sequence[Json]) -> Iterator[Event]:
+        self.text += text
+        self._logprobs += logprobs
+        yield "response.output_text.delta", self.at | {"delta": text, "logprobs": list(logprobs)}
+
+    def _done(self) -> Json:
+        return {"text": self.text, "logprobs": list(self._logprobs)}
+
+
+class Thought(_TextItem):
+    prefix = "rs"
+    kind = "reasoning_text"
+
+    def __init__(self, *, seals: bool) -> None:
+        """`seals` it for clients that keep nothing else."""
+        super().__init__()
+        self._seals = seals
+
+    def item(self, status: Status) -> Json:
+        ended = status != "in_progress"
+        return {
+            "id": self.id,
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "content": [self.part()] if ended else [],
+            "encrypted_content": seal(self.text) if ended and self._seals else None,
+        }
+
+    def part(self) -> Json:
+        return {"type": "reasoning_text", "text": self.text}
+
+    def grows(self, text: str, logprobs: Sequence[Json]) -> Iterator[Event]:
+        del logprobs
+        self.text += text
+        yield "response.reasoning_text.delta", self.at | {"delta": text}
+
+
+class Call(OpenItem):
+    prefix = "fc"
+
+    def __init__(self, call_id: str, name: str) -> None:
+        super().__init__()
+        self._call = {"call_id": call_id, "name": name}
+
+    def item(self, status: Status) -> Json:
+        head: Json = {"id": self.id, "type": "function_call", "status": status}
+        return head | self._call | {"arguments": self.text}
+
+    def opens(self) -> Iterator[Event]:
+        yield from ()
+
+    def grows(self, text: str, logprobs: Sequence[Json]) -> Iterator[Event]:
+        del logprobs
+        self.text += text
+        yield "response.function_call_arguments.delta", {"item_id": self.id, "delta": text}
+
+    def ends(self) -> Iterator[Event]:
+        done: Json = {"item_id": self.id, "name": self._call["name"], "arguments": self.text}
+        yield "response.function_call_arguments.done", done
+
 
 End = Literal["completed", "incomplete", "failed"]
 
@@ -115,3 +266,97 @@ def _failure_code(trouble: Trouble) -> str:
     return {"rate_limit_error": "rate_limit_exceeded", "server_error": "server_error"}.get(
         trouble.type, "invalid_prompt"
     )
+
+
+def response_of(fields: ResponsesRequest, sampling: SamplingParams, **identity: object) -> Json:
+    """All that is known before the answer.
+
+    Args:
+        fields: the request.
+        sampling: how tokens are drawn, the model's own defaults included.
+        identity: `id`, `model` and `created_at`.
+    """
+    return identity | {
+        "object": "response",
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "max_tool_calls": fields.max_tool_calls,
+        "metadata": fields.metadata or {},
+        "output": [],
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "reasoning": _reasoning(fields),
+        "safety_identifier": fields.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "text": _text(fields),
+        "tool_choice": _tool_choice(fields),
+        "tools": [_tool(tool) for tool in fields.tools or ()],
+        "top_logprobs": fields.top_logprobs or 0,
+        "truncation": "disabled",
+        "usage": None,
+        "user": fields.user,
+    }
+
+
+def usage_of(prompt: int, cached: int, completion: int, reasoning: int) -> Json:
+    """Tokens: cached ones are of the prompt, those of reasoning of what was generated."""
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": prompt + completion,
+    }
+
+
+def _reasoning(fields: ResponsesRequest) -> Json:
+    given = fields.reasoning
+    return (
+        {"effort": None, "summary": None}
+        if given is None
+        else {"effort": given.effort, "summary": given.summary}
+    )
+
+
+def _text(fields: ResponsesRequest) -> Json:
+    given = fields.text
+    shown = {"type": "text"} if given is None or given.format is None else _format(given.format)
+    return {"format": shown, "verbosity": (given and given.verbosity) or "medium"}
+
+
+def _format(given: object) -> Json:
+    if isinstance(given, JsonSchemaFormat):
+        return {
+            "type": "json_schema",
+            "name": given.name,
+            "schema": given.schema_,
+            "description": given.description,
+            "strict": given.strict,
+        }
+    return {"type": "json_object" if isinstance(given, JsonObjectFormat) else "text"}
+
+
+def _tool_choice(fields: ResponsesRequest) -> object:
+    choice = fields.tool_choice or "auto"
+    return choice if isinstance(choice, str) else choice.model_dump()
+
+
+def _tool(tool: FunctionTool) -> Json:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": bool(tool.strict),
+    }

@@ -1,0 +1,218 @@
+"""What an agent answers: start a plan's workers, tell how they are, stop them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+
+import grpc
+
+from mlx_ring.agent.fetched_models import FetchedModels
+from mlx_ring.agent.loading import failed_load, load_workers, start_workers, told_failure, until_done
+from mlx_ring.agent.supervisor import Supervisor, Worker
+from mlx_ring.agent.trust import Trust, check_hosts, check_ways, trusted_devices
+from mlx_ring.core.errors import ProtocolError, RingError
+from mlx_ring.core.logs import set_log_epoch
+from mlx_ring.host.process import usable_memory
+from mlx_ring.rpc.hello import check_hello, make_hello
+from mlx_ring.rpc.methods import AGENT_SERVICE, LOAD_STAGES, START, STOP, WATCH, service_handler
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_HEARTBEAT_S = 2.0
+
+
+class AgentFront:
+    """One node's agent, as the head sees it."""
+
+    def __init__(
+        self,
+        node: str,
+        supervisor: Supervisor,
+        load_timeout_s: float,
+        *,
+        ends_when_empty: bool = True,
+        fetched: FetchedModels | None = None,
+    ) -> None:
+        """With `ends_when_empty` a Stop of every instance asks the agent to end too; with `fetched` models need not lie here."""
+        self._fetched = fetched
+        self._node = node
+        self._ends_when_empty = ends_when_empty
+        self._supervisor = supervisor
+        self._load_timeout_s = load_timeout_s
+        self._tasks: set[asyncio.Task[int]] = set()
+        self.asked_to_stop = asyncio.Event()
+        """Set by a Stop of every instance, where the agent then has nothing left to do."""
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        return service_handler(
+            AGENT_SERVICE,
+            ((START, self.start), (LOAD_STAGES, self.load_stages), (WATCH, self.watch), (STOP, self.stop)),
+        )
+
+    async def start(
+        self, request: agent_pb2.StartRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> agent_pb2.StartReply:
+        """Start processes. The reply comes when all of them answer, or with a failure; then none of them is left."""
+        try:
+            instance = self._check_start(request)
+        except RingError as error:
+            return agent_pb2.StartReply(failure=told_failure(error))
+        try:
+            workers = await start_workers(self._supervisor, request, self._load_timeout_s)
+        except (RingError, OSError) as error:
+            log.error("%s could not be started: %s", instance, error)  # noqa: TRY400 - the sentence is the point
+            await self._supervisor.stop(instance)
+            return agent_pb2.StartReply(failure=told_failure(error))
+        except BaseException:
+            self._spawn(self._supervisor.stop(instance))
+            raise
+        return agent_pb2.StartReply(
+            workers=[_started(worker, self._supervisor.trusted) for worker in workers]
+        )
+
+    def _check_start(self, request: agent_pb2.StartRequest) -> str:
+        """The request's one instance. Raises where it cannot be started."""
+        instance = self._check_instance(request.hello, request.assignments)
+        if self._workers_of(instance):
+            raise ProtocolError(f"Instance {instance} runs here already: stop it first.")
+        set_log_epoch(request.assignments[0].epoch)
+        check_hosts(request.assignments, self._supervisor.trusted)
+        return instance
+
+    def _check_instance(
+        self, hello: hello_pb2.Hello, assignments: Iterable[worker_pb2.StageAssignment]
+    ) -> str:
+        check_hello(hello, make_hello(node=self._node), "the head")
+        instances = {assignment.instance for assignment in assignments}
+        if len(instances) != 1:
+            raise ProtocolError(f"A start is of one instance; {len(instances)} were named.")
+        return instances.pop()
+
+    def _workers_of(self, instance: str) -> list[Worker]:
+        return [worker for worker in self._supervisor.workers if worker.instance == instance]
+
+    async def load_stages(
+        self, request: agent_pb2.LoadStagesRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[agent_pb2.StageProgress]:
+        """Load what was started. The stream ends when all are ready, or with a failure; then none of them is left."""
+        try:
+            instance = self._check_instance(request.hello, request.assignments)
+            workers = self._in_order(instance, request.assignments)
+        except RingError as error:
+            yield failed_load(error)
+            return
+        try:
+            async for progress in self._fetch(instance, request):
+                yield progress
+            if request.only_fetch:
+                return
+            check_ways(request.assignments, self._supervisor.trusted)
+            await self._supervisor.give_places(instance, request.assignments)
+            async for progress in load_workers(workers, request, self._load_timeout_s):
+                yield progress
+        except (RingError, OSError) as error:
+            log.error("%s could not be loaded: %s", instance, error)  # noqa: TRY400 - the sentence is the point
+            await self._supervisor.stop(instance)
+            yield failed_load(error)
+        except BaseException:
+            # The head left in the middle, and this call is being cancelled: go on in a task of its own.
+            self._spawn(self._supervisor.stop(instance))
+            raise
+
+    async def _fetch(
+        self, instance: str, request: agent_pb2.LoadStagesRequest
+    ) -> AsyncIterator[agent_pb2.StageProgress]:
+        """Have the weights here, where the request names some to fetch; it then names their folder."""
+        if not request.weights:
+            return
+        if self._fetched is None:
+            raise ProtocolError("This agent fetches no weights: it is of the machine that has the model.")
+        told: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def progress(done: int, total: int) -> None:
+            loop.call_soon_threadsafe(told.put_nowait, (done, total))
+
+        fetching = asyncio.ensure_future(self._fetched.fetch(instance, request, progress))
+        try:
+            async for done, total in until_done(told, fetching):
+                yield _fetched_so_far(request, done, total)
+            request.model_path = str(fetching.result())
+        finally:
+            fetching.cancel()
+
+    def _in_order(self, instance: str, assignments: Sequence[worker_pb2.StageAssignment]) -> list[Worker]:
+        """The workers that were started for these assignments."""
+        started = {(worker.stage, worker.rank): worker for worker in self._workers_of(instance)}
+        places = [(assignment.stage, assignment.rank) for assignment in assignments]
+        if set(places) != set(started) or len(places) != len(started):
+            raise ProtocolError(
+                f"{instance} was started here for stages and ranks {sorted(started)}, and {places} are to be loaded."
+            )
+        return [started[place] for place in places]
+
+    async def watch(
+        self, request: agent_pb2.WatchRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[agent_pb2.AgentEvent]:
+        """The state now, then at each change at once, and at each heartbeat with fresh figures."""
+        heartbeat_s = request.heartbeat_s or _DEFAULT_HEARTBEAT_S
+        with self._supervisor.changes() as changed:
+            await self._supervisor.refresh()
+            while True:
+                changed.clear()
+                yield self._event()
+                try:
+                    async with asyncio.timeout(heartbeat_s):
+                        await changed.wait()
+                except TimeoutError:
+                    await self._supervisor.refresh()
+
+    def _event(self) -> agent_pb2.AgentEvent:
+        memory = usable_memory()
+        return agent_pb2.AgentEvent(
+            hello=make_hello(node=self._node),
+            workers=[worker.state() for worker in self._supervisor.workers],
+            memory_bytes=memory.total_bytes,
+            memory_free_bytes=memory.available_bytes,
+        )
+
+    async def stop(
+        self, request: agent_pb2.StopRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> agent_pb2.StopReply:
+        """End an instance's workers; without a name every worker, and then an agent that has no more to do."""
+        stopped = await self._supervisor.stop(request.instance)
+        if self._fetched is not None:
+            self._fetched.release([worker.instance for worker in self._supervisor.workers])
+        if not request.instance and (self._ends_when_empty or request.end):
+            self.asked_to_stop.set()
+        return agent_pb2.StopReply(stopped=stopped)
+
+    def _spawn(self, work: Coroutine[object, object, int]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _fetched_so_far(request: agent_pb2.LoadStagesRequest, done: int, total: int) -> agent_pb2.StageProgress:
+    first = request.assignments[0]
+    report = worker_pb2.LoadProgress(phase="fetch", bytes_loaded=done, bytes_total=total)
+    return agent_pb2.StageProgress(stage=first.stage, rank=first.rank, progress=report)
+
+
+def _started(worker: Worker, trust: Trust) -> agent_pb2.StartedWorker:
+    told = worker.status or worker_pb2.WorkerStatus()
+    started = agent_pb2.StartedWorker(
+        stage=worker.stage,
+        rank=worker.rank,
+        pid=worker.child.pid,
+        address=worker.address,
+        port=told.port,
+        group_port=told.group_port,
+        group_host=told.group_host,
+        means=told.means,
+    )
+    started.means.rdma_devices[:] = trusted_devices(told.means.rdma_devices, trust)
+    return started

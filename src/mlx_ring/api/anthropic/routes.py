@@ -1,0 +1,130 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_ring.api.anthropic import writer as about
+from mlx_ring.api.anthropic.request import CountTokensRequest, MessagesRequest, conversation_of
+from mlx_ring.api.anthropic.writer import PING, Costs, MessageWriter, Stop
+from mlx_ring.api.chat.answer import ChatAnswer, News, answer_chat, stream_chat
+from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.errors import error_body
+from mlx_ring.api.openai.sampling import sampling_params
+from mlx_ring.api.openapi import documented
+from mlx_ring.api.service import ModelService
+from mlx_ring.api.sse import Json, event
+from mlx_ring.api.streaming import EVENT_STREAM
+from mlx_ring.core.types import SamplingParams
+
+_PATH = "/v1/messages"
+
+
+def routes(context: ApiContext) -> APIRouter:
+    router = APIRouter()
+
+    async def messages(request: Request) -> Response:
+        fields = await context.read(request, MessagesRequest)
+        service = context.model(fields.model)
+        sampling = _sampling(fields, service)
+        conversation = conversation_of(fields, context.formats[service.tokenizer])
+        engine = await context.answering(service)
+        message_id = f"msg_{secrets.token_hex(12)}"
+        chat = await prepare_chat(
+            context,
+            service,
+            conversation,
+            [sampling],
+            request_id=message_id,
+            early_arguments=any(tool.eager_input_streaming for tool in fields.tools or ()),
+        )
+        writer = MessageWriter(message_id, service.model_id, shows_thinking=_shows_thinking(fields))
+        if fields.stream:
+            request_id = request.scope.get("request_id", "-")
+            stream = MessageStream(writer, sampling, Costs(chat.prompt_tokens), request_id)
+            return stream_chat(engine, chat, stream, keep_alive_s=context.settings.keep_alive_s)
+        [answer] = await answer_chat(request, engine, chat)
+        for part in answer.parts:
+            list(writer.part(part))
+        return JSONResponse(writer.whole(_stop(answer, sampling), _costs(answer)))
+
+    async def count_tokens(request: Request) -> Response:
+        fields = await context.read(request, CountTokensRequest)
+        service = context.model(fields.model)
+        conversation = conversation_of(fields, context.formats[service.tokenizer])
+        prompt = await encode_conversation(context, service, conversation)
+        return JSONResponse({"input_tokens": len(prompt)})
+
+    documented(router, _PATH, messages, MessagesRequest, about.MESSAGES)
+    documented(router, f"{_PATH}/count_tokens", count_tokens, CountTokensRequest, about.COUNT_TOKENS)
+    return router
+
+
+class MessageStream:
+    """A message's events as they are sent. What keeps a stream alive is Anthropic's own ping."""
+
+    media_type = EVENT_STREAM
+    keep_alive = event(PING, "ping")
+
+    def __init__(
+        self, writer: MessageWriter, sampling: SamplingParams, costs: Costs, request_id: str
+    ) -> None:
+        """`costs` are those that are known before the answer."""
+        self._writer = writer
+        self._sampling = sampling
+        self._costs = costs
+        self._request_id = request_id
+
+    def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
+        del answers
+        return _sent(self._writer.opening(self._costs))
+
+    def news(self, news: Sequence[News], answers: Sequence[ChatAnswer]) -> bytes:
+        del answers
+        return b"".join(_sent(self._writer.part(part)) for one in news for part in one.parts)
+
+    def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
+        [answer] = answers
+        return _sent(self._writer.closing(_stop(answer, self._sampling), _costs(answer)))
+
+    def failure(self, error: Exception) -> bytes:
+        return event(error_body(error, _PATH, self._request_id), "error")
+
+
+def _sent(events: Iterable[Json]) -> bytes:
+    return b"".join(event(told, str(told["type"])) for told in events)
+
+
+def _sampling(fields: MessagesRequest, service: ModelService) -> SamplingParams:
+    params = sampling_params(fields, service, max_tokens=fields.max_tokens, top_logprobs=None)
+    return replace(params, stop=(*params.stop, *(fields.stop_sequences or ())))
+
+
+def _shows_thinking(fields: MessagesRequest) -> bool:
+    return fields.thinking is None or fields.thinking.display != "omitted"
+
+
+def _stop(answer: ChatAnswer, sampling: SamplingParams) -> Stop:
+    match answer.end:
+        case "tool_calls":
+            return Stop("tool_use")
+        case "length" if sampling.max_tokens is None or answer.completion_tokens < sampling.max_tokens:
+            return Stop("model_context_window_exceeded")
+        case "length":
+            return Stop("max_tokens")
+        case _ if answer.stop_match is not None:
+            return Stop("stop_sequence", answer.stop_match)
+        case _:
+            return Stop("end_turn")
+
+
+def _costs(answer: ChatAnswer) -> Costs:
+    return Costs(
+        answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens, answer.reasoning_tokens
+    )

@@ -1,0 +1,1 @@
+"""A chat, whichever dialect asks for it."""

@@ -1,0 +1,226 @@
+"""The answers to one chat, side by side: what the engine says, read into parts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_ring.api.chat.parts import (
+    AnswerPart,
+    CallArguments,
+    CallOpening,
+    Content,
+    EndReason,
+    Reasoning,
+)
+from mlx_ring.api.chat.prepare import PreparedChat
+from mlx_ring.api.chat.reader import AnswerReader, join_parts
+from mlx_ring.api.generation import Generation, Piece
+from mlx_ring.api.service import Answering
+from mlx_ring.api.streaming import LiveAnswer, while_connected
+from mlx_ring.core.types import FinishReason, TokenLogprob
+from mlx_ring.engine.streams import Delta, RequestTimings
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a tool, whole."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON, unless the answer was cut off within."""
+
+
+@dataclass(slots=True)
+class ChatAnswer:
+    """One answer so far."""
+
+    parts: list[AnswerPart] = field(default_factory=list[AnswerPart])
+    """As they came."""
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    """Of every token, where asked for: those of thoughts, calls and marks too."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Of the completion's; the marks around thoughts count."""
+    end: EndReason | None = None
+    """None: it has not ended."""
+    stop_match: str | None = None
+    """The stop string that ended it."""
+    timings: RequestTimings | None = None
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+
+    @property
+    def content(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Content))
+
+    @property
+    def calls(self) -> list[Call]:
+        texts: dict[int, list[str]] = {}
+        for part in self.parts:
+            if isinstance(part, CallArguments):
+                texts.setdefault(part.index, []).append(part.text)
+        openings = [part for part in self.parts if isinstance(part, CallOpening)]
+        return [Call(call.id, call.name, "".join(texts.get(call.index, []))) for call in openings]
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What some tokens added to the answer of that index."""
+
+    index: int
+    parts: tuple[AnswerPart, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    """Of each of the tokens, where asked for, whether or not it made a part."""
+    end: EndReason | None = None
+    """On an answer's last news, and only there."""
+    stop_match: str | None = None
+
+
+class ChatGeneration:
+    """A chat under way."""
+
+    def __init__(self, generation: Generation, chat: PreparedChat) -> None:
+        self._generation = generation
+        self._readers = [AnswerReader(rules) for rules in chat.rules]
+        self.answers = [ChatAnswer() for _ in chat.rules]
+
+    async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[News]]:
+        """What has arrived since the last batch, until every answer has ended.
+
+        An empty batch says that nothing came for `quiet_s` seconds.
+
+        Raises:
+            RingError: what ended one of the answers, after what came before it.
+        """
+        async with aclosing(self._generation.batches(quiet_s)) as batches:
+            async for batch in batches:
+                news = [self._read(piece) for piece in batch]
+                told = [one for one in news if one.parts or one.logprobs or one.end is not None]
+                if told or not batch:
+                    yield told
+
+    def _read(self, piece: Piece) -> News:
+        reader, answer, delta = self._readers[piece.index], self.answers[piece.index], piece.delta
+        parts, tokens = self._read_pieces(reader, answer, delta)
+        if delta.finish_reason is not None:
+            parts += reader.finish()
+        elif reader.ended:
+            self._generation.stop(piece.index)
+        news = News(
+            piece.index,
+            tuple(join_parts(parts)),
+            delta.logprobs[:tokens],
+            _end(reader, delta.finish_reason),
+            reader.stop_match,
+        )
+        _add(answer, news, tokens, delta)
+        return news
+
+    def _read_pieces(
+        self, reader: AnswerReader, answer: ChatAnswer, delta: Delta
+    ) -> tuple[list[AnswerPart], int]:
+        """The parts, and how many tokens they are: those behind the answer's end are nobody's."""
+        parts: list[AnswerPart] = []
+        read = 0
+        for text in delta.pieces:
+            if reader.ended:
+                break
+            read += 1
+            was_reasoning = reader.in_reasoning
+            parts += reader.push(text)
+            answer.reasoning_tokens += read <= len(delta.token_ids) and (was_reasoning or reader.in_reasoning)
+        return parts, min(read, len(delta.token_ids))
+
+
+class ChatWriter(Protocol):
+    """How a dialect writes a stream, in bytes. Whatever it writes, each stream is `opening`, `news` and `closing`."""
+
+    media_type: str
+    keep_alive: bytes
+    """What says nothing, and shows that the stream lives; empty where the dialect has no such thing."""
+
+    def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
+        """Before anything was computed."""
+        ...
+
+    def news(self, news: Sequence[News], answers: Sequence[ChatAnswer]) -> bytes:
+        """`answers` hold the news already."""
+        ...
+
+    def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
+        """All have ended."""
+        ...
+
+    def failure(self, error: Exception) -> bytes:
+        """In place of all that would have come."""
+        ...
+
+
+def stream_chat(
+    engine: Answering, chat: PreparedChat, writer: ChatWriter, *, keep_alive_s: float
+) -> Response:
+    """The answers as they come. What the engine refuses is raised before the first byte."""
+
+    async def write(generation: ChatGeneration) -> AsyncGenerator[bytes]:
+        yield writer.opening(generation.answers)
+        async with aclosing(generation.batches(keep_alive_s)) as batches:
+            async for news in batches:
+                yield writer.news(news, generation.answers) if news else writer.keep_alive
+        yield writer.closing(generation.answers)
+
+    return LiveAnswer(lambda: _begun(engine, chat), write, writer.failure, writer.media_type)
+
+
+def _nobody(_: News) -> None:
+    """Who wants the answers whole."""
+
+
+async def answer_chat(
+    request: Request, engine: Answering, chat: PreparedChat, told: Callable[[News], object] = _nobody
+) -> list[ChatAnswer]:
+    """The answers when all have ended; stops at once when the client leaves. `told` gets all news as they come."""
+
+    async def run() -> list[ChatAnswer]:
+        async with _begun(engine, chat) as generation:
+            async for batch in generation.batches():
+                for news in batch:
+                    told(news)
+            return generation.answers
+
+    return await while_connected(request.receive, run())
+
+
+@asynccontextmanager
+async def _begun(engine: Answering, chat: PreparedChat) -> AsyncGenerator[ChatGeneration]:
+    async with Generation(engine, chat.requests, chat.prompt_field, len(chat.requests)) as generation:
+        begun = ChatGeneration(generation, chat)
+        generation.counted = begun.answers
+        yield begun
+
+
+def _end(reader: AnswerReader, finish_reason: FinishReason | None) -> EndReason | None:
+    if finish_reason is None:
+        return None
+    if finish_reason == "length" and not reader.ended:
+        return "length"
+    return "tool_calls" if reader.calls else "stop"
+
+
+def _add(answer: ChatAnswer, news: News, tokens: int, delta: Delta) -> None:
+    answer.parts += news.parts
+    answer.logprobs += news.logprobs
+    answer.prompt_tokens = delta.prompt_tokens
+    answer.cached_tokens = delta.cached_tokens
+    answer.completion_tokens += tokens
+    answer.end, answer.stop_match, answer.timings = news.end, news.stop_match, delta.timings

@@ -1,0 +1,240 @@
+"""What an answer must match, as one grammar: thoughts first where the model thinks, then content or calls of tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import blake2b
+
+from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, either, options_of
+from mlx_ring.api.chat.model_format import CallMarks, ChatFormat
+from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
+from mlx_ring.api.chat.tool_call_grammars import (
+    write_calls,
+    write_harmony_calls,
+    write_muse_calls,
+)
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.types import Grammar
+from mlx_ring.models.grammar_trials import GrammarTrials
+
+_WITHIN_S = 10.0
+_KEPT = 256
+_OPTIONS = "x-guidance"
+
+
+def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: bool) -> Grammar | None:  # noqa: A002 - the word of the field
+    """The grammar of a conversation's next answer; None where any text will do.
+
+    Args:
+        format: the model's own.
+        conversation: what is asked.
+        thinking_open: whether the prompt leaves the answer to begin as a thought.
+
+    Raises:
+        RequestError: it cannot be enforced in this model's format.
+    """
+    grammar = _grammar(format, conversation, thinking_open=thinking_open)
+    return None if grammar is None else replace(grammar, param=_param(conversation))
+
+
+def _param(conversation: Conversation) -> str:
+    """Where the request says what its answer must match."""
+    return "tools" if conversation.format.kind == "text" else conversation.format.param
+
+
+def _grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: bool) -> Grammar | None:  # noqa: A002 - as above
+    use, content = conversation.tool_use, conversation.format
+    calls = format.calls if use.callable_tools else None
+    must_call = use.choice == "required"
+    strict = calls is not None and any(tool.strict for tool in use.callable_tools)
+    if content.kind == "text" and not must_call and not strict:
+        return None
+    grammar = LarkGrammar(format.added)
+    plain = None if must_call else _content(grammar, content)
+    for tool in use.callable_tools:
+        _check_options(tool)
+    write_messages = _MESSAGES.get(format.calls.parser) if format.calls is not None else None
+    if format.calls is not None and format.begins == "header" and write_messages is not None:
+        final = None if must_call else plain or ANY_TEXT
+        grammar.add("start", write_messages(grammar, format.calls, use, final))
+        return Grammar("lark", grammar.write())
+    _refuse_headers(format, content)
+    may_think = thinking_open or not _is_told_not_to_think(conversation)
+    thoughts = _thoughts(grammar, format, is_open=thinking_open) if may_think else ""
+    if calls is None and not thoughts and not format.dropped:
+        return _of_format(content)
+    if calls is None:
+        if must_call:
+            raise RequestError(
+                "This model has no format for calls of tools, so that none can be required.",
+                param="tool_choice",
+            )
+        body = plain or ANY_TEXT
+    else:
+        body = _with_calls(grammar, calls, conversation, plain)
+    grammar.add(
+        "start",
+        " ".join(filter(None, [thoughts, _dropped(grammar, format), body, _dropped(grammar, format)])),
+    )
+    return Grammar("lark", grammar.write())
+
+
+def _of_format(content: AnswerFormat) -> Grammar:
+    if content.kind == "json_object":
+        return Grammar("json_object", "")
+    try:
+        return Grammar("json_schema", json.dumps(_own(content)))
+    except (RecursionError, TypeError, ValueError) as error:
+        raise RequestError(f"The schema cannot be read: {error}.", param=content.param) from error
+
+
+def _own(content: AnswerFormat) -> Mapping[str, object]:
+    if _OPTIONS in content.schema:
+        raise RequestError(
+            f"'{_OPTIONS}' in a schema is not for the request to set; leave it out.", param=content.param
+        )
+    return content.schema
+
+
+def _content(grammar: LarkGrammar, content: AnswerFormat) -> str | None:
+    """What the answer's text must be; None: anything."""
+    match content.kind:
+        case "text":
+            return None
+        case "json_object":
+            return grammar.json({"type": "object"})
+        case "json_schema":
+            return grammar.json(_own(content))
+
+
+def _refuse_headers(format: ChatFormat, content: AnswerFormat) -> None:  # noqa: A002 - as above
+    if format.turns:
+        raise RequestError(
+            "This model heads every part of its answers, so that no schema of tools or of the answer can be enforced.",
+            param=content.param if content.kind != "text" else "tool_choice",
+        )
+
+
+def _thoughts(grammar: LarkGrammar, format: ChatFormat, *, is_open: bool) -> str:  # noqa: A002 - as above
+    """What comes before all else: the rest of a thought that is open, or one if the model likes to."""
+    if format.thinking is None:
+        return ""
+    rest = f"{grammar.until(format.thinking.end)} {SPACE}?"
+    return rest if is_open else f"({grammar.exactly(format.thinking.start)} {rest})?"
+
+
+def _is_told_not_to_think(conversation: Conversation) -> bool:
+    """Whether the template was told: of a model that may choose only what a schema allows, a thought would be the way out."""
+    told = conversation.template_kwargs
+    return (
+        told.get("enable_thinking") is False
+        or told.get("thinking") is False
+        or told.get("reasoning_effort") == "none"
+    )
+
+
+def _dropped(grammar: LarkGrammar, format: ChatFormat) -> str:  # noqa: A002 - as above
+    """Marks that say nothing may stand around the answer."""
+    return f"({' | '.join(map(grammar.exactly, format.dropped))})*" if format.dropped else ""
+
+
+def _with_calls(grammar: LarkGrammar, marks: CallMarks, conversation: Conversation, plain: str | None) -> str:
+    use = conversation.tool_use
+    opening, rest = write_calls(grammar, marks, use.callable_tools, parallel=use.parallel)
+    if use.choice == "required":
+        return f"{grammar.exactly(opening)} {rest}"
+    if plain is not None:
+        return f"({plain} | {grammar.exactly(opening)} {rest})"
+    then = grammar.fresh(f"{grammar.until(opening)} {rest}")
+    return f"{then}* {ANY_TEXT}" if use.parallel else f"({then} {SPACE}? | {ANY_TEXT})"
+
+
+def _harmony(grammar: LarkGrammar, _marks: CallMarks, use: ToolUse, final: str | None) -> str:
+    """gpt-oss's answers are messages with a channel each: thoughts, and then what is `final`, or a call."""
+    start = grammar.exactly("<|start|>assistant")
+    thought = f"{grammar.exactly('<|channel|>analysis<|message|>')} {grammar.until('<|end|>')} {start}"
+    last = write_harmony_calls(grammar, use.callable_tools)
+    if final is not None:
+        last.append(f"{grammar.exactly('<|channel|>final<|message|>')} {final}")
+    return f"({thought})* ({' | '.join(last)})"
+
+
+def _muse(grammar: LarkGrammar, marks: CallMarks, use: ToolUse, final: str | None) -> str:
+    """Muse's say to whom they are: to itself what it thinks, and then what is for the user, or calls to tools."""
+    asides = ["self"] if final is None else ["self", "commentary"]
+    begins = either(grammar.exactly(f"to={whom}<|message|>") for whom in asides)
+    aside = f'" "? {begins} {grammar.until("<|eom|>")} {grammar.exactly("<|start|>assistant")}'
+    last: list[str] = []
+    if use.callable_tools:
+        last.append(write_muse_calls(grammar, marks, use.callable_tools, parallel=use.parallel))
+    if final is not None:
+        last.append(f"{grammar.exactly('to=user<|message|>')} {final}")
+    return f'({aside})* " "? {either(last)} ({grammar.exactly("<|eot|>")})?'
+
+
+_MESSAGES: Mapping[str, Callable[[LarkGrammar, CallMarks, ToolUse, str | None], str]] = {
+    "harmony": _harmony,
+    "muse_spark": _muse,
+}
+"""Formats whose answers are messages with headers, by the name of the parser of their calls."""
+
+
+def _check_options(tool: Tool) -> None:
+    if _OPTIONS in (tool.parameters or {}):
+        raise RequestError(
+            f"'{_OPTIONS}' in the parameters of tool '{tool.name}' is not for the request to set.",
+            param="tools",
+        )
+
+
+class GrammarChecks:
+    """Tries grammars before a prompt is computed for them, one at a time and off the event loop."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._trials = GrammarTrials()
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        """By their digests, for clients decide how long they are: what is wrong with them; empty: nothing."""
+
+    async def check(self, grammar: Grammar | None, conversation: Conversation) -> None:
+        """Raises `RequestError` where a grammar cannot be enforced, with the name of what it comes from."""
+        if grammar is None or not (problem := await self._problem(grammar)):
+            return
+        if conversation.format.kind != "text" and (
+            alone := await self._problem(_of_format(conversation.format))
+        ):
+            raise RequestError(alone, param=conversation.format.param)
+        for number, tool in enumerate(conversation.tool_use.tools):
+            if tool.parameters is not None and (alone := await self._problem(_of_tool(tool))):
+                raise RequestError(
+                    f"Tool '{tool.name}': {alone}", param=f"tools[{number}].function.parameters"
+                )
+        raise RequestError(problem, param=_param(conversation))
+
+    async def _problem(self, grammar: Grammar) -> str:
+        key = blake2b(
+            f"{grammar.kind}:{grammar.text}".encode(errors="surrogatepass"), digest_size=16
+        ).digest()
+        known = self._known.get(key)
+        if known is None:
+            loop = asyncio.get_running_loop()
+            try:
+                async with asyncio.timeout(_WITHIN_S):
+                    known = await loop.run_in_executor(self._thread, self._trials.problem, grammar)
+            except TimeoutError:
+                return "The server was too busy with other schemas to look at this one; try again, or make it simpler."
+            self._known[key] = known
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return known
+
+
+def _of_tool(tool: Tool) -> Grammar:
+    grammar = LarkGrammar({})
+    grammar.add("start", grammar.json(tool.parameters or {}, **options_of(tool)))
+    return Grammar("lark", grammar.write())

@@ -1,0 +1,183 @@
+"""Writes grammars as llguidance's Lark reads them. Pure.
+
+Schemas of tools, as formats of calls read them whose arguments are not JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from mlx_ring.api.chat.request import Tool
+from mlx_ring.core.errors import RequestError
+from mlx_ring.models.grammars import JSON_OPTIONS
+
+ANY_TEXT = "/(?s:.*)/"
+"""No special token is text."""
+SPACE = r"/[ \t\r\n]{1,8}/"
+PYTHON_STRINGS = {"json_allowed_escapes": 'nrbtf\\"'}
+"""Where JSON's strings are read as Python's, which knows fewer escapes."""
+
+
+@dataclass(slots=True)
+class LarkGrammar:
+    """Rules by name, while they are put together."""
+
+    tokens: Mapping[str, int]
+    """Texts that are tokens of their own, which text never is."""
+    rules: dict[str, str] = field(default_factory=dict[str, str])
+
+    def add(self, name: str, body: str) -> str:
+        """A rule; its name."""
+        self.rules[name] = body
+        return name
+
+    def fresh(self, body: str, *, lazy: bool = False) -> str:
+        """A rule with a name of its own. A lazy one matches no more than it must."""
+        name = f"r{len(self.rules)}"
+        self.rules[f"{name}[lazy]" if lazy else name] = body
+        return name
+
+    def exactly(self, text: str) -> str:
+        """A text, tokens of their own by their ids."""
+        return " ".join(
+            f"<[{self.tokens[piece]}]>" if piece in self.tokens else json.dumps(piece)
+            for piece in self.pieces(text)
+        )
+
+    def json(self, schema: Mapping[str, object], **options: object) -> str:
+        """JSON under a schema."""
+        try:
+            return f"%json {json.dumps(dict(schema) | {'x-guidance': JSON_OPTIONS | options})}"
+        except (RecursionError, TypeError, ValueError) as error:
+            raise RequestError(f"The schema cannot be read: {error}.") from error
+
+    def until(self, text: str, *, besides: str = "") -> str:
+        """Any text and then `text`, which it does not hold; `besides` is an expression for what it must not be as a whole.
+
+        Parsers take a mark for one also without the white space at its ends.
+        """
+        first, *others = self.pieces(text)
+        free = ANY_TEXT
+        if besides or first != first.strip():
+            others_than = f" & ~/{besides}/" if besides else ""
+            free = self._terminal(f"{ANY_TEXT} & {_without(first.strip() or first)}{others_than}")
+        if first in self.tokens:
+            return f"{free} {self.exactly(text)}"
+        head = self.fresh(f"{free} {json.dumps(first)}", lazy=True)
+        return f"{head} {self.exactly(''.join(others))}" if others else head
+
+    def until_mark(self, mark: str, within: Iterable[str] = ()) -> str:
+        """Any text without `mark`, however that is spelt, and then it; `within` are expressions that it must match."""
+        free = self._terminal(" & ".join([ANY_TEXT, _without(mark), *within]))
+        if mark in self.tokens:
+            return f"{free} {self.exactly(mark)}"
+        return self._terminal(f"{free} {json.dumps(mark)}")
+
+    def in_order(self, values: Mapping[str, str], required: Collection[object], *, between: str) -> str:
+        """Each of the values by name once at most, in their order, those that are required always."""
+        first = after = '""'
+        for name, value in reversed(list(values.items())):
+            optional = name not in required
+            written = f"{self.fresh(value)} {after}"
+            first = self.fresh(f"{written} | {first}" if optional else written)
+            after = self.fresh(f"{between} {written} | {after}" if optional else f"{between} {written}")
+        return first
+
+    def pieces(self, text: str) -> list[str]:
+        """Tokens of their own, and what is between."""
+        known = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))
+        return [piece for piece in (re.split(f"({known})", text) if known else [text]) if piece]
+
+    def write(self) -> str:
+        return "\n".join(["%llguidance {}", *(f"{name}: {body}" for name, body in self.rules.items())])
+
+    def _terminal(self, body: str) -> str:
+        name = f"T{len(self.rules)}"
+        self.rules[name] = body
+        return name
+
+
+def either(options: Iterable[str]) -> str:
+    """One of several expressions."""
+    return f"({' | '.join(options)})"
+
+
+def _without(text: str) -> str:
+    """An expression of all that does not hold a text."""
+    literally = re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+    return f"~/(?s:.*){literally}(?s:.*)/"
+
+
+Schema = Mapping[str, object]
+
+NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Of a tool that takes no arguments."""
+STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
+"""Of a schema whose texts are known, or free."""
+_LENIENT = {"lenient": True, "coerce_one_of": True}
+"""For tools that are not strict: what cannot be enforced is left out."""
+_DEFINITIONS = ("$defs", "definitions")
+_PLAIN_KEYS = frozenset(
+    {
+        *("type", "properties", "required", "additionalProperties", *_DEFINITIONS),
+        *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
+    }
+)
+"""Of a schema of arguments that can be written one by one."""
+
+
+def options_of(tool: Tool) -> Mapping[str, object]:
+    """What llguidance is told of JSON under a tool's schema."""
+    return {} if tool.strict else _LENIENT
+
+
+def properties_of(tool: Tool) -> Mapping[str, Schema]:
+    """Of a tool whose arguments come one by one.
+
+    Raises:
+        RequestError: it is strict, and says more of its arguments than what each of them is.
+    """
+    schema = tool.parameters or NOTHING
+    others = sorted(schema.keys() - _PLAIN_KEYS)
+    if others and tool.strict:
+        raise RequestError(
+            f"'{others[0]}' in the parameters of tool '{tool.name}' cannot be enforced in this model's format.",
+            param="tools",
+        )
+    properties = schema.get("properties", {})
+    if not isinstance(properties, Mapping):
+        raise RequestError(f"'properties' of tool '{tool.name}' is no object.", param="tools")
+    given = cast("Mapping[str, object]", properties)
+    missing = [name for name in required_of(tool) if name not in given]
+    if missing and tool.strict:
+        raise RequestError(f"Tool '{tool.name}' requires '{missing[0]}', which has no schema.", param="tools")
+    return {
+        name: cast("Schema", value) if isinstance(value, Mapping) else {} for name, value in given.items()
+    }
+
+
+def required_of(tool: Tool) -> list[str]:
+    """Names of arguments that have to be there."""
+    required = (tool.parameters or NOTHING).get("required", [])
+    return [str(name) for name in cast("list[object]", required)] if isinstance(required, list) else []
+
+
+def alone_of(tool: Tool, schema: Schema) -> Schema:
+    """A property's schema with the definitions that it may refer to."""
+    given = tool.parameters or {}
+    return {**{key: given[key] for key in _DEFINITIONS if key in given}, **schema}
+
+
+def texts_of(schema: Schema) -> list[str] | None:
+    """The texts of which a property is one, where that is so."""
+    if not schema.keys() <= STRING_KEYS:
+        return None
+    given = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(given, list) or not given:
+        return None
+    values = cast("list[object]", given)
+    return [str(value) for value in values] if all(isinstance(value, str) for value in values) else None

@@ -1,0 +1,248 @@
+"""How a model writes its answers: what marks its thoughts and its calls of tools, read from its tokenizer.
+
+gpt-oss's format, Harmony, which mlx-lm has no reader for.
+
+An answer is of messages, each with a header that names its channel: `analysis` is thought, and one to a function
+is a call of it. See https://cookbook.openai.com/articles/openai-harmony.
+
+    <|channel|>analysis<|message|>thought<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+    <|start|>assistant<|channel|>final<|message|>answer<|return|>
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
+
+from mlx_ring.api.chat import gemma
+from mlx_ring.api.service import Tokenizer
+
+TOKENS = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"})
+"""A vocabulary that has them all is of this format."""
+TRANSITIONS: Mapping[str, list[tuple[str, str]]] = {
+    "header": [("<|channel|>analysis<|message|>", "reasoning"), ("<|message|>", "normal")],
+    "reasoning": [("<|end|>", "header")],
+    "normal": [("<|end|>", "header")],
+}
+"""By mlx-lm's names, as the wrapper has them for other formats of several messages."""
+CALL_START, CALL_END = "to=functions.", "<|call|>"
+CALL_INNER = ("<|constrain|>",)
+HEADING = re.compile(r"(?P<name>[\w-]++)(?P<id>)[^{<]*+(?:<(?!\|message\|>)[^{<]*+)*<\|message\|>\s*(?=\{)")
+"""Heading of a call up to its arguments. It is tried again with each token, so runs of characters are possessive:
+a long name must not cost its square. Groups are not, because Python before 3.11.5 matches possessive groups wrongly.
+"""
+_BODY = "<|message|>"
+_NAME = re.compile(r"[\w-]+")
+
+
+def is_harmony(added: Collection[str]) -> bool:
+    """Whether a vocabulary with these added tokens is."""
+    return set(added) >= TOKENS
+
+
+def parse_tool_call(text: str, tools: object) -> object:
+    """A call from its function's name on. Raises `ValueError` where it is none."""
+    del tools
+    heading, mark, arguments = text.strip().partition(_BODY)
+    name = _NAME.match(heading)
+    if name is None or not mark:
+        raise ValueError("There is no function.")
+    return {"name": name[0], "arguments": json.loads(arguments or "{}")}
+
+
+State = Literal["start", "content", "reasoning", "calls", "header"]
+"""Where in an answer the text stands. At its `start`, and behind what a mark has closed, nothing was said yet;
+a `header` says for whom the next text is, and is for nobody to read."""
+
+ParseCalls = Callable[[str, list[dict[str, object]]], object]
+"""One of mlx-lm's: the text between the marks and the tools, as templates read them, to one call or several."""
+
+_STATES: Mapping[str, State] = {
+    "normal": "start",
+    "reasoning": "reasoning",
+    "tool": "calls",
+    "header": "header",
+}
+"""mlx-lm's names of them."""
+_INNER_MARKS: Mapping[str, tuple[str, ...]] = {
+    "function_gemma": ("<escape>",),
+    "gemma4": ('<|"|>',),
+    "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "mistral": ("[ARGS]", "[CALL_ID]"),
+}
+"""What else may be a special token inside calls, by the name of mlx-lm's parser."""
+_WORD = re.compile(r"\w+")
+_PROMPTS_END = 32
+"""Tokens at a prompt's end among which a template opens thinking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What stands before and behind something in an answer's text."""
+
+    start: str
+    end: str
+    """Empty: it lasts to the answer's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarks(Marks):
+    """What stands around calls of tools, and who reads what is between."""
+
+    parser: str
+    """mlx-lm's name of it, such as `json_tools`."""
+    parse: ParseCalls = field(repr=False)
+    inner: tuple[str, ...] = ()
+    """More marks inside, where they may be special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """One model's. Made once, from its tokenizer."""
+
+    thinking: Marks | None = None
+    calls: CallMarks | None = None
+    dropped: tuple[str, ...] = ()
+    """Marks that say nothing to a reader."""
+    begins: State = "start"
+    turns: Mapping[State, tuple[tuple[str, State], ...]] = field(
+        default_factory=dict[State, tuple[tuple[str, State], ...]]
+    )
+    """More marks by where they count, and what begins behind them."""
+    words: frozenset[str] = frozenset()
+    """Every word of the template: what it never mentions it cannot heed."""
+    special: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Special tokens that are part of marks, by their text."""
+    added: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The same, with tokens that were added by name and are not special: a tokenizer never makes them of other text."""
+
+    def knows(self, word: str) -> bool:
+        """Whether the template has a variable of that name, or so it seems."""
+        return word in self.words
+
+    def shown_tokens(self, *, calls: bool) -> frozenset[int]:
+        """Special tokens that an answer's text must show, for its marks to be found."""
+        texts = self.marks(calls=calls)
+        return frozenset(token for name, token in self.special.items() if any(name in text for text in texts))
+
+    def opens_thinking(self, prompts_end: str) -> bool:
+        """Whether a prompt leaves the answer to begin as a thought."""
+        return self.thinking is not None and prompts_end.rstrip().endswith(self.thinking.start)
+
+    def marks(self, *, calls: bool) -> list[str]:
+        """All that may be special tokens."""
+        marks = [*self.dropped, *(mark for turns in self.turns.values() for mark, _ in turns)]
+        if self.thinking is not None:
+            marks += [self.thinking.start, self.thinking.end]
+        if calls and self.calls is not None:
+            marks += [self.calls.start, self.calls.end, *self.calls.inner]
+        return marks
+
+
+class ChatFormats:
+    """The format of each tokenizer, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Tokenizer, ChatFormat] = WeakKeyDictionary()
+
+    def __getitem__(self, tokenizer: Tokenizer) -> ChatFormat:
+        known = self._known.get(tokenizer)
+        if known is None:
+            known = self._known[tokenizer] = read_format(tokenizer)
+        return known
+
+
+def read_format(tokenizer: Tokenizer) -> ChatFormat:
+    """What mlx-lm's wrapper has found out about a tokenizer, or what is known here besides."""
+    words = frozenset(_WORD.findall(_template_text(tokenizer)))
+    if is_harmony([added.content for added in tokenizer.added_tokens_decoder.values()]):
+        return _with_special(_harmony(words), tokenizer)
+    calls = _read_calls(tokenizer)
+    plain = ChatFormat(
+        thinking=_read_thinking(tokenizer),
+        calls=calls,
+        dropped=tuple(tokenizer.structural_markers),
+        begins=_STATES.get(tokenizer.response_initial_state or "", "start"),
+        turns=_read_turns(tokenizer.response_transitions, calls),
+        words=words,
+    )
+    return _with_special(plain, tokenizer)
+
+
+def _harmony(words: frozenset[str]) -> ChatFormat:
+    calls = CallMarks(CALL_START, CALL_END, "harmony", parse_tool_call, CALL_INNER)
+    return ChatFormat(calls=calls, begins="header", turns=_read_turns(TRANSITIONS, calls), words=words)
+
+
+def prompts_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """The last words of a prompt, special tokens shown."""
+    return tokenizer.decode(
+        list(prompt[-_PROMPTS_END:]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+def _read_thinking(tokenizer: Tokenizer) -> Marks | None:
+    start, end = tokenizer.think_start, tokenizer.think_end
+    return Marks(start, end) if start and end else None
+
+
+def _read_calls(tokenizer: Tokenizer) -> CallMarks | None:
+    """mlx-lm's parsers are modules, and each is named for what it reads."""
+    start, parse = tokenizer.tool_call_start, tokenizer.tool_parser
+    if not start or parse is None:
+        return None
+    parser = parse.__module__.rpartition(".")[2]
+    inner = _INNER_MARKS.get(parser, ())
+    return CallMarks(start, tokenizer.tool_call_end or "", parser, parser_of(parser, parse), inner)
+
+
+def parser_of(name: str, own: ParseCalls) -> ParseCalls:
+    """What reads calls of a format: mlx-lm's own parser, or a better one that mlx-lm has under another name."""
+    if name != "function_gemma":
+        return own
+    module = importlib.import_module(own.__module__.replace(name, "gemma4"))
+    return gemma.parse_function_gemma(own, module.parse_tool_call)
+
+
+def _read_turns(
+    transitions: Mapping[str, Iterable[tuple[str, str]]], calls: CallMarks | None
+) -> dict[State, tuple[tuple[str, State], ...]]:
+    """A calls' mark has its own place, and counts there and nowhere else."""
+    start = None if calls is None else calls.start
+    return {
+        _STATES[state]: tuple((mark, _STATES[then]) for mark, then in turns if mark != start)
+        for state, turns in transitions.items()
+    }
+
+
+def _template_text(tokenizer: Tokenizer) -> str:
+    """The template, or all of them; of a renderer in Python, which mlx-lm brings for some models, its source."""
+    beneath: Any = getattr(tokenizer, "_tokenizer", tokenizer)
+    renderer: object = getattr(tokenizer, "_chat_template", None)
+    template: object = getattr(beneath, "chat_template", None)
+    if renderer is not None:
+        module = inspect.getmodule(renderer)
+        return "" if module is None else inspect.getsource(module)
+    if isinstance(template, dict):
+        return "\n".join(str(text) for text in cast("dict[str, object]", template).values())
+    return template if isinstance(template, str) else ""
+
+
+def _with_special(plain: ChatFormat, tokenizer: Tokenizer) -> ChatFormat:
+    marks = [*plain.marks(calls=True), *(TOKENS if plain.begins == "header" else ())]
+    known = tokenizer.added_tokens_decoder
+    added = {
+        each.content: token
+        for token, each in known.items()
+        if each.content and any(each.content in mark for mark in marks)
+    }
+    special = {text: token for text, token in added.items() if known[token].special}
+    return replace(plain, special=special, added=added)

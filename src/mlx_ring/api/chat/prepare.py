@@ -1,0 +1,217 @@
+"""From what is asked to what the engine takes: the prompt, what its answers' text shows, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mlx_ring.api.chat.grammars import answer_grammar
+from mlx_ring.api.chat.messages import in_order_of_calls, with_thoughts
+from mlx_ring.api.chat.model_format import ChatFormat, Marks, prompts_end
+from mlx_ring.api.chat.reader import ReadingRules
+from mlx_ring.api.chat.request import Conversation
+from mlx_ring.api.chat.tool_calls import CallRules
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.service import ModelService
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.sequence import GenerateRequest
+
+_MOST_TOOLS = 1024
+"""Templates and grammars are written tool by tool; OpenAI takes 128."""
+_NEVER = -100.0
+"""As a bias, more than any model prefers one token to all others by."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat that only wants an engine."""
+
+    requests: tuple[GenerateRequest, ...]
+    """One for each answer."""
+    rules: tuple[ReadingRules, ...]
+    """How each is read."""
+    prompt_field: str
+    """What the request calls the prompt, for errors."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.requests[0].prompt_tokens)
+
+
+async def prepare_chat(
+    context: ApiContext,
+    service: ModelService,
+    conversation: Conversation,
+    sampling: Sequence[SamplingParams],
+    *,
+    request_id: str,
+    early_arguments: bool = False,
+) -> PreparedChat:
+    """Make the prompt and all that follows from it.
+
+    Args:
+        context: what routes have at hand.
+        service: the model.
+        conversation: what is asked.
+        sampling: of each answer. Stop strings count in content alone.
+        request_id: for logs.
+        early_arguments: whether arguments of calls go out as they come. A call that then ends badly has arguments that are
+            no JSON, and is text of the answer otherwise.
+
+    Raises:
+        RequestError: the model's template cannot take it, or has no place for what is asked for.
+    """
+    format_ = context.formats[service.tokenizer]
+    prompt = await encode_conversation(context, service, conversation)
+    thinking_open = _opens_thinking(format_, conversation, prompts_end(service.tokenizer, prompt))
+    grammar = answer_grammar(format_, conversation, thinking_open=thinking_open)
+    await context.grammars.check(grammar, conversation)
+    calls = _call_rules(format_, conversation, early=early_arguments)
+    shown = format_.shown_tokens(calls=calls is not None)
+    barred = _barred_tokens(format_, conversation)
+    requests = tuple(
+        GenerateRequest(
+            f"{request_id}-{index}",
+            prompt,
+            replace(params, stop=(), grammar=grammar, logit_bias=params.logit_bias + barred),
+            shown_tokens=shown,
+        )
+        for index, params in enumerate(sampling)
+    )
+    rules = tuple(
+        ReadingRules(format_, calls, thinking_open, params.stop, params.min_tokens) for params in sampling
+    )
+    return PreparedChat(requests, rules, conversation.messages_param)
+
+
+async def encode_conversation(
+    context: ApiContext,
+    service: ModelService,
+    conversation: Conversation,
+    *,
+    add_generation_prompt: bool = True,
+) -> tuple[int, ...]:
+    """The prompt alone, as the model reads it; without `add_generation_prompt` it does not begin an answer.
+
+    Raises:
+        RequestError: the model's template cannot take it.
+    """
+    format_ = context.formats[service.tokenizer]
+    _check_tools(format_, conversation)
+    _check_continues(conversation)
+    _check_kwargs(format_, conversation)
+    is_harmony = format_.calls is not None and format_.calls.parser == "harmony"
+    messages = with_thoughts(in_order_of_calls(conversation.messages), calls_have_one_text=is_harmony)
+    return await context.prompts.encode_chat(
+        service, replace(conversation, messages=messages), add_generation_prompt=add_generation_prompt
+    )
+
+
+def with_effort(
+    format_: ChatFormat, own: Mapping[str, object] | None, effort: str | None, *, param: str
+) -> Mapping[str, object]:
+    """What a client tells the template itself, and what an effort that it names comes to.
+
+    Raises:
+        RequestError: both say the same thing, or the template knows nothing of it.
+    """
+    told = {} if effort is None else effort_arguments(format_, effort, param=param)
+    for name in told:
+        if own and name in own:
+            raise RequestError(
+                f"'{param}' and 'chat_template_kwargs.{name}' say the same thing; give one of them.",
+                param=param,
+            )
+    return {**(own or {}), **told}
+
+
+def effort_arguments(format_: ChatFormat, effort: str, *, param: str) -> dict[str, object]:
+    """What tells a template how much to think. `none` is no thought at all.
+
+    A template that can only be told to think or not to is told that: every effort but `none` is then the same.
+
+    Raises:
+        RequestError: the template knows nothing of it.
+    """
+    if format_.knows("reasoning_effort"):
+        return {"reasoning_effort": effort}
+    for switch in ("enable_thinking", "thinking"):
+        if format_.knows(switch):
+            return {switch: effort != "none"}
+    if effort == "none" and format_.thinking is None:
+        return {}
+    raise RequestError(
+        f"'{param}' is '{effort}', and this model's chat template has no switch for how much it thinks; leave it out.",
+        param=param,
+    )
+
+
+def _check_tools(format_: ChatFormat, conversation: Conversation) -> None:
+    tools = len(conversation.tool_use.tools)
+    if not tools:
+        return
+    if tools > _MOST_TOOLS:
+        raise RequestError(
+            f"'tools' has {tools} of them; the most in one request are {_MOST_TOOLS}.", param="tools"
+        )
+    if format_.calls is None or not format_.knows("tools"):
+        raise RequestError(
+            "This model's chat template has no place for tools, so it can call none; leave 'tools' out.",
+            param="tools",
+        )
+
+
+def _check_continues(conversation: Conversation) -> None:
+    if not conversation.continues:
+        return
+    if conversation.messages[-1].get("role") != "assistant":
+        raise RequestError(
+            "The last message is to be continued, and it is not the assistant's.",
+            param=conversation.messages_param,
+        )
+    if conversation.format.kind != "text":
+        raise RequestError(
+            f"'{conversation.format.param}' is of a whole answer, and the last message begins one: leave out one of them.",
+            param=conversation.format.param,
+        )
+
+
+def _check_kwargs(format_: ChatFormat, conversation: Conversation) -> None:
+    """What a template never mentions would do nothing, and nobody would know. Of one that cannot be read all is taken."""
+    for name in conversation.template_kwargs if format_.words else ():
+        if not format_.knows(name):
+            param = f"{conversation.kwargs_param}.{name}"
+            raise RequestError(
+                f"'{param}' is nothing that this model's chat template knows of; leave it out.", param=param
+            )
+
+
+def _opens_thinking(format_: ChatFormat, conversation: Conversation, end: str) -> bool:
+    """Whether the answer begins as a thought: the template opened one, or the message that goes on did."""
+    if format_.thinking is None:
+        return False
+    return _is_open(format_.thinking, end) if conversation.continues else format_.opens_thinking(end)
+
+
+def _is_open(marks: Marks, text: str) -> bool:
+    return text.rfind(marks.start) > text.rfind(marks.end)
+
+
+def _call_rules(format_: ChatFormat, conversation: Conversation, *, early: bool) -> CallRules | None:
+    use = conversation.tool_use
+    if format_.calls is None or not use.callable_tools:
+        return None
+    return CallRules(format_.calls, use.callable_tools, parallel=use.parallel, early=early)
+
+
+def _barred_tokens(format_: ChatFormat, conversation: Conversation) -> tuple[tuple[int, float], ...]:
+    """Keeps a model that knows of tools and may call none from opening a call, where one token does that.
+
+    It would write its call as text otherwise. The prompt tells of the tools all the same: it is a long one's beginning, which is kept.
+    """
+    use = conversation.tool_use
+    if format_.calls is None or not use.tools or use.callable_tools:
+        return ()
+    opening = format_.added.get(format_.calls.start)
+    return () if opening is None else ((opening, _NEVER),)

@@ -1,0 +1,246 @@
+"""Reads one answer: text in, as it comes, and out what it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from mlx_ring.api.chat.model_format import ChatFormat, State
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, Content, Reasoning, first_mark, open_end
+from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, Reading
+from mlx_ring.engine.detokenizer import StopMatcher
+
+_MOST_NO_CALLS = 64
+"""Marks of calls in one answer that begin none: whoever writes more of them calls nothing, and marks are text from then on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingRules:
+    """How one answer is to be read."""
+
+    format: ChatFormat
+    calls: CallRules | None = None
+    """None: it may call nothing, and what marks calls is text."""
+    thinking_open: bool = False
+    """Whether it begins as a thought."""
+    stops: tuple[str, ...] = ()
+    """Strings that end it where its content has them. Thoughts and calls may: who asked sees neither as text of
+    the answer, and could not know what is in them."""
+    min_tokens: int = 0
+    """Stop strings count behind so many tokens."""
+
+
+class AnswerReader:
+    """One answer's text, token by token. White space next to a mark belongs to the mark."""
+
+    def __init__(self, rules: ReadingRules) -> None:
+        self._rules = rules
+        self._marks = _marks_by_state(rules.format, with_calls=rules.calls is not None)
+        self._state: State = "reasoning" if rules.thinking_open else rules.format.begins
+        self._behind_mark = rules.thinking_open
+        self._stops = StopMatcher(rules.stops)
+        self._held = ""
+        """What may become a mark, or belong to one."""
+        self._blank = ""
+        """White space that was said, and belongs to the next mark if one follows."""
+        self._calls: CallsReader | None = None
+        self._before_calls: State = "start"
+        self._tokens = 0
+        self._parts: list[AnswerPart] = []
+        self._no_calls = 0
+        self.calls = 0
+        """Calls that it has, the one that is coming included."""
+        self.ended = False
+        """Nothing of what follows belongs to the answer."""
+        self.stop_match: str | None = None
+        """The stop string that ended it."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._state == "reasoning"
+
+    def push(self, text: str) -> list[AnswerPart]:
+        """The parts that one token's text makes, or makes longer."""
+        self._tokens += 1
+        held, self._held = self._held, ""
+        self._read(held + text)
+        return self._taken()
+
+    def finish(self) -> list[AnswerPart]:
+        """What was held back, at the end of the text."""
+        while self._calls is not None and not self.ended:
+            is_cut_off = self._calls.is_calling
+            self._read(self._take_calls(self._calls, self._calls.finish()))
+            # A call that was cut off is the last, and did not end the answer.
+            self.ended = self.ended and not is_cut_off
+        if not self.ended:
+            self._say(self._held)
+        if not self.ended:
+            self._say_last()
+        return self._taken()
+
+    def _read(self, text: str | None) -> None:
+        while text is not None and not self.ended:
+            text = self._advance(text)
+
+    def _taken(self) -> list[AnswerPart]:
+        parts, self._parts = self._parts, []
+        return join_parts(parts) if len(parts) > 1 else parts
+
+    # ---- from mark to mark
+
+    def _advance(self, text: str) -> str | None:
+        """Read up to the next mark, and give what follows it; None: the text is read."""
+        if self._calls is not None:
+            return self._take_calls(self._calls, self._calls.push(text))
+        if self._state == "start":
+            return self._begin(text)
+        marks = self._marks[self._state]
+        found = first_mark(text, marks)
+        if found is None:
+            said = len(text) - open_end(text, marks)
+            self._say(text[:said])
+            self._held = text[said:]
+            return None
+        place, mark = found
+        self._say(text[:place])
+        self._turn(mark)
+        return text[place + len(mark) :]
+
+    def _begin(self, text: str) -> str | None:
+        """Nothing was said yet: some marks count only here."""
+        marks, said = self._marks["start"], text.lstrip()
+        mark = max((mark for mark in marks if said.startswith(mark)), key=len, default=None)
+        if mark is not None:
+            self._turn(mark)
+            return said[len(mark) :]
+        if marks and any(mark.startswith(said) for mark in marks):
+            self._held = text
+            return None
+        self._state = "content"
+        return said if self._behind_mark else text
+
+    def _turn(self, mark: str) -> None:
+        then = self._marks[self._state][mark]
+        if then == "calls" and self._rules.calls is not None:
+            self._flush_stops()
+            self._before_calls = self._state
+            self._calls = CallsReader(self._rules.calls, self.calls)
+        else:
+            self._say_nothing_more()
+            self._state = then
+        self._behind_mark = True
+
+    def _take_calls(self, reader: CallsReader, reading: Reading) -> str | None:
+        """The text behind them, where they have ended. What was no call is read again, as what it stood in."""
+        self._parts += reading.parts
+        if reading.parts:
+            self._blank = ""
+        self.calls = reader.calls + reader.is_calling
+        if reading.rest is None:
+            return None
+        self._calls = None
+        if reading.no_call:
+            self._note_no_call()
+            return self._read_again(reading.no_call) + reading.rest
+        self._state, self._behind_mark = self._rules.format.begins, True
+        self.ended = self.calls > 0 and not reader.parallel
+        return reading.rest
+
+    def _note_no_call(self) -> None:
+        """Each is read again from behind its mark, so that many within each other cost the square of their number."""
+        self._no_calls += 1
+        if self._no_calls >= _MOST_NO_CALLS:
+            self._marks = _marks_by_state(self._rules.format, with_calls=False)
+
+    def _read_again(self, text: str) -> str:
+        """What follows the mark: that one itself is no mark, others may be."""
+        self._state = "reasoning" if self._before_calls == "reasoning" else "content"
+        self._behind_mark = False
+        mark = max((mark for mark in self._marks[self._state] if text.startswith(mark)), key=len, default="")
+        self._say(mark)
+        return text[len(mark) :]
+
+    # ---- what is said
+
+    def _say(self, text: str) -> None:
+        if self._state == "reasoning":
+            self._say_reasoning(text)
+        elif self._state != "header":
+            self._say_content(text)
+
+    def _say_reasoning(self, text: str) -> None:
+        text = self._without_blanks(text)
+        if text:
+            self._parts.append(Reasoning(text))
+
+    def _say_content(self, text: str) -> None:
+        if self._tokens > self._rules.min_tokens:
+            text, self.stop_match = self._stops.push(text)
+            self.ended = self.stop_match is not None
+        text = self._blank + text if self.ended else self._without_blanks(text)
+        if text:
+            self._parts.append(Content(text))
+
+    def _without_blanks(self, text: str) -> str:
+        """The text, less the white space behind the mark before it, and that which a mark may follow."""
+        if self._behind_mark:
+            text = text.lstrip()
+            self._behind_mark = not text
+        if not self._marks[self._state]:
+            return text
+        text = self._blank + text
+        said = text.rstrip()
+        self._blank = text[len(said) :]
+        return said
+
+    def _flush_stops(self) -> None:
+        """A stop string doesn't go on behind a mark."""
+        text = self._without_blanks(self._stops.flush()) if self._state != "reasoning" else ""
+        if text:
+            self._parts.append(Content(text))
+
+    def _say_nothing_more(self) -> None:
+        self._flush_stops()
+        self._blank = ""
+
+    def _say_last(self) -> None:
+        text = self._blank + self._stops.flush()
+        part = Reasoning if self._state == "reasoning" else Content
+        if text:
+            self._parts.append(part(text))
+
+
+def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
+    """The same parts, where neighbours of one kind are one."""
+    joined: list[AnswerPart] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            joined[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, Content) and isinstance(last, Content):
+            joined[-1] = Content(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.index == last.index:
+            joined[-1] = CallArguments(last.index, last.text + part.text)
+        else:
+            joined.append(part)
+    return joined
+
+
+def _marks_by_state(format_: ChatFormat, *, with_calls: bool) -> Mapping[State, Mapping[str, State]]:
+    """Which marks count where, and what begins behind them."""
+    start: dict[str, State] = dict.fromkeys(format_.dropped, "start")
+    reasoning: dict[str, State] = {}
+    header: dict[str, State] = dict(format_.turns.get("header", ()))
+    start |= format_.turns.get("start", ())
+    reasoning |= format_.turns.get("reasoning", ())
+    content = dict(start)
+    if format_.thinking is not None:
+        # A prompt may have closed a thought that the answer closes again.
+        start |= {format_.thinking.start: "reasoning", format_.thinking.end: "start"}
+        reasoning[format_.thinking.end] = "start"
+    if with_calls and format_.calls is not None:
+        # Where messages have headers, a header says that a call follows.
+        for marks in [header] if header else [start, content, reasoning]:
+            marks[format_.calls.start] = "calls"
+    return {"start": start, "content": content, "reasoning": reasoning, "header": header, "calls": {}}

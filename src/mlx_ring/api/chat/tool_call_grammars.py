@@ -1,0 +1,351 @@
+"""How each format writes calls, as a grammar: what mlx-lm's parsers read back as arguments that hold to the tool's schema.
+
+Where arguments are JSON, the schema is enforced as it is. Formats that name arguments one by one write strings without quotes:
+there each property has its own rule, and what cannot be told from its text alone is refused for tools that are strict.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from mlx_ring.api.chat import gemma
+from mlx_ring.api.chat.lark import (
+    NOTHING,
+    PYTHON_STRINGS,
+    SPACE,
+    STRING_KEYS,
+    LarkGrammar,
+    Schema,
+    alone_of,
+    either,
+    options_of,
+    properties_of,
+    required_of,
+    texts_of,
+)
+from mlx_ring.api.chat.model_format import CallMarks
+from mlx_ring.api.chat.request import Tool
+from mlx_ring.core.errors import RequestError
+
+_COMMA = f'"," {SPACE}?'
+_JSON_TYPES = ("integer", "number", "boolean", "object", "array")
+_GEMMA_NAME = re.compile(r"[\w-]+", re.ASCII)
+_MUSE_NAME = re.compile(r"(?!(?:self|user|commentary)$)[\w.-]+", re.ASCII)
+"""Of a tool. Others are whom messages may be for."""
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+
+
+def write_calls(
+    grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool], *, parallel: bool
+) -> tuple[str, str]:
+    """What opens calls, and what follows it: one call, or several.
+
+    Raises:
+        RequestError: the model's format has no grammar, or a tool's schema has none in it.
+    """
+    spell = _SPELLINGS.get(marks.parser)
+    if spell is None:
+        raise RequestError(
+            f"Calls in this model's format ({marks.parser}) cannot be enforced: leave 'strict' out and tool_choice at 'auto'.",
+            param="tool_choice",
+        )
+    return spell(_Calls(grammar, marks, tools, parallel))
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """What is to be written."""
+
+    grammar: LarkGrammar
+    marks: CallMarks
+    tools: Sequence[Tool]
+    parallel: bool
+
+    def one_of(self, write: Callable[[Tool], str]) -> str:
+        """A call of any of the tools."""
+        return either(self.grammar.fresh(write(tool)) for tool in self.tools)
+
+    def repeated(self, call: str, between: str) -> str:
+        return f"{call} ({between} {call})*" if self.parallel else call
+
+    def arguments(self, tool: Tool, **options: object) -> str:
+        """Of one tool, as one JSON object."""
+        return self.grammar.json(tool.parameters or NOTHING, **options_of(tool), **options)
+
+    def exactly(self, text: str) -> str:
+        return self.grammar.exactly(text)
+
+
+def write_harmony_calls(grammar: LarkGrammar, tools: Sequence[Tool]) -> list[str]:
+    """gpt-oss's: one message to a function ends the answer. Its last mark may be one of the tokens that end answers."""
+    return [
+        grammar.fresh(
+            f"{grammar.exactly(f'<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>')} "
+            f"{grammar.json(tool.parameters or NOTHING, **options_of(tool))} ({grammar.exactly('<|call|>')})?"
+        )
+        for tool in tools
+    ]
+
+
+def write_muse_calls(grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool], *, parallel: bool) -> str:
+    """Muse's: each to its tool by name, in one message or several; less the space before the first."""
+    calls = _Calls(grammar, marks, tools, parallel)
+
+    def write(tool: Tool) -> str:
+        _require_muse_names(tool)
+        invoke = grammar.fresh(
+            " ".join(
+                [
+                    calls.exactly(f'<atem:invoke name="{tool.name}">\n'),
+                    *_arguments(grammar, tool, _MUSE),
+                    calls.exactly("</atem:invoke>\n"),
+                ]
+            )
+        )
+        opening = calls.exactly(f"to={tool.name}<|message|>{marks.start}\n")
+        return f"{opening} {calls.repeated(invoke, '')} {calls.exactly(marks.end)}"
+
+    return calls.repeated(calls.one_of(write), calls.exactly("<|eom|><|start|>assistant "))
+
+
+def _require_muse_names(tool: Tool) -> None:
+    if not _MUSE_NAME.fullmatch(tool.name):
+        raise _no_name(tool, tool.name)
+    for name in properties_of(tool):
+        if '"' in name:
+            raise _no_name(tool, name)
+
+
+_Spelling = Callable[[_Calls], tuple[str, str]]
+
+
+def _json_tools(calls: _Calls) -> tuple[str, str]:
+    r"""`<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>`, each call with marks of its own."""
+    inside = calls.one_of(lambda tool: f"{calls.exactly(_json_heading(tool))} {calls.arguments(tool)}")
+    end = f'"}}" {SPACE}? {calls.exactly(calls.marks.end)}'
+    again = f"{calls.exactly(calls.marks.start)} {SPACE}? {inside} {end}"
+    more = f"({SPACE}? {calls.grammar.fresh(again)})*" if calls.parallel else ""
+    return calls.marks.start, f"{SPACE}? {inside} {end} {more}"
+
+
+def _json_heading(tool: Tool) -> str:
+    return f'{{"name": {json.dumps(tool.name)}, "arguments": '
+
+
+def _mistral(calls: _Calls) -> tuple[str, str]:
+    """`[TOOL_CALLS]f[ARGS]{}`, or `[TOOL_CALLS][{"name": "f", "arguments": {}}]` where there is no such mark."""
+    if "[ARGS]" not in calls.grammar.tokens:
+        call = calls.one_of(lambda tool: f'{calls.exactly(_json_heading(tool))} {calls.arguments(tool)} "}}"')
+        return calls.marks.start, f'{SPACE}? "[" {calls.repeated(call, _COMMA)} "]"'
+    call = calls.one_of(lambda tool: f"{calls.exactly(f'{tool.name}[ARGS]')} {calls.arguments(tool)}")
+    return calls.marks.start, calls.repeated(call, calls.exactly(calls.marks.start))
+
+
+def _kimi_k2(calls: _Calls) -> tuple[str, str]:
+    """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>`, all between two marks."""
+
+    def write(tool: Tool) -> str:
+        begin = calls.exactly(f"<|tool_call_begin|>functions.{tool.name}:")
+        middle, end = calls.exactly("<|tool_call_argument_begin|>"), calls.exactly("<|tool_call_end|>")
+        return f"{begin} /[0-9]{{1,4}}/ {middle} {calls.arguments(tool)} {end}"
+
+    call = calls.one_of(write)
+    return calls.marks.start, f"{calls.repeated(call, '')} {calls.exactly(calls.marks.end)}"
+
+
+def _kimi_k3(calls: _Calls) -> tuple[str, str]:
+    """Arguments as one block of JSON, which this format has beside those that come one by one."""
+
+    def write(tool: Tool) -> str:
+        begin = calls.exactly(f'<|open|>call tool="{tool.name}" index="')
+        middle = calls.exactly('"<|sep|><|open|>json type="object"<|sep|>')
+        end = calls.exactly("<|close|>json<|sep|><|close|>call<|sep|>")
+        return f"{begin} /[0-9]{{1,4}}/ {middle} {calls.arguments(tool)} {end}"
+
+    call = calls.one_of(write)
+    return calls.marks.start, f"{calls.repeated(call, '')} {calls.exactly(calls.marks.end)}"
+
+
+def _pythonic(calls: _Calls) -> tuple[str, str]:
+    """`[f(a=1, b="x"), g()]`."""
+
+    def write(tool: Tool) -> str:
+        _require_identifiers(tool, [tool.name.replace(".", "_"), *properties_of(tool)])
+        values = {
+            name: f"{json.dumps(f'{name}=')} {calls.grammar.json(alone_of(tool, schema), **options_of(tool), **PYTHON_STRINGS)}"
+            for name, schema in properties_of(tool).items()
+        }
+        return f'{json.dumps(tool.name + "(")} {calls.grammar.in_order(values, required_of(tool), between=_COMMA)} ")"'
+
+    call = calls.one_of(write)
+    return calls.marks.start, f'"[" {calls.repeated(call, _COMMA)} "]" {calls.exactly(calls.marks.end)}'
+
+
+def _gemma(quote: str) -> _Spelling:
+    """`call:f{a:1}`, each call with marks of its own."""
+
+    def write(calls: _Calls, tool: Tool) -> str:
+        if not _GEMMA_NAME.fullmatch(tool.name):
+            raise _no_name(tool, tool.name)
+        return gemma.write_call(calls.grammar, tool, quote)
+
+    def spell(calls: _Calls) -> tuple[str, str]:
+        call = f"{calls.one_of(lambda tool: write(calls, tool))} {calls.exactly(calls.marks.end)}"
+        again = calls.grammar.fresh(f"{SPACE}? {calls.exactly(calls.marks.start)} {call}")
+        return calls.marks.start, f"{call} ({again})*" if calls.parallel else call
+
+    return spell
+
+
+def _require_identifiers(tool: Tool, names: Sequence[str]) -> None:
+    for name in names:
+        if not _IDENTIFIER.fullmatch(name):
+            raise _no_name(tool, name)
+
+
+def _no_name(tool: Tool, name: str) -> RequestError:
+    return RequestError(
+        f"'{name}' of tool '{tool.name}' is no name that this model's format can write.", param="tools"
+    )
+
+
+# ---- arguments one by one
+
+
+@dataclass(frozen=True, slots=True)
+class _Tagged:
+    """How a format writes one argument, and what it makes of its text."""
+
+    before: str
+    """With `{}` for its name."""
+    behind: str
+    no_string: str = ""
+    """What a string must not be, for it would be read as something else."""
+    any_json: bool = False
+    """Whether JSON of whatever type is read as what it is, strings apart."""
+    json_strings: bool = False
+    """Whether strings may be written as JSON too, so that they are read as JSON where they look like it."""
+
+
+def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
+    """Calls that name their arguments one by one, in marks of their own each; `{}` stands for the tool's name."""
+
+    def spell(calls: _Calls) -> tuple[str, str]:
+        def write(tool: Tool) -> str:
+            arguments = _arguments(calls.grammar, tool, argument)
+            return " ".join(
+                [calls.exactly(call_before.format(tool.name)), *arguments, calls.exactly(call_behind)]
+            )
+
+        call = calls.one_of(write)
+        end = calls.exactly(calls.marks.end)
+        again = f"{SPACE}? {calls.exactly(calls.marks.start)} {call} {end}"
+        more = f"({calls.grammar.fresh(again)})*" if calls.parallel else ""
+        return calls.marks.start, f"{call} {end} {more}"
+
+    return spell
+
+
+def _arguments(grammar: LarkGrammar, tool: Tool, how: _Tagged) -> list[str]:
+    """All of one call, those that may be left out with a question mark."""
+    required = required_of(tool)
+    return [
+        grammar.fresh(_argument(grammar, tool, name, schema, how)) + ("" if name in required else "?")
+        for name, schema in properties_of(tool).items()
+    ]
+
+
+def _argument(grammar: LarkGrammar, tool: Tool, name: str, schema: Schema, how: _Tagged) -> str:
+    before = grammar.exactly(how.before.format(name))
+    if options := [*_as_text(grammar, tool, schema, how), *_as_json(grammar, tool, schema, how)]:
+        return f"{before} {either(options)}"
+    if tool.strict:
+        raise RequestError(
+            f"Property '{name}' of tool '{tool.name}' cannot be enforced in this model's format, which writes strings "
+            "without quotes: give it one plain type, or an enum of strings.",
+            param="tools",
+        )
+    return f"{before} {grammar.until(how.behind)}"
+
+
+def _as_text(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> list[str]:
+    """A string without quotes, where it can be told to be the right one."""
+    texts = texts_of(schema)
+    if texts is not None:
+        safe = all(_is_safe(text, how) for text in texts)
+        return [grammar.exactly(text + how.behind) for text in texts] if safe else []
+    if not any(each.keys() <= STRING_KEYS or not tool.strict for each in _strings(schema, how)):
+        return []
+    return [grammar.until(how.behind, besides=how.no_string)]
+
+
+def _strings(schema: Schema, how: _Tagged) -> list[Schema]:
+    """The schema if it is of a string, or those of its choices that are."""
+    if not how.json_strings or "anyOf" not in schema:
+        return [schema] if schema.get("type") == "string" else []
+    options = schema["anyOf"]
+    given = cast("list[object]", options) if isinstance(options, list) else []
+    choices = [cast("Schema", each) for each in given if isinstance(each, dict)]
+    return [each for each in choices if each.get("type") == "string" and texts_of(each) is None]
+
+
+def _as_json(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> list[str]:
+    if how.json_strings:
+        told = True
+    elif texts_of(schema) is not None or schema.get("type") == "string":
+        told = False
+    else:
+        told = how.any_json or schema.get("type") in _JSON_TYPES
+    value = grammar.json(alone_of(tool, schema), **options_of(tool)) if told else ""
+    return [f"{value} {grammar.exactly(how.behind)}"] if told else []
+
+
+def _is_safe(text: str, how: _Tagged) -> bool:
+    """Whether a text comes back as it is."""
+    return (
+        text == text.strip()
+        and how.behind.strip() not in text
+        and not (how.no_string and re.fullmatch(how.no_string, text))
+    )
+
+
+_GLM = _Tagged("<arg_key>{}</arg_key><arg_value>", "</arg_value>", any_json=True)
+_MUSE = _Tagged(
+    '<atem:parameter name="{}">',
+    "</atem:parameter>\n",
+    no_string=r'\s*(-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null|NaN|-?Infinity|["\[{](?s:.*))\s*',
+    json_strings=True,
+)
+_NULLS = "(?i:null|none|nil)"
+_SPELLINGS: Mapping[str, _Spelling] = {
+    "json_tools": _json_tools,
+    "longcat": _json_tools,
+    "mistral": _mistral,
+    "kimi_k2": _kimi_k2,
+    "kimi_k3": _kimi_k3,
+    "pythonic": _pythonic,
+    "gemma4": _gemma(gemma.QUOTE),
+    "function_gemma": _gemma(gemma.FUNCTION_GEMMA_QUOTE),
+    "glm47": _tagged("{}", "", _GLM),
+    "laguna": _tagged("{}", "", _GLM),
+    "qwen3_coder": _tagged(
+        "\n<function={}>\n",
+        "</function>\n",
+        _Tagged("<parameter={}>\n", "\n</parameter>\n", no_string="(?i:null)"),
+    ),
+    "minimax_m2": _tagged(
+        '\n<invoke name="{}">\n',
+        "</invoke>\n",
+        _Tagged('<parameter name="{}">', "</parameter>\n", no_string=rf"\s*{_NULLS}\s*"),
+    ),
+    "minicpm5": _tagged(
+        '"{}">',
+        "",
+        _Tagged('<param name="{}">', "</param>", no_string=rf"\s*({_NULLS}|<!\[CDATA\[(?s:.*))\s*"),
+    ),
+}
+"""By the name of mlx-lm's parser. Those that have a header around every part of an answer are written apart."""

@@ -1,0 +1,282 @@
+"""Calls of tools in an answer's text, from their first mark to their last.
+
+mlx-lm's parsers read a call once it is complete. Where its arguments are JSON anyway they are passed on as
+they come, behind the tool's name: the heading before them is all that has to be understood for that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from mlx_ring.api.chat import model_format as harmony
+from mlx_ring.api.chat.model_format import CallMarks
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, JsonObject, is_object, open_end
+from mlx_ring.api.chat.request import Tool
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """How a format writes a call whose arguments are a JSON object."""
+
+    heading: re.Pattern[str]
+    """Up to the object, with the tool's `name`, and the call's `id` where it has one."""
+    closing: re.Pattern[str]
+    """What may follow the object."""
+
+
+_SPELLINGS: Mapping[str, _Spelling] = {
+    "harmony": _Spelling(harmony.HEADING, re.compile(r"\s*")),
+    "json_tools": _Spelling(
+        re.compile(
+            r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'
+        ),
+        re.compile(r"\s*\}?\s*"),
+    ),
+    "mistral": _Spelling(
+        re.compile(
+            r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?=\{)"
+        ),
+        re.compile(r"\s*"),
+    ),
+    "kimi_k2": _Spelling(
+        re.compile(
+            r"\s*(?:<\|tool_call_begin\|>\s*)?(?P<id>(?:functions\.)?(?P<name>[^\n]+?):\d+)\s*"
+            r"<\|tool_call_argument_begin\|>\s*(?=\{)"
+        ),
+        re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
+    ),
+}
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """What counts as a call."""
+
+    marks: CallMarks
+    tools: Sequence[Tool]
+    """Those that may be called."""
+    parallel: bool = True
+    """Whether there may be several; else what follows the first is for nobody."""
+    early: bool = False
+    """Whether arguments go out as they come, before anybody knows that they end well."""
+    new_id: Callable[[], str] = new_call_id
+    names: frozenset[str] = field(init=False)
+    as_templates_read: list[dict[str, object]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", frozenset(tool.name for tool in self.tools))
+        object.__setattr__(self, "as_templates_read", [tool.for_template() for tool in self.tools])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What some text of calls came to."""
+
+    parts: list[AnswerPart]
+    rest: str | None = None
+    """What follows the calls; None: they have not ended."""
+    no_call: str = ""
+    """Text between the parts and the rest that looked like a call and is none."""
+
+
+class CallsReader:
+    """Reads what is between one pair of marks: a call, in some formats several."""
+
+    def __init__(self, rules: CallRules, calls: int) -> None:
+        """`calls` are those that the answer has before."""
+        self.calls = calls
+        self._first = calls
+        self._rules = rules
+        self._spelling = _SPELLINGS.get(rules.marks.parser)
+        self._text = ""
+        """What was not understood yet."""
+        self._raw = rules.marks.start
+        """What was, since the last call that is out, as it is written."""
+        self._call: _JsonCall | None = None
+        """Whose arguments are being read."""
+        self._parts: list[AnswerPart] = []
+
+    def push(self, text: str) -> Reading:
+        """What `text` completes."""
+        self._text += text
+        rest = None
+        while rest is None and self._advance():
+            if self._call is None and self.calls > self._first and not self._rules.parallel:
+                rest = self._text
+        return self._reading(rest) if rest is not None else self._look_for_end()
+
+    def finish(self) -> Reading:
+        """The answer has ended without the mark that ends calls: in some formats there is none."""
+        return self._conclude("", "")
+
+    @property
+    def parallel(self) -> bool:
+        return self._rules.parallel
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether a call is out, by its name, that has not ended."""
+        return self._call is not None and self._call.is_out
+
+    def _reading(self, rest: str | None, no_call: str = "") -> Reading:
+        parts, self._parts = self._parts, []
+        return Reading(parts, rest, no_call)
+
+    # ---- calls whose arguments are JSON
+
+    def _advance(self) -> bool:
+        """Whether a call has begun, or its arguments have ended."""
+        return self._begin() if self._call is None else self._go_on(self._call)
+
+    def _begin(self) -> bool:
+        if self._spelling is None:
+            return False
+        start = 0 if self.calls == self._first else self._closing_end()
+        found = self._spelling.heading.match(self._text, start)
+        if found is None or found["name"] not in self._rules.names:
+            return False
+        opening = CallOpening(self.calls, found["id"] or self._rules.new_id(), found["name"])
+        self._call = _JsonCall(opening, is_out=self._rules.early)
+        if self._rules.early:
+            self._parts.append(opening)
+        self._take(found.end())
+        return True
+
+    def _go_on(self, call: _JsonCall) -> bool:
+        if call.json.is_broken:
+            return False
+        piece, rest = call.json.push(self._text)
+        self._take(len(self._text) - len(rest or ""))
+        call.arguments += piece
+        if call.is_out and piece:
+            self._parts.append(CallArguments(self.calls, piece))
+        return rest is not None and not call.json.is_broken and self._end(call)
+
+    def _end(self, call: _JsonCall) -> bool:
+        """Whether the arguments are what they seemed; else the text is kept, to be shown as it is."""
+        if not call.is_out:
+            if not is_object(call.arguments):
+                call.json.is_broken = True
+                return False
+            self._parts += [call.opening, CallArguments(self.calls, call.arguments)]
+        self.calls += 1
+        self._call, self._raw = None, ""
+        return True
+
+    # ---- the end
+
+    def _look_for_end(self) -> Reading:
+        """Broken arguments that are out already go on as they are written: who reads them sees that they are broken."""
+        end = self._rules.marks.end
+        place = self._text.find(end) if end and (self._call is None or self._call.json.is_broken) else -1
+        if place >= 0:
+            rest = self._text[place + len(end) :]
+            self._text = self._text[:place]
+            return self._conclude(rest, end)
+        if self._call is not None and self._call.is_out and self._call.json.is_broken:
+            self._pass_on(len(self._text) - (open_end(self._text, [end]) if end else 0))
+        return self._reading(None)
+
+    def _conclude(self, rest: str, end: str) -> Reading:
+        """All of the calls is there."""
+        if self._call is not None and self._call.is_out:
+            self._pass_on(len(self._text))
+            self._call = None
+            self.calls += 1
+            return self._reading(rest)
+        if self._call is not None:
+            return self._reading(rest, self._raw + self._text + end)
+        if self.calls > self._first:
+            left = self._text[self._closing_end() :]
+            return self._reading(rest, left + end if left.strip() else "")
+        return self._parse(rest, end)
+
+    def _parse(self, rest: str, end: str) -> Reading:
+        """By mlx-lm's parser."""
+        parsed = parse_calls(self._rules, self._text)
+        if not parsed:
+            return self._reading(rest, self._raw + self._text + end)
+        for name, arguments, call_id in parsed if self._rules.parallel else parsed[:1]:
+            opening = CallOpening(self.calls, call_id or self._rules.new_id(), name)
+            self._parts += [opening, CallArguments(self.calls, arguments)]
+            self.calls += 1
+        return self._reading(rest)
+
+    def _pass_on(self, length: int) -> None:
+        if length:
+            self._parts.append(CallArguments(self.calls, self._text[:length]))
+            self._take(length)
+
+    def _take(self, length: int) -> None:
+        self._raw += self._text[:length]
+        self._text = self._text[length:]
+
+    def _closing_end(self) -> int:
+        """Characters that still belong to the call before."""
+        found = None if self._spelling is None else self._spelling.closing.match(self._text)
+        return 0 if found is None else found.end()
+
+
+@dataclass(slots=True)
+class _JsonCall:
+    """A call whose arguments are being read."""
+
+    opening: CallOpening
+    is_out: bool
+    """Whether its name is."""
+    json: JsonObject = field(default_factory=JsonObject)
+    arguments: str = ""
+
+
+def parse_calls(rules: CallRules, text: str) -> list[tuple[str, str, str | None]]:
+    """Names, arguments as JSON, and ids of all calls in what was between marks; none where one of them is no call."""
+    try:
+        found = rules.marks.parse(text, rules.as_templates_read)
+    except Exception:  # noqa: BLE001 - parsers stumble in ways of their own over what they were not written for
+        return []
+    calls = [
+        _read_call(rules, call)
+        for call in cast("list[object]", found if isinstance(found, list) else [found])
+    ]
+    return [call for call in calls if call is not None] if all(calls) else []
+
+
+def _read_call(rules: CallRules, found: object) -> tuple[str, str, str | None] | None:
+    if not isinstance(found, dict):
+        return None
+    call = cast("dict[str, object]", found)
+    name, call_id = call.get("name"), call.get("id")
+    arguments = _arguments_text(call.get("arguments", call.get("parameters")))
+    if not isinstance(name, str) or name not in rules.names or arguments is None:
+        return None
+    return name, arguments, call_id if isinstance(call_id, str) else None
+
+
+def _arguments_text(arguments: object) -> str | None:
+    """As JSON; None where they are no object."""
+    if isinstance(arguments, str):
+        return arguments if is_object(arguments) else None
+    try:
+        text = _dump({} if arguments is None else arguments)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return text if is_object(text) else None
+
+
+def _dump(value: object) -> str:
+    """Readable, but where a model wrote half a character, which could not be sent."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False)
+    return text

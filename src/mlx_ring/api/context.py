@@ -1,0 +1,106 @@
+"""What every route has at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from mlx_ring.api.chat.grammars import GrammarChecks
+from mlx_ring.api.chat.model_format import ChatFormats
+from mlx_ring.api.middleware.access_log import note_model
+from mlx_ring.api.middleware.guard import Admission
+from mlx_ring.api.prompts import PromptEncoder
+from mlx_ring.api.request_body import Body, read_body
+from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, WorkerInfo
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.api.streaming import note_stream
+from mlx_ring.core.errors import NotReady, RequestError, UnknownModel, WorkerLost, WorkerStuck
+from mlx_ring.engine.executor import RankId
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    catalog: ModelCatalog
+    settings: ApiSettings
+    admission: Admission = field(default_factory=Admission)
+    prompts: PromptEncoder = field(default_factory=PromptEncoder)
+    formats: ChatFormats = field(default_factory=ChatFormats)
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
+
+    async def read(self, request: Request, schema: type[BodyT]) -> BodyT:
+        settings = self.settings
+        fields = await read_body(request, schema, settings.max_body_bytes, settings.client_timeout_s)
+        note_stream(request, fields)
+        return fields
+
+    @property
+    def default(self) -> ModelService:
+        """The model that `/` and `/health` tell of."""
+        return self.catalog.models[0]
+
+    def model(self, name: str | None) -> ModelService:
+        """The model of that name; without one, the one that is served.
+
+        Raises:
+            UnknownModel: there is none of that name.
+            RequestError: none is named, and there are several.
+        """
+        models = self.catalog.models
+        if name is None and len(models) > 1:
+            raise RequestError(
+                f"'model' is missing; this server has {self._names()}: name one.", param="model"
+            )
+        for model in models:
+            if name is None or name == model.model_id or name in model.aliases:
+                note_model(model.model_id)
+                return model
+        raise UnknownModel(
+            f"The model '{name}' is not served here; this server has {self._names()}.", param="model"
+        )
+
+    def _names(self) -> str:
+        return ", ".join(f"'{model.model_id}'" for model in self.catalog.models)
+
+    async def answering(self, model: ModelService) -> Answering:
+        """What answers for a model, which is loaded first where it has to be.
+
+        Raises:
+            RingError: why it cannot answer now. What has lost its workers is loaded again by itself, which passes.
+        """
+        if model.state in ("unloaded", "loading"):
+            await self.catalog.ready(model)
+        match model.error:
+            case None:
+                return model.engine
+            case WorkerLost() | WorkerStuck() as lost:
+                raise NotReady(f"{lost} The model is loaded again.") from None
+            case error:
+                raise error.with_traceback(None)
+
+    def instances(self) -> Iterator[tuple[ModelService, ServedInstance]]:
+        """Every instance of every model."""
+        for model in self.catalog.models:
+            for instance in model.instances:
+                yield model, instance
+
+
+def workers_of(instance: ServedInstance) -> tuple[WorkerInfo, ...]:
+    """As they measured themselves last; what their KV holds as they said in their last answer."""
+    workers = instance.info.workers
+    if instance.error is not None:
+        return workers
+    held = instance.engine.stats().scheduler.kv_bytes
+    return tuple(
+        replace(worker, kv_bytes=held.get(RankId(worker.stage, worker.rank), worker.kv_bytes))
+        for worker in workers
+    )
+
+
+def workers_of_model(model: ModelService) -> list[WorkerInfo]:
+    """Of all its instances."""
+    return [worker for instance in model.instances for worker in workers_of(instance)]

@@ -1,0 +1,163 @@
+"""Texts to vectors, as many at a time as the engine has places for: what OpenAI's and Ollama's embeddings share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_ring.api.generation import Generation
+from mlx_ring.api.service import Answering, ModelService
+from mlx_ring.core.errors import Overloaded, RequestError, ServingError
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.sequence import GenerateRequest
+from mlx_ring.models.pooling import Pooling
+
+_LANES = 16
+"""Texts of one request that are under way at a time: thousands may come in one, and chats go on meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text to embed."""
+
+    tokens: tuple[int, ...]
+    param: str
+    """What the request calls it, for errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """One text's vector."""
+
+    vector: NDArray[np.float32]
+    tokens: int
+    """Of the text."""
+
+
+def require_embeddings(service: ModelService, dimensions: int | None) -> None:
+    """Whether the model can make vectors of that many numbers.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    if service.pooling.refusal:
+        raise RequestError(service.pooling.refusal, param="model")
+    if dimensions is not None and dimensions > service.hidden_size:
+        raise RequestError(
+            f"'dimensions' is {dimensions}; this model's embeddings have {service.hidden_size} numbers at most.",
+            param="dimensions",
+        )
+
+
+async def embed(
+    engine: Answering,
+    service: ModelService,
+    texts: Sequence[Text],
+    *,
+    request_id: str,
+    dimensions: int | None = None,
+) -> list[Embedding]:
+    """Each text's vector, in order; being cancelled stops them all.
+
+    Args:
+        dimensions: only so many of a vector's first numbers are kept; None: all.
+
+    Raises:
+        RingError: one of them could not be computed.
+    """
+    work = _Work(engine, service.pooling, request_id, dimensions, deque(enumerate(texts)))
+    try:
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(min(_LANES, len(texts))):
+                lanes.create_task(work.lane())
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [work.done[place] for place in range(len(texts))]
+
+
+class _Work:
+    """The texts of one request, which several lanes take from."""
+
+    def __init__(
+        self,
+        engine: Answering,
+        pooling: Pooling,
+        request_id: str,
+        dimensions: int | None,
+        texts: deque[tuple[int, Text]],
+    ) -> None:
+        self._engine = engine
+        self._pooling = pooling
+        self._request_id = request_id
+        self._dimensions = dimensions
+        self._left = texts
+        self._busy = 0
+        self.done: dict[int, Embedding] = {}
+
+    async def lane(self) -> None:
+        """One text after the other. Where others have all the places it closes, as long as another lane is open."""
+        while self._left:
+            place, text = self._left.popleft()
+            self._busy += 1
+            try:
+                self.done[place] = await self._one(place, text)
+            except Overloaded:
+                if self._busy == 1:
+                    raise
+                self._left.appendleft((place, text))
+                return
+            finally:
+                self._busy -= 1
+
+    async def _one(self, place: int, text: Text) -> Embedding:
+        request = GenerateRequest(
+            f"{self._request_id}-{place}",
+            text.tokens,
+            SamplingParams(max_tokens=0),
+            pooling=self._pooling.kind,
+        )
+        async with Generation(self._engine, [request], text.param) as generation:
+            (answer,) = await generation.run()
+        if answer.pooled is None:
+            raise ServingError("The last stage gave no hidden states.")
+        vector = finish_vector(answer.pooled, self._dimensions, normalize=self._pooling.normalize)
+        return Embedding(vector, answer.prompt_tokens)
+
+
+async def written(made: Sequence[Embedding], write: Callable[[int, NDArray[np.float32]], bytes]) -> bytes:
+    """The vectors with commas between them. Others go on after each: a thousand at once would hold up everybody's tokens.
+
+    Args:
+        made: the vectors.
+        write: one of them, with its place.
+    """
+    data: list[bytes] = []
+    for place, embedding in enumerate(made):
+        data.append(write(place, embedding.vector))
+        await asyncio.sleep(0)
+    return b",".join(data)
+
+
+def floats(vector: NDArray[np.float32]) -> bytes:
+    """As JSON, in nine digits, which no two float32 share."""
+    return b"[%s]" % ",".join(f"{number:.9g}" for number in vector.tolist()).encode()
+
+
+def finish_vector(pooled: Sequence[float], dimensions: int | None, *, normalize: bool) -> NDArray[np.float32]:
+    """The first `dimensions` numbers, of length 1 where that is asked for.
+
+    A model trained in the way of Matryoshka puts what matters most first; others lose more by a cut.
+
+    Raises:
+        ServingError: they are no numbers.
+    """
+    vector = np.array(pooled[:dimensions])
+    if not np.isfinite(vector).all():
+        raise ServingError("The model's hidden states of this text are no finite numbers.")
+    length = np.linalg.norm(vector)
+    return (vector / length if normalize and length else vector).astype(np.float32)

@@ -1,0 +1,315 @@
+"""Ollama's `options`: how tokens are drawn, and what else its own engine could be told.
+
+The conversation as Ollama has it, and as chat templates read it.
+
+Names of models as Ollama's clients write them, and how long they are to stay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from mlx_ring.api.chat.model_format import ChatFormat
+from mlx_ring.api.chat.prepare import effort_arguments
+from mlx_ring.api.chat.request import AnswerFormat, Tool
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.openai.sampling import (
+    Count,
+    Penalty,
+    SamplingFields,
+    Share,
+    StopString,
+    one_or_many,
+    sampling_params,
+)
+from mlx_ring.api.request_body import Body, Refused, needs
+from mlx_ring.api.service import ModelService
+from mlx_ring.core.errors import RequestError, UnknownModel
+from mlx_ring.core.types import SamplingParams
+
+Images = Annotated[None, Refused("this server reads text alone; leave it out.", ([],))]
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: dict[str, object]
+    index: int | None = None
+    """As answers have it, which clients send back."""
+    description: str | None = None
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class Message(Body):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: Images = None
+
+
+class ToolFunction(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+
+
+class OfferedTool(Body):
+    type: Literal["function"] | None = None
+    function: ToolFunction
+
+    def plain(self) -> Tool:
+        function = self.function
+        return Tool(function.name, function.description, function.parameters)
+
+
+Format = Literal["", "json"] | dict[str, object]
+"""A schema, or any JSON."""
+Think = bool | Literal["low", "medium", "high"]
+
+
+def read_format(given: Format | None) -> AnswerFormat:
+    if isinstance(given, dict):
+        return AnswerFormat("json_schema", given, param="format")
+    return AnswerFormat("json_object" if given else "text", param="format")
+
+
+_SWITCHES = ("enable_thinking", "thinking")
+
+
+def read_think(format_: ChatFormat, think: Think | None) -> dict[str, object]:
+    """What the model's template calls it; nothing where the template decides.
+
+    Raises:
+        RequestError: the model does not think, or cannot be told how much.
+    """
+    if think is None:
+        return {}
+    if think is not True:
+        return effort_arguments(format_, think or "none", param="think")
+    switch = next((name for name in _SWITCHES if format_.knows(name)), None)
+    if switch is None and format_.thinking is None:
+        raise RequestError("'think' is true, and this model does not think; leave it out.", param="think")
+    return {} if switch is None else {switch: True}
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """As chat templates read them."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Message) -> dict[str, object]:
+    plain: dict[str, object] = {"role": message.role, "content": message.content or ""}
+    if message.thinking is not None:
+        plain["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        plain["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.tool_name is not None:
+        plain["name"] = message.tool_name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _call(call: ToolCall) -> dict[str, object]:
+    named = {} if call.id is None else {"id": call.id}
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {**named, "type": "function", "function": function}
+
+
+_LATEST = ":latest"
+_NO_TIME = re.compile(r"[-+]?0+(\.0*)?(ns|us|µs|ms|s|m|h)?")
+_DURATION = r"^[-+]?(0|(([0-9]+(\.[0-9]*)?|\.[0-9]+)(ns|us|µs|ms|s|m|h))+)$"
+
+
+def _duration(text: str) -> str:
+    if re.match(_DURATION, text) is None:
+        raise PydanticCustomError(
+            "unsupported", "is no time; write it like '5m' or '1h30m', or as a number of seconds."
+        )
+    return text
+
+
+Duration = Annotated[str, AfterValidator(_duration), Field(json_schema_extra={"pattern": _DURATION})]
+"""As Go writes them: `5m`, `1h30m`, `-1s`."""
+KeepAlive = Duration | int | float
+
+
+def find_model(context: ApiContext, name: str | None) -> ModelService:
+    """The model of that name, with or without the tag that Ollama puts behind those that have none.
+
+    Raises:
+        UnknownModel: there is none.
+    """
+    try:
+        return context.model(name)
+    except UnknownModel:
+        if name is None or not name.endswith(_LATEST):
+            raise
+        return context.model(name.removesuffix(_LATEST))
+
+
+def goes_at_once(keep_alive: KeepAlive | None) -> bool:
+    """Whether no time at all is asked for: of a request without a prompt that means to unload."""
+    if isinstance(keep_alive, str):
+        return _NO_TIME.fullmatch(keep_alive) is not None
+    return keep_alive is not None and keep_alive == 0
+
+
+_MOST_STOPS = 64
+_ANY_SEED = -1
+
+Stops = Annotated[
+    Annotated[StopString, Tag("one")]
+    | Annotated[list[StopString], Field(max_length=_MOST_STOPS), Tag("many")],
+    Discriminator(
+        one_or_many,
+        custom_error_type="one_or_many",
+        custom_error_message="Input should be a string or a list of strings",
+    ),
+]
+
+
+def _off(value: float) -> float:
+    """1 switches these filters off."""
+    if value != 1:
+        raise PydanticCustomError(
+            "unsupported", "is not supported: this server has no such filter; leave it out."
+        )
+    return value
+
+
+class Options(Body):
+    num_predict: Annotated[int, Field(ge=-2)] | None = None
+    """Most tokens of the answer; 0 and less: to the end of the context."""
+    num_ctx: Count | None = None
+    """The model's own context holds; one that is longer is refused."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    """-1: another one each time."""
+    stop: Stops | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    """0: no repeat penalty. It is over all tokens otherwise (-1), however many are asked for."""
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    typical_p: Annotated[float, AfterValidator(_off)] | None = None
+    tfs_z: Annotated[float, AfterValidator(_off)] | None = None
+    mirostat: Annotated[None, Refused("tokens are not drawn that way here; leave it out.", (0,))] = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    num_keep: int | None = None
+    """Of a context that is full, which here ends the answer."""
+    penalize_newline: bool | None = None
+    num_batch: int | None = None
+    """This and what follows say how Ollama would load the model, and nothing of the answer."""
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    logits_all: bool | None = None
+    vocab_only: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    embedding_only: bool | None = None
+
+
+_Dropped = Annotated[
+    None,
+    Refused(
+        "what is over the context is refused, and nothing is dropped; leave it out or give false.", (False,)
+    ),
+]
+
+
+class AskedFields(Body):
+    """What `/api/chat` and `/api/generate` both take."""
+
+    model_config = ConfigDict(json_schema_extra={"dependentSchemas": needs("top_logprobs", of="logprobs")})
+
+    model: str | None = None
+    format: Format | None = None
+    think: Think | None = None
+    options: Options | None = None
+    stream: bool | None = None
+    """On if nothing is said."""
+    keep_alive: KeepAlive | None = None
+    """A loaded model stays until its memory is needed, however long is asked for."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate: _Dropped = None
+    shift: _Dropped = None
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+    @property
+    def alternatives(self) -> int | None:
+        """Beside each token's own log-probability; None: none are asked for."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def read_sampling(
+    fields: AskedFields, service: ModelService, default_max_tokens: int | None
+) -> SamplingParams:
+    """The engine's parameters; what is left open is the model's default.
+
+    Raises:
+        RequestError: a longer context is asked for than the model has, or what makes no sense alone.
+    """
+    given = fields.options or Options()
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+    check_context(given, service)
+    drawing = SamplingFields(
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        seed=None if given.seed == _ANY_SEED else given.seed,
+        repetition_penalty=1.0 if given.repeat_last_n == 0 else given.repeat_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+    )
+    params = sampling_params(
+        drawing,
+        service,
+        max_tokens=_max_tokens(given.num_predict, default_max_tokens),
+        top_logprobs=fields.alternatives,
+    )
+    stop = (given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ())
+    return replace(params, stop=stop)
+
+
+def check_context(options: Options | None, service: ModelService) -> None:
+    """Raises `RequestError` for a context that the model has not."""
+    asked = None if options is None else options.num_ctx
+    if asked is not None and asked > service.context_length:
+        raise RequestError(
+            f"'options.num_ctx' is {asked}; this model's context is {service.context_length} tokens here.",
+            param="options.num_ctx",
+        )
+
+
+def _max_tokens(num_predict: int | None, default: int | None) -> int | None:
+    if num_predict is None:
+        return default
+    return num_predict if num_predict > 0 else None

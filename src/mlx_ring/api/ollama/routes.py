@@ -1,0 +1,208 @@
+"""`/api/chat`.
+
+Requests that ask nothing: they load a model, or unload it.
+
+`/api/generate`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from mlx_ring.api.chat.answer import answer_chat, stream_chat
+from mlx_ring.api.chat.grammars import answer_grammar
+from mlx_ring.api.chat.model_format import ChatFormat
+from mlx_ring.api.chat.prepare import PreparedChat, prepare_chat
+from mlx_ring.api.chat.reader import ReadingRules
+from mlx_ring.api.chat.request import Conversation, Tool, ToolUse
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.ollama import writer as about
+from mlx_ring.api.ollama.request import (
+    AskedFields,
+    Images,
+    KeepAlive,
+    Message,
+    OfferedTool,
+    find_model,
+    goes_at_once,
+    read_format,
+    read_sampling,
+    read_think,
+    template_messages,
+)
+from mlx_ring.api.ollama.writer import LineWriter, Stopwatch, Words, chat_words, generate_words
+from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openai.tools import check_names
+from mlx_ring.api.openapi import documented
+from mlx_ring.api.ops.models import check_manager
+from mlx_ring.api.request_body import Refused
+from mlx_ring.api.service import Answering, ModelService
+from mlx_ring.api.streaming import while_connected
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.sequence import GenerateRequest
+
+
+async def load_or_unload(
+    context: ApiContext,
+    request: Request,
+    service: ModelService,
+    keep_alive: KeepAlive | None,
+    writer: LineWriter,
+) -> Response:
+    """One object, also where a stream was asked for: it is a stream of one line."""
+    if goes_at_once(keep_alive):
+        check_manager(request, context.settings)
+        await context.catalog.unload(service, force=False)
+        return JSONResponse(writer.loaded("unload"))
+    await while_connected(request.receive, context.answering(service))
+    return JSONResponse(writer.loaded("load"))
+
+
+class ChatRequest(AskedFields):
+    messages: list[Message] = Field(default_factory=list[Message])
+    """None: the model is loaded, or with a `keep_alive` of 0 unloaded."""
+    tools: list[OfferedTool] | None = None
+
+
+def routes(context: ApiContext) -> APIRouter:
+    router = APIRouter()
+
+    async def chat(request: Request) -> Response:
+        watch = Stopwatch()
+        fields = await context.read(request, ChatRequest)
+        service = find_model(context, fields.model)
+        writer = line_writer(fields, service, watch, chat_words)
+        if not fields.messages:
+            return await load_or_unload(context, request, service, fields.keep_alive, writer)
+        sampling = read_sampling(fields, service, context.settings.default_max_tokens)
+        conversation = _conversation(context, service, fields)
+        engine = await context.answering(service)
+        watch.loaded()
+        prepared = await prepare_chat(
+            context, service, conversation, [sampling], request_id=f"ollama-{secrets.token_hex(12)}"
+        )
+        return await respond(context, request, engine, prepared, writer, streams=fields.streams)
+
+    documented(router, "/api/chat", chat, ChatRequest, about.CHAT)
+    _add_generate(router, context)
+    return router
+
+
+def line_writer(fields: AskedFields, service: ModelService, watch: Stopwatch, words: Words) -> LineWriter:
+    texts = TokenTexts(service.tokenizer) if fields.logprobs else None
+    return LineWriter(fields.model or service.model_id, watch, words, texts)
+
+
+async def respond(
+    context: ApiContext,
+    request: Request,
+    engine: Answering,
+    prepared: PreparedChat,
+    writer: LineWriter,
+    *,
+    streams: bool,
+) -> Response:
+    """The one answer, streamed or whole."""
+    if streams:
+        return stream_chat(engine, prepared, writer, keep_alive_s=context.settings.keep_alive_s)
+    (answer,) = await answer_chat(request, engine, prepared)
+    return JSONResponse(writer.whole(answer))
+
+
+def _tools(offered: Sequence[OfferedTool]) -> list[Tool]:
+    check_names([tool.function.name for tool in offered], "tools[{}].function.name")
+    return [tool.plain() for tool in offered]
+
+
+def _conversation(context: ApiContext, service: ModelService, fields: ChatRequest) -> Conversation:
+    return Conversation(
+        messages=template_messages(fields.messages),
+        tool_use=ToolUse(_tools(fields.tools or ())),
+        format=read_format(fields.format),
+        template_kwargs=read_think(context.formats[service.tokenizer], fields.think),
+    )
+
+
+class GenerateFields(AskedFields):
+    prompt: str = ""
+    """Empty: the model is loaded, or with a `keep_alive` of 0 unloaded."""
+    system: str | None = None
+    raw: bool | None = None
+    """The prompt goes to the model as it is, without its chat template."""
+    suffix: Annotated[None, Refused("a text is gone on with at its end alone; leave it out.", ("",))] = None
+    template: Annotated[
+        None,
+        Refused("the model's own chat template is used, and 'raw' goes without; leave it out.", ("",)),
+    ] = None
+    context: Annotated[None, Refused("no answer gives one; /api/chat takes messages.", ([],))] = None
+    images: Images = None
+
+
+def _add_generate(router: APIRouter, context: ApiContext) -> None:
+    async def generate(request: Request) -> Response:
+        watch = Stopwatch()
+        fields = await context.read(request, GenerateFields)
+        service = find_model(context, fields.model)
+        writer = line_writer(fields, service, watch, generate_words)
+        if not fields.prompt:
+            return await load_or_unload(context, request, service, fields.keep_alive, writer)
+        sampling = read_sampling(fields, service, context.settings.default_max_tokens)
+        engine = await context.answering(service)
+        watch.loaded()
+        prepared = await _prepare(context, service, fields, sampling)
+        return await respond(context, request, engine, prepared, writer, streams=fields.streams)
+
+    documented(router, "/api/generate", generate, GenerateFields, about.GENERATE)
+
+
+async def _prepare(
+    context: ApiContext, service: ModelService, fields: GenerateFields, sampling: SamplingParams
+) -> PreparedChat:
+    request_id = f"ollama-{secrets.token_hex(12)}"
+    if fields.raw or not service.tokenizer.has_chat_template:
+        _check_raw(fields)
+        return await _prepare_raw(context, service, fields, sampling, request_id)
+    system = [{"role": "system", "content": fields.system}] if fields.system else []
+    conversation = Conversation(
+        messages=[*system, {"role": "user", "content": fields.prompt}],
+        format=read_format(fields.format),
+        template_kwargs=read_think(context.formats[service.tokenizer], fields.think),
+        messages_param="prompt",
+    )
+    return await prepare_chat(context, service, conversation, [sampling], request_id=request_id)
+
+
+async def _prepare_raw(
+    context: ApiContext,
+    service: ModelService,
+    fields: GenerateFields,
+    sampling: SamplingParams,
+    request_id: str,
+) -> PreparedChat:
+    """Of an answer that is text alone, whatever it looks like."""
+    plain, asked = ChatFormat(), Conversation(messages=(), format=read_format(fields.format))
+    grammar = answer_grammar(plain, asked, thinking_open=False)
+    await context.grammars.check(grammar, asked)
+    tokens = await context.prompts.encode(service, fields.prompt)
+    request = GenerateRequest(f"{request_id}-0", tokens, replace(sampling, stop=(), grammar=grammar))
+    rules = ReadingRules(plain, stops=sampling.stop)
+    return PreparedChat((request,), (rules,), "prompt")
+
+
+def _check_raw(fields: GenerateFields) -> None:
+    """What only a chat template has a place for is refused where none is used."""
+    given = {"system": fields.system, "think": fields.think}
+    for name, value in given.items():
+        if value:
+            raise RequestError(
+                f"'{name}' needs the model's chat template, which a raw prompt goes without; leave it out.",
+                param=name,
+            )

@@ -1,0 +1,291 @@
+"""Answers in Ollama's words: a JSON object for each piece, and a last one with what it took.
+
+What Ollama's routes answer, as schemas for `/openapi.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Literal, cast
+
+from mlx_ring.api.chat.answer import Call, ChatAnswer, News
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.errors import trouble_of
+from mlx_ring.api.openai.chat import finite_logprob
+from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openapi import About, Told
+from mlx_ring.api.sse import Json, json_bytes
+from mlx_ring.core.types import TokenLogprob
+
+_SECOND_NS = 1_000_000_000
+
+Words = Callable[[str, str, Sequence[Call]], Json]
+"""How content, thought and calls are told: `/api/chat` and `/api/generate` differ in nothing else."""
+
+
+class Stopwatch:
+    """One request's time, and what of it went by until the model was loaded."""
+
+    def __init__(self) -> None:
+        self._began = self._loaded = time.monotonic_ns()
+
+    def loaded(self) -> None:
+        self._loaded = time.monotonic_ns()
+
+    def durations(self) -> Json:
+        """Nanoseconds, so far."""
+        return {
+            "total_duration": time.monotonic_ns() - self._began,
+            "load_duration": self._loaded - self._began,
+        }
+
+
+class LineWriter:
+    """Writes one answer, streamed or whole. A call of a tool goes out when it is all there."""
+
+    media_type = "application/x-ndjson"
+    keep_alive = b""
+
+    def __init__(self, model: str, watch: Stopwatch, words: Words, texts: TokenTexts | None) -> None:
+        """`model` as the request calls it; `texts` where log-probabilities are asked for."""
+        self._model = model
+        self._watch = watch
+        self._words = words
+        self._texts = texts
+        self._told_calls = 0
+
+    def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
+        del answers
+        return b""
+
+    def news(self, news: Sequence[News], answers: Sequence[ChatAnswer]) -> bytes:
+        return b"".join(line for one in news for line in self._lines(one, answers[one.index]))
+
+    def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
+        return _line(self._last(answers[0], "", "", ()))
+
+    def whole(self, answer: ChatAnswer) -> Json:
+        last = self._last(answer, answer.content, answer.reasoning, answer.calls)
+        return last | self._scored(answer.logprobs)
+
+    def loaded(self, reason: str) -> Json:
+        """The answer to a request that asks nothing: the model was loaded, or unloaded."""
+        return self._piece("", "", ()) | {"done": True, "done_reason": reason}
+
+    @staticmethod
+    def failure(error: Exception) -> bytes:
+        return _line({"error": trouble_of(error).message})
+
+    def _lines(self, news: News, answer: ChatAnswer) -> Iterator[bytes]:
+        """Tokens' log-probabilities come with the first piece that they made, or with an empty one."""
+        pieces = [piece for part in news.parts for piece in self._part(part, answer)]
+        if news.end is not None:
+            pieces += self._calls(answer.calls)
+        scored = self._scored(news.logprobs)
+        if scored:
+            first, *rest = pieces or [self._piece("", "", ())]
+            pieces = [first | scored, *rest]
+        return map(_line, pieces)
+
+    def _part(self, part: AnswerPart, answer: ChatAnswer) -> list[Json]:
+        match part:
+            case Content():
+                return [self._piece(part.text, "", ())]
+            case Reasoning():
+                return [self._piece("", part.text, ())]
+            case CallOpening():
+                return self._calls(answer.calls[: part.index])
+            case CallArguments():
+                return []
+
+    def _calls(self, complete: Sequence[Call]) -> list[Json]:
+        """Those that were not told yet."""
+        fresh, self._told_calls = complete[self._told_calls :], max(self._told_calls, len(complete))
+        return [self._piece("", "", fresh)] if fresh else []
+
+    def _scored(self, logprobs: Sequence[TokenLogprob]) -> Json:
+        if self._texts is None or not logprobs:
+            return {}
+        told = [
+            _token(self._texts, scored.token, scored.logprob)
+            | {"top_logprobs": [_token(self._texts, token, logprob) for token, logprob in scored.top]}
+            for scored in logprobs
+        ]
+        return {"logprobs": told}
+
+    def _piece(self, content: str, thought: str, calls: Sequence[Call]) -> Json:
+        told: Json = {"model": self._model, "created_at": now()}
+        return told | self._words(content, thought, calls) | {"done": False}
+
+    def _last(self, answer: ChatAnswer, content: str, thought: str, calls: Sequence[Call]) -> Json:
+        ended: Json = {"done": True, "done_reason": "length" if answer.end == "length" else "stop"}
+        return self._piece(content, thought, calls) | ended | self._watch.durations() | _evaluations(answer)
+
+
+def chat_words(content: str, thought: str, calls: Sequence[Call]) -> Json:
+    message: Json = {"role": "assistant", "content": content}
+    if thought:
+        message["thinking"] = thought
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    return {"message": message}
+
+
+def generate_words(content: str, thought: str, calls: Sequence[Call]) -> Json:
+    del calls
+    told: Json = {"response": content}
+    return told | {"thinking": thought} if thought else told
+
+
+def now() -> str:
+    """RFC 3339, as Go writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _token(texts: TokenTexts, token: int, logprob: float) -> Json:
+    text = texts[token]
+    return {"token": text.text, "logprob": finite_logprob(logprob), "bytes": list(text.data)}
+
+
+def _call(call: Call) -> Json:
+    return {"id": call.id, "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
+
+
+def _arguments(text: str) -> Json:
+    """Arguments that a limit cut short are no JSON; `done_reason` tells of it."""
+    try:
+        value: object = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        return {}
+    return cast("Json", value) if isinstance(value, dict) else {}
+
+
+def _evaluations(answer: ChatAnswer) -> Json:
+    """Tokens, and what they took. The first token of an answer belongs to its prompt's time."""
+    timings = answer.timings
+    return {
+        "prompt_eval_count": answer.prompt_tokens,
+        "prompt_eval_duration": 0 if timings is None else round(timings.prefill_s * _SECOND_NS),
+        "eval_count": answer.completion_tokens,
+        "eval_duration": 0 if timings is None else round(timings.decode_s * _SECOND_NS),
+    }
+
+
+def _line(value: Json) -> bytes:
+    return json_bytes(value) + b"\n"
+
+
+_LINES = "application/x-ndjson"
+_TAG = "Ollama"
+
+
+class _Piece(Told):
+    """Durations are nanoseconds; they and the counts come with the last piece."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length", "load", "unload"] | None = None
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+
+
+class CalledTool(Told):
+    id: str
+    function: dict[str, object]
+    """`name`, and `arguments` as an object."""
+
+
+class OllamaMessage(Told):
+    role: Literal["assistant"]
+    content: str
+    thinking: str | None = None
+    tool_calls: list[CalledTool] | None = None
+
+
+class OllamaChat(_Piece):
+    message: OllamaMessage
+
+
+class OllamaGenerated(_Piece):
+    response: str
+    thinking: str | None = None
+
+
+class OllamaEmbeddings(Told):
+    model: str
+    embeddings: list[list[float]]
+    prompt_eval_count: int
+    total_duration: int
+    load_duration: int
+
+
+class OllamaEmbedding(Told):
+    embedding: list[float]
+
+
+class OllamaModel(Told):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: dict[str, object]
+
+
+class OllamaModels(Told):
+    models: list[OllamaModel]
+
+
+class OllamaShown(Told):
+    details: dict[str, object]
+    model_info: dict[str, object]
+    capabilities: list[str]
+    parameters: str
+    modified_at: str
+
+
+class OllamaVersion(Told):
+    version: str
+
+
+class OllamaStatus(Told):
+    status: Literal["success"]
+
+
+CHAT = About(
+    "A chat answer, streamed unless `stream` is false",
+    OllamaChat,
+    {_LINES: OllamaChat},
+    {"messages": [{"role": "user", "content": "Hello"}], "stream": False, "options": {"num_predict": 64}},
+    more_statuses=(409,),
+    tag=_TAG,
+)
+GENERATE = About(
+    "An answer to a prompt, streamed unless `stream` is false",
+    OllamaGenerated,
+    {_LINES: OllamaGenerated},
+    {"prompt": "Hello", "stream": False, "options": {"num_predict": 64}},
+    more_statuses=(409,),
+    tag=_TAG,
+)
+EMBED = About("Vectors of texts", OllamaEmbeddings, example={"input": ["one text", "another"]}, tag=_TAG)
+EMBEDDINGS = About("A text's vector", OllamaEmbedding, example={"prompt": "one text"}, tag=_TAG)
+TAGS = About("The models that are served", OllamaModels, tag=_TAG)
+RUNNING = About("The models that are loaded", OllamaModels, tag=_TAG)
+SHOW = About("What a model is and can", OllamaShown, example={}, tag=_TAG)
+VERSION = About("Which version of Ollama's API this is", OllamaVersion, tag=_TAG)
+PULL = About(
+    "Whether a model is served: nothing is fetched",
+    OllamaStatus,
+    {_LINES: OllamaStatus},
+    example={},
+    tag=_TAG,
+)

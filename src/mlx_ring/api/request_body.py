@@ -1,0 +1,407 @@
+"""Request bodies: JSON whatever the Content-Type says, read with limits, checked against a schema.
+
+What is wrong with a request's body, in one sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import no_info_plain_validator_function
+from starlette.requests import Request
+
+from mlx_ring.core.errors import BodyTooLarge, BodyTooSlow, RequestError
+
+Path = tuple[int | str, ...]
+
+_SHOWN = 60
+"""Characters of a wrong value that an error repeats."""
+_SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Number|Tuple|Object)\b")
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_KINDS: Mapping[str, str] = {
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "list_type": "a list",
+}
+"""What should have come, by pydantic's name of the error, where its own words are Python's."""
+
+
+def first_error(error: ValidationError, body: object) -> RequestError:
+    """Of all that is wrong with a body, what comes first; names the field."""
+    detail = error.errors(include_url=False)[0]
+    path = join_path(_real_path(detail, body))
+    return RequestError(_sentence(detail, path), param=path or None)
+
+
+def _real_path(detail: ErrorDetails, body: object) -> Path:
+    """Where in the body the error is: pydantic's location less the tags of unions.
+
+    A tag may be called as a field of what it tags: of all readings that fit the body the first that ends where pydantic's does is it.
+    """
+    readings = list(_readings(detail["loc"], body, missing=detail["type"] == "missing"))
+    return next((path for path, ends in readings if ends), readings[0][0])
+
+
+def _readings(steps: Path, body: object, *, missing: bool) -> Iterator[tuple[Path, bool]]:
+    """Paths of which each step is in the body, but for a last one that is `missing`; whether they end with the last step."""
+    if not steps:
+        yield (), False
+        return
+    first, rest = steps[0], steps[1:]
+    if not rest and missing:
+        yield ((first,), True) if isinstance(body, dict) and first not in body else ((), False)
+    elif _has(body, first):
+        inner = cast("dict[int | str, object]", body)[first]
+        for path, ends in _readings(rest, inner, missing=missing):
+            yield (first, *path), ends or not rest
+    yield from _readings(rest, cast("object", body), missing=missing)
+
+
+def _has(body: object, step: int | str) -> bool:
+    if isinstance(body, list):
+        return isinstance(step, int) and step < len(cast("list[object]", body))
+    return isinstance(body, dict) and step in body
+
+
+def _sentence(detail: ErrorDetails, path: str) -> str:
+    match detail["type"]:
+        case "missing":
+            return f"'{path}' is missing."
+        case "extra_forbidden":
+            return f"'{path}' is not supported; leave it out."
+        case "unsupported":
+            return f"'{path}' {detail['msg']}"
+        case "union_tag_invalid" | "union_tag_not_found":
+            return _wrong_tag(detail, path)
+        case _:
+            subject = f"'{path}'" if path else "The body"
+            text = _SUBJECT.sub(subject, _words(detail)).rstrip(".")
+            if not text.startswith(subject):
+                text = f"{subject}{' ' if text.startswith('should') else ': '}{text}"
+            given = "" if ", not " in text else f", not {show(detail['input'])}"
+            return f"{text}{given}."
+
+
+def _wrong_tag(detail: ErrorDetails, path: str) -> str:
+    context = detail.get("ctx", {})
+    field = str(context.get("discriminator", "")).strip("'")
+    if "tag" not in context:
+        return f"'{path}.{field}' is missing."
+    return f"'{path}.{field}' should be one of {context.get('expected_tags')}, not {show(context['tag'])}."
+
+
+def _words(detail: ErrorDetails) -> str:
+    """Pydantic's message, less what a client knows nothing of."""
+    context = detail.get("ctx", {})
+    if detail["type"] in _KINDS:
+        return f"Input should be {_KINDS[detail['type']]}"
+    if detail["type"] == "too_long" and context.get("max_length") == 0:
+        return "List should be empty"
+    if detail["type"] in ("literal_error", "none_required"):
+        return re.sub(r"\b(True|False|None)\b", lambda word: _PYTHON_WORDS[word[0]], detail["msg"])
+    return detail["msg"].replace(" after validation", "")
+
+
+def join_path(path: Path) -> str:
+    """`messages[0].content`, as OpenAI writes it."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return cut(text.removeprefix("."))
+
+
+def show(value: object) -> str:
+    """A wrong value, as an error repeats it."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    return cut(json.dumps(value, default=str, ensure_ascii=False))
+
+
+def cut(text: str) -> str:
+    """The beginning of what may be long."""
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+_DEEPEST = 64
+"""Levels of lists and objects in a body; no field needs more than a dozen."""
+_MOST_NAMES = 10_000
+"""Of one object: each that is wrong costs an error that nobody reads."""
+_MOST_BRACKETS = 500_000
+"""Of a body, in its texts too, which are no prompt for any context with so many: each empty list takes a hundred bytes."""
+_LARGE = 256 << 10
+"""Bytes of a body that is read beside the event loop, where others' tokens wait for it."""
+_DRAIN = 4
+"""A body over the limit is read on, and dropped, to this many times the limit: a client that is
+still sending when the connection closes would see a broken pipe and not the answer."""
+_SLOWEST = 1024
+"""Bytes a second."""
+WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
+"""Clients send these (and `prompt_cache_...`), and they promise nothing about the answer."""
+_INSIDE = frozenset({str, list, dict})
+"""What may hold what is wrong."""
+
+
+def _failing_fast(schema: CoreSchema) -> CoreSchema:
+    pending: list[Any] = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            inner = cast("dict[str, Any]", part)
+            if inner.get("type") == "list":
+                inner["fail_fast"] = True
+            pending.extend(inner.values())
+        elif isinstance(part, list | tuple):
+            pending.extend(cast("list[Any]", part))
+    return schema
+
+
+class Body(BaseModel):
+    """Base of every request: JSON's own types, nothing converted, nothing unknown."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A list is left at what is first wrong in it: one error is told, and millions would take gigabytes."""
+        return _failing_fast(handler(source))
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Of a field that is known and cannot be had, whatever is given: why, and what to do. `None` stands in its place."""
+
+    why: str
+    empty: tuple[object, ...] = ()
+    """What says nothing, beside null."""
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(
+        self, _core: CoreSchema, _handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"enum": [None, *self.empty], "description": f"Not supported: {self.why}"}
+
+    def _check(self, given: object) -> None:
+        if given is not None and not any(
+            type(given) is type(empty) and given == empty for empty in self.empty
+        ):
+            raise PydanticCustomError("unsupported", "is not supported: {why}", {"why": self.why})
+
+
+def needs(field: str, *, of: str) -> dict[str, Any]:
+    """What a schema says of a field that makes no sense unless another one is true."""
+    said, true = (
+        {"properties": {field: {"type": "null"}}},
+        {"properties": {of: {"const": True}}, "required": [of]},
+    )
+    return {field: {"anyOf": [said, true]}}
+
+
+async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeout_s: float) -> BodyT:
+    """The request's body as `schema`.
+
+    Args:
+        request: none of whose body was read yet.
+        schema: what it must be.
+        max_bytes: its longest.
+        timeout_s: for how long the client may stall.
+
+    Raises:
+        BodyTooLarge: longer than `max_bytes`.
+        BodyTooSlow: it does not come.
+        RequestError: compressed, not JSON, or not what the schema says; names the field.
+    """
+    _check_headers(request, max_bytes)
+    data = await _read_bytes(request, max_bytes, timeout_s)
+    if len(data) < _LARGE:
+        return _read(data, schema)
+    return await asyncio.get_running_loop().run_in_executor(_beside, _read, data, schema)
+
+
+_beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
+"""One at a time: those of one client take no more of the processor than one."""
+
+
+def _read(data: bytes, schema: type[BodyT]) -> BodyT:
+    if not data:
+        raise RequestError("The body is empty; send a JSON object.")
+    value = parse_json(data.removeprefix(BOM_UTF8), once=True)
+    if not isinstance(value, dict):
+        raise RequestError(f"The body must be a JSON object, not {show(value)}.")
+    fields = cast("dict[str, object]", value)
+    known = schema.model_fields
+    fields = {name: given for name, given in fields.items() if name in known or not _has_no_effect(name)}
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as error:
+        raise first_error(error, fields) from None
+
+
+def parse_json(data: bytes, *, once: bool = False) -> object:
+    """Strict JSON in UTF-8: no NaN, no infinity, no half of a surrogate pair, no bottomless nesting.
+
+    Where an object has a name `once`, or else the request is refused, nobody takes one value for the other.
+    """
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets > _MOST_BRACKETS:
+        raise RequestError(
+            f"The body has {brackets} lists and objects, or as many brackets; {_MOST_BRACKETS} are the most."
+        )
+    try:
+        value: object = json.loads(
+            data.decode(),
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=_object_of_different_names if once else _object,
+        )
+    except UnicodeDecodeError as error:
+        raise RequestError(f"The body is not UTF-8: byte {error.start} is wrong.") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(
+            f"The body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})."
+        ) from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
+        raise RequestError("The body holds a number with too many digits.") from None
+    if brackets > _DEEPEST or b"\\u" in data:
+        _check_inside(value)
+    return value
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    """What can be refused before anything of the body is read.
+
+    Who expects to be told to go on is told that it is too much, as is who would send more than is read and dropped.
+    """
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise RequestError(
+            f"The body comes with Content-Encoding '{cut(coding)}', and this server reads bodies as they are; send it without."
+        )
+    length = request.headers.get("content-length", "0")
+    most = max_bytes if "expect" in request.headers else max_bytes * _DRAIN
+    if length.isdecimal() and int(length) > most:
+        raise _too_large(max_bytes)
+
+
+async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """Whoever sends drop by drop is waited for no longer than who sends nothing.
+
+    Each KiB buys a second, and nobody has more of them than `timeout_s`.
+    """
+    chunks: list[bytes] = []
+    size = 0
+    now_s = asyncio.get_running_loop().time
+    latest_s = now_s() + timeout_s
+    try:
+        async with asyncio.timeout_at(latest_s) as timeout:
+            async for chunk in request.stream():
+                size += len(chunk)
+                latest_s = min(latest_s + len(chunk) / _SLOWEST, now_s() + timeout_s)
+                timeout.reschedule(latest_s)
+                if size <= max_bytes:
+                    chunks.append(chunk)
+                elif size > max_bytes * _DRAIN:
+                    break
+    except TimeoutError:
+        raise BodyTooSlow(
+            f"The body did not come: {size} bytes of it are here, and the server waits {timeout_s:g} s for more."
+        ) from None
+    if size > max_bytes:
+        raise _too_large(max_bytes)
+    return b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The body is over {max_bytes} bytes, the most this server reads.")
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(pairs) > _MOST_NAMES:
+        raise RequestError(f"The body holds an object of {len(pairs)} names; {_MOST_NAMES} are the most.")
+    return dict(pairs)
+
+
+def _object_of_different_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = _object(pairs)
+    if len(made) != len(pairs):
+        known = set[str]()
+        for name, _ in pairs:
+            if name in known:
+                shown = cut(name.encode(errors="backslashreplace").decode())
+                raise RequestError(
+                    f"The body gives '{shown}' twice in one object; give it once.", param=shown
+                )
+            known.add(name)
+    return made
+
+
+def _refuse_constant(name: str) -> float:
+    raise RequestError(f"The body holds {name}, which is not JSON; give a finite number.")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise RequestError(f"The number {cut(digits)} is too large.")
+    return value
+
+
+def _check_inside(value: object) -> None:
+    """Walk the value without recursion; what is wrong is named by its path."""
+    pending: list[tuple[tuple[int | str, ...], object]] = [((), value)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, str):
+            _check_text(value, path)
+        elif isinstance(value, list | dict):
+            if len(path) >= _DEEPEST:
+                raise _too_deep()
+            children = _children(cast("list[object] | dict[str, object]", value))
+            pending.extend(((*path, key), inner) for key, inner in children if type(inner) in _INSIDE)
+
+
+def _children(value: list[object] | dict[str, object]) -> Iterator[tuple[int | str, object]]:
+    if isinstance(value, list):
+        return iter(enumerate(value))
+    for key in value:
+        _check_text(key, ())
+    return iter(value.items())
+
+
+def _check_text(text: str, path: tuple[int | str, ...]) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        place = f"'{join_path(path)}'" if path else "A name in the body"
+        raise RequestError(
+            f"{place} holds \\u{code:04x}, half of a surrogate pair, which is no character; leave it out.",
+            param=join_path(path) or None,
+        ) from None
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"The body is nested more than {_DEEPEST} levels deep.")
+
+
+def _has_no_effect(name: str) -> bool:
+    return name in WITHOUT_EFFECT or name.startswith("prompt_cache_")

@@ -1,0 +1,88 @@
+"""A certificate for HTTPS, as files give it: what is wrong with them is one sentence."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography import x509
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.settings.config import Settings
+
+log = logging.getLogger(__name__)
+
+
+def server_tls(settings: Settings) -> ssl.SSLContext | None:
+    """What HTTPS is served with; None where it is not.
+
+    Raises:
+        ConfigError: a file is missing, is none of its kind, or does not go with the other.
+    """
+    certificate, key = settings.ssl_certfile, settings.ssl_keyfile
+    if certificate is None:
+        for name in ("ssl_keyfile", "ssl_keyfile_password"):
+            if getattr(settings, name):
+                raise ConfigError(f"--{name.replace('_', '-')} is given without --ssl-certfile; give both.")
+        return None
+    _check_readable("--ssl-certfile", certificate)
+    if key is not None:
+        _check_readable("--ssl-keyfile", key)
+    _check_certificate(certificate)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certificate, key, _password(settings))
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(_what_is_wrong(error, settings)) from error
+    return context
+
+
+def _password(settings: Settings) -> str:
+    """Without one OpenSSL would ask at the terminal. No key is locked with the empty one."""
+    return settings.ssl_keyfile_password or ""
+
+
+def _check_readable(flag: str, path: Path) -> None:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{flag} is {path}, which cannot be read: {error.strerror}.") from error
+
+
+def _check_certificate(path: Path) -> None:
+    """One that is over is served all the same, and said to be: its owner may need the server to get the next."""
+    try:
+        first = x509.load_pem_x509_certificates(path.read_bytes())[0]
+    except ValueError:
+        raise ConfigError(
+            f"--ssl-certfile is {path}, which holds no certificate in PEM form "
+            "(a text with -----BEGIN CERTIFICATE----- in it)."
+        ) from None
+    now = datetime.now(UTC)
+    if not first.not_valid_before_utc <= now <= first.not_valid_after_utc:
+        log.warning(
+            "The certificate in %s holds from %s to %s: clients will refuse it.",
+            path,
+            first.not_valid_before_utc.date(),
+            first.not_valid_after_utc.date(),
+        )
+
+
+def _what_is_wrong(error: Exception, settings: Settings) -> str:
+    if settings.ssl_keyfile is None:
+        where, path = (
+            f"--ssl-certfile is {settings.ssl_certfile}, without --ssl-keyfile",
+            settings.ssl_certfile,
+        )
+    else:
+        where, path = f"--ssl-keyfile is {settings.ssl_keyfile}", settings.ssl_keyfile
+    reason = getattr(error, "reason", None)
+    if reason == "KEY_VALUES_MISMATCH":
+        return f"{where}, whose key is not that of the certificate in {settings.ssl_certfile}."
+    if path is not None and b"ENCRYPTED" in path.read_bytes():
+        wanted = "another password" if settings.ssl_keyfile_password else "a password"
+        return f"{where}, whose key wants {wanted}: give it as MLX_RING_SSL_KEYFILE_PASSWORD."
+    return f"{where}, which holds no private key in PEM form that OpenSSL takes ({reason or error})."

@@ -1,0 +1,206 @@
+"""Steps on their way, and how far each rank is. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from mlx_ring.core.errors import ProtocolError
+from mlx_ring.engine.decode import DecodeGroup
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.rows import tokens_fed
+from mlx_ring.engine.sequence import Sequence
+from mlx_ring.engine.stats import RankTotals, StepTiming, Unanswered
+from mlx_ring.engine.step_times import StepDeadlines, StepSize, StepWindow
+from mlx_ring.rpc.protos import step_pb2
+
+_RECENT_STEPS = 256
+_FIRST = RankId(0, 0)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that some rank has not answered yet."""
+
+    step: step_pb2.Step
+    sequences: tuple[Sequence, ...]
+    """In the order of the step's rows."""
+    generations: tuple[int, ...]
+    """Of the sequences, when the step was sent."""
+    group: DecodeGroup | None
+    """Whose decode step it is; None for prefill and for operations alone."""
+    sent_at: float
+    size: StepSize
+    answered_at: float = 0.0
+    """By the last rank that has answered it so far."""
+    failed: bool = False
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.group is None and bool(self.sequences)
+
+    def current(self) -> Iterator[tuple[Sequence, step_pb2.Row]]:
+        """The rows whose sequences have not been put back since."""
+        for sequence, generation, row in zip(self.sequences, self.generations, self.step.rows, strict=True):
+            if sequence.generation == generation:
+                yield sequence, row
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a rank is."""
+
+    step: int = 0
+    kv_bytes: int = 0
+    begun: int = 0
+    """The last step that it is known to have taken in, from heartbeats."""
+    begun_at: float = 0.0
+    answered_at: float = 0.0
+    totals: RankTotals = field(default_factory=RankTotals)
+
+
+@dataclass(slots=True)
+class Answered:
+    """What a rank's answer belongs to."""
+
+    flight: Flight
+    rank: RankId
+    timing: StepTiming
+
+
+class Flights:
+    """Every step from its sending until all ranks have answered it."""
+
+    def __init__(self, ranks: Iterable[RankId], deadlines: StepDeadlines) -> None:
+        self._progress = {rank: _Progress() for rank in ranks}
+        self._deadlines = deadlines
+        self._completed_at = 0.0
+        self._flights: dict[int, Flight] = {}
+        self._recent: deque[StepTiming] = deque(maxlen=_RECENT_STEPS)
+        self.window = StepWindow()
+        self.sent = 0
+        self.read_tokens = 0
+        """Of prompts, that the first stage has taken in."""
+        self.prefills = 0
+        """Prefill steps that some rank has not answered."""
+
+    def send(
+        self, step: step_pb2.Step, sequences: Iterable[Sequence], group: DecodeGroup | None, now: float
+    ) -> Flight:
+        sequences = tuple(sequences)
+        generations = tuple(sequence.generation for sequence in sequences)
+        flight = Flight(step, sequences, generations, group, now, _size(step, is_decode=group is not None))
+        self._flights[step.step] = flight
+        self.sent = step.step
+        self.prefills += flight.is_prefill
+        return flight
+
+    def note(self, done: step_pb2.StepDone, now: float) -> Answered:
+        """Take in an answer.
+
+        Raises:
+            ProtocolError: a rank that is not in the plan, or an answer out of order.
+        """
+        rank = RankId(done.stage, done.rank)
+        progress = self._progress.get(rank)
+        if progress is None:
+            raise ProtocolError(
+                f"Stage {done.stage} rank {done.rank} answered a step, and the plan has no such rank."
+            )
+        if done.step != progress.step + 1 or done.step > self.sent:
+            raise ProtocolError(
+                f"Stage {done.stage} rank {done.rank} answered step {done.step} after step {progress.step} "
+                f"of {self.sent} sent."
+            )
+        progress.step, progress.kv_bytes = done.step, done.kv_bytes
+        progress.answered_at = now
+        progress.totals.note(done.timings)
+        flight = self._flights[done.step]
+        flight.answered_at = now
+        timing = _timing(rank, flight, done.timings)
+        self._recent.append(timing)
+        if not done.HasField("failure"):
+            self.window.note(timing)
+            self._deadlines.note(timing)
+            if flight.is_prefill and rank == _FIRST:
+                self.read_tokens += timing.tokens
+        return Answered(flight, rank, timing)
+
+    def land(self) -> bool:
+        """Forget the steps that every rank has answered by now; tells whether there were any."""
+        completed, has_landed = self.completed, False
+        while self._flights and (number := next(iter(self._flights))) <= completed:
+            flight = self._flights.pop(number)
+            self.prefills -= flight.is_prefill
+            self._completed_at = max(self._completed_at, flight.answered_at)
+            has_landed = True
+        return has_landed
+
+    @property
+    def completed(self) -> int:
+        """The last step that every rank has answered."""
+        return min(progress.step for progress in self._progress.values())
+
+    @property
+    def kv_bytes(self) -> dict[RankId, int]:
+        return {rank: progress.kv_bytes for rank, progress in self._progress.items()}
+
+    def totals(self, now: float, began: float) -> dict[RankId, RankTotals]:
+        """Where each rank's time went since `began`. Idle is what neither steps nor those under way account for."""
+        told: dict[RankId, RankTotals] = {}
+        for rank, progress in self._progress.items():
+            owed = self._flights.get(progress.step + 1)
+            under_way_s = 0.0 if owed is None else now - max(owed.sent_at, progress.answered_at)
+            idle_us = int(1e6 * (now - began - under_way_s)) - progress.totals.busy_us
+            told[rank] = replace(progress.totals, idle_us=max(0, idle_us))
+        return told
+
+    @property
+    def recent(self) -> tuple[StepTiming, ...]:
+        return tuple(self._recent)
+
+    def heed(self, rank: RankId, begun: int, now: float) -> None:
+        """A rank is known, from elsewhere, to have taken in a step: it does something."""
+        progress = self._progress.get(rank)
+        if progress is not None and begun > progress.begun:
+            progress.begun, progress.begun_at = begun, now
+
+    def oldest_unanswered(self, now: float) -> Unanswered | None:
+        """The rank that everybody waits for; None when nobody owes an answer.
+
+        Ranks execute in order, and each needs what the stages before it make of the same step. So of the earliest step
+        that is owed the first stage that owes it has all it needs, and all other ranks come to wait for it.
+        """
+        number = self.completed + 1
+        if number > self.sent:
+            return None
+        flight = self._flights[number]
+        rank = min(rank for rank, progress in self._progress.items() if progress.step < number)
+        begun_at = self._progress[rank].begun_at if self._progress[rank].begun == number else 0.0
+        since = max(flight.sent_at, flight.answered_at, self._completed_at, begun_at)
+        return Unanswered(rank, number, now - since, self._deadlines.of(rank.stage, flight.size))
+
+
+def _size(step: step_pb2.Step, *, is_decode: bool) -> StepSize:
+    rows = len(step.rows)
+    context = sum(row.start for row in step.rows) // max(1, rows)
+    return StepSize(rows, sum(map(tokens_fed, step.rows)), context, is_decode)
+
+
+def _timing(rank: RankId, flight: Flight, timings: step_pb2.Timings) -> StepTiming:
+    return StepTiming(
+        step=flight.step.step,
+        rank=rank,
+        rows=len(flight.sequences),
+        tokens=flight.size.tokens,
+        is_decode=flight.group is not None,
+        started_us=timings.started_us,
+        finished_us=timings.finished_us,
+        queue_us=timings.queue_us,
+        link_wait_us=timings.link_wait_us,
+        compute_us=timings.compute_us,
+        link_send_us=timings.link_send_us,
+        context_tokens=flight.size.context_tokens,
+        sequence=flight.sequences[0].id if len(flight.sequences) == 1 else 0,
+    )

@@ -1,0 +1,326 @@
+"""What the scheduler asks of the workers' KV: who may hold how much, what is kept, forked, cut and freed. Pure.
+
+Every wish becomes a cache operation, which rides on the next step; the budget and the prefix cache are kept in
+line with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import count
+
+from mlx_ring.engine.config import RankKv
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.kv_budget import KvBudget
+from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Extent, Found, Match, PrefixCache
+from mlx_ring.engine.rows import (
+    fork_operation,
+    free_operation,
+    open_operation,
+    park_operation,
+    snapshot_operations,
+    trim_operation,
+)
+from mlx_ring.engine.sequence import Sequence
+from mlx_ring.engine.stats import CacheStats
+from mlx_ring.rpc.protos import step_pb2
+
+_FIRST_SNAPSHOT = 1 << 48
+"""Ids of snapshots, far from those of requests."""
+_LEAST_SNAPSHOT = 64
+_OFFERED_TOKENS = 256
+"""A prompt that is being read is offered to others in pieces of so many tokens, for each time costs its whole length."""
+_NOTHING = Found(None, 0)
+
+
+class KvPlan:
+    """The KV of one instance, as the ranks will have it once they have executed what was sent."""
+
+    def __init__(self, ranks: Mapping[RankId, RankKv] | None, *, prefix_cache: bool) -> None:
+        self.budget = KvBudget(ranks)
+        self._cache = PrefixCache(ranks)
+        self._enabled = prefix_cache
+        self._operations: list[step_pb2.CacheOperation] = []
+        self._next_step = 1
+        self._snapshots = count(_FIRST_SNAPSHOT)
+        self.held: set[int] = set()
+        """Sequences that some rank holds, or will, and that are not being freed."""
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether tokens can be taken back after they were fed."""
+        return not self._cache.recurrent
+
+    # ---- operations
+
+    @property
+    def has_operations(self) -> bool:
+        return bool(self._operations)
+
+    def take_operations(self, step: int) -> list[step_pb2.CacheOperation]:
+        """What goes out with `step`."""
+        operations, self._operations = self._operations, []
+        self._next_step = step + 1
+        return operations
+
+    def settle(self, completed: int) -> None:
+        """Every rank has executed the steps up to `completed`."""
+        self.budget.settle(completed)
+
+    def reset(self) -> None:
+        """Free everything, at once."""
+        self._operations = [step_pb2.CacheOperation(reset=step_pb2.Reset())]
+        self._cache.clear()
+        for sequence in self.held:
+            self.budget.release(sequence, self._next_step)
+        self.held.clear()
+
+    def limit(self, limits: Mapping[RankId, int], longest: int) -> None:
+        """New limits; what is kept makes way for them. One sequence of `longest` tokens fits whatever they are."""
+        self.budget.limit(limits, longest)
+        while self.budget.is_over and self._evict(None):
+            pass
+
+    # ---- a sequence comes
+
+    def admit(self, sequence: Sequence, running: Mapping[int, Sequence]) -> bool:
+        """Whether there is room for what a sequence must prefill; if so it is reserved.
+
+        What is kept of ended sequences makes way, the least recently used first, but not what the
+        sequence itself can begin from, which it takes over where both do not fit.
+        """
+        tokens = min(sequence.fill_to + 1, sequence.max_length)
+        match = self._find(sequence, running).match
+        source = match.source if match is not None and match.kept else None
+        spare = len(running)
+        if (
+            self._make_way(tokens, sequence.id, spare=source, spare_blocks=spare)
+            and self.budget.fits(tokens, sequence.id, spare_blocks=spare)
+            and self._is_roomy(tokens, running, source)
+        ):
+            self.budget.charge(sequence.id, tokens)
+            return True
+        if match is None or source is None or self.budget.being_freed:
+            return False
+        # Both do not fit: it is admitted in the place of the kept one that it begins from.
+        if not self._make_way(tokens, sequence.id, instead_of=source, spare_blocks=spare):
+            return False
+        if not self.budget.fits(tokens, sequence.id, without=(source,), spare_blocks=spare):
+            return False
+        self.budget.charge(sequence.id, tokens)
+        self._begin(sequence, match, take=True)
+        return True
+
+    def _make_way(
+        self,
+        tokens: int,
+        sequence: int,
+        *,
+        spare: int | None = None,
+        instead_of: int | None = None,
+        spare_blocks: int = 0,
+    ) -> bool:
+        """Whether a sequence can have `tokens`, at once or when what is being freed is free.
+
+        What is kept goes for it, but nothing goes where all of it together would not do. `spare` stays; so does
+        `instead_of`, whose memory counts as the sequence's.
+        """
+        own = () if instead_of is None else (instead_of,)
+        stays = spare if instead_of is None else instead_of
+
+        def fits(*without: int) -> bool:
+            return self.budget.fits(tokens, sequence, without=without, spare_blocks=spare_blocks, freed=True)
+
+        if not fits(*own) and not fits(*own, *self._cache.kept(spare=stays)):
+            return False
+        while not fits(*own):
+            self._evict(stays)
+        return True
+
+    def _is_roomy(self, tokens: int, running: Mapping[int, Sequence], spare: int | None) -> bool:
+        """Whether what the ranks really hold leaves room too; if not, something that is kept goes."""
+        if not running or self.budget.fits_as_held(tokens):
+            return True
+        if not self.budget.being_freed:
+            self._evict(spare)
+        return False
+
+    def begin(self, sequence: Sequence, running: Mapping[int, Sequence]) -> None:
+        """Open an admitted sequence, with as much KV as others have for it."""
+        if sequence.id in self.held:
+            return
+        found = self._find(sequence, running)
+        match = found.match
+        if self._cache.forgets and found.shared - (match.length if match else 0) >= _LEAST_SNAPSHOT:
+            sequence.cut_at = found.shared
+        take = match is not None and match.kept and match.nearly_whole and not self._cache.recurrent
+        self._begin(sequence, match, take=take)
+
+    def reuse(self, sequence: Sequence, running: Mapping[int, Sequence]) -> int:
+        """Tokens that need not be prefilled if the sequence begins now."""
+        if sequence.id in self.held:
+            return sequence.scheduled
+        match = self._find(sequence, running).match
+        return match.length if match is not None else 0
+
+    def shared(self, tokens: tuple[int, ...], running: Mapping[int, Sequence]) -> int:
+        """How much of a prompt need not be computed if it came now, in tokens."""
+        if not self._enabled:
+            return 0
+        match = self._cache.find(tokens, _extents(running)).match
+        return 0 if match is None else match.length
+
+    def _find(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Found:
+        if not self._enabled or sequence.request.computes_all or sequence.id in self.held:
+            return _NOTHING
+        # Where caches forget, what others have computed meanwhile counts too, and not only what is noted of them.
+        now = (self._cache.version, sequence.length)
+        if sequence.found is None or sequence.found[:2] != now or self._cache.forgets:
+            extents = _extents(running, besides=sequence.id)
+            sequence.found = (*now, self._cache.find(tuple(sequence.tokens), extents))
+        return sequence.found[2]
+
+    def _begin(self, sequence: Sequence, match: Match | None, *, take: bool) -> None:
+        self._operations.append(open_operation(sequence))
+        self.held.add(sequence.id)
+        self._cache.count(sequence.length, match)
+        if match is None:
+            return
+        self._operations.append(fork_operation(match.source, sequence.id, match.length, take=take))
+        sequence.scheduled = sequence.reused = match.length
+        sequence.reached = match.extent.reached
+        if not sequence.generation:
+            sequence.cached_tokens = min(match.length, sequence.prompt_length)
+        if take:
+            sequence.taken = match.length
+            self._cache.forget(match.source)
+            self.budget.drop(match.source)
+            self.held.discard(match.source)
+        else:
+            self._cache.touch(match.source)
+        self.note_filled(sequence)
+
+    # ---- it grows, and is cut
+
+    def grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether a running sequence can have `tokens`; if so it has them. What is kept makes way."""
+        if not self._make_way(tokens, sequence.id) or not self.budget.fits(tokens, sequence.id):
+            return False
+        self.budget.charge(sequence.id, tokens)
+        return True
+
+    def relieve(self) -> bool:
+        """Whether the ranks really hold no more than they may, or soon will not; something that is kept goes for it.
+
+        Rows of one bank share a capacity, so that ranks hold more than is accounted for.
+        """
+        return not self.budget.is_over_as_held or self.budget.being_freed > 0 or self._evict(None)
+
+    def may_draft(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether there is room for drafts, `tokens` in all, with nothing put out for it; if so it is reserved."""
+        if not self.budget.fits(tokens, sequence.id):
+            return False
+        self.budget.charge(sequence.id, tokens)
+        return True
+
+    def trim(self, sequence: Sequence, length: int) -> None:
+        """Drop a running sequence's tokens past `length`."""
+        self._operations.append(trim_operation(sequence.id, length))
+        self.budget.charge(sequence.id, length + 1)
+
+    def note_filled(self, sequence: Sequence) -> None:
+        """Others may begin from what a sequence has prefilled."""
+        if self._enabled and not sequence.request.computes_all:
+            sequence.offered = sequence.scheduled
+            self._cache.note_running(sequence.id, tuple(sequence.tokens[: sequence.scheduled]))
+
+    def after_chunk(self, sequence: Sequence) -> None:
+        """A chunk was sent: others may begin from it, and some lengths cannot be come back to later."""
+        if sequence.is_prefilled or sequence.scheduled - sequence.offered >= _OFFERED_TOKENS:
+            self.note_filled(sequence)
+        at_cut = sequence.scheduled == sequence.cut_at
+        goes_on = sequence.request.pooling is None
+        at_end = self._cache.recurrent and sequence.is_prefilled and not sequence.generation and goes_on
+        if self._enabled and (at_cut or at_end) and sequence.scheduled >= _LEAST_SNAPSHOT:
+            self._keep_snapshot(sequence)
+
+    def _keep_snapshot(self, source: Sequence) -> None:
+        tokens = tuple(source.tokens[: source.scheduled])
+        if self._cache.covers(tokens):
+            return
+        snapshot = next(self._snapshots)
+        if self._make_way(len(tokens), snapshot) and self.budget.fits(len(tokens), snapshot):
+            self.budget.charge(snapshot, len(tokens))
+            self.held.add(snapshot)
+            self._operations += snapshot_operations(source.id, snapshot, len(tokens))
+            self._cache.keep(snapshot, tokens, source.reached)
+
+    # ---- it goes
+
+    def free(self, sequence: int) -> None:
+        """Give a sequence's memory back; one that was only admitted gives back its place."""
+        self._cache.forget(sequence)
+        if sequence in self.held:
+            self.held.discard(sequence)
+            self._operations.append(free_operation(sequence))
+            self.budget.release(sequence, self._next_step)
+        else:
+            self.budget.drop(sequence)
+
+    def keep(self, sequence: Sequence, most: int | None = None) -> None:
+        """An ended sequence's KV stays for others, as far as its tokens are known, and no more than `most` of them."""
+        known = sequence.computed if most is None else min(most, sequence.computed)
+        tokens = tuple(sequence.tokens[:known])
+        if sequence.id not in self.held or not self._is_worth_keeping(sequence, tokens):
+            self.free(sequence.id)
+            return
+        if len(tokens) < sequence.scheduled:
+            self._operations.append(trim_operation(sequence.id, len(tokens)))
+        self._operations.append(park_operation(sequence.id))
+        self.budget.charge(sequence.id, len(tokens))
+        for needless in self._cache.keep(sequence.id, tokens, sequence.reached):
+            self.free(needless)
+
+    def _is_worth_keeping(self, sequence: Sequence, tokens: tuple[int, ...]) -> bool:
+        if not self._enabled or len(tokens) < LEAST_TOKENS or sequence.request.computes_all:
+            return False
+        if not self._cache.is_exact(len(tokens), length=sequence.scheduled, reached=sequence.reached):
+            return False
+        return not self._cache.covers(tokens)
+
+    def _evict(self, spare: int | None) -> bool:
+        oldest = self._cache.evict(spare)
+        if oldest is None:
+            return False
+        self.free(oldest)
+        return True
+
+    # ---- how it stands
+
+    @property
+    def sequences_held(self) -> int:
+        """Whose KV some rank may still hold."""
+        return len(self.held) + self.budget.being_freed
+
+    def stats(self) -> CacheStats:
+        cache = self._cache
+        return CacheStats(
+            enabled=self._enabled,
+            queries=cache.queries,
+            hits=cache.hits,
+            query_tokens=cache.query_tokens,
+            hit_tokens=cache.hit_tokens,
+            entries=cache.entries,
+            entry_tokens=cache.entry_tokens,
+            evictions=cache.evictions,
+            ranks=self.budget.use(cache.kept()),
+        )
+
+
+def _extents(running: Mapping[int, Sequence], *, besides: int | None = None) -> dict[int, Extent]:
+    """What running sequences hold, one of them apart."""
+    return {
+        sequence.id: Extent(sequence.scheduled, sequence.reached)
+        for sequence in running.values()
+        if sequence.id != besides
+    }

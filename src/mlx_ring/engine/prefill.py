@@ -1,0 +1,163 @@
+"""What goes into the next prefill step, and when. Pure.
+
+A chunk of one long prompt, or several short prompts whole. Prompts that came together are read at full speed before any of
+them decodes; beside running sequences chunks are as small as the promised pace asks for.
+
+Prompts that are being prefilled, and whose turn it is. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from mlx_ring.engine.chunk_size import Pacing
+from mlx_ring.engine.config import Policy
+from mlx_ring.engine.decode import DecodeGroups
+from mlx_ring.engine.in_flight import Flights
+from mlx_ring.engine.kv_manager import KvPlan
+from mlx_ring.engine.rows import prefill_row
+from mlx_ring.engine.sequence import Sequence
+from mlx_ring.rpc.protos import step_pb2
+
+
+class PrefillLine:
+    """In order of arrival; but while a long prompt is at the head, every second chunk is for short ones.
+
+    A prompt whose step failed goes alone, so that it takes no other down if it is to blame.
+    """
+
+    def __init__(self) -> None:
+        self._line: dict[int, Sequence] = {}
+        self._long: int | None = None
+        """The long prompt that had the last turn."""
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._line.values())
+
+    def add(self, sequence: Sequence) -> None:
+        """Prompts that were put back come in where they were."""
+        self._line[sequence.id] = sequence
+        self._line = dict(sorted(self._line.items()))
+
+    def remove(self, sequence: int) -> None:
+        self._line.pop(sequence, None)
+
+    def in_turn(self, left: Callable[[Sequence], int], most: int) -> list[Sequence]:
+        """Who may go into the next chunk; the first of them has to. Short are those with no more than `most` tokens left."""
+        first = next(iter(self._line.values()))
+        short = [
+            sequence for sequence in self._line.values() if left(sequence) <= most and not sequence.replays
+        ]
+        if short and (short[0] is first or self._long == first.id):
+            self._long = None
+            return short
+        self._long = first.id
+        return [first]
+
+
+_PROMPTS_TOGETHER = 4
+"""Several short prompts may share a step that is so many times as long as one prompt's chunk."""
+
+_BURST_S = 0.25
+"""Requests that come within this time of each other have come together."""
+
+
+class Prefilling(PrefillLine):
+    """The line of prompts, and the steps that read them."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        stages: int,
+        *,
+        groups: DecodeGroups,
+        flights: Flights,
+        pacing: Pacing,
+        kv: KvPlan,
+        running: Mapping[int, Sequence],
+    ) -> None:
+        super().__init__()
+        self._policy = policy
+        self._stages = stages
+        self._groups = groups
+        self._flights = flights
+        self._pacing = pacing
+        self._kv = kv
+        self._running = running
+        self.last_step = 0
+        """Number of the last prefill step."""
+
+    def next_chunks(self) -> list[tuple[Sequence, step_pb2.Row]]:
+        """Rows of the next step, counted as on their way; none where nothing may go out now."""
+        if not self or not self._may_go():
+            return []
+        remaining = max(map(self._left, self))
+        prompt = max(sequence.scheduled - sequence.reused + self._left(sequence) for sequence in self)
+        beside_decode = self._has_to_spare()
+        size = self._pacing.chunk(remaining, prompt, beside_decode=beside_decode)
+        if not size:
+            return []
+        chunks = self._fill(size, size if beside_decode else _PROMPTS_TOGETHER * size)
+        tokens = sum(len(row.tokens.ids) for _, row in chunks)
+        self._pacing.sent(self._flights.sent + 1, tokens, beside_decode=beside_decode)
+        return chunks
+
+    def _fill(self, size: int, room: int) -> list[tuple[Sequence, step_pb2.Row]]:
+        """As much of the first in turn as a chunk of `size` holds, and of those after it who fit as a whole."""
+        chunks: list[tuple[Sequence, step_pb2.Row]] = []
+        for sequence in self.in_turn(self._left, self._policy.prefill_chunk):
+            most = min(size, room)
+            if chunks and self._left(sequence) > most:
+                break
+            self._kv.begin(sequence, self._running)
+            end = min(sequence.scheduled + most, sequence.fill_to)
+            if sequence.scheduled < sequence.cut_at < end:
+                end = sequence.cut_at
+            row = prefill_row(sequence, end)
+            chunks.append((sequence, row))
+            room -= len(row.tokens.ids)
+            sequence.feed(len(row.tokens.ids))
+        return chunks
+
+    def _left(self, sequence: Sequence) -> int:
+        """Tokens that must still be computed."""
+        return sequence.fill_to - self._kv.reuse(sequence, self._running)
+
+    def is_catching_up(self) -> bool:
+        """Whether those that came together are about to be all read: decoding waits, and then is done for all at once."""
+        if not self or self._has_to_spare():
+            return False
+        return sum(map(self._left, self)) <= _PROMPTS_TOGETHER * self._policy.prefill_chunk
+
+    def _has_to_spare(self) -> bool:
+        """Whether a sequence is decoding that did not come together with the prompts: its tokens must not wait long.
+
+        Prompts that came with the running ones have the same claim, and are read at full speed.
+        """
+        came = min(sequence.admitted_at for sequence in self)
+        return any(
+            (member.first_token_at is not None and member.first_token_at < came)
+            or member.admitted_at > came + _BURST_S
+            for group in self._groups
+            for member in group.members.values()
+        )
+
+    def _may_go(self) -> bool:
+        """At most one chunk between two decode steps of a group, and a bounded number of them in all.
+
+        Short prompts that fill no step wait until a stage wants them: others may come and be read with them.
+        """
+        chunk = self._policy.prefill_chunk
+        left = list(map(self._left, self))
+        is_full = max(left) > chunk or sum(left) >= _PROMPTS_TOGETHER * chunk
+        has_begun = any(sequence.scheduled for sequence in self)
+        can_wait = not is_full and not has_begun and not self._has_to_spare()
+        if self._flights.prefills > self._stages - can_wait:
+            return False
+        return self.is_catching_up() or all(
+            group.last_step > self.last_step or not group.is_going(self._policy.steps_ahead)
+            for group in self._groups
+        )

@@ -1,0 +1,1 @@
+"""One head, composed from its settings: models, replicas, instances, placement, HTTP connections."""

@@ -1,0 +1,296 @@
+"""One run of a head.
+
+A head listens first, so that a busy port costs no loading; then it starts its machine's agent, and loads its models.
+Whatever way it ends, its own agent and workers end with it.
+
+The head's HTTP server inside the head's event loop, which alone decides when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Awaitable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import uvicorn
+
+from mlx_ring.agent.weights.serving import WeightsFront
+from mlx_ring.api.app import build_app
+from mlx_ring.api.middleware.guard import Admission
+from mlx_ring.api.service import InstanceInfo, ModelCatalog
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.cluster.control import open_control
+from mlx_ring.cluster.discovery import announcing
+from mlx_ring.core.cluster_folders import manifests_folder
+from mlx_ring.core.traces import Tracing, open_tracing
+from mlx_ring.core.versions import package_version
+from mlx_ring.head.http_connections import ConnectionLimits, HttpConfig
+from mlx_ring.head.models import Catalog
+from mlx_ring.head.multi_node import Cluster
+from mlx_ring.head.nodes import Machines
+from mlx_ring.head.replica import Watcher
+from mlx_ring.head.served_model import ServedModel
+from mlx_ring.head.single_node import Here
+from mlx_ring.host.addresses import HeadAddress, local_url
+from mlx_ring.host.head_announcement import HeadAnnouncement
+from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
+from mlx_ring.models.model_digests import manifest_beside
+from mlx_ring.models.weights_manifest import WeightsManifest
+from mlx_ring.settings.config import Settings, api_keys, bodies_mb, state_folder
+from mlx_ring.settings.rank_settings import rank_shares
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the head ends it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+async def end_http(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    server.should_exit = True
+    await asyncio.wait((serving,))
+
+
+def http_config(
+    catalog: ModelCatalog,
+    settings: Settings,
+    admission: Admission,
+    tls: ssl.SSLContext | None,
+    tracing: Tracing | None,
+) -> HttpConfig:
+    """What is served, and to whom."""
+    app = build_app(
+        catalog,
+        ApiSettings(
+            host=settings.host,
+            allowed_hosts=settings.allowed_hosts,
+            allowed_origins=settings.allowed_origins,
+            api_keys=api_keys(settings),
+            default_max_tokens=settings.default_max_tokens,
+            max_body_bytes=settings.max_request_mb << 20,
+            max_bodies_bytes=bodies_mb(settings) << 20,
+            client_timeout_s=settings.client_timeout_s,
+            access_log=settings.access_log == "on",
+        ),
+        tracing,
+        admission,
+    )
+    limits = ConnectionLimits(
+        settings.max_connections, settings.http_timeout_keep_alive, settings.client_timeout_s
+    )
+    return HttpConfig(app, limits, tls)
+
+
+log = logging.getLogger(__name__)
+
+_TOKEN_LIFE_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What there is to tell once an instance serves."""
+
+    url: str
+    served: ServedModel
+    instance: InstanceInfo
+    load_s: float
+    is_first: bool
+    """Of all."""
+    asks_for_key: bool = False
+    certificate: Path | None = None
+    """What HTTPS is served with."""
+
+
+class Audience(Watcher, Protocol):
+    """Who is told how a head comes up."""
+
+    @property
+    def invites(self) -> bool:
+        """Whether machines are to be told how to join; otherwise no token is made for them."""
+        ...
+
+    def joining(self, address: HeadAddress, token: str, missing: int) -> None:
+        """So many machines are waited for; each can join at this port with this token."""
+        ...
+
+    def serving(self, running: Running) -> None:
+        """Requests can be answered."""
+        ...
+
+
+class Head:
+    """One run of `mlx-ring serve`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        served: Sequence[tuple[Settings, ServedModel]],
+        listener: socket.socket,
+        audience: Audience,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """To be made in the event loop.
+
+        Args:
+            settings: what was asked for.
+            served: the models, each with the settings that hold for it.
+            listener: for HTTP.
+            audience: told how it comes up.
+            tls: what HTTPS is served with; None for HTTP.
+        """
+        self._settings = settings
+        self._tls = tls
+        self._admission = Admission()
+        self._listener = listener
+        self._audience = audience
+        self._has_told = False
+        self._tracing = open_tracing(settings.otlp_traces_endpoint, node_name(), package_version("mlx-ring"))
+        self._catalog = Catalog(settings, served, audience, self._tell, self._tracing)
+        self._weights = WeightsFront(node_name(), None)
+
+    async def run(self) -> None:
+        """Load, serve, and return after Ctrl-C, SIGTERM or a hang-up, when what was under way is finished.
+
+        Raises:
+            RingError: the first model could not be loaded.
+        """
+        raise_descriptor_limit(self._settings.file_descriptor_limit)
+        with end_signals() as end:
+            async with contextlib.AsyncExitStack() as cleanup:
+                if self._tracing is not None:
+                    cleanup.push_async_callback(asyncio.to_thread, self._tracing.close)
+                server = HttpServer(
+                    http_config(self._catalog, self._settings, self._admission, self._tls, self._tracing)
+                )
+                serving = asyncio.create_task(server.serve([self._listener]), name="http")
+                cleanup.push_async_callback(end_http, server, serving)
+                machines = await self._machines(cleanup)
+                cleanup.push_async_callback(self._catalog.end)
+                work = asyncio.create_task(self._keep_serving(machines))
+                cleanup.push_async_callback(_cancelled, work)
+                await _first_of(end.asked.wait(), serving, work)
+                await self._drain(end, serving, work)
+                log.info("stopping")
+
+    async def _drain(self, end: EndSignals, *running: asyncio.Task[None]) -> None:
+        """Take nothing new, and let what is under way finish, unless whoever ends the server insists."""
+        self._admission.close()
+        self._catalog.stop_fetching()
+        left, within_s = self._admission.open, self._settings.shutdown_timeout_s
+        if not left or not within_s:
+            return
+        log.info("finishing %d requests within %g s; a second signal ends them at once", left, within_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await _first_of(self._admission.drained(), end.insisted.wait(), *running)
+        if self._admission.open:
+            log.warning("ending %d requests that are not finished", self._admission.open)
+
+    async def _keep_serving(self, machines: Machines) -> None:
+        await self._catalog.begin(machines)
+        await self._catalog.crashed
+
+    def _tell(self, served: ServedModel, instance: InstanceInfo, load_s: float) -> None:
+        host, port = self._listener.getsockname()[:2]
+        is_first, self._has_told = not self._has_told, True
+        url = local_url(host, port, "http" if self._tls is None else "https")
+        settings = self._settings
+        asks_for_key = bool(settings.api_key or settings.api_key_file)
+        self._audience.serving(
+            Running(url, served, instance, load_s, is_first, asks_for_key, settings.ssl_certfile)
+        )
+
+    async def _machines(self, cleanup: contextlib.AsyncExitStack) -> Machines:
+        """The head's own, or those of a cluster, whose ports open now."""
+        settings, declared = self._settings, self._catalog.declared
+        if settings.nodes == 1:
+            run_dir = cleanup.enter_context(make_run_folder(settings.run_dir))
+            here = Here(
+                settings,
+                run_dir,
+                settings.stages * len(rank_shares(settings)) * (settings.replicas or 1) * len(declared),
+            )
+            cleanup.push_async_callback(here.stop)
+            return here
+        address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)
+        control = await cleanup.enter_async_context(
+            open_control(state_folder(settings), address, self._weights.handler())
+        )
+        if not _is_loopback(address.host):
+            told = HeadAnnouncement(
+                node_name(), control.node, package_version("mlx-ring"), control.fingerprint.hex()[:16]
+            )
+            await cleanup.enter_async_context(announcing(told, address.port))
+        cluster = Cluster(settings, declared, control, address, self._offered_manifest)
+        cleanup.push_async_callback(cluster.stop)
+        if self._audience.invites:
+            self._audience.joining(address, control.make_token(life_s=_TOKEN_LIFE_S), settings.nodes - 1)
+        return cluster
+
+    async def _offered_manifest(self, served: ServedModel) -> WeightsManifest:
+        """A model's, made by reading it once; from now on nodes can fetch it here."""
+        folder = served.folder
+        log.info("reading %s, so that other machines can check what they fetch", folder.path)
+        manifest = await manifest_beside(folder, manifests_folder(state_folder(self._settings)))
+        self._weights.offer(folder.path, manifest)
+        return manifest
+
+
+async def _first_of(first: Awaitable[object], *others: Awaitable[object]) -> None:
+    """Wait for one to end; its error, where it has one, is raised. Tasks go on, whatever else was waited for does not."""
+    tasks = [asyncio.ensure_future(each) for each in (first, *others)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            if task not in (first, *others):
+                task.cancel()
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+class EndSignals:
+    """What a person, or who runs the machine, asks of a head that serves."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        """To end."""
+        self.insisted = asyncio.Event()
+        """Again: at once."""
+
+    def heard(self) -> None:
+        (self.insisted if self.asked.is_set() else self.asked).set()
+
+
+@contextlib.contextmanager
+def end_signals() -> Generator[EndSignals]:
+    loop, signals = asyncio.get_running_loop(), EndSignals()
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in caught:
+        loop.add_signal_handler(number, signals.heard)
+    try:
+        yield signals
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,433 @@
+"""One epoch of the served model: placed, loaded, served, and at some time lost.
+
+Who is stuck: a rank that owes an answer past its deadline. Pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mlx_ring.cluster.agent_link import Report
+from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
+from mlx_ring.cluster.placement import Cut, cut_wishes, make_assignments
+from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.in_time import in_time
+from mlx_ring.core.traces import Tracing
+from mlx_ring.engine.config import Policy
+from mlx_ring.engine.detokenizer import Vocabulary
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.executor import GrpcExecutor, RankAddress, RankId
+from mlx_ring.engine.kv_budget import Allowance, Place
+from mlx_ring.engine.request_traces import RequestTracer
+from mlx_ring.engine.stats import Meter, Unanswered
+from mlx_ring.engine.step_times import Predict, StepSize
+from mlx_ring.head.instance_view import InstanceService
+from mlx_ring.head.kv_memory import Claim, KvShares, Tenant
+from mlx_ring.head.placing import Arrangement
+from mlx_ring.head.rank_places import tell_rdma, tell_ways
+from mlx_ring.head.served_model import ServedModel, memory_for_weights
+from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
+from mlx_ring.planner.forecast import Forecast
+from mlx_ring.rpc.backends import AUTO
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.named_group import named_addresses, named_machines
+
+LOOK_S = 1.0
+"""From one look to the next."""
+
+
+class StuckWatch:
+    """Looks at who is owed an answer, now and then.
+
+    Somebody is stuck who is late at two looks in a row. A head that was stopped for a while itself finds everybody late
+    at the first; by the second it has read the answers that had come meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._late: tuple[object, int] | None = None
+
+    def look(self, owed: Unanswered | None) -> Unanswered | None:
+        """Who is stuck, where somebody is."""
+        before, self._late = self._late, None
+        if owed is None or not owed.is_late:
+            return None
+        self._late = (owed.rank, owed.step)
+        return owed if self._late == before else None
+
+
+log = logging.getLogger(__name__)
+
+_STOP_WAIT_S = 8.0
+_BETTER_REASON_S = 1.0
+"""A stream breaks first; what ended the worker is told a moment later."""
+SILENCE_S = 3.0
+"""An agent that tells nothing for so long, or a worker that does not answer it, is stuck; both speak every second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """What is to be served, where, and as what."""
+
+    instance: str
+    number: int
+    arrangement: Arrangement
+    node: str
+    """The head's own."""
+    trust: Credentials | None = None
+    """The head's, for other machines."""
+    loaded: tuple[WorkerPlace, ...] = ()
+    """Its workers, where an earlier head has loaded them."""
+
+
+class Instance:
+    """Runs one epoch."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        served: ServedModel,
+        service: InstanceService,
+        epoch: Epoch,
+        report: Report,
+        shares: KvShares,
+        meter: Meter,
+        tracing: Tracing | None,
+    ) -> None:
+        self._meter = meter
+        self._tracing = tracing
+        self._settings = settings
+        self._shares = shares
+        self._served = served
+        self._service = service
+        self._epoch = epoch
+        self._report = report
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._explained = asyncio.Event()
+        self._engine: Engine | None = None
+        self.loss: RingError | None = None
+        """Why it was lost; the best reason."""
+
+    def lose(self, error: RingError, *, explains: bool = True) -> None:
+        """It cannot go on; `explains` says that no better reason is to be expected."""
+        if not self._explained.is_set() and error is not self.loss:
+            self.loss = error
+            self._service.lose(error)
+        if explains:
+            self._explained.set()
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+    def heed_loss(self, node: str, reason: str) -> None:
+        """A node is gone."""
+        stages = [
+            str(stage)
+            for stage, seats in enumerate(self._epoch.arrangement.seats)
+            if any(seat.site.node == node for seat in seats)
+        ]
+        if stages:
+            error = NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, is gone: {reason}.")
+            self.lose(error.blamed_on(node))
+
+    async def run(self, ready: Callable[[float], None]) -> None:
+        """Load and serve, until it is lost. `ready` is told the seconds that loading took.
+
+        Raises:
+            RingError: it could not be loaded.
+        """
+        epoch, started = self._epoch, time.monotonic()
+        assignments = assign(
+            self._settings, self._served, epoch.instance, epoch.number, epoch.arrangement.cut
+        )
+        tell_ways(assignments, epoch.arrangement.seats)
+        if (machines := named_machines(self._settings)) is not None:
+            tell_rdma(assignments, epoch.arrangement.seats, machines)
+        hello = _head_hello(assignments[0], epoch.node)
+        async with contextlib.AsyncExitStack() as cleanup:
+            cleanup.callback(self._shares.leave, epoch.instance)
+            cleanup.push_async_callback(self._stop_workers)
+            if not epoch.loaded:
+                self._shares.expect(self._tenant, self._claims())
+            places = epoch.loaded or await self._deploy(assignments, hello)
+            executor = await GrpcExecutor.connect(
+                [RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places],
+                hello,
+                trust=epoch.trust,
+            )
+            cleanup.push_async_callback(executor.close)
+            watched = Watched(epoch.instance, len(epoch.arrangement.nodes))
+            first_words: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]] = (
+                self._lost.get_loop().create_future()
+            )
+            for site in epoch.arrangement.nodes:
+                task = asyncio.create_task(
+                    self._watch(site, hello, watched, first_words), name=f"watch {site.node}"
+                )
+                cleanup.push_async_callback(_end, task)
+            await asyncio.wait((first_words, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if first_words.done():
+                engine = self._engine = self._make_engine(executor, first_words.result())
+                cleanup.enter_context(self._meter.following(engine, self._nodes))
+                cleanup.push_async_callback(engine.close)
+                looking = asyncio.create_task(self._find_stuck(engine), name="deadlines")
+                cleanup.push_async_callback(_end, looking)
+                self._service.serve(engine)
+                _spare_the_collector()
+                ready(time.monotonic() - started)
+            await self._lost
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_BETTER_REASON_S):
+                    await self._explained.wait()
+
+    @property
+    def _nodes(self) -> Mapping[RankId, str]:
+        """Where every rank is."""
+        return {
+            RankId(stage, rank): seat.site.node
+            for stage, seats in enumerate(self._epoch.arrangement.seats)
+            for rank, seat in enumerate(seats)
+        }
+
+    @property
+    def _tracer(self) -> RequestTracer | None:
+        if self._tracing is None:
+            return None
+        return RequestTracer(self._tracing, self._served.names[0], self._nodes)
+
+    @property
+    def _tenant(self) -> Tenant:
+        return Tenant(
+            self._epoch.instance,
+            self._served.names[0],
+            self._served.limits.context_length,
+            insisted=self._settings.max_model_len is not None,
+        )
+
+    def _claims(self) -> Mapping[str, Claim]:
+        """What is about to be loaded, by node: weights as planned, else alike for all stages."""
+        arrangement, weights, workers = self._epoch.arrangement, Counter[str](), Counter[str]()
+        whole = memory_for_weights(self._served.folder, self._settings.dtype)
+        for number, stage in enumerate(arrangement.seats):
+            planned = None if arrangement.plan is None else arrangement.plan.stages[number].ranks
+            for rank, seat in enumerate(stage):
+                part = seat.share / sum(other.share for other in stage) / len(arrangement.seats)
+                weights[seat.site.node] += (
+                    int(whole * part) if planned is None else planned[rank].weight_bytes
+                )
+                workers[seat.site.node] += 1
+        return {node: Claim(nbytes, workers[node]) for node, nbytes in weights.items()}
+
+    async def _deploy(
+        self, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
+    ) -> Sequence[WorkerPlace]:
+        """Load all stages. A node that goes meanwhile ends it: what it was asked for is never answered."""
+        sites = [seat.site for stage in self._epoch.arrangement.seats for seat in stage]
+        loading = asyncio.ensure_future(deploy(sites, assignments, hello, self._report))
+        try:
+            await asyncio.wait((loading, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if loading.done() and isinstance(loading.exception(), WorkerLost):
+                # A connection breaks a moment before it is known why.
+                await asyncio.wait((self._lost,), timeout=_BETTER_REASON_S)
+            if self.loss is not None:
+                raise self.loss
+            return loading.result()
+        finally:
+            loading.cancel()
+            await asyncio.wait((loading,))
+
+    async def _watch(
+        self,
+        site: Site,
+        hello: hello_pb2.Hello,
+        watched: Watched,
+        first_words: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]],
+    ) -> None:
+        """Hear what a node's agent tells, until the agent or one of its workers is gone."""
+        try:
+            async for event in in_time(site.link.watch(hello), SILENCE_S):
+                self._service.hear(event)
+                self._shares.hear(event)
+                workers = watched.hear(event)
+                if workers is not None and not first_words.done():
+                    first_words.set_result(workers)
+                for state in event.workers:
+                    if state.instance == self._epoch.instance:
+                        self._check(state, site)
+        except TimeoutError:
+            error = WorkerStuck(f"The agent of {site.node} has told nothing for {SILENCE_S:g} s.")
+            self.lose(error.blamed_on(site.node))
+        except RingError as error:
+            self.lose(error.blamed_on(site.node))
+
+    def _check(self, state: agent_pb2.WorkerState, site: Site) -> None:
+        told = f"The worker of stage {state.stage}, rank {state.rank} on {site.node} (pid {state.pid})"
+        if not state.alive:
+            self.lose(WorkerLost(f"{told} {state.exit_reason}.").blamed_on(site.node))
+        elif state.status.phase == "ready" and state.silent_s >= SILENCE_S:
+            error = WorkerStuck(f"{told} has not answered for {state.silent_s:.0f} s; it is stuck.")
+            self.lose(error.blamed_on(site.node))
+        elif self._engine is not None:
+            self._engine.heed(RankId(state.stage, state.rank), state.status.last_step)
+
+    async def _find_stuck(self, engine: Engine) -> None:
+        """Look now and then whether a rank owes an answer for too long, though it says that it lives."""
+        watch = StuckWatch()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if (stuck := watch.look(engine.oldest_unanswered())) is not None:
+                self.lose(self._stuck(stuck))
+                return
+
+    def _stuck(self, owed: Unanswered) -> RingError:
+        stage, rank = owed.rank
+        node = self._epoch.arrangement.seats[stage][rank].site.node
+        error = WorkerStuck(
+            f"Stage {stage}, rank {rank} on {node} has made no progress on step {owed.step} for "
+            f"{owed.waited_s:.0f} s, where {owed.deadline_s:.0f} s are allowed; its worker is stuck."
+        )
+        return error.blamed_on(node)
+
+    def _make_engine(
+        self, executor: GrpcExecutor, workers: Mapping[Place, worker_pb2.WorkerStatus]
+    ) -> Engine:
+        """The engine for what the workers say of their memory."""
+        instance = self._epoch.instance
+        allowances = {
+            site.node: Allowance(site.reserve_share, site.memory_limit_bytes)
+            for site in self._epoch.arrangement.nodes
+        }
+        kv, context = self._shares.join(self._tenant, workers, allowances)
+        limits = self._served.limits
+        if context < limits.context_length:
+            log.warning(
+                "The KV cache has room for %d tokens of one request, so the context is that long, not %d.",
+                context,
+                limits.context_length,
+            )
+        engine = Engine(
+            executor,
+            Vocabulary.of(self._served.tokenizer),
+            limits.within(context),
+            instance=instance,
+            epoch=self._epoch.number,
+            policy=policy_of(self._settings),
+            kv=kv,
+            predict=predict_by(self._epoch.arrangement.forecast),
+            on_lost=lambda error: self.lose(error, explains=False),
+            meter=self._meter,
+            tracer=self._tracer,
+        )
+        self._shares.attach(instance, engine)
+        return engine
+
+    async def _stop_workers(self) -> None:
+        """On every node that can be reached: whoever is gone has none any more, or ends them when it comes back."""
+        await asyncio.gather(
+            *(site.link.stop(self._epoch.instance, _STOP_WAIT_S) for site in self._epoch.arrangement.nodes)
+        )
+        if self._epoch.trust is not None:
+            # On one machine the channel is the agent's own, and another epoch's too.
+            await asyncio.gather(*(site.link.close() for site in self._epoch.arrangement.nodes))
+
+
+def assign(
+    settings: Settings, served: ServedModel, instance: str, epoch: int, cut: Cut
+) -> Sequence[worker_pb2.StageAssignment]:
+    """What each rank of each stage is told.
+
+    Raises:
+        PlanError, ModelUnsupported: the layers cannot be shared as asked.
+    """
+    for shares in {shares for shares in cut.shares if len(shares) > 1}:
+        share_out(read_tensor_sizes(served.folder), shares)
+    return make_assignments(
+        cut,
+        instance=instance,
+        epoch=epoch,
+        dtype=settings.dtype,
+        model_digest=served.folder.digest,
+        max_model_len=served.limits.context_length,
+        kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
+        link_compression=settings.link_compression,
+        link=settings.link,
+        backend=settings.backend if settings.backend != AUTO else "",
+        group=named_addresses(settings),
+        wishes=cut_wishes(settings),
+    )
+
+
+class Watched:
+    """What an instance's workers say of themselves, on all its nodes."""
+
+    def __init__(self, instance: str, nodes: int) -> None:
+        self._instance = instance
+        self._nodes = nodes
+        self._by_node: dict[str, dict[Place, worker_pb2.WorkerStatus]] = {}
+
+    def hear(self, event: agent_pb2.AgentEvent) -> dict[Place, worker_pb2.WorkerStatus] | None:
+        """All of it, with the event; None while one, busy as it may be, has not said that it is ready."""
+        node = event.hello.node
+        ours = [state for state in event.workers if state.instance == self._instance]
+        if ours and all(state.status.phase == "ready" for state in ours):
+            self._by_node[node] = {(node, RankId(state.stage, state.rank)): state.status for state in ours}
+        if len(self._by_node) < self._nodes:
+            return None
+        return {place: status for statuses in self._by_node.values() for place, status in statuses.items()}
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+def predict_by(forecast: Forecast | None) -> Predict | None:
+    """What steps should take, for their deadlines; None where no profile tells."""
+    if forecast is None:
+        return None
+
+    def predict(stage: int, size: StepSize) -> float:
+        if size.is_decode:
+            return forecast.decode_s(stage, size.tokens, size.context_tokens)
+        return forecast.chunk_s(stage, size.tokens, size.context_tokens)
+
+    return predict
+
+
+def policy_of(settings: Settings) -> Policy:
+    """What the settings say about scheduling."""
+    return Policy(
+        max_num_seqs=settings.max_num_seqs,
+        max_waiting=settings.max_waiting,
+        prefill_chunk=settings.prefill_chunk,
+        max_itl_ratio=settings.max_itl_ratio,
+        prefix_cache=settings.prefix_cache == "on",
+        draft_tokens=settings.draft_tokens,
+        request_timeout_s=settings.request_timeout_s,
+        step_deadline_s=settings.step_deadline_s,
+    )
+
+
+def _head_hello(assignment: worker_pb2.StageAssignment, node: str) -> hello_pb2.Hello:
+    return make_hello(
+        instance=assignment.instance,
+        epoch=assignment.epoch,
+        model_digest=assignment.model_digest,
+        plan_digest=assignment.plan_digest,
+        node=node,
+        fencing_id=time.time_ns() // 1_000_000,
+    )
+
+
+def _spare_the_collector() -> None:
+    """Take what is here for good out of garbage collection: going through it holds every stream up."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,146 @@
+"""One instance of a model as the API sees it."""
+
+from __future__ import annotations
+
+import logging
+
+from mlx_ring.api.context import workers_of
+from mlx_ring.api.service import GroupUse, InstanceInfo, LinkUse, WorkerInfo
+from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.step_times import StepTimes
+from mlx_ring.head.loading_progress import LoadingProgress
+from mlx_ring.head.placing import Arrangement
+from mlx_ring.head.status import InstanceView
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
+
+FIRST_EPOCH = 1
+LOADING = "The model is being loaded; ask again in a moment."
+
+
+class InstanceService:
+    """An engine and the workers behind it, or the reason why there is none."""
+
+    def __init__(self, layers: int, kv_bits: int) -> None:
+        """`layers` are the whole model's."""
+        self._layers = layers
+        self._kv_bits = kv_bits
+        self._arrangement: Arrangement | None = None
+        self._loading = LoadingProgress()
+        self._is_loading = False
+        self._instance, self._epoch = "", FIRST_EPOCH
+        self._engine: Engine | None = None
+        self._lost: RingError | None = None
+        self._workers: dict[str, tuple[WorkerInfo, ...]] = {}
+        """By node."""
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise NotReady(LOADING)
+        return self._engine
+
+    @property
+    def error(self) -> RingError | None:
+        """Why it cannot answer now; None when it can."""
+        if self._lost is not None:
+            return self._lost
+        return NotReady(LOADING) if self._engine is None else self._engine.error
+
+    @property
+    def info(self) -> InstanceInfo:
+        """Its plan, and its workers as they were last heard of."""
+        workers = sorted(
+            (worker for of_node in self._workers.values() for worker in of_node),
+            key=lambda worker: (worker.stage, worker.rank),
+        )
+        return InstanceInfo(self._instance, self._epoch, self._layers, tuple(workers), self._kv_bits)
+
+    def view(self, model: str) -> InstanceView | None:
+        """All that is known of it; None before anything was planned."""
+        arrangement, error = self._arrangement, self.error
+        if arrangement is None:
+            return None
+        return InstanceView(
+            name=self._instance,
+            model=model,
+            epoch=self._epoch,
+            state="ready" if error is None else "loading" if self._is_loading else "unavailable",
+            reason=None if error is None else str(error),
+            layers=self._layers,
+            ranges=arrangement.ranges,
+            nodes=[[seat.site.node for seat in stage] for stage in arrangement.seats],
+            plan=arrangement.plan,
+            forecast=arrangement.forecast,
+            workers=workers_of(self),
+            loading=self._loading,
+            times=StepTimes() if self._engine is None else self._engine.step_times(),
+        )
+
+    def begin(self, instance: str, epoch: int, arrangement: Arrangement) -> None:
+        """Another instance is being loaded, arranged like this."""
+        self._instance, self._epoch, self._arrangement = instance, epoch, arrangement
+        self._workers, self._loading, self._is_loading = {}, LoadingProgress(), True
+        self._engine = None
+
+    def serve(self, engine: Engine) -> None:
+        """From now on requests are answered."""
+        self._engine, self._lost, self._is_loading = engine, None, False
+
+    def lose(self, error: RingError) -> None:
+        """End what is being answered, and say why nothing more is until `serve`. A later reason is a better one."""
+        # A model that is unloaded, or a server that ends, is nothing to worry about.
+        log.log(logging.INFO if isinstance(error, NotReady) else logging.ERROR, "%s", error)
+        self._lost, self._is_loading = error, False
+        if self._engine is not None:
+            self._engine.fail(error)
+
+    def hear_loading(self, progress: agent_pb2.StageProgress) -> None:
+        """Take in how far a worker has loaded."""
+        self._loading.hear(progress)
+
+    def hear(self, event: agent_pb2.AgentEvent) -> None:
+        """Take in what an agent tells of its workers."""
+        if self._arrangement is None:
+            return
+        ranges = self._arrangement.ranges
+        self._workers[event.hello.node] = tuple(
+            _worker_info(state, ranges[state.stage], event.hello.node)
+            for state in event.workers
+            if state.instance == self._instance
+        )
+
+
+def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) -> WorkerInfo:
+    status = state.status
+    return WorkerInfo(
+        stage=state.stage,
+        rank=state.rank,
+        layers=layers,
+        node=node,
+        pid=state.pid,
+        device=status.device,
+        dtype=status.dtype,
+        alive=state.alive,
+        phase=status.phase,
+        weight_bytes=status.weight_bytes,
+        device_memory_bytes=status.device_memory_bytes,
+        peak_memory_bytes=status.peak_memory_bytes,
+        rss_bytes=status.rss_bytes,
+        kv_bytes=status.kv_bytes,
+        memory_bytes=status.memory_bytes,
+        memory_left_bytes=status.memory_left_bytes,
+        blas=status.blas,
+        sends=_sends(status),
+        group=GroupUse(status.group.backend, status.group.why) if status.HasField("group") else None,
+    )
+
+
+def _sends(status: worker_pb2.WorkerStatus) -> LinkUse | None:
+    if not status.HasField("sends"):
+        return None
+    sends = status.sends
+    return LinkUse(sends.compresses, sends.why, sends.frames, sends.tensor_bytes, sends.sent_bytes)

@@ -1,0 +1,301 @@
+"""Memory for KV, shared among the instances that are loaded: whoever comes or goes changes what the others may hold.
+
+Nobody's goes below what one sequence of its kept context takes: a newcomer for which that leaves too little is refused.
+
+Who shares memory for KV: what they ask for, what they keep, and the sentence that refuses one. Pure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mlx_ring.core.errors import ContextKept, PlanError, RingError
+from mlx_ring.engine.config import RankKv
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.kv_budget import (
+    BLOCK,
+    KEPT_TOKENS,
+    Allowance,
+    Floors,
+    KvBudget,
+    Place,
+    fitting_context,
+    floor_of,
+    kv_rooms,
+    rank_limits,
+)
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """An instance that wants a share."""
+
+    instance: str
+    model: str
+    """As people call it."""
+    context_tokens: int
+    """That it would have, memory permitting."""
+    insisted: bool
+    """Whether it must have all of it."""
+
+    def kept_of(self, context_tokens: int) -> int:
+        """Tokens of a context that no newcomer takes away."""
+        return context_tokens if self.insisted else min(context_tokens, KEPT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What an instance that is being loaded will have on a node."""
+
+    weight_bytes: int
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """An instance that keeps memory of a node."""
+
+    tenant: Tenant
+    kept_tokens: int
+    kept_bytes: int
+
+
+def no_room(
+    tenant: Tenant, node: str, takes: str, needed: int, left: int, keepers: Sequence[Keeper]
+) -> PlanError:
+    """Why a newcomer is refused.
+
+    Args:
+        tenant: the newcomer.
+        node: where there is too little.
+        takes: what it needs so many bytes for, in words.
+        needed: bytes.
+        left: bytes that it could have.
+        keepers: who has the others; one at least.
+    """
+    insisted = any(keeper.tenant.insisted for keeper in keepers)
+    kept = ", and ".join(
+        f"{keeper.tenant.model} keeps {_size(keeper.kept_bytes)} for one request of {keeper.kept_tokens} tokens"
+        for keeper in keepers
+    )
+    others = " and ".join(dict.fromkeys(keeper.tenant.model for keeper in keepers))
+    if others == tenant.model:
+        refused, remedy = f"Another replica of {others} does not fit", "Ask for fewer --replicas"
+    else:
+        refused, remedy = f"{tenant.model} does not fit beside {others}", f"Unload {others}"
+    turns = ", or with --model-memory, by which models take turns" if insisted else ""
+    kind = ContextKept if insisted else PlanError
+    return kind(
+        f"{refused} on {node}: {takes} {_size(needed)}, and {_size(left)} are left there, for {kept}. {remedy}, or start "
+        f"the server with a --max-model-len below {max(keeper.kept_tokens for keeper in keepers)}{turns}."
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.1f} MB"
+
+
+_LOOKED_AGAIN_S = 2.5
+"""Workers tell how their memory stands every second."""
+
+
+@dataclass(slots=True)
+class _Share:
+    tenant: Tenant
+    workers: dict[Place, worker_pb2.WorkerStatus]
+    kept_tokens: int = 0
+    floor: Mapping[RankId, int] | None = None
+    """Bytes that it keeps for one sequence of so many tokens."""
+    engine: Engine | None = None
+
+    def keep(self, limits: Mapping[RankId, RankKv]) -> None:
+        """What it has now is kept from now on, as far as its context is one that is kept."""
+        capacity = KvBudget(limits).capacity_tokens
+        context = self.tenant.context_tokens
+        tokens = self.tenant.kept_of(context if capacity is None else min(capacity, context))
+        if self.floor is None or tokens > self.kept_tokens:
+            self.kept_tokens, self.floor = tokens, floor_of(limits, tokens)
+
+
+class KvShares:
+    """Who is loaded."""
+
+    def __init__(self, given_bytes: int | None) -> None:
+        """`given_bytes` is each worker's where it was said; else every node's is shared out."""
+        self._given_bytes = given_bytes
+        self._allowances: dict[str, Allowance] = {}
+        """By node."""
+        self._claims: dict[str, Mapping[str, Claim]] = {}
+        """By instance that is being loaded, and node."""
+        self._shares: dict[str, _Share] = {}
+        self._freed_at: float | None = None
+        """When an instance left whose memory has not been given out again."""
+
+    def expect(self, tenant: Tenant, claims: Mapping[str, Claim]) -> None:
+        """Weights are about to be loaded: what is kept of ended requests makes way for them.
+
+        Args:
+            tenant: whose.
+            claims: by node.
+
+        Raises:
+            PlanError: they leave too little for the contexts that others keep.
+        """
+        if self._given_bytes is None and self._freed_at is None:
+            self._refuse_weights(tenant, claims)
+        self._claims[tenant.instance] = claims
+        self._apply(self._limits())
+
+    def join(
+        self,
+        tenant: Tenant,
+        workers: Mapping[Place, worker_pb2.WorkerStatus],
+        allowances: Mapping[str, Allowance],
+    ) -> tuple[Mapping[RankId, RankKv], int]:
+        """What a newcomer may hold, and how long a context that makes; the others give it up.
+
+        Args:
+            tenant: the newcomer.
+            workers: as they say they are.
+            allowances: by node.
+
+        Raises:
+            PlanError: it is too little, beside what others keep.
+            ConfigError: it is too little, whoever else is loaded.
+        """
+        self._shares.pop(tenant.instance, None)
+        self._allowances |= allowances
+        others = dict(self._shares)
+        self._shares[tenant.instance] = newcomer = _Share(tenant, dict(workers))
+        claim = self._claims.pop(tenant.instance, None)
+        try:
+            limits = self._limits_with(newcomer)
+            context = fitting_context(
+                limits[tenant.instance], tenant.context_tokens, insisted=tenant.insisted
+            )
+        except RingError:
+            self._shares = others
+            if claim is not None:
+                self._claims[tenant.instance] = claim
+            raise
+        newcomer.keep(limits[tenant.instance])
+        self._apply(limits)
+        return limits[tenant.instance], context
+
+    def attach(self, instance: str, engine: Engine) -> None:
+        """The newcomer's engine: it is told when its share changes."""
+        self._shares[instance].engine = engine
+
+    def hear(self, event: agent_pb2.AgentEvent) -> None:
+        """Take in how workers stand now."""
+        for state in event.workers:
+            share = self._shares.get(state.instance)
+            place = (event.hello.node, RankId(state.stage, state.rank))
+            if share is not None and place in share.workers and state.status.phase == "ready":
+                share.workers[place] = state.status
+        if self._freed_at is not None and time.monotonic() - self._freed_at > _LOOKED_AGAIN_S:
+            self._freed_at = None
+            self._apply(self._limits())
+
+    def leave(self, instance: str) -> None:
+        """An instance is gone, or will not come: what it held or claimed is the others'."""
+        claimed, gone = self._claims.pop(instance, None), self._shares.pop(instance, None)
+        if claimed is not None or gone is not None:
+            # It is free once its workers have ended, and is known when the others have looked again.
+            self._freed_at = time.monotonic()
+
+    # ---- what each may hold
+
+    def _limits(self, more: Floors | None = None) -> dict[str, dict[RankId, RankKv]]:
+        floors = {instance: share.floor for instance, share in self._shares.items() if share.floor}
+        return rank_limits(self._told(), self._given_bytes, self._allowed(), floors | dict(more or {}))
+
+    def _limits_with(self, newcomer: _Share) -> dict[str, dict[RankId, RankKv]]:
+        """Room for its kept context first, or for less where it does not insist."""
+        tenant, instance = newcomer.tenant, newcomer.tenant.instance
+        limits = self._limits()
+        if self._given_bytes is not None:
+            return limits
+        wanted = [tenant.kept_of(tenant.context_tokens)]
+        if not tenant.insisted:
+            wanted.append(min(wanted[0], BLOCK))
+        for tokens in wanted:
+            floor = floor_of(limits[instance], tokens)
+            if self._short_of(newcomer, floor) is None:
+                return self._limits({instance: floor})
+        self._refuse_kv(newcomer, wanted[-1], floor_of(limits[instance], wanted[-1]))
+        return limits
+
+    def _short_of(self, newcomer: _Share, floor: Mapping[RankId, int]) -> tuple[str, int, int] | None:
+        """A node that has too little for it beside what others keep, with what is needed and left there; None if none."""
+        rooms = kv_rooms(self._told(), self._allowed())
+        for node in dict.fromkeys(node for node, _ in newcomer.workers):
+            needed = sum(floor[rank] for at, rank in newcomer.workers if at == node)
+            left = rooms[node] - sum(keeper.kept_bytes for keeper in self._keepers(node))
+            if needed > left:
+                return node, needed, max(0, left)
+        return None
+
+    def _allowed(self, but: str = "") -> dict[str, Allowance]:
+        """Each node's allowance, with what those claim there that are being loaded, one apart."""
+        claims = [claims for instance, claims in self._claims.items() if instance != but]
+        nodes = self._allowances.keys() | {node for each in claims for node in each}
+        return {
+            node: replace(
+                self._allowances.get(node, Allowance()),
+                claimed_bytes=sum(each[node].weight_bytes for each in claims if node in each),
+                claimed_shares=sum(each[node].workers for each in claims if node in each),
+            )
+            for node in nodes
+        }
+
+    def _told(self) -> dict[str, dict[Place, worker_pb2.WorkerStatus]]:
+        return {instance: share.workers for instance, share in self._shares.items()}
+
+    def _keepers(self, node: str) -> list[Keeper]:
+        """Who keeps memory of a node."""
+        return [
+            Keeper(share.tenant, share.kept_tokens, kept)
+            for share in self._shares.values()
+            if (kept := _on_node(node, share))
+        ]
+
+    # ---- refusing
+
+    def _refuse_weights(self, tenant: Tenant, claims: Mapping[str, Claim]) -> None:
+        rooms = kv_rooms(self._told(), self._allowed(but=tenant.instance))
+        for node, claim in claims.items():
+            keepers = self._keepers(node)
+            left = rooms.get(node, 0) - sum(keeper.kept_bytes for keeper in keepers)
+            if keepers and claim.weight_bytes > left:
+                raise no_room(tenant, node, "its weights take", claim.weight_bytes, max(0, left), keepers)
+
+    def _refuse_kv(self, newcomer: _Share, tokens: int, floor: Mapping[RankId, int]) -> None:
+        """Where nobody else keeps anything, it is its own trouble, which is told elsewhere."""
+        short = self._short_of(newcomer, floor)
+        if short is not None and (keepers := self._keepers(short[0])):
+            node, needed, left = short
+            takes = f"the KV of one request of {tokens} tokens takes"
+            raise no_room(newcomer.tenant, node, takes, needed, left, keepers)
+
+    def _apply(self, limits: Mapping[str, Mapping[RankId, RankKv]]) -> None:
+        if self._given_bytes is not None:
+            return
+        for instance, share in self._shares.items():
+            if share.engine is not None and share.engine.error is None:
+                share.engine.limit_kv({rank: kv.limit_bytes for rank, kv in limits[instance].items()})
+                share.keep(limits[instance])
+
+
+def _on_node(node: str, share: _Share) -> int:
+    """Bytes that it keeps there."""
+    floor = share.floor or {}
+    return sum(floor[rank] for rank in _ranks(node, share.workers) if rank in floor)
+
+
+def _ranks(node: str, places: Iterable[Place]) -> list[RankId]:
+    return [rank for at, rank in places if at == node]

@@ -1,0 +1,366 @@
+"""Every model that a head serves: which are loaded, and who makes way for whom.
+
+Models that are fetched while the head serves: each by a process of its own, so that the head can end at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Sequence
+
+from mlx_ring.api.ops.status import ClusterParts
+from mlx_ring.api.service import LinkInfo, ModelService
+from mlx_ring.core import errors
+from mlx_ring.core.environment import inherited_environment
+from mlx_ring.core.errors import (
+    Conflict,
+    ContextKept,
+    ModelError,
+    ModelNotFound,
+    NotReady,
+    PlanError,
+    RingError,
+)
+from mlx_ring.core.traces import Tracing
+from mlx_ring.head.instance_view import LOADING
+from mlx_ring.head.kv_memory import KvShares
+from mlx_ring.head.model import JUST_NOW_S, HostedModel, Ready
+from mlx_ring.head.nodes import Declared, Machines
+from mlx_ring.head.replica import Replica, Watcher
+from mlx_ring.head.served_model import ServedModel, memory_for_weights, prepare_model
+from mlx_ring.head.status import Standing, instance_status, node_statuses
+from mlx_ring.host.child import ChildProcess
+from mlx_ring.host.machine import node_name
+from mlx_ring.models.model_source import must_be_fetched
+from mlx_ring.rpc.hello import hello_versions, make_hello
+from mlx_ring.settings.config import Settings
+
+_QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+async def fetch_beside(name: str, *, must_fit: bool) -> None:
+    """Have all of a hub's model in the cache; being cancelled ends it at once, and what has come is kept.
+
+    Raises:
+        ModelError, PlanError: as `find_model` does.
+    """
+    told: list[str] = []
+
+    def hear(line: str) -> str:
+        told.append(line)
+        return ""
+
+    child = await ChildProcess.start(
+        "mlx_ring.models.fetching",
+        [f"--name={name}", *(["--must-fit"] if must_fit else [])],
+        name=f"fetching {name}",
+        rank=None,
+        environment=inherited_environment(_QUIET),
+        word=hear,
+    )
+    try:
+        reason = await child.wait()
+    finally:
+        await child.stop(asks_where=False)
+    if reason != "exit code 0":
+        raise _read(told, f"{name} could not be fetched: {reason}.")
+
+
+def _read(told: Sequence[str], otherwise: str) -> RingError:
+    """The error that ended the process; where it said none, what is known of its end."""
+    try:
+        last: dict[str, str] = json.loads(told[-1])
+        kind, said = getattr(errors, last["kind"]), last["said"]
+        return kind(said) if issubclass(kind, ModelError | PlanError) else ModelNotFound(said)
+    except (IndexError, ValueError, TypeError, KeyError, AttributeError):
+        return ModelNotFound(otherwise)
+
+
+log = logging.getLogger(__name__)
+
+
+class Catalog:
+    """Keeps the contract `ModelCatalog`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        served: Sequence[tuple[Settings, ServedModel]],
+        watcher: Watcher,
+        ready: Ready,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """Nothing is loaded before `begin`.
+
+        Args:
+            settings: the head's.
+            served: the models that it begins with, each with the settings that hold for it.
+            watcher: told how instances come up.
+            ready: told of each instance that serves.
+            tracing: where traces of requests go.
+        """
+        self._settings = settings
+        self._tracing = tracing
+        self._watcher, self._ready = watcher, ready
+        self._shares = KvShares(settings.kv_cache_memory)
+        self._machines: Machines | None = None
+        self._has_served = self._has_ended = False
+        self._one_at_a_time = asyncio.Lock()
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        """Under way, by model."""
+        self._fetches: dict[str, asyncio.Task[None]] = {}
+        """Under way, by the hub's name."""
+        self._fetches_none = False
+        self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Ends with an error of the program's own."""
+        self._hosted = [HostedModel(own, model, self._crash, self._missing) for own, model in served]
+        for hosted in self._hosted:
+            hosted.is_awaited = True
+
+    # ---- as the API sees it
+
+    @property
+    def models(self) -> Sequence[ModelService]:
+        return self._hosted
+
+    @property
+    def links(self) -> Sequence[LinkInfo]:
+        return () if self._machines is None else self._machines.links
+
+    def cluster(self) -> ClusterParts:
+        """Every node, and every instance with all that is known of its stages."""
+        standing = Standing(node_name()) if self._machines is None else self._machines.standing()
+        views = [
+            view
+            for hosted in self._hosted
+            for service in hosted.instances
+            if (view := service.view(hosted.model_id)) is not None
+        ]
+        nodes = node_statuses(standing, views, dict(hello_versions(make_hello())))
+        return ClusterParts(nodes=nodes, instances=[instance_status(view) for view in views])
+
+    async def ready(self, model: ModelService) -> None:
+        """Load a model that is not loaded, or wait for a load that is under way."""
+        hosted = self._own(model)
+        if hosted.is_awaited or (hosted.replicas and hosted.model_id not in self._loads):
+            return
+        hosted.waiting += 1
+        try:
+            await self._loaded(hosted)
+        finally:
+            hosted.waiting -= 1
+            hosted.last_asked = time.monotonic()
+
+    async def load(self, name: str) -> ModelService:
+        """Load a model by any of its names, one that was not served before included."""
+        hosted = next((each for each in self._hosted if name in each.served.names), None)
+        if hosted is None:
+            hosted = await self._found(name)
+        await self._loaded(hosted)
+        return hosted
+
+    async def unload(self, model: ModelService, *, force: bool) -> None:
+        """Free what a model holds."""
+        hosted = self._own(model)
+        async with self._one_at_a_time:
+            busy = hosted.open_requests
+            if busy and not force:
+                raise Conflict(
+                    f"{hosted.model_id} is answering {busy} request{'s' * (busy > 1)}: wait for them, "
+                    'or unload it with "force": true, which ends them.'
+                )
+            await hosted.stop(f"{hosted.model_id} was unloaded.")
+        log.info("unloaded %s", hosted.model_id)
+
+    def _own(self, model: ModelService) -> HostedModel:
+        return next(each for each in self._hosted if each is model)
+
+    async def _found(self, name: str) -> HostedModel:
+        """A model that joins the list; another of the same name is the same model."""
+        if await asyncio.to_thread(must_be_fetched, name):
+            await self._fetched(name)
+        own = self._settings.model_copy(update={"model": name, "served_model_name": ()})
+        served = await asyncio.to_thread(prepare_model, own, insists=False)
+        for each in self._hosted:
+            if served.names[0] in each.served.names:
+                if each.served.folder.digest == served.folder.digest:
+                    return each
+                raise Conflict(
+                    f"Another model is served as {served.names[0]} already: {each.served.folder.path}."
+                )
+        hosted = HostedModel(own, served, self._crash, self._missing)
+        self._hosted.append(hosted)
+        return hosted
+
+    async def _fetched(self, name: str) -> None:
+        """Who waits may go: it goes on for others, and for the next request."""
+        if self._fetches_none:
+            raise NotReady("The server is shutting down.")
+        task = self._fetches.get(name)
+        if task is None:
+            work = fetch_beside(name, must_fit=self._settings.nodes == 1)
+            task = self._fetches[name] = asyncio.create_task(work, name=f"fetch {name}")
+            task.add_done_callback(lambda done: _forget(self._fetches, name, done))
+        await self._unless_ended(task)
+
+    # ---- loading
+
+    async def begin(self, machines: Machines) -> None:
+        """Load the models that the head begins with. The first must fit; others that do not wait until they are asked for.
+
+        Raises:
+            RingError: why the first cannot be loaded.
+        """
+        self._machines = machines
+        first, *others = self._hosted
+        await self._loaded(first)
+        first.is_awaited = False
+        for hosted in others:
+            try:
+                await self._loaded(hosted, may_evict=False)
+            except RingError as error:
+                log.warning("%s is loaded when it is asked for: %s", hosted.model_id, error)
+            hosted.is_awaited = False
+
+    def stop_fetching(self) -> None:
+        """Nobody is there any more for whom a model could be fetched: who waits for one is told so."""
+        self._fetches_none = True
+        for task in self._fetches.values():
+            task.cancel()
+
+    async def end(self) -> None:
+        """End every load and every instance; nothing is loaded any more."""
+        self._has_ended = True
+        self.stop_fetching()
+        tasks = [*self._loads.values(), *self._fetches.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(hosted.stop("The server is shutting down.") for hosted in self._hosted))
+
+    @property
+    def declared(self) -> Sequence[Declared]:
+        """What the head begins with, for machines on which an earlier head may have left it loaded."""
+        return [Declared(hosted.served, hosted.settings) for hosted in self._hosted]
+
+    def _missing(self) -> int:
+        return 0 if self._machines is None else self._machines.missing
+
+    async def _loaded(self, hosted: HostedModel, *, may_evict: bool = True) -> None:
+        """Who waits may go: the load goes on for others, and for the next request."""
+        if self._has_ended:
+            raise NotReady("The server is shutting down.")
+        if hosted.replicas and hosted.model_id not in self._loads:
+            return
+        task = self._loads.get(hosted.model_id)
+        if task is None:
+            task = asyncio.create_task(
+                self._load(hosted, may_evict=may_evict), name=f"load {hosted.model_id}"
+            )
+            self._loads[hosted.model_id] = task
+            task.add_done_callback(lambda done: _forget(self._loads, hosted.model_id, done))
+        await self._unless_ended(task)
+
+    async def _unless_ended(self, task: asyncio.Task[None]) -> None:
+        """Until it is done, which the end of the server alone keeps it from."""
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._fetches_none and task.cancelled():
+                raise NotReady("The server is shutting down.") from None
+            raise
+
+    async def _load(self, hosted: HostedModel, *, may_evict: bool) -> None:
+        async with self._one_at_a_time:
+            while True:
+                try:
+                    await self._run(hosted)
+                except ContextKept:
+                    # Whoever insists on a context has said what memory is for: nobody is unloaded behind their back.
+                    raise
+                except PlanError as error:
+                    if not may_evict or not await self._evict_for(hosted):
+                        raise
+                    log.info("trying %s again, where there was no room for it: %s", hosted.model_id, error)
+                else:
+                    return
+
+    async def _run(self, hosted: HostedModel) -> None:
+        machines = self._machines
+        if machines is None:
+            raise NotReady(LOADING)
+
+        # Once something has served: with whoever is there.
+        nodes = 1 if self._has_served else self._settings.nodes
+        territories = await machines.territories(Declared(hosted.served, hosted.settings), nodes)
+        self._check_room(hosted, len(territories))
+        replicas = [
+            Replica(
+                hosted.settings,
+                hosted.served,
+                machines,
+                self._shares,
+                self._watcher,
+                nodes=nodes,
+                territory=territory,
+                replicas=len(territories),
+                meter=hosted.meter(number),
+                tracing=self._tracing,
+            )
+            for number, territory in enumerate(territories)
+        ]
+        await hosted.run(replicas, self._ready)
+        self._has_served = True
+        hosted.last_asked = time.monotonic()
+
+    def _check_room(self, hosted: HostedModel, copies: int) -> None:
+        """Whether the weights of all loaded models stay within what they may take together."""
+        limit = self._settings.model_memory
+        if limit is None:
+            return
+        held = sum(len(other.replicas) * _weights(other) for other in self._hosted)
+        wanted = copies * _weights(hosted)
+        if held + wanted > limit:
+            raise PlanError(
+                f"{hosted.model_id} has {wanted / 1e9:.2f} GB of weights, {held / 1e9:.2f} GB are loaded already, "
+                f"and --model-memory allows {limit / 1e9:.2f} GB: unload a model, or allow more."
+            )
+
+    async def _evict_for(self, hosted: HostedModel) -> bool:
+        """Whether a model made way: the one that has not been asked for longest, of those that answer nobody."""
+        quiet = [
+            other
+            for other in self._hosted
+            if other is not hosted and other.replicas and not other.open_requests
+        ]
+        if quiet and not any(other.is_idle for other in quiet):
+            # A request that has waited for one of them may be about to begin.
+            await asyncio.sleep(JUST_NOW_S)
+        idle = [other for other in quiet if other.is_idle and not other.open_requests]
+        oldest = min(idle, key=lambda other: other.last_asked, default=None)
+        if oldest is None:
+            return False
+        log.info(
+            "unloading %s, which has not been asked for longest, for %s", oldest.model_id, hosted.model_id
+        )
+        await oldest.stop(f"{oldest.model_id} made way for another model.")
+        return True
+
+    def _crash(self, error: Exception) -> None:
+        if not self.crashed.done():
+            self.crashed.set_exception(error)
+
+
+def _forget(tasks: dict[str, asyncio.Task[None]], name: str, done: asyncio.Task[None]) -> None:
+    tasks.pop(name, None)
+    if not done.cancelled():
+        # Nobody may be waiting for it any more.
+        done.exception()
+
+
+def _weights(hosted: HostedModel) -> int:
+    """Bytes, of one of its replicas."""
+    return memory_for_weights(hosted.served.folder, hosted.settings.dtype)

@@ -1,0 +1,418 @@
+"""Several machines, as a head serves with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from mlx_ring.api.service import LinkInfo
+from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch
+from mlx_ring.cluster.control import Control
+from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of
+from mlx_ring.cluster.head_member import ensure_head_member, stale_trust
+from mlx_ring.cluster.link_survey import FoundLink, as_they_are
+from mlx_ring.cluster.membership import Came, Event, Membership, Went
+from mlx_ring.cluster.placement import Cut
+from mlx_ring.cluster.quarantine import QuarantineBook
+from mlx_ring.core.cluster_folders import authority_folder
+from mlx_ring.core.errors import PlanError, RingError
+from mlx_ring.head.instance import Epoch, assign
+from mlx_ring.head.link_survey import LinkSurveys
+from mlx_ring.head.nodes import Declared, HeedLoss, new_instance
+from mlx_ring.head.placing import (
+    Arrangement,
+    Order,
+    Others,
+    arrange_as_loaded,
+    arrange_cluster,
+    cluster_sites,
+    offered,
+    plan_replicas,
+)
+from mlx_ring.head.served_model import ServedModel
+from mlx_ring.head.status import Standing
+from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.models.weights_manifest import WeightsManifest
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.settings.config import Settings, state_folder
+
+log = logging.getLogger(__name__)
+
+_STOP_WAIT_S = 8.0
+_LOOK_WAIT_S = 3.0
+
+Planned = TypeVar("Planned")
+
+
+class Cluster:
+    """Several machines. Their agents, this one's too, outlive a head that is killed; the next one goes on with their workers."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        declared: Sequence[Declared],
+        control: Control,
+        address: HeadAddress,
+        offer: Callable[[ServedModel], Awaitable[WeightsManifest]],
+    ) -> None:
+        """Nobody is asked before the first order.
+
+        Args:
+            settings: the head's.
+            declared: the models that it begins with.
+            control: its ports.
+            address: of them.
+            offer: makes a model's weights available to other machines.
+        """
+        self._settings = settings
+        self._declared = declared
+        self._control = control
+        self._address = address
+        self._offer = offer
+        self._book = QuarantineBook(authority_folder(state_folder(settings)))
+        self._one_at_a_time = asyncio.Lock()
+        self._planning = asyncio.Lock()
+        """Who plans counts on memory that nobody else may plan with meanwhile."""
+        self._live: dict[str, _Live] = {}
+        """By instance: what is loaded, or being loaded."""
+        self._tending: asyncio.Task[None] | None = None
+        self._has_looked = asyncio.Event()
+        self._is_first = True
+        self._left: dict[str, list[Adoptable]] = {}
+        """What an earlier head left loaded, by model."""
+        self._highest_epoch = 0
+        self._own_agent: subprocess.Popen[bytes] | None = None
+        self._surveys = LinkSurveys(control.node)
+        self._warned: set[str] = set()
+        self._awaited = 0
+        """So many nodes in all are waited for; none where nobody waits."""
+
+    @property
+    def links(self) -> Sequence[LinkInfo]:
+        return tuple(map(_link_info, as_they_are(self._surveys.found, self._control.membership.members)))
+
+    @property
+    def missing(self) -> int:
+        others = self._control.membership.members.keys() - {self._control.node}
+        return max(0, self._awaited - 1 - len(others))
+
+    async def territories(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
+        membership = await self._attending(nodes)
+        sites = cluster_sites(self._control, membership, self._address.port)
+        try:
+            await self._look_once(sites)
+            left = self._adoptable(declared.served, membership)
+            if left:
+                loaded = [frozenset(node for node, _ in found.workers) for found in left]
+                missing = (declared.settings.replicas or len(left)) - len(left)
+                return [*loaded, *[None] * missing]
+            if declared.settings.replicas == 1 or (
+                declared.settings.replicas is None and declared.settings.aim == "latency"
+            ):
+                return [None]
+            _, links = await self._surveys.take_all(membership, sites)
+        finally:
+            await _close(sites)
+        plans = await self._steadily(
+            membership,
+            lambda members: asyncio.to_thread(
+                plan_replicas,
+                declared.settings,
+                declared.served,
+                self._control,
+                members,
+                self._others("").taken,
+                links,
+            ),
+        )
+        return [frozenset(rank.node for stage in plan.stages for rank in stage.ranks) for plan in plans]
+
+    def _adoptable(self, served: ServedModel, membership: Membership) -> list[Adoptable]:
+        """What is left of a model, as far as every node of it is there."""
+        left = [
+            found
+            for found in self._left.get(served.names[0], [])
+            if all(node in membership.members for node, _ in found.workers)
+        ]
+        self._left[served.names[0]] = left
+        return left
+
+    def _others(self, model: str) -> Others:
+        """What is loaded, or being loaded; siblings are those of the same model."""
+        taken = Counter[str]()
+        for live in self._live.values():
+            taken.update(live.promised)
+        siblings = [live.nodes for live in self._live.values() if live.model == model]
+        return Others(frozenset[str]().union(*siblings), taken)
+
+    async def _attending(self, nodes: int) -> Membership:
+        """So many, this one included, whose agent is started where it does not run."""
+        self._awaited = nodes
+        control = self._control
+        own_host = "127.0.0.1" if self._address.is_every else self._address.host
+        if self._tending is None:
+            self._tending = asyncio.create_task(self._tend_whoever_comes(), name="nodes that come")
+        async with self._one_at_a_time:
+            started = ensure_head_member(
+                self._settings,
+                state_folder(self._settings),
+                control.node,
+                HeadAddress(own_host, self._address.port),
+            )
+            self._own_agent = started or self._own_agent
+        membership = await control.wait_for(nodes, including=control.node)
+        self._awaited = 0
+        if self._own_agent is None:
+            self._warn_of(
+                stale_trust(membership.members[control.node].trusted, self._settings.trusted_interface)
+            )
+        return membership
+
+    def _warn_of(self, problem: str) -> None:
+        """Once for each, however often it is looked at."""
+        if problem and problem not in self._warned:
+            self._warned.add(problem)
+            log.warning("%s", problem)
+
+    async def next_epoch(self, order: Order) -> Epoch:
+        membership = await self._attending(order.nodes)
+        sites = cluster_sites(
+            self._control, membership, self._address.port, path=str(order.served.folder.path)
+        )
+        instance = ""
+        try:
+            await self._look_once(sites)
+            number = max(order.number, self._highest_epoch + 1)
+            async with self._planning:
+                left = self._adoptable(order.served, membership)
+                if left:
+                    return self._adopted(left.pop(0), order, membership, sites, number)
+                arrangement = await self._arrange(order, membership, sites)
+                instance = new_instance(order.served)
+                self._live[instance] = _live(order, arrangement)
+            # Reading a large model takes minutes.
+            arrangement = await offered(arrangement, partial(self._offer, order.served))
+        except BaseException:
+            self._live.pop(instance, None)
+            await _close(sites)
+            raise
+        used = {site.node for site in arrangement.nodes}
+        await _close([site for site in sites if site.node not in used])
+        return Epoch(instance, number, arrangement, self._control.node, trust=self._control.credentials)
+
+    async def _arrange(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Arrangement:
+        others = self._others(order.served.names[0])
+        return await self._steadily(
+            membership,
+            lambda members: arrange_cluster(order, others, self._control, members, sites, self._surveys),
+        )
+
+    async def _steadily(
+        self, membership: Membership, plan: Callable[[Membership], Awaitable[Planned]]
+    ) -> Planned:
+        """Without the nodes that fail again and again, where that is possible."""
+        steady = self._steady(membership)
+        try:
+            return await plan(steady)
+        except PlanError as error:
+            if steady is membership:
+                raise
+            log.warning("nodes that have failed again and again are used, for without them: %s", error)
+            return await plan(membership)
+
+    def _steady(self, membership: Membership) -> Membership:
+        """Without those nodes; the same where there are none, or no others."""
+        held = self._book.held()
+        steady = membership.without(held)
+        return steady if steady.members and held.keys() & membership.members.keys() else membership
+
+    def heed_failure(self, error: RingError | None, begun_s: float) -> None:
+        if error is None or not error.node:
+            return
+        held = self._book.note(error.node, str(error), begun_s)
+        if held is not None:
+            log.error(
+                "%s is left out of plans until %s. %s To take it in again before: mlx-ring node readmit %s",
+                error.node,
+                time.strftime("%H:%M", time.localtime(held.until_s)),
+                held.reason,
+                error.node,
+            )
+
+    def standing(self) -> Standing:
+        return Standing(self._control.node, self._control.membership, self._book.held())
+
+    async def _look_once(self, sites: Sequence[Site]) -> None:
+        """See what earlier heads left, and end what nobody wants of it."""
+        async with self._one_at_a_time:
+            if not self._is_first:
+                return
+            hello = make_hello(node=self._control.node)
+            found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in sites))
+            events = [event for event in found if event is not None]
+            self._highest_epoch = highest_epoch(events)
+            for declared in self._declared:
+                most = declared.settings.replicas or (
+                    len(sites) if declared.settings.aim == "throughput" else 1
+                )
+                adoptable = find_adoptable(events, partial(_expect, declared))
+                self._left[declared.served.names[0]] = adoptable[:most]
+            wanted = {found.instance for of_model in self._left.values() for found in of_model}
+            await self._end_unwanted(sites, events, wanted)
+            self._is_first = False
+            self._has_looked.set()
+
+    async def _end_unwanted(
+        self, sites: Sequence[Site], events: Iterable[agent_pb2.AgentEvent], wanted: AbstractSet[str]
+    ) -> None:
+        """What earlier heads left, or what a node held when it was cut off."""
+        by_node = {site.node: site for site in sites}
+        unwanted = {
+            (event.hello.node, state.instance)
+            for event in events
+            for state in event.workers
+            if state.instance not in wanted
+        }
+        await asyncio.gather(
+            *(
+                by_node[node].link.stop(instance, _STOP_WAIT_S)
+                for node, instance in unwanted
+                if node in by_node
+            )
+        )
+
+    def _adopted(
+        self, found: Adoptable, order: Order, membership: Membership, sites: Sequence[Site], number: int
+    ) -> Epoch:
+        by_node = {site.node: site for site in sites}
+        log.info("going on with the workers of %s, which are loaded", found.instance)
+        places = [
+            WorkerPlace(state.stage, state.rank, "", state.address)
+            if by_node[node].is_local
+            else WorkerPlace(
+                state.stage, state.rank, node, address_of(by_node[node].host_for(""), state.status.port)
+            )
+            for node, state in found.workers
+        ]
+        own = tuple(by_node[node] for node, _ in found.workers)
+        links = self._surveys.profiles(sites)
+        others = self._others(order.served.names[0])
+        arrangement = arrange_as_loaded(order, others, self._control, membership, found, own, links)
+        self._live[found.instance] = _live(order, arrangement)
+        return Epoch(
+            found.instance,
+            number,
+            arrangement,
+            self._control.node,
+            trust=self._control.credentials,
+            loaded=tuple(places),
+        )
+
+    async def stop(self) -> None:
+        """End this machine's agent; those of others stay, without workers."""
+        if self._tending is not None:
+            self._tending.cancel()
+            await asyncio.wait((self._tending,))
+        membership = self._control.membership
+        if self._control.node in membership.members:
+            sites = cluster_sites(self._control, membership, self._address.port)
+            await asyncio.gather(*(site.link.end(_STOP_WAIT_S) for site in sites if site.is_local))
+            await _close(sites)
+        elif self._own_agent is not None:
+            # It has not come yet, or not come back.
+            self._own_agent.terminate()
+        if self._own_agent is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._own_agent.wait, _STOP_WAIT_S)
+
+    @contextlib.contextmanager
+    def watching(self, instance: str, heed_loss: HeedLoss) -> Generator[None]:
+        def heed(event: Event) -> None:
+            if isinstance(event, Went):
+                heed_loss(event.node, event.reason)
+
+        try:
+            with self._control.watching(heed):
+                yield
+        finally:
+            self._live.pop(instance, None)
+
+    async def _tend_whoever_comes(self) -> None:
+        """What a node still holds of instances that are gone is ended, and its links are known by the next plan."""
+        came: asyncio.Queue[str] = asyncio.Queue()
+
+        def heed(event: Event) -> None:
+            if isinstance(event, Came):
+                came.put_nowait(event.member.node)
+
+        with self._control.watching(heed):
+            while True:
+                nodes = {await came.get()}
+                while not came.empty():
+                    nodes.add(came.get_nowait())
+                await self._has_looked.wait()
+                await self._tend(nodes)
+
+    async def _tend(self, nodes: AbstractSet[str]) -> None:
+        membership = self._control.membership
+        sites = cluster_sites(self._control, membership, self._address.port)
+        hello = make_hello(node=self._control.node)
+        try:
+            new = [site for site in sites if site.node in nodes]
+            found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in new))
+            wanted = self._live.keys() | {
+                left.instance for of_model in self._left.values() for left in of_model
+            }
+            await self._end_unwanted(new, [event for event in found if event is not None], wanted)
+            await self._surveys.take(membership, sites)
+        except RingError as error:
+            log.warning("%s came, and was not made ready: %s", ", ".join(sorted(nodes)), error)
+        finally:
+            await _close(sites)
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """An instance that is loaded, or being loaded."""
+
+    model: str
+    nodes: frozenset[str]
+    promised: Mapping[str, int]
+    """Bytes of memory that its plan counts on, by node."""
+
+
+def _live(order: Order, arrangement: Arrangement) -> _Live:
+    promised = Counter[str]()
+    for stage in () if arrangement.plan is None else arrangement.plan.stages:
+        for rank in stage.ranks:
+            promised[rank.node] += rank.memory_bytes
+    return _Live(order.served.names[0], frozenset(site.node for site in arrangement.nodes), promised)
+
+
+def _link_info(found: FoundLink) -> LinkInfo:
+    return LinkInfo(
+        source=found.source,
+        target=found.target,
+        round_trip_s=found.round_trip_s,
+        bytes_per_s=found.bytes_per_s,
+        unix_time_s=found.unix_time_s,
+        problem=found.problem,
+    )
+
+
+def _expect(declared: Declared, instance: str, cut: Cut) -> Sequence[worker_pb2.StageAssignment]:
+    return assign(declared.settings, declared.served, instance, 0, cut)
+
+
+async def _close(sites: Sequence[Site]) -> None:
+    await asyncio.gather(*(site.link.close() for site in sites))

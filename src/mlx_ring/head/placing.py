@@ -1,0 +1,392 @@
+"""Where a head's stages go: on this machine alone, or on the nodes that attend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+
+from mlx_ring.cluster.adoption import Adoptable
+from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
+from mlx_ring.cluster.control import Control
+from mlx_ring.cluster.deployment import Site, address_of
+from mlx_ring.cluster.link_survey import FoundLink, hops_told
+from mlx_ring.cluster.membership import Member, Membership
+from mlx_ring.cluster.placement import Cut, balanced_split, even_split
+from mlx_ring.core.errors import ModelUnsupported, PlanError
+from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.kv_budget import KEPT_TOKENS
+from mlx_ring.head.link_survey import LinkSurveys
+from mlx_ring.head.plan_requests import proportional_stages, wished
+from mlx_ring.head.rank_places import Stage, seats_of_plan, seats_on, share_stages, with_ways
+from mlx_ring.head.served_model import ServedModel, widens_half_precision
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
+from mlx_ring.models.weights_manifest import WeightsManifest
+from mlx_ring.planner.decode_bytes import decode_bytes
+from mlx_ring.planner.forecast import Forecast
+from mlx_ring.planner.given_plans import plan_given
+from mlx_ring.planner.measured import measured_node
+from mlx_ring.planner.model_sizes import profile_folder
+from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import ClusterProfile, LinkProfile, NodeProfile
+from mlx_ring.planner.replicas import place_replicas
+from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
+from mlx_ring.rpc.joined_ranks import GRPC
+from mlx_ring.rpc.tls.certificates import node_name
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.rank_settings import rank_shares, shared_stages
+
+_PROMISED_TOKENS_EACH = 2048
+"""The context that a plan for throughput leaves room for, where none is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """The stages, in the pipeline's order."""
+
+    ranges: tuple[LayerRange, ...]
+    seats: tuple[Stage, ...]
+    """Of each stage's ranks."""
+    plan: Plan | None
+    """Why; None on one machine, and where it goes on with what an earlier head has loaded."""
+    forecast: Forecast | None = None
+    """What is expected of the stages; None where no profile tells."""
+
+    @property
+    def nodes(self) -> tuple[Site, ...]:
+        """Each site once."""
+        return tuple({seat.site.node: seat.site for stage in self.seats for seat in stage}.values())
+
+    @property
+    def cut(self) -> Cut:
+        """Which layers each stage has, and how its ranks share them."""
+        return Cut(self.ranges, tuple(tuple(seat.share for seat in stage) for stage in self.seats))
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An instance that is wanted."""
+
+    served: ServedModel
+    settings: Settings
+    number: int
+    """Of its epoch, at least."""
+    nodes: int
+    """That must be there first."""
+    only: frozenset[str] | None
+    """Nodes that it may have; None: any."""
+    replicas: int = 1
+    """That share what is promised, this one included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What other instances have."""
+
+    siblings: frozenset[str]
+    """Nodes of the same model's, which are used only where there are no others."""
+    taken: Mapping[str, int]
+    """Bytes of memory that plans count on, by node."""
+
+
+def arrange_here(
+    settings: Settings, served: ServedModel, site: Site, profile: MachineProfile | None
+) -> Arrangement:
+    """Everything on this machine, as many stages as were asked for; with a profile it is told what to expect."""
+    ranges = cut_layers(served.folder, settings)
+    shares = rank_shares(settings)
+    seats = seats_on((site,) * (len(ranges) * len(shares)), [shares] * len(ranges))
+    if profile is None:
+        return Arrangement(ranges, seats, None)
+    node = measured_node(profile, site.node, reserve_share=1.0 - settings.memory_utilization)
+    forecast = _forecast(_wish(settings, served), served, ClusterProfile((node,)), ranges, seats)
+    return Arrangement(ranges, seats, None, forecast)
+
+
+def arrange_as_loaded(
+    order: Order,
+    others: Others,
+    control: Control,
+    membership: Membership,
+    found: Adoptable,
+    sites: tuple[Site, ...],
+    links: Mapping[frozenset[str], LinkProfile],
+) -> Arrangement:
+    """As an earlier head has loaded it; `sites` are of its workers, in order of stage and rank."""
+    cluster = ClusterProfile(tuple(_nodes(control, membership, {})), links)
+    seats = seats_on(sites, found.cut.shares)
+    expected = _forecast(_wish_of(order), order.served, cluster, found.cut.ranges, seats)
+    plan = plan_of_cut(order, others, control, membership, found, links)
+    return Arrangement(found.cut.ranges, seats, plan, expected)
+
+
+def _forecast(
+    wish: Wish,
+    served: ServedModel,
+    cluster: ClusterProfile,
+    ranges: Sequence[LayerRange],
+    seats: Sequence[Stage],
+) -> Forecast | None:
+    """What is to be expected of these stages; None where the sizes of the model's layers are not known."""
+    by_name = {node.name: node for node in cluster.nodes}
+    try:
+        model = profile_folder(served.folder, served.names[0])
+    except ModelUnsupported:
+        return None
+    stages = [(by_name[stage[0].site.node], layers) for stage, layers in zip(seats, ranges, strict=True)]
+    ranks = [[(by_name[seat.site.node], seat.share) for seat in stage] for stage in seats]
+    return Forecast(model, wish.demand, cluster, stages, ranks)
+
+
+async def arrange_cluster(
+    order: Order,
+    others: Others,
+    control: Control,
+    membership: Membership,
+    sites: Sequence[Site],
+    surveys: LinkSurveys,
+) -> Arrangement:
+    """Plan for the members that are there.
+
+    The links between them are measured first, as far as they are not known.
+
+    Raises:
+        PlanError: the machines cannot hold the model as promised.
+    """
+    found, links = await surveys.take_all(membership, sites)
+    nodes = _nodes(control, membership, others.taken)
+    allowed = [node for node in nodes if order.only is None or node.name in order.only]
+    # Where siblings have every node, they share them.
+    apart = [node for node in allowed or nodes if node.name not in others.siblings]
+    cluster = ClusterProfile(tuple(apart or allowed or nodes), links)
+    by_node = {site.node: with_throughput(site, found) for site in sites}
+    if len(rank_shares(order.settings)) > 1:
+        return await asyncio.to_thread(_arrange_shared, order, cluster, by_node)
+    plan = await asyncio.to_thread(_plan, order, cluster)
+    plan = replace(plan, remarks=(*plan.remarks, *hops_told([stage.node for stage in plan.stages], links)))
+    seats = with_ways(seats_of_plan(plan, by_node), order.settings.link)
+    ranges = tuple(stage.layers for stage in plan.stages)
+    expected = _forecast(_wish_of(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, seats)
+    return Arrangement(ranges, seats, plan, expected)
+
+
+def _arrange_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Site]) -> Arrangement:
+    """As `--tp` has it: on as many machines as can have as many ranks each, and hold them."""
+    settings, served = order.settings, order.served
+    stages = shared_stages(settings)
+    cut = Cut.alike(
+        cut_layers(served.folder, settings.model_copy(update={"stages": stages})), rank_shares(settings)
+    )
+    share_out(read_tensor_sizes(served.folder), cut.shares[0])
+    nodes, problem = [sites[node.name] for node in cluster.nodes], None
+    for seats in share_stages(cut, settings.link, nodes, min(order.nodes, len(nodes))):
+        places = [[seat.site.node for seat in stage] for stage in seats]
+        try:
+            plan = _plan_given(order, cluster, cut, places, "as --tp asks for them")
+        except PlanError as error:
+            problem = problem or error
+            continue
+        forecast = _forecast(_wish_of(order), served, cluster, cut.ranges, seats)
+        return Arrangement(cut.ranges, seats, plan, forecast)
+    raise problem or PlanError("There is no machine to plan for.")
+
+
+def _plan_given(
+    order: Order, cluster: ClusterProfile, cut: Cut, places: Sequence[Sequence[str]], how: str
+) -> Plan:
+    """Of ranks that have their nodes. Raises `PlanError` where one has not room for its own."""
+    by_name = {node.name: node for node in cluster.nodes}
+    stages = [
+        (layers, [(by_name[node], share) for node, share in zip(nodes, shares, strict=True)])
+        for layers, nodes, shares in zip(cut.ranges, places, cut.shares, strict=True)
+    ]
+    model = profile_folder(order.served.folder, order.served.names[0])
+    return plan_given(model, cluster, _wish_of(order), stages, how)
+
+
+async def offered(arrangement: Arrangement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Arrangement:
+    """With weights that other machines can fetch, where they have stages: `offer` makes them available."""
+    if all(site.is_local for site in arrangement.nodes):
+        return arrangement
+    digest = (await offer()).digest
+    # A node's ranks have one site, by which they are known to be together.
+    fetching = {
+        site.node: site if site.is_local else replace(site, source=replace(site.source, weights=digest))
+        for site in arrangement.nodes
+    }
+    seats = tuple(
+        tuple(replace(seat, site=fetching[seat.site.node]) for seat in stage) for stage in arrangement.seats
+    )
+    return replace(arrangement, seats=seats)
+
+
+def plan_replicas(
+    settings: Settings,
+    served: ServedModel,
+    control: Control,
+    membership: Membership,
+    taken: Mapping[str, int],
+    links: Mapping[frozenset[str], LinkProfile],
+) -> tuple[Plan, ...]:
+    """As many as are asked for, or as give most.
+
+    Raises:
+        PlanError: the machines cannot hold so many.
+    """
+    nodes, wish = wished(settings, _wish(settings, served), _nodes(control, membership, taken))
+    return place_replicas(
+        profile_folder(served.folder, served.names[0]),
+        ClusterProfile(nodes, links),
+        wish,
+        settings.replicas,
+    )
+
+
+def plan_of_cut(
+    order: Order,
+    others: Others,
+    control: Control,
+    membership: Membership,
+    found: Adoptable,
+    links: Mapping[frozenset[str], LinkProfile],
+) -> Plan | None:
+    """What is to be expected of stages that are loaded already; None where they are not what would be promised now."""
+    by_name = {node.name: node for node in _nodes(control, membership, others.taken)}
+    if any(len(stage) > 1 for stage in found.nodes):
+        cluster = ClusterProfile(tuple(by_name.values()), links)
+        try:
+            return _plan_given(order, cluster, found.cut, found.nodes, "as they were loaded")
+        except PlanError:
+            return None
+    nodes = tuple(by_name[node] for (node,) in found.nodes)
+    wish = replace(_wish_of(order), strategy="custom", counts=tuple(map(len, found.cut.ranges)))
+    try:
+        return place(
+            profile_folder(order.served.folder, order.served.names[0]), ClusterProfile(nodes, links), wish
+        )
+    except PlanError:
+        return None
+
+
+def cluster_sites(control: Control, membership: Membership, head_port: int, *, path: str = "") -> list[Site]:
+    """Every member, with a channel to its agent; others fetch the model from the head and from each other.
+
+    Args:
+        control: the head's.
+        membership: who is there.
+        head_port: where others reach the head.
+        path: of the model on the head's machine, where one is to be loaded.
+    """
+    members = list(membership.members.values())
+    others = [member for member in members if member.node != control.node]
+    sites: list[Site] = []
+    for member in members:
+        address = address_of(member.host, member.port)
+        channel = open_aio_channel(
+            address, control.credentials, node_name(member.node), max_message_bytes=AGENT_MESSAGE_BYTES
+        )
+        link = AgentLink(channel, f"the agent of {member.node}")
+        is_local = member.node == control.node
+        if is_local:
+            hosts = {other.node: other.head_host for other in others}
+            source = Source(path)
+        else:
+            hosts = {"": member.host}
+            source = Source(peers=_weights_peers(member, others, head_port))
+        reserve_share = 1.0 - member.memory_utilization
+        limit = member.profile.memory_bytes
+        sites.append(
+            Site(
+                *(member.node, link, is_local, hosts, source, reserve_share, limit),
+                trusted=member.trusted,
+                trusted_problem=member.trusted_problem,
+            )
+        )
+    return sites
+
+
+def with_throughput(site: Site, found: Iterable[FoundLink]) -> Site:
+    """The site, with what it can send to others."""
+    return replace(
+        site,
+        bytes_per_s={
+            link.target: link.bytes_per_s for link in found if link.source == site.node and not link.problem
+        },
+    )
+
+
+def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> tuple[WeightsPeer, ...]:
+    """Where a member may find weights: at the head's, and at every other."""
+    return (
+        WeightsPeer(address_of(member.head_host, head_port)),
+        *(
+            WeightsPeer(address_of(other.host, other.port), other.node)
+            for other in others
+            if other is not member
+        ),
+    )
+
+
+def _nodes(control: Control, membership: Membership, taken: Mapping[str, int]) -> list[NodeProfile]:
+    """Who is there, the head's own first, without the memory that is promised to others."""
+    members = sorted(
+        membership.members.values(), key=lambda member: (member.node != control.node, member.node)
+    )
+    head_bytes = psutil.Process().memory_info().rss
+    # As they say they are by now, which may be later than the membership that is planned for.
+    latest = [control.membership.members.get(member.node, member) for member in members]
+    return [
+        _node_profile(member, taken.get(member.node, 0), head_bytes if member.node == control.node else 0)
+        for member in latest
+    ]
+
+
+def _node_profile(member: Member, taken: int, head_bytes: int) -> NodeProfile:
+    profile = measured_node(
+        member.profile,
+        member.node,
+        reserve_share=1.0 - member.memory_utilization,
+        # What others' plans count on has the agent and the head in it.
+        beside_bytes=0 if taken else max(member.agent_bytes, member.profile.agent_bytes) + head_bytes,
+    )
+    left = profile.memory_bytes - int(taken / member.memory_utilization)
+    return replace(profile, memory_bytes=max(0, left))
+
+
+def _wish(settings: Settings, served: ServedModel) -> Wish:
+    """What is promised: to one stream a long context; where throughput is asked for, a shorter one to all at once."""
+    promised, sequences = KEPT_TOKENS, 1
+    if settings.aim == "throughput":
+        promised, sequences = _PROMISED_TOKENS_EACH, settings.max_num_seqs
+    context = settings.max_model_len or min(promised, served.folder.context_length)
+    demand = Demand(context, sequences, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
+    return Wish(demand, strategy=settings.strategy, aim=settings.aim, shares_layers=settings.link == GRPC)
+
+
+def _wish_of(order: Order) -> Wish:
+    """One replica's part of what is promised."""
+    wish = _wish(order.settings, order.served)
+    share = -(-wish.demand.sequences // order.replicas)
+    return replace(wish, demand=replace(wish.demand, sequences=share))
+
+
+def _plan(order: Order, cluster: ClusterProfile) -> Plan:
+    profile = profile_folder(order.served.folder, order.served.names[0])
+    in_order, wish = wished(order.settings, _wish_of(order), cluster.nodes)
+    return place(profile, replace(cluster, nodes=in_order), wish)
+
+
+def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:
+    """The stages: each reads about as much in a step; as many layers each where the files don't tell what a layer is."""
+    if settings.strategy == "custom":
+        return proportional_stages(folder.num_layers, settings.stages, settings.proportions)
+    read = decode_bytes(folder, widened=widens_half_precision(settings.dtype))
+    if read is None:
+        return even_split(folder.num_layers, settings.stages)
+    return balanced_split(read.layers, read.head, settings.stages)

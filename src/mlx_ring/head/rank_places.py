@@ -1,0 +1,172 @@
+"""Where each rank of each stage is, which part of the stage's layers it has, and how it hears the others of its group. Pure.
+
+Which RDMA device of each rank leads to each other one of its group, by the hostfile. Pure.
+
+Stages whose ranks are on several machines, as `--tp` beside `--nodes` asks for them. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+from mlx_ring.cluster.deployment import GroupWay, Site, group_ways, way_between
+from mlx_ring.cluster.placement import Cut
+from mlx_ring.core.errors import PlanError
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import ETHERNET, UNREACHABLE, LinkProfile
+from mlx_ring.rpc.joined_ranks import GRPC, joined_ranks
+from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.rpc.rdma import as_json, is_mesh, is_ring, part_of
+from mlx_ring.settings.hostfile import Hostfile, is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One rank's."""
+
+    site: Site
+    share: float = 1.0
+    """Of every layer of its stage, beside those of the other ranks."""
+    way: GroupWay = field(default_factory=GroupWay)
+    """To it, where MLX joins it with others."""
+
+
+Stage = tuple[Seat, ...]
+"""The seats of its ranks, in order."""
+
+
+def seats_on(sites: Sequence[Site], shares: Sequence[Sequence[float]]) -> tuple[Stage, ...]:
+    """A site for each rank, stage after stage."""
+    places = iter(sites)
+    return tuple(tuple(Seat(next(places), share) for share in stage) for stage in shares)
+
+
+def seats_of_plan(plan: Plan, sites: Mapping[str, Site]) -> tuple[Stage, ...]:
+    """As planned, with the sites by their nodes."""
+    return tuple(tuple(Seat(sites[rank.node], rank.share) for rank in stage.ranks) for stage in plan.stages)
+
+
+def spread_evenly(sites: Sequence[Site], ranks: int) -> tuple[Site, ...]:
+    """A site for each rank of all stages: neighbouring ranks on one, and as many on each."""
+    return tuple(sites[rank * len(sites) // ranks] for rank in range(ranks))
+
+
+def even_numbers(ranks: int, most: int) -> Iterator[int]:
+    """Of sites that can have as many ranks each, the largest number first."""
+    return (number for number in range(min(ranks, most), 0, -1) if ranks % number == 0)
+
+
+def with_ways(seats: tuple[Stage, ...], link: str) -> tuple[Stage, ...]:
+    """With how ranks of a group hear each other: those that share layers, or all stages that a collective links.
+
+    Raises:
+        PlanError: some are on machines between which nothing is trusted with it.
+    """
+    if link != GRPC and len(seats) > 1:
+        ways = group_ways([stage[0].site for stage in seats], f"--link {link}")
+        return tuple((replace(stage[0], way=way),) for stage, way in zip(seats, ways, strict=True))
+    return tuple(map(_joined, seats))
+
+
+def _joined(stage: Stage) -> Stage:
+    if len(stage) == 1:
+        return stage
+    ways = group_ways([seat.site for seat in stage], f"A stage of {len(stage)} workers")
+    return tuple(replace(seat, way=way) for seat, way in zip(stage, ways, strict=True))
+
+
+def tell_ways(assignments: Iterable[worker_pb2.StageAssignment], seats: Sequence[Stage]) -> None:
+    """Write to each rank's assignment how the others of its group reach it."""
+    for assignment in assignments:
+        way = seats[assignment.stage][assignment.rank].way
+        assignment.group_host, assignment.group_from = way.listens, way.comes_from
+
+
+def tell_rdma(
+    assignments: Iterable[worker_pb2.StageAssignment], seats: Sequence[Stage], hosts: Hostfile
+) -> None:
+    """Write into each rank's assignment the group's part of the matrix, where all its machines are in the file and connected."""
+    if hosts.rdma is None:
+        return
+    for assignment in assignments:
+        sites = [seats[stage][rank].site for stage, rank in joined_ranks(assignment)]
+        places = [place for site in sites if (place := _place_of(site, hosts)) is not None]
+        if not len(set(places)) == len(sites) > 1:
+            continue
+        # Of a ring some may be no neighbours, so that nothing connects them.
+        part = part_of(hosts.rdma, places)
+        if is_mesh(part) or is_ring(part):
+            assignment.rdma = json.dumps(as_json(part))
+            assignment.group_environment.update(hosts.variables)
+
+
+def _place_of(site: Site, hosts: Hostfile) -> int | None:
+    """The file's host that is the site, by the addresses at which others reach it."""
+    addresses = {trusted.address for trusted in site.trusted} | set(site.hosts.values())
+    for place, host in enumerate(hosts.hosts):
+        if addresses & set(host.ips) or (site.is_local and is_loopback(host.ssh)):
+            return place
+    return None
+
+
+def share_stages(cut: Cut, link: str, sites: Sequence[Site], least: int) -> list[tuple[Stage, ...]]:
+    """Every way to give ranks to machines, as many to each; that with most machines first.
+
+    Args:
+        cut: stages and their ranks.
+        link: between stages.
+        sites: whom to take, the first first.
+        least: that must be taken.
+
+    Raises:
+        PlanError: there is none that machines trust.
+    """
+    ranks, ways = sum(map(len, cut.shares)), list[tuple[Stage, ...]]()
+    problem: PlanError | None = None
+    for number in even_numbers(ranks, len(sites)):
+        if number < least:
+            break
+        # Who trusts no interface is of use where no group needs one.
+        for chosen in _choices(sites, number):
+            try:
+                ways.append(with_ways(seats_on(spread_evenly(chosen, ranks), cut.shares), link))
+                break
+            except PlanError as error:
+                problem = problem or error
+    if not ways:
+        raise problem or PlanError(
+            f"{ranks} workers were asked for, as many on each machine: that is not done with {len(sites)} machines."
+        )
+    return ways
+
+
+def _choices(sites: Sequence[Site], number: int) -> list[Sequence[Site]]:
+    trusting = [site for site in sites if site.trusted]
+    choices = [sites[:number]]
+    if len(trusting) >= number and trusting[:number] != choices[0]:
+        choices.append(trusting[:number])
+    return choices
+
+
+def with_trust(
+    links: Mapping[frozenset[str], LinkProfile],
+    sites: Sequence[Site],
+    measured: Mapping[frozenset[str], LinkProfile] | None = None,
+) -> dict[frozenset[str], LinkProfile]:
+    """Links, with those trusted over which collectives may go: both ends trust an interface, in one network.
+
+    Args:
+        links: that activations take.
+        sites: the machines.
+        measured: links between interfaces that are trusted, where they are others.
+    """
+    known = dict(links)
+    for one, other in combinations(sites, 2):
+        pair = frozenset((one.node, other.node))
+        link, own = known.get(pair, ETHERNET), (measured or {}).get(pair, UNREACHABLE)
+        if link != UNREACHABLE and way_between(one, other) is not None:
+            known[pair] = replace(link, trusted=True, collective=None if own == UNREACHABLE else own)
+    return known

@@ -1,0 +1,165 @@
+"""The model that a head serves: its folder, its tokenizer, and what can be asked of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from typing import Any
+
+from mlx_ring.core.environment import quieten_transformers
+from mlx_ring.core.errors import ConfigError, ModelCorrupt
+from mlx_ring.engine.sequence import Limits
+from mlx_ring.models.architectures import require_cuttable
+from mlx_ring.models.hub import check_memory
+from mlx_ring.models.lean_imports import import_bare, import_tokenizers
+from mlx_ring.models.model_folder import ModelFolder, has_tokenizer
+from mlx_ring.models.model_source import LocalModel, find_model
+from mlx_ring.settings.config import Settings
+
+log = logging.getLogger(__name__)
+
+_HALF_PRECISION = ("BF16", "F16")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Checked, and ready to be placed."""
+
+    local: LocalModel
+    tokenizer: Any
+    """mlx-lm's wrapper of a Hugging Face tokenizer; the API and the engine each say what they use of it."""
+    limits: Limits
+    names: tuple[str, ...]
+    """What clients may call it; the first is the one they see."""
+
+    @property
+    def folder(self) -> ModelFolder:
+        return self.local.folder
+
+
+def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
+    """Find and check the model, and load its tokenizer. May fetch it, and take minutes for that.
+
+    Args:
+        settings: name it.
+        insists: whether a context longer than the model's is refused; else its own counts.
+
+    Raises:
+        ModelError, PlanError, ConfigError: it cannot be served as asked.
+    """
+    local = find_model(settings.model, must_fit=settings.nodes == 1)
+    folder = local.folder
+    require_cuttable(folder, settings.stages)
+    if settings.nodes == 1:
+        check_memory(local.name, memory_for_weights(folder, settings.dtype))
+    context = _context_length(folder, settings.max_model_len, insists=insists)
+    tokenizer = _load_tokenizer(folder)
+    eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)
+    limits = Limits(context, folder.vocab_size, eos)
+    return ServedModel(local, tokenizer, limits, settings.served_model_name or (local.name,))
+
+
+def prepare_models(settings: Settings) -> list[tuple[Settings, ServedModel]]:
+    """Each model that is named, with the settings that hold for it.
+
+    Raises:
+        ModelError, PlanError, ConfigError: one of them cannot be served as asked.
+    """
+    prepared = [(settings, prepare_model(settings))]
+    for name in settings.more_models:
+        own = settings.model_copy(update={"model": name, "served_model_name": ()})
+        served = prepare_model(own, insists=False)
+        if any(served.names[0] in other.names for _, other in prepared):
+            raise ConfigError(
+                f"The model {served.names[0]} was named twice; --replicas loads one several times."
+            )
+        prepared.append((own, served))
+    return prepared
+
+
+def describe_model(folder: ModelFolder) -> Mapping[str, object]:
+    """Architecture, size and quantization, as plain JSON."""
+    quantization = folder.quantization or {}
+    return {
+        "model_type": folder.model_type,
+        "architectures": folder.config.get("architectures") or [],
+        "layers": folder.num_layers,
+        "hidden_size": folder.hidden_size,
+        "parameters": _count_parameters(folder),
+        "quantization": {
+            key: quantization[key] for key in ("bits", "group_size", "mode") if key in quantization
+        }
+        or None,
+        "weight_bytes_on_disk": folder.weight_bytes,
+        "digest": folder.digest,
+    }
+
+
+def memory_for_weights(folder: ModelFolder, dtype: str) -> int:
+    """Bytes that the weights take once loaded: on a CPU, half precision becomes float32 unless told otherwise."""
+    widens = widens_half_precision(dtype)
+    return sum(
+        entry.nbytes * (2 if widens and entry.dtype in _HALF_PRECISION else 1) for entry in folder.tensors
+    )
+
+
+def widens_half_precision(dtype: str) -> bool:
+    """Whether loading makes float32 of half precision."""
+    return dtype == "float32" or (dtype == "auto" and not _has_gpu())
+
+
+def _has_gpu() -> bool:
+    if sys.platform == "darwin":
+        return True
+    return any(str(found.name).startswith("mlx-cuda") for found in distributions())
+
+
+def _count_parameters(folder: ModelFolder) -> int:
+    """Packed integers count for the weights they hold; scales and biases of quantization do not count."""
+    bits = (folder.quantization or {}).get("bits")
+    total = 0
+    for entry in folder.tensors:
+        if entry.name.endswith((".scales", ".biases")) and bits:
+            continue
+        size = math.prod(entry.shape)
+        total += size * 32 // int(bits) if entry.dtype == "U32" and bits else size
+    return total
+
+
+def _context_length(folder: ModelFolder, asked: int | None, *, insists: bool) -> int:
+    if asked is not None and asked > folder.context_length:
+        if not insists:
+            return folder.context_length
+        raise ConfigError(
+            f"--max-model-len is {asked}; {folder.path.name} reaches {folder.context_length} tokens at most."
+        )
+    return asked or folder.context_length
+
+
+def _load_tokenizer(folder: ModelFolder) -> Any:
+    if not has_tokenizer(folder):
+        raise ModelCorrupt(
+            f"{folder.path} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json is missing."
+        )
+    quieten_transformers()
+    import_bare("mlx_lm")
+    import_tokenizers()
+    # Its libraries take seconds to come in: what is wrong with the model is told before.
+    from mlx_lm.tokenizer_utils import load  # pyright: ignore[reportUnknownVariableType] - bare dicts
+
+    try:
+        tokenizer = load(
+            folder.path,
+            {"trust_remote_code": False, "local_files_only": True},
+            eos_token_ids=sorted(folder.eos_token_ids) or None,
+        )
+        # The first use undoes what a tokenizer's file says of cutting and padding: from then on threads can share it.
+        tokenizer.encode("", add_special_tokens=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelCorrupt(f"The tokenizer in {folder.path} cannot be loaded: {reason}") from error
+    return tokenizer

@@ -1,0 +1,122 @@
+"""One machine alone, as a head serves with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Generator, Sequence
+from itertools import count
+from pathlib import Path
+
+from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, recall
+from mlx_ring.api.service import LinkInfo
+from mlx_ring.cluster.agent_link import LocalAgent, Source
+from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.membership import Came, Member, Membership
+from mlx_ring.core.errors import RingError
+from mlx_ring.head.instance import Epoch
+from mlx_ring.head.nodes import Declared, HeedLoss, new_instance
+from mlx_ring.head.placing import (
+    Order,
+    arrange_here,
+)
+from mlx_ring.head.status import Standing
+from mlx_ring.host.machine import node_name, share_cores
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.process import usable_memory
+from mlx_ring.rpc.hello import hello_versions, make_hello
+from mlx_ring.settings.config import Settings, state_folder
+
+
+class Here:
+    """One machine alone. Its agent is a child, which ends with the head; another is started whenever it has ended."""
+
+    def __init__(self, settings: Settings, run_dir: Path, workers: int) -> None:
+        """`workers` are expected to share the cores."""
+        self._settings = settings
+        self._run_dir = run_dir
+        self._workers = workers
+        self._agent: LocalAgent | None = None
+        self._profile: MachineProfile | None = None
+        self._since_s = time.time()
+        self._serial = count()
+        self._starting = asyncio.Lock()
+        self.links: Sequence[LinkInfo] = ()
+        """There is one machine."""
+        self.missing = 0
+
+    async def territories(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
+        """All of them are here, and may be."""
+        del nodes
+        return [None] * (declared.settings.replicas or 1)
+
+    async def next_epoch(self, order: Order) -> Epoch:
+        agent = await self._alive()
+        source = Source(str(order.served.folder.path))
+        reserve_share = 1.0 - self._settings.memory_utilization
+        site = Site(
+            node_name(),
+            agent.link,
+            is_local=True,
+            hosts={},
+            source=source,
+            reserve_share=reserve_share,
+            memory_limit_bytes=self._settings.memory_limit,
+        )
+        self._profile = await asyncio.to_thread(self._kept_profile)
+        arrangement = await asyncio.to_thread(arrange_here, order.settings, order.served, site, self._profile)
+        return Epoch(new_instance(order.served), order.number, arrangement, node_name())
+
+    def _kept_profile(self) -> MachineProfile | None:
+        """Nothing is measured now: that would take seconds."""
+        settings = self._settings
+        threads = settings.blas_threads or share_cores(self._workers)
+        options = ProfileOptions(blas=settings.blas, blas_threads=threads)
+        return recall(ProfileStore(state_folder(settings)), options)
+
+    async def _alive(self) -> LocalAgent:
+        async with self._starting:
+            if self._agent is None or self._agent.exit_reason:
+                await self.stop()
+                run_dir = self._run_dir / f"a{next(self._serial)}"
+                run_dir.mkdir()
+                self._agent = await LocalAgent.start(
+                    self._settings,
+                    node=node_name(),
+                    run_dir=run_dir,
+                    blas_threads=self._settings.blas_threads or share_cores(self._workers),
+                )
+            return self._agent
+
+    async def stop(self) -> None:
+        """End the agent, with every worker."""
+        if self._agent is not None:
+            await self._agent.stop()
+
+    @contextlib.contextmanager
+    def watching(self, instance: str, heed_loss: HeedLoss) -> Generator[None]:
+        """The one agent's own reports say all."""
+        del instance, heed_loss
+        yield
+
+    def heed_failure(self, error: RingError | None, begun_s: float) -> None:
+        """There is no other machine to take."""
+
+    def standing(self) -> Standing:
+        if self._profile is None:
+            return Standing(node_name())
+        itself = Member(
+            node=node_name(),
+            machine=node_name(),
+            host="",
+            port=0,
+            head_host="",
+            profile=self._profile,
+            memory_utilization=self._settings.memory_utilization,
+            came=1,
+            memory_free_bytes=usable_memory().available_bytes,
+            since_s=self._since_s,
+            versions=hello_versions(make_hello()),
+        )
+        return Standing(node_name(), Membership().apply(Came(itself)))

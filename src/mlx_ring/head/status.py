@@ -1,0 +1,378 @@
+"""What `/cluster/status` tells: nodes from membership, instances from plans, workers and measured steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mlx_ring.api.ops.status import (
+    GroupStatus,
+    InstanceState,
+    InstanceStatus,
+    LeftOutStatus,
+    LoadingStatus,
+    NodeMemory,
+    NodeState,
+    NodeStatus,
+    ProfileStatus,
+    Promise,
+    PromisedMemory,
+    RankStatus,
+    RateStatus,
+    StageMemory,
+    StageStatus,
+    StageTimesStatus,
+    StepStatus,
+    StreamStatus,
+    UsedMemory,
+)
+from mlx_ring.api.service import WorkerInfo
+from mlx_ring.cluster.membership import Gone, Member, Membership
+from mlx_ring.cluster.quarantine import Held
+from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes, StreamPace
+from mlx_ring.head.loading_progress import LoadingProgress
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.planner.forecast import Forecast
+from mlx_ring.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The head's machines at this moment."""
+
+    own: str
+    """The head's node."""
+    membership: Membership = field(default_factory=Membership)
+    held: Mapping[str, Held] = field(default_factory=dict[str, Held])
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """All that is known of one instance."""
+
+    name: str
+    model: str
+    epoch: int
+    state: InstanceState
+    reason: str | None
+    layers: int
+    """Of the whole model."""
+    ranges: Sequence[LayerRange]
+    nodes: Sequence[Sequence[str]]
+    """Of each stage's ranks."""
+    plan: Plan | None
+    forecast: Forecast | None
+    workers: Sequence[WorkerInfo]
+    loading: LoadingProgress
+    times: StepTimes
+
+
+# ---- instances
+
+
+def instance_status(view: InstanceView) -> InstanceStatus:
+    """As `/cluster/status` tells it."""
+    return InstanceStatus(
+        name=view.name,
+        model=view.model,
+        epoch=view.epoch,
+        state=view.state,
+        reason=view.reason,
+        layers=view.layers,
+        stages=[_stage(view, stage) for stage in range(len(view.ranges))],
+        stream=_stream(view.forecast, view.times.stream),
+        promise=_promise(view.plan, view.forecast),
+        left_out=[
+            LeftOutStatus(node=left.node, why=left.why) for left in (view.plan.left_out if view.plan else ())
+        ],
+        remarks=list(view.plan.remarks) if view.plan else [],
+    )
+
+
+def _stage(view: InstanceView, stage: int) -> StageStatus:
+    rank = RankId(stage, 0)
+    worker = next((worker for worker in view.workers if (worker.stage, worker.rank) == rank), None)
+    layers = view.ranges[stage]
+    return StageStatus(
+        stage=stage,
+        node=view.nodes[stage][0],
+        layers=(layers.start, layers.end),
+        why=view.plan.stages[stage].why if view.plan else None,
+        pid=worker.pid if worker else None,
+        alive=worker.alive if worker else None,
+        loading=_loading(view.loading, rank, worker),
+        memory=StageMemory(
+            promised=_promised(view.forecast, rank), used=_used(worker) if worker is not None else None
+        ),
+        ranks=[
+            RankStatus(
+                rank=worker.rank,
+                node=worker.node,
+                pid=worker.pid,
+                alive=worker.alive,
+                promised=_promised(view.forecast, RankId(stage, worker.rank)),
+                used=_used(worker),
+            )
+            for worker in view.workers
+            if worker.stage == stage
+        ],
+        group=GroupStatus(backend=worker.group.backend, why=worker.group.why)
+        if worker and worker.group
+        else None,
+        times=_times(view.forecast, stage, view.times),
+    )
+
+
+def _loading(progress: LoadingProgress, rank: RankId, worker: WorkerInfo | None) -> LoadingStatus:
+    """A worker that an earlier head has loaded reports no progress, but that it is ready."""
+    loaded = progress.of(rank)
+    is_adopted = worker is not None and loaded.phase == "starting"
+    weights = worker.weight_bytes if worker is not None and is_adopted else 0
+    return LoadingStatus(
+        phase=worker.phase if worker is not None and is_adopted and worker.phase else loaded.phase,
+        bytes_fetched=loaded.bytes_fetched,
+        bytes_to_fetch=loaded.bytes_to_fetch,
+        bytes_loaded=loaded.bytes_loaded or weights,
+        bytes_to_load=loaded.bytes_to_load or weights,
+    )
+
+
+def _promised(forecast: Forecast | None, rank: RankId) -> PromisedMemory | None:
+    if forecast is None:
+        return None
+    memory = forecast.memory_of_ranks(rank.stage)[rank.rank]
+    return PromisedMemory(
+        weight_bytes=memory.weight_bytes,
+        kv_bytes=memory.kv_bytes,
+        working_bytes=memory.working_bytes,
+        total_bytes=memory.total_bytes,
+    )
+
+
+def _used(worker: WorkerInfo) -> UsedMemory:
+    return UsedMemory(
+        weight_bytes=worker.weight_bytes,
+        kv_bytes=worker.kv_bytes,
+        device_bytes=worker.device_memory_bytes,
+        peak_bytes=worker.peak_memory_bytes,
+        resident_bytes=worker.rss_bytes,
+    )
+
+
+def _times(forecast: Forecast | None, stage: int, times: StepTimes) -> StageTimesStatus:
+    measured = next((told for told in times.stages if told.stage == stage), StageTimes(stage, (), ()))
+    decode = [_step(steps, _decode_s(forecast, stage, steps)) for steps in measured.decode]
+    return StageTimesStatus(
+        decode=decode or _only_predicted(forecast, stage),
+        prefill=[_step(steps, _chunk_s(forecast, stage, steps)) for steps in measured.chunks],
+    )
+
+
+def _decode_s(forecast: Forecast | None, stage: int, steps: AlikeSteps) -> float | None:
+    return None if forecast is None else forecast.decode_s(stage, steps.rows, steps.context_tokens)
+
+
+def _chunk_s(forecast: Forecast | None, stage: int, steps: AlikeSteps) -> float | None:
+    return None if forecast is None else forecast.chunk_s(stage, steps.tokens, steps.context_tokens)
+
+
+def _step(steps: AlikeSteps, predicted_s: float | None) -> StepStatus:
+    return StepStatus(
+        rows=steps.rows,
+        tokens=steps.tokens,
+        context_tokens=steps.context_tokens,
+        steps=steps.steps,
+        measured_ms=steps.compute_us / 1e3 if steps.steps else None,
+        predicted_ms=None if predicted_s is None else 1e3 * predicted_s,
+        link_wait_ms=steps.link_wait_us / 1e3,
+        link_send_ms=steps.link_send_us / 1e3,
+    )
+
+
+def _only_predicted(forecast: Forecast | None, stage: int) -> list[StepStatus]:
+    """Of one row, behind half of the promised context: as plans tell it."""
+    if forecast is None:
+        return []
+    context = forecast.demand.context_tokens // 2
+    nothing = AlikeSteps(1, 1, 0, context, 0.0, 0.0, 0.0, 0.0)
+    return [_step(nothing, forecast.decode_s(stage, 1, context))]
+
+
+def _stream(forecast: Forecast | None, pace: StreamPace | None) -> StreamStatus | None:
+    if forecast is None and pace is None:
+        return None
+    context = 0 if forecast is None else forecast.demand.context_tokens // 2
+    if pace is not None:
+        context = pace.context_tokens
+    return StreamStatus(
+        predicted_tokens_per_s=None if forecast is None else 1.0 / forecast.token_s(context),
+        measured_tokens_per_s=None if pace is None else 1e6 / max(1.0, pace.token_us),
+        tokens=0 if pace is None else pace.tokens,
+        context_tokens=context,
+    )
+
+
+def _promise(plan: Plan | None, forecast: Forecast | None) -> Promise | None:
+    if forecast is None:
+        return None
+    prediction = plan.prediction if plan is not None else None
+    return Promise(
+        context_tokens=forecast.demand.context_tokens,
+        sequences=forecast.demand.sequences,
+        kv_bits=forecast.demand.kv_bits,
+        strategy=plan.strategy if plan is not None else None,
+        tokens_per_s=prediction.tokens_per_s if prediction is not None else None,
+        first_token_s=prediction.first_token_s if prediction is not None else None,
+        prompt_tokens=prediction.prompt_tokens if prediction is not None else None,
+    )
+
+
+# ---- nodes
+
+
+def node_statuses(
+    standing: Standing, instances: Sequence[InstanceView], versions: Mapping[str, str]
+) -> list[NodeStatus]:
+    """Every node that attends or has gone, the head's first; a machine that attends nowhere is the head's own.
+
+    Args:
+        instances: all that are there.
+        versions: of this machine's packages, for nodes that are only known by their workers.
+    """
+    membership = standing.membership
+    told = [_attending(standing, member, instances) for member in membership.members.values()]
+    told += [_gone(standing, node, was, instances) for node, was in membership.gone.items()]
+    if standing.own not in {node.id for node in told}:
+        told.append(_alone(standing.own, instances, versions))
+    return sorted(told, key=lambda node: (not node.is_head, node.state == "gone", node.id))
+
+
+def _attending(standing: Standing, member: Member, instances: Sequence[InstanceView]) -> NodeStatus:
+    held = standing.held.get(member.node)
+    return _node(
+        member,
+        "attending" if held is None else "quarantined",
+        is_head=member.node == standing.own,
+        reason=None if held is None else held.reason,
+        since_s=member.since_s,
+        until_s=None if held is None else held.until_s,
+        instances=instances,
+    )
+
+
+def _gone(standing: Standing, node: str, was: Gone, instances: Sequence[InstanceView]) -> NodeStatus:
+    """Nothing is told of its memory: whatever it holds is of no use now."""
+    told = _node(
+        was.member,
+        "gone",
+        is_head=node == standing.own,
+        reason=was.reason,
+        since_s=was.since_s,
+        until_s=None,
+        instances=instances,
+    )
+    return told.model_copy(update={"memory": None})
+
+
+def _node(
+    member: Member,
+    state: NodeState,
+    *,
+    is_head: bool,
+    reason: str | None,
+    since_s: float,
+    until_s: float | None,
+    instances: Sequence[InstanceView],
+) -> NodeStatus:
+    return NodeStatus(
+        id=member.node,
+        name=member.machine,
+        address=member.host or None,
+        is_head=is_head,
+        state=state,
+        reason=reason,
+        since=int(since_s) or None,
+        quarantined_until=None if until_s is None else int(until_s),
+        stages=_stages_on(member.node, instances),
+        memory=_memory(member, instances),
+        profile=_profile(member.profile),
+        trusted=[*map(str, member.trusted), *([member.trusted_problem] if member.trusted_problem else [])],
+        versions=dict(member.versions),
+    )
+
+
+def _alone(own: str, instances: Sequence[InstanceView], versions: Mapping[str, str]) -> NodeStatus:
+    """The head's own machine, of which no profile is kept."""
+    return NodeStatus(
+        id=own,
+        name=own,
+        address=None,
+        is_head=True,
+        state="attending",
+        reason=None,
+        since=None,
+        quarantined_until=None,
+        stages=_stages_on(own, instances),
+        memory=None,
+        profile=None,
+        trusted=[],
+        versions=dict(versions),
+    )
+
+
+def _stages_on(node: str, instances: Sequence[InstanceView]) -> list[str]:
+    return [
+        f"{view.name}/{stage}"
+        for view in instances
+        for stage, places in enumerate(view.nodes)
+        if node in places
+    ]
+
+
+def _memory(member: Member, instances: Sequence[InstanceView]) -> NodeMemory:
+    total = member.profile.memory_bytes
+    usable = int(total * member.memory_utilization)
+    promised = [
+        nbytes
+        for view in instances
+        for stage in range(len(view.ranges))
+        for nbytes in _promised_on(view, stage, member.node)
+    ]
+    used = [worker.rss_bytes for view in instances for worker in view.workers if worker.node == member.node]
+    return NodeMemory(
+        total_bytes=total,
+        limited_by=member.profile.memory_limited_by,
+        utilization=member.memory_utilization,
+        reserve_bytes=total - usable,
+        usable_bytes=usable,
+        promised_bytes=sum(promised) if promised or not _stages_on(member.node, instances) else None,
+        used_bytes=sum(used),
+        free_bytes=member.memory_free_bytes or None,
+    )
+
+
+def _promised_on(view: InstanceView, stage: int, node: str) -> list[int]:
+    """Bytes that a stage is counted to take there; nothing where it is not there, or nothing is known of it."""
+    if node not in view.nodes[stage]:
+        return []
+    if view.plan is not None:
+        return [rank.memory_bytes for rank in view.plan.stages[stage].ranks if rank.node == node]
+    if view.forecast is None:
+        return []
+    each = zip(view.forecast.memory_of_ranks(stage), view.nodes[stage], strict=True)
+    return [memory.total_bytes for memory, place in each if place == node]
+
+
+def _profile(profile: MachineProfile) -> ProfileStatus:
+    return ProfileStatus(
+        device=profile.device,
+        device_name=profile.device_name,
+        cores=profile.cores,
+        computes_in=profile.computes_in,
+        rates=[
+            RateStatus(weights=rate.weights, bytes_per_s=rate.bandwidth, flops=rate.flops)
+            for rate in profile.rates
+        ],
+    )

@@ -1,0 +1,178 @@
+"""A child process: started with a lifeline, listened to, its end told with the reason, ended for sure.
+
+A child ends when its parent does, whatever ended the parent.
+
+The parent keeps the writing end of a pipe and never writes; the child inherits the
+reading end. The kernel closes the writing end with the parent, even by SIGKILL, and
+the child reads its end of file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from mlx_ring.core.logs import is_tagged, pass_on
+from mlx_ring.host.process import SIGNAL
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 3.0
+"""From SIGTERM to SIGKILL."""
+_LAST_WORDS_S = 0.3
+_LINE_LIMIT = 1 << 20
+
+
+class ChildProcess:
+    """One child. It leads a session of its own, so that a Ctrl-C in the terminal reaches the parent alone."""
+
+    def __init__(
+        self,
+        name: str,
+        rank: int | None,
+        process: asyncio.subprocess.Process,
+        lifeline: int,
+        word: Callable[[str], str],
+    ) -> None:
+        self.name = name
+        self._tag = {"child_process": name, "child_rank": "-" if rank is None else str(rank)}
+        self._process = process
+        self._lifeline = lifeline
+        self._word = word
+        self._last_lines: deque[str] = deque(maxlen=20)
+        self._output = asyncio.create_task(self._relay_output(), name=f"output of {name}")
+        self._end = asyncio.create_task(self._wait(), name=f"end of {name}")
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        name: str,
+        rank: int | None,
+        environment: Mapping[str, str],
+        word: Callable[[str], str] = str,
+    ) -> ChildProcess:
+        """Run `python -m module arguments --lifeline-fd N`.
+
+        Args:
+            name: the process's name in log lines.
+            rank: of a worker; None for a process without one.
+            environment: the whole of it.
+            word: what is logged for a line that it writes and that is no log line; nothing where that is empty.
+        """
+        reading, writing = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", module, *arguments, "--lifeline-fd", str(reading)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(reading,),
+                start_new_session=True,
+                env=dict(environment),
+                limit=_LINE_LIMIT,
+            )
+        except BaseException:
+            os.close(writing)
+            raise
+        finally:
+            os.close(reading)
+        return cls(name, rank, process, writing, word)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_reason(self) -> str:
+        """Why it ended; empty while it runs."""
+        return self._end.result() if self._end.done() else ""
+
+    async def wait(self) -> str:
+        """Its end, with the reason. Any number may wait."""
+        return await asyncio.shield(self._end)
+
+    async def stop(self, grace_s: float = GRACE_S, *, asks_where: bool = True) -> str:
+        """End it: SIGTERM, then SIGKILL; returns the reason once the kernel has confirmed that it is gone.
+
+        With `asks_where` one that does not heed the first is asked where it hangs before the second.
+        """
+        if not self._end.done():
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    return await self.wait()
+            log.warning(
+                "%s (pid %d) did not end within %g s of SIGTERM: killing it.", self.name, self.pid, grace_s
+            )
+            if asks_where:
+                self._signal(SIGNAL)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LAST_WORDS_S):
+                        await self.wait()
+            self._signal(signal.SIGKILL)
+        return await self.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def _wait(self) -> str:
+        code = await self._process.wait()
+        os.close(self._lifeline)
+        # A grandchild may hold the pipe open; the process's own last words are there at once.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._output
+        return self._reason(code)
+
+    def _reason(self, code: int) -> str:
+        if code < 0:
+            return f"ended by signal {-code} ({signal.Signals(-code).name})"
+        last = next((line for line in reversed(self._last_lines) if line.strip()), "")
+        return f"exit code {code}: {last}" if code and last else f"exit code {code}"
+
+    async def _relay_output(self) -> None:
+        stream = self._process.stdout
+        if stream is None:
+            return
+        while line := await _read_line(stream):
+            text = line.decode("utf-8", errors="replace").rstrip("\n")
+            if is_tagged(text):
+                # In the child's own file already.
+                pass_on(text)
+            elif text := self._word(text):
+                log.warning("%s", text, extra=self._tag)
+            if text:
+                self._last_lines.append(text)
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """A line, or as much of an overlong one as fits the buffer; empty at the end."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.readexactly(error.consumed)
+
+
+def watch_lifeline(descriptor: int, end: Callable[[], None]) -> None:
+    """Call `end` from a thread of its own once the inherited pipe closes."""
+
+    def wait() -> None:
+        while os.read(descriptor, 1):
+            pass
+        end()
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -1,0 +1,150 @@
+"""What a head says of itself on the LAN, and what a finder makes of it: mDNS (RFC 6762) with DNS-SD (RFC 6763).
+
+Anybody on the LAN can say anything here. It is a list to choose from and no reason to trust: a
+machine that joins checks the cluster's fingerprint in its token.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mlx_ring.host.addresses import CLUSTER_PORT, HeadAddress
+from mlx_ring.host.interfaces import LanAddress
+
+SERVICE_TYPE = "_mlx-ring._tcp.local."
+FINGERPRINT_DIGITS = 16
+LISTEN_S = 3.0
+"""Heads answer within a second; the rest is for a packet that was lost."""
+_LABEL_BYTES = 63
+"""Of one part of a DNS name."""
+_LONGEST_SHOWN = 60
+_CLUSTER, _NODE, _VERSION, _AUTHORITY = "cluster", "node", "version", "ca"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadAnnouncement:
+    """The fields of the TXT record."""
+
+    cluster: str
+    """The cluster's name."""
+    node: str
+    """The head's node id, which no other machine has."""
+    version: str
+    """Of mlx-ring."""
+    authority: str
+    """The first sixteen hexadecimal digits of the CA's fingerprint; empty where a finder read none."""
+
+    def instance(self, port: int) -> str:
+        """The name of the service: one label of a DNS name, and so without dots.
+
+        It has the port where that is not the usual one: two heads on one machine cannot notice that they
+        are called alike, since answers to the one may reach the other's socket.
+        """
+        where = "" if port == CLUSTER_PORT else f" port {port}"
+        text = _shown(f"{self.cluster} on {self.node}").replace(".", "-")
+        return text.encode()[: _LABEL_BYTES - len(where)].decode(errors="ignore").strip() + where
+
+    @property
+    def host(self) -> str:
+        """A host name that is no other program's: the machine's own belongs to the operating system."""
+        readable = re.sub(r"[^a-z0-9]+", "-", self.node.lower())[:40].strip("-")
+        return f"mlx-ring-{readable or 'head'}.local."
+
+    def properties(self) -> dict[str, str]:
+        """The TXT record's."""
+        return {
+            _CLUSTER: _shown(self.cluster),
+            _NODE: _shown(self.node),
+            _VERSION: self.version,
+            _AUTHORITY: self.authority[:FINGERPRINT_DIGITS],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHead:
+    """A head that somebody on the LAN has announced."""
+
+    announcement: HeadAnnouncement
+    port: int
+    addresses: tuple[str, ...]
+    """IPv4 first; link-local IPv6 with this machine's interface, as in fe80::1%en0, last."""
+
+    @property
+    def joinable(self) -> tuple[HeadAddress, ...]:
+        """What `mlx-ring join` takes, the likeliest first."""
+        return tuple(HeadAddress(address, self.port) for address in self.addresses)
+
+    def as_json(self) -> dict[str, object]:
+        told = self.announcement
+        return {
+            "cluster": told.cluster,
+            "node": told.node,
+            "version": told.version,
+            "ca": told.authority,
+            "port": self.port,
+            "addresses": list(self.addresses),
+        }
+
+
+def read_properties(properties: Mapping[bytes, bytes | None]) -> HeadAnnouncement:
+    """A TXT record of unknown origin: what is missing is empty, and nothing in it can steer a terminal."""
+    texts = {name: _shown((properties.get(name.encode()) or b"").decode(errors="replace")) for name in _NAMES}
+    authority = texts[_AUTHORITY].lower()
+    known = re.fullmatch(r"[0-9a-f]{16}", authority) is not None
+    return HeadAnnouncement(texts[_CLUSTER], texts[_NODE], texts[_VERSION], authority if known else "")
+
+
+_NAMES = (_CLUSTER, _NODE, _VERSION, _AUTHORITY)
+
+
+def read_addresses(texts: Iterable[str], links: Sequence[str] = ()) -> tuple[str, ...]:
+    """Addresses of unknown origin, the likeliest first.
+
+    Args:
+        texts: an IPv6 address may carry a scope, by number or by name.
+        links: this machine's interfaces with link-local IPv6 addresses. Where it was not heard on which of them a
+            link-local address is, it is given for each: one of them will answer.
+    """
+    scoped = dict.fromkeys(found for text in texts for found in _with_scope(text, links))
+    return tuple(sorted(filter(_is_usable, scoped), key=_rank))
+
+
+def _with_scope(text: str, links: Sequence[str]) -> list[str]:
+    address, _, scope = text.partition("%")
+    if not _needs_scope(address):
+        return [address]
+    if scope and not scope.isdigit():
+        return [text]
+    try:
+        return [f"{address}%{socket.if_indextoname(int(scope or 0))}"]
+    except (OSError, OverflowError):
+        return [f"{address}%{link}" for link in links]
+
+
+def _needs_scope(address: str) -> bool:
+    return ":" in address and ipaddress.ip_address(address).is_link_local
+
+
+def _is_usable(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    return not (address.is_unspecified or address.is_multicast)
+
+
+def _rank(text: str) -> tuple[bool, bool]:
+    address = ipaddress.ip_address(text)
+    return address.is_link_local, isinstance(address, ipaddress.IPv6Address)
+
+
+def multicast_interfaces(addresses: Sequence[LanAddress]) -> list[str | int]:
+    """Where to speak and listen: an address for IPv4, an interface's number for IPv6. Tunnels carry no multicast."""
+    spoken = [found for found in addresses if found.kind != "tunnel"]
+    four = [found.address for found in spoken if not found.is_ipv6]
+    return [*four, *sorted({found.index for found in spoken if found.is_ipv6})]
+
+
+def _shown(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)[:_LONGEST_SHOWN].strip()

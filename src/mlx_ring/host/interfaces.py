@@ -1,0 +1,170 @@
+"""Where this machine is reached on the networks around it. Nothing here changes the operating system's settings.
+
+Loopback, the bridges of containers and virtual machines, and what macOS keeps for itself are left out:
+no other machine would reach this one there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from mlx_ring.host.addresses import HeadAddress
+
+Kind = Literal["thunderbolt", "infiniband", "wired", "wireless", "network", "tunnel"]
+_ORDER: tuple[Kind, ...] = ("wired", "network", "wireless", "thunderbolt", "infiniband", "tunnel")
+"""Of join lines: first what most machines of a person share."""
+_NOT_FOR_US = re.compile(
+    # Linux: containers and virtual machines.
+    r"lo\d*|docker\d*|br-[0-9a-f]{12}|virbr\d+.*|veth.*|vnet\d+|vmnet\d+|vboxnet\d+|cni.*|podman\d*|nerdctl\d*"
+    r"|lxcbr\d+|lxdbr\d+|incusbr\d+|cali.*|flannel.*|cilium.*|kube-.*|dummy\d+"
+    # macOS: bridges of virtual machines (bridge0 is Thunderbolt's), AirDrop and the like.
+    r"|bridge[1-9]\d\d|vmenet\d+|awdl\d+|llw\d+|anpi\d+|ap\d+|gif\d+|stf\d+"
+)
+_WITHOUT_HARDWARE_ADDRESS, _INFINIBAND = "65534", "32"
+"""ARP's numbers for kinds of hardware, in `/sys/class/net/*/type`."""
+_ASK_S = 5.0
+
+KindOf = Callable[[str], Kind]
+
+
+@dataclass(frozen=True, slots=True)
+class LanAddress:
+    """One address of one interface."""
+
+    interface: str
+    index: int
+    """The operating system's number of the interface."""
+    address: str
+    """IPv4 or IPv6, without a scope."""
+    kind: Kind
+
+    @property
+    def is_ipv6(self) -> bool:
+        return ":" in self.address
+
+    @property
+    def is_link_local(self) -> bool:
+        return ipaddress.ip_address(self.address).is_link_local
+
+
+def lan_addresses() -> list[LanAddress]:
+    """Where other machines may reach this one, in the order in which to name them."""
+    up = {name for name, found in psutil.net_if_stats().items() if found.isup}
+    addresses = {
+        name: [found.address for found in all_found if found.family in (socket.AF_INET, socket.AF_INET6)]
+        for name, all_found in psutil.net_if_addrs().items()
+        if name in up
+    }
+    return choose_addresses(addresses, {name: index for index, name in socket.if_nameindex()}, _kinds())
+
+
+def choose_addresses(
+    addresses: Mapping[str, Sequence[str]], indexes: Mapping[str, int], kind_of: KindOf
+) -> list[LanAddress]:
+    """Those that other machines may reach, wired before wireless, and IPv4 first.
+
+    Args:
+        addresses: by interface; a scope (`%en0`) is left away.
+        indexes: by interface; one without is gone already.
+        kind_of: an interface's.
+    """
+    found = [
+        LanAddress(name, indexes[name], address.partition("%")[0], kind_of(name))
+        for name, texts in addresses.items()
+        if name in indexes and not _NOT_FOR_US.fullmatch(name)
+        for address in texts
+    ]
+    return sorted(filter(_is_reachable, found), key=_rank)
+
+
+def _is_reachable(found: LanAddress) -> bool:
+    address = ipaddress.ip_address(found.address)
+    if address.is_loopback or address.is_unspecified or address.is_multicast:
+        return False
+    # macOS gives every tunnel of its own a link-local address.
+    return not (found.kind == "tunnel" and address.is_link_local)
+
+
+def _rank(found: LanAddress) -> tuple[bool, int, bool, str]:
+    return found.is_link_local, _ORDER.index(found.kind), found.is_ipv6, found.interface
+
+
+def join_lines(head: HeadAddress, addresses: Sequence[LanAddress], token: str) -> list[str]:
+    """What to type on another machine to join this head, for each address of this one on which it listens.
+
+    A link-local IPv6 address needs the other machine's interface, which is not known here; such a machine
+    finds the head by itself, and so does any where there is no address at all.
+    """
+    usable = [found.address for found in addresses if not (found.is_ipv6 and found.is_link_local)]
+    if not head.is_every:
+        usable = [head.host]
+    heads = [f"{HeadAddress(address, head.port)} " for address in usable] or [""]
+    return [f"mlx-ring join {head}--token {token}" for head in heads]
+
+
+def _kinds() -> KindOf:
+    if sys.platform != "darwin":
+        return linux_kind
+    ports = mac_kinds(_hardware_ports())
+    return lambda name: ports.get(name, "tunnel" if name.startswith("utun") else "network")
+
+
+def linux_kind(name: str, root: Path = Path("/")) -> Kind:
+    """What `/sys` tells of an interface; `root` is that of the file system."""
+    folder = root / "sys" / "class" / "net" / name
+    hardware = _read(folder / "type")
+    if name.startswith("thunderbolt"):
+        return "thunderbolt"
+    if hardware == _INFINIBAND:
+        return "infiniband"
+    if (folder / "tun_flags").exists() or hardware == _WITHOUT_HARDWARE_ADDRESS:
+        return "tunnel"
+    if (folder / "wireless").exists() or (folder / "phy80211").exists():
+        return "wireless"
+    return "wired" if (folder / "device").exists() else "network"
+
+
+def mac_kinds(text: str) -> dict[str, Kind]:
+    """The interfaces' kinds, out of what `networksetup -listallhardwareports` writes."""
+    ports = re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE)
+    return {device: _mac_kind(port) for port, device in ports}
+
+
+def _mac_kind(port: str) -> Kind:
+    if port.startswith("Thunderbolt") and "Ethernet" not in port:
+        return "thunderbolt"
+    if port.startswith("Wi-Fi"):
+        return "wireless"
+    return "wired" if "Ethernet" in port or "LAN" in port else "network"
+
+
+def _hardware_ports() -> str:
+    """Only read: this form of the command sets nothing."""
+    command = shutil.which("networksetup", path="/usr/sbin")
+    if command is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [command, "-listallhardwareports"], capture_output=True, text=True, timeout=_ASK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("ascii", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,212 @@
+"""What this process may really use of the machine: memory and cores, control groups of containers included.
+
+Linux tells of the machine in `/proc`, and of the container in the folders of its control group, version 2
+(`memory.max`, `cpu.max`) or 1 (`memory.limit_in_bytes`, `cpu.cfs_quota_us`). A group's limit holds for all groups in it, so
+that the smallest on the way up counts. In a container the way to its own group may not be there: what is mounted
+is then that group. Every reader takes the root of the file system, so that made-up ones can be read as well.
+
+Memory that was given back to the C library, and that it keeps for later.
+
+Where every thread of a process is, on request: what hangs cannot say it by itself.
+
+Who gets `SIGNAL` writes the stacks of its threads to stderr; of a worker's or an agent's they come into the log of
+whoever started it. Native code is shown by the call that led into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import math
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path("/")
+_GROUPS = Path("sys/fs/cgroup")
+_HYBRID = "unified"
+"""Where version 2 is mounted beside version 1."""
+_NO_LIMIT = 1 << 60
+"""Version 1 writes a number beyond any memory where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsableMemory:
+    """Bytes of memory of the CPU."""
+
+    total_bytes: int
+    """That this process and those beside it may use in all."""
+    available_bytes: int
+    """That is left of it."""
+    limited_by: str
+    """In words: the machine, or a file of a control group."""
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryLimit:
+    """One control group's."""
+
+    nbytes: int
+    left_bytes: int
+    file: Path
+
+
+def usable_memory(root: Path = ROOT) -> UsableMemory:
+    """Memory of the machine, or of the tightest control group around this process."""
+    ram = psutil.virtual_memory()
+    return limited_memory(ram.total, ram.available, root)
+
+
+def limited_memory(total: int, available: int, root: Path) -> UsableMemory:
+    """What control groups leave of a machine's memory.
+
+    Args:
+        total: bytes of the machine.
+        available: bytes that it has left.
+        root: of the file system.
+    """
+    limits = [limit for limit in _memory_limits(root) if limit.nbytes < total]
+    tightest = min(limits, key=lambda limit: limit.nbytes, default=None)
+    left = min([available, *(limit.left_bytes for limit in limits)])
+    if tightest is None:
+        return UsableMemory(total, left, "the machine")
+    file = Path("/") / tightest.file.relative_to(root)
+    return UsableMemory(tightest.nbytes, left, f"the control group ({file})")
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Cores that threads may keep busy: physical ones, those of our affinity, and a container's share of them; 1 at least."""
+    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
+    return limited_cores(min(physical, own), root)
+
+
+def limited_cores(cores: int, root: Path) -> int:
+    """What control groups leave of so many cores; of a share like 2.5, whole ones."""
+    quota = cpu_quota(root)
+    return cores if quota is None else max(1, min(cores, math.floor(quota.cores)))
+
+
+@dataclass(frozen=True, slots=True)
+class CpuQuota:
+    """What a control group grants."""
+
+    cores: float
+    """Worth of time."""
+    period_s: float
+    """In which it is granted, and after which it is granted again."""
+
+
+def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
+    """The least that control groups grant; None where none limits it."""
+    return min(_cpu_quotas(root), default=None, key=lambda quota: quota.cores)
+
+
+# ---- control groups
+
+
+def _memory_limits(root: Path) -> Iterator[_MemoryLimit]:
+    for folder in _ancestry(root, ""):
+        for name in ("memory.max", "memory.high"):
+            if (limit := _number(folder / name)) is not None:
+                yield _limit(folder, folder / name, limit, "memory.current", "")
+    for folder in _ancestry(root, "memory"):
+        file = folder / "memory.limit_in_bytes"
+        if (limit := _number(file)) is not None and limit < _NO_LIMIT:
+            yield _limit(folder, file, limit, "memory.usage_in_bytes", "total_")
+
+
+def _limit(folder: Path, file: Path, limit: int, usage: str, prefix: str) -> _MemoryLimit:
+    """Pages of files are given up when memory is asked for, as the machine's own count of what is available has it."""
+    pages = sum(_entry(folder / "memory.stat", f"{prefix}{kind}_file") for kind in ("inactive", "active"))
+    used = (_number(folder / usage) or 0) - pages
+    return _MemoryLimit(limit, max(0, limit - max(0, used)), file)
+
+
+def _cpu_quotas(root: Path) -> Iterator[CpuQuota]:
+    for folder in _ancestry(root, ""):
+        granted = _words(folder / "cpu.max")
+        if len(granted) == 2 and granted[0].isdigit() and granted[1].isdigit():  # noqa: PLR2004 - quota and period
+            yield _quota(int(granted[0]), int(granted[1]))
+    for folder in _ancestry(root, "cpu"):
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if quota is not None and period and quota > 0:
+            yield _quota(quota, period)
+
+
+def _quota(granted_us: int, period_us: int) -> CpuQuota:
+    return CpuQuota(granted_us / max(1, period_us), max(1, period_us) / 1e6)
+
+
+def _ancestry(root: Path, controller: str) -> list[Path]:
+    """Folders of this process's group and of those around it; of version 2 where no controller is named."""
+    mount, path = _mount(root, controller), _own_path(root, controller)
+    if mount is None or path is None:
+        return []
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    ends = (parts[start:] for start in range(len(parts) + 1))
+    own = next((end for end in ends if mount.joinpath(*end).is_dir()), list[str]())
+    return [mount.joinpath(*own[:length]) for length in range(len(own), -1, -1)]
+
+
+def _mount(root: Path, controller: str) -> Path | None:
+    groups = root / _GROUPS
+    places = [groups / controller, groups / "cpu,cpuacct"] if controller else [groups, groups / _HYBRID]
+    if controller and controller != "cpu":
+        places = places[:1]
+    needed = "" if controller else "cgroup.controllers"
+    return next((place for place in places if (place / needed).exists()), None)
+
+
+def _own_path(root: Path, controller: str) -> str | None:
+    """As `/proc/self/cgroup` has it: lines of `number:controllers:path`, of version 2 without controllers."""
+    for line in _lines(root / "proc" / "self" / "cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controller in controllers.split(","):
+            return path
+    return None
+
+
+def _number(file: Path) -> int | None:
+    """None where there is no such file, or no number in it: `max` stands for no limit."""
+    words = _words(file)
+    return int(words[0]) if len(words) == 1 and words[0].lstrip("-").isdigit() else None
+
+
+def _entry(file: Path, name: str) -> int:
+    found = (line.split() for line in _lines(file))
+    return next((int(pair[1]) for pair in found if len(pair) > 1 and pair[0] == name), 0)
+
+
+def _words(file: Path) -> list[str]:
+    return " ".join(_lines(file)).split()
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def give_back_freed_memory() -> None:
+    """Let the system have it: after much has come and gone, that is most of what a small process holds.
+
+    glibc alone keeps so much, and alone offers to give it back.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+SIGNAL = signal.SIGUSR1
+
+
+def tell_stacks_on_signal() -> None:
+    """From now on, even while a thread holds the interpreter."""
+    faulthandler.register(SIGNAL, all_threads=True, chain=False)

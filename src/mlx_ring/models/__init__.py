@@ -1,0 +1,1 @@
+"""Models on disk: folders, sources, architectures, and the shares of their tensors."""

@@ -1,0 +1,114 @@
+"""Which architectures can be cut into stages: what the conformance run found, and nothing hoped for.
+
+`architectures.json` is written by that run (`make conformance`), which compares every family that
+mlx-lm knows, whole and cut.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, cast
+
+from mlx_ring.core.errors import ModelUnsupported
+from mlx_ring.models.model_folder import ModelFolder
+
+TABLE = "architectures.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One family's outcome."""
+
+    exact: bool = False
+    """Cut in any way, its logits are those of the whole, bit for bit."""
+    whole: bool = False
+    """On one stage they are."""
+    batches: bool = False
+    """Rows of different lengths may share a forward pass."""
+    caches: tuple[str, ...] = ()
+    """mlx-lm's kinds of cache that its layers keep."""
+    experts: bool = False
+    tied: bool = False
+    """Whether the embedding may serve as the head."""
+    only_if: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Entries that the model's configuration must have for `exact` to hold."""
+    reason: str = ""
+    """Why it cannot be cut, or not without these entries."""
+
+    @property
+    def sliding(self) -> bool:
+        return not {"RotatingKVCache", "ChunkedKVCache"}.isdisjoint(self.caches)
+
+    @property
+    def recurrent(self) -> bool:
+        return "ArraysCache" in self.caches
+
+
+@cache
+def known_architectures() -> dict[str, Architecture]:
+    """Every family examined, by model type."""
+    read = cast("dict[str, dict[str, Any]]", _read()["architectures"])
+    return {name: _architecture(fields) for name, fields in read.items()}
+
+
+def _architecture(fields: dict[str, Any]) -> Architecture:
+    return replace(Architecture(**fields), caches=tuple(cast("list[str]", fields["caches"])))
+
+
+@cache
+def _aliases() -> dict[str, str]:
+    """Model types that mlx-lm runs as another; `type:class` where the class in `architectures` decides."""
+    return cast("dict[str, str]", _read()["aliases"])
+
+
+def _read() -> dict[str, Any]:
+    return cast(
+        "dict[str, Any]", json.loads(files("mlx_ring.models").joinpath(TABLE).read_text(encoding="utf-8"))
+    )
+
+
+def find_architecture(model_type: str, classes: Sequence[str] = ()) -> Architecture | None:
+    """The outcome for a model type; None for one that was not examined.
+
+    Args:
+        model_type: as the configuration names it.
+        classes: the configuration's `architectures`.
+    """
+    return known_architectures().get(module_of(model_type, classes))
+
+
+def module_of(model_type: str, classes: Sequence[str] = ()) -> str:
+    """The name of mlx-lm's module that runs a model type; see `find_architecture`."""
+    named = [f"{model_type}:{name}" for name in classes if f"{model_type}:{name}" in _aliases()]
+    return _aliases()[named[0]] if named else _aliases().get(model_type, model_type)
+
+
+def require_cuttable(folder: ModelFolder, stages: int) -> Architecture:
+    """What is known of the folder's architecture.
+
+    Raises:
+        ModelUnsupported: it was not examined, or cannot run on that many stages.
+    """
+    found = find_architecture(folder.model_type, folder.classes)
+    if found is None:
+        raise ModelUnsupported(
+            f"{folder.path} is a {folder.model_type!r} model, an architecture that was not examined: add it to "
+            "tests/conformance/families.py and run `make conformance`."
+        )
+    if found.exact and all(folder.entry(name) == value for name, value in found.only_if.items()):
+        return found
+    if stages == 1 and found.whole:
+        return replace(found, exact=False)
+    if stages == 1:
+        raise ModelUnsupported(
+            f"{folder.path} is a {folder.model_type!r} model, which is not supported ({found.reason})."
+        )
+    one = " It can be served on one stage: leave out --stages." if found.whole else ""
+    raise ModelUnsupported(
+        f"{folder.path} is a {folder.model_type!r} model, which cannot be split over {stages} stages "
+        f"({found.reason}).{one}"
+    )

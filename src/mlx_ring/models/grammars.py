@@ -1,0 +1,142 @@
+"""Grammars as llguidance reads them, and within which limits: the same on the head, which tries them, and on workers.
+
+llguidance is imported when the first grammar comes: few servers ever see one.
+
+A thread for calls that go thousands deep: llguidance's follow a schema's references, one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, cast
+
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.types import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+MAX_GRAMMAR_BYTES = 256 << 10
+"""What takes llguidance a second, and some for a model's tokens; what takes longer is refused. Real schemas have some kilobytes."""
+_LEXER_STATES = 50_000
+"""Of one to two kilobytes each; all answers under one grammar share them."""
+_WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
+_LISTING = re.compile(r"\n *\d+ \| ")
+"""Lines of the grammar that was made of what the client has sent."""
+_OWN_ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+_OF_TEXT = {"json_schema", "regex"}
+"""Kinds of grammars that ask for none of a model's own tokens, so that bytes alone tell what they allow."""
+_NOTHING_GOES_ON = "NoExtensionBias"
+"""What llguidance says where not even the end is allowed."""
+JSON_OPTIONS = {
+    "whitespace_pattern": r"\x20|\x0A(\x20{0,24}|\x09{0,8})",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+"""Between JSON's tokens a space, or a new line with its indentation: where more is allowed, small models go on with white
+space until their limit. What cannot be enforced is refused, not left out."""
+
+
+def grammar_limits() -> LLParserLimits:
+    """How much one grammar may cost: some milliseconds a token at worst, and some megabytes."""
+    from llguidance import LLParserLimits  # see above
+
+    return LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
+
+
+def to_llguidance(kind: str, text: str) -> str:
+    """A `Grammar` in llguidance's own form.
+
+    Raises:
+        RequestError: it is too long, or of a kind that is not known.
+    """
+    if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise RequestError(
+            f"The schema, or the grammar made of it, has {len(text)} characters; "
+            f"{MAX_GRAMMAR_BYTES} bytes are read at most."
+        )
+    match kind:
+        case "json_schema":
+            return _in_json({"json_schema": _read_schema(text) | {"x-guidance": JSON_OPTIONS}})
+        case "json_object":
+            return _in_json({"json_schema": {"type": "object", "x-guidance": JSON_OPTIONS}})
+        case "lark":
+            return _in_json({"lark_grammar": text})
+        case "regex":
+            from llguidance import LLMatcher  # see above
+
+            return LLMatcher.grammar_from_regex(text)
+        case other:
+            raise RequestError(
+                f"Grammars are json_schema, json_object, regex or lark; this one is {other!r}."
+            )
+
+
+def _in_json(grammar: Mapping[str, object]) -> str:
+    return json.dumps({"grammars": [grammar]})
+
+
+def _read_schema(text: str) -> dict[str, object]:
+    try:
+        schema: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The schema cannot be read: {error}.") from error
+    if not isinstance(schema, dict):
+        raise RequestError("The schema is no object.")
+    return cast("dict[str, object]", schema)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Try to compile a grammar. Takes milliseconds, and may end the process: see `grammar_trials.py`.
+
+    Raises:
+        RequestError: it cannot be enforced, why, in llguidance's words; or no answer can begin under it.
+    """
+    from llguidance import LLMatcher  # see above
+
+    compiled = to_llguidance(grammar.kind, grammar.text)
+    problem = LLMatcher.validate_grammar(compiled, limits=grammar_limits())
+    if problem and not problem.startswith("WARNING"):
+        raise RequestError(f"The answer cannot be held to this schema: {in_one_line(problem)}")
+    if grammar.kind in _OF_TEXT and not _can_begin(compiled):
+        raise RequestError("No answer can match this schema: nothing is allowed at its start.")
+
+
+def _can_begin(compiled: str) -> bool:
+    """Whether a grammar allows anything for an answer's first byte, or its end."""
+    from llguidance import LLMatcher, LLTokenizer  # see above
+
+    matcher = LLMatcher(LLTokenizer("byte"), compiled, limits=grammar_limits(), log_level=0)
+    matcher.compute_bitmask()
+    return _NOTHING_GOES_ON not in matcher.get_error()
+
+
+def in_one_line(problem: str) -> str:
+    """What llguidance says, as the end of a sentence: of a schema within a larger grammar, what is said of the schema."""
+    if _NOTHING_GOES_ON in problem:
+        return "nothing may follow at this place."
+    said = _WHERE.sub("", _LISTING.split(problem, maxsplit=1)[0]).replace(_OWN_ADVICE, "Write it with anyOf")
+    said = " ".join(said.split()).removesuffix("<non-verbose/>").strip()
+    return f"{said[:300].rstrip('.')}."
+
+
+STACK_BYTES = 256 << 20
+"""Of addresses: memory is only taken as far as calls go. With the usual 8 MiB a process ends at 1,000 references."""
+_SIZE = threading.Lock()
+"""The size is that of every thread that is started meanwhile."""
+
+
+def deep_thread(name: str) -> ThreadPoolExecutor:
+    """One thread that takes one call at a time."""
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+    with _SIZE:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            pool.submit(int).result()
+        finally:
+            threading.stack_size(usual)
+    return pool

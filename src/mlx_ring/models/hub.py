@@ -1,0 +1,205 @@
+"""The hub's models: those in its cache here, and those that are fetched.
+
+What is complete in the cache is taken without asking the network. Otherwise only what is needed is
+fetched: configuration, tokenizer, weights; never a line of Python.
+
+Whether a model has room on this machine, said before anything is fetched or loaded.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+from huggingface_hub import (
+    HfApi,
+    constants,
+    hf_hub_download,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
+    scan_cache_dir,
+    snapshot_download,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import (
+    CacheNotFound,
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import filter_repo_objects
+
+from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError
+from mlx_ring.host.process import usable_memory
+from mlx_ring.models.model_folder import (
+    SMALL_FILES,
+    ModelFolder,
+    has_tokenizer,
+    read_model_config,
+    read_model_folder,
+)
+
+_DISK_RESERVE_BYTES = 1 << 30
+
+
+def check_memory(name: str, needed_bytes: int) -> None:
+    """Refuse what this machine could only serve by swapping.
+
+    Raises:
+        PlanError: the weights alone exceed the memory.
+    """
+    total = usable_memory().total_bytes
+    if needed_bytes > total:
+        raise PlanError(
+            f"{name} needs {_gigabytes(needed_bytes)} of memory for its weights and this machine has "
+            f"{_gigabytes(total)}: choose a smaller or more strongly quantized model."
+        )
+
+
+def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
+    """Refuse to fetch what would fill the disk on which the folder is, or will be.
+
+    Raises:
+        PlanError: too little is free there.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed_bytes + _DISK_RESERVE_BYTES > free:
+        raise PlanError(
+            f"{name} needs {_gigabytes(needed_bytes)} on disk and {folder} has {_gigabytes(free)} free: "
+            "make room, or set HF_HOME to a folder on another disk."
+        )
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+_WANTED = ("model*.safetensors", *SMALL_FILES)
+_UNWANTED = ("*.py", "*/*")
+_ANSWER_WAIT_S = 8.0
+"""For the hub's list of files: with a start of the program, less than ten seconds in all."""
+
+Found = TypeVar("Found")
+
+
+def cached_ids() -> list[str]:
+    """Of every model that something is here of."""
+    try:
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    except (CacheNotFound, OSError):
+        return []
+    return sorted(repository.repo_id for repository in cache.repos if repository.repo_type == "model")
+
+
+def complete_in_cache(name: str) -> ModelFolder | None:
+    """The newest snapshot in the cache, where none of its files is missing.
+
+    Raises:
+        ModelUnsafe: it is there, and asks for code of its own to be run.
+    """
+    try:
+        folder = read_model_folder(_snapshot(name, offline=True))
+    except (LocalEntryNotFoundError, HFValidationError, OSError, ModelNotFound, ModelCorrupt):
+        return None
+    return folder if has_tokenizer(folder) else None
+
+
+def _snapshot(name: str, *, offline: bool) -> Path:
+    return Path(
+        snapshot_download(
+            name,
+            local_files_only=offline,
+            allow_patterns=list(_WANTED),
+            ignore_patterns=list(_UNWANTED),
+        )
+    )
+
+
+def fetch_config(name: str) -> ModelFolder:
+    """What its configuration says; of the weights nothing comes.
+
+    Raises:
+        ModelNotFound: the hub has none, or cannot be reached.
+    """
+    return read_model_config(Path(_in_time(name, lambda: hf_hub_download(name, "config.json"))))
+
+
+def fetch(name: str, *, must_fit: bool = False) -> ModelFolder:
+    """All that serving needs.
+
+    Args:
+        name: of the hub's repository.
+        must_fit: whether this machine alone is to hold the weights; said before anything comes.
+
+    Raises:
+        ModelNotFound: the hub has none, or cannot be reached.
+        PlanError: its weights do not fit this machine's disk, or memory that must hold them.
+    """
+    sizes = _in_time(name, lambda: _file_sizes(name))
+    weight_bytes = sum(size for file, size in sizes.items() if file.endswith(".safetensors"))
+    if not weight_bytes:
+        raise ModelNotFound(
+            f"{name} has no model*.safetensors: choose a repository with safetensors weights."
+        )
+    missing = sum(
+        size for file, size in sizes.items() if not isinstance(try_to_load_from_cache(name, file), str)
+    )
+    if must_fit:
+        check_memory(name, weight_bytes)
+    check_disk(name, missing, Path(constants.HF_HUB_CACHE).expanduser())
+    try:
+        return read_model_folder(_snapshot(name, offline=False))
+    except (httpx.HTTPError, OSError) as error:
+        raise _unreachable(name, error) from error
+
+
+def _file_sizes(name: str) -> dict[str, int]:
+    """Bytes of every file of a hub repository that serving needs."""
+    siblings = HfApi().model_info(name, files_metadata=True, timeout=_ANSWER_WAIT_S).siblings or []
+    wanted = filter_repo_objects(
+        (file.rfilename for file in siblings), allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)
+    )
+    sizes = {file.rfilename: file.size or 0 for file in siblings}
+    return {file: sizes[file] for file in wanted}
+
+
+def _in_time(name: str, ask: Callable[[], Found]) -> Found:
+    """The hub's answer, or the sentence to say why there is none: name resolution alone may hang for a minute."""
+    answers: list[Found] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:  # noqa: BLE001 - whatever it was, the caller's thread explains it
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="hub", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_WAIT_S)
+    if answers:
+        return answers[0]
+    cause = errors[0] if errors else TimeoutError(f"no answer within {_ANSWER_WAIT_S:g} s")
+    raise _unreachable(name, cause) from cause
+
+
+def _unreachable(name: str, error: Exception) -> ModelNotFound:
+    """What a failure of the hub means to whoever asked for `name`."""
+    if isinstance(error, GatedRepoError):
+        return ModelNotFound(
+            f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and set HF_TOKEN to your token."
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelNotFound(
+            f"The hub has no model {name}, or it is private: check the spelling, or set HF_TOKEN to your token."
+        )
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ModelNotFound(
+        f"{name} is not on this machine and cannot be fetched ({reason}): connect to the network, or give a folder "
+        "that holds the model; `mlx-ring models list` names what is here."
+    )

@@ -1,0 +1,122 @@
+"""Which tensors of a checkpoint a stage computes with, told from their names and shapes alone. Pure.
+
+Too little would be read as zeros, so whatever the names do not tell goes to every stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import LayerRange
+from mlx_ring.models.architectures import find_architecture
+from mlx_ring.models.model_folder import ModelFolder, TensorEntry
+
+_IN_LAYER = re.compile(
+    r"^(?P<path>(?:.+?\.)?(?:layers|h|blocks|block|layer))\.(?P<number>\d+)\.(?P<rest>.+)$"
+)
+"""`model.layers.3.mlp.up_proj.weight`, and how GPT-2, OLMo and their like say it."""
+_HEADS = frozenset({"lm_head", "output", "output_layer", "embed_out", "head", "ff_out"})
+NEVER_COMPUTED = re.compile(
+    r"(?:^|\.)(?:vision|visual|audio|mtp|multi_modal_projector|mm_projector|embed_vision|embed_audio)(?:[._]|$)"
+)
+"""Encoders of pictures and sound, and layers that guess further tokens: mlx-lm leaves them out of every model."""
+_UNTOLD = frozenset({"talkie"})
+"""Families whose every stage gets all that stands outside the layers: talkie's layers are given the embedded tokens
+beside the activations, and its head is no module of its own."""
+_SMALL_BYTES = 1 << 16
+
+Inside = Mapping[str, Sequence[tuple[int, str, TensorEntry]]]
+"""By what comes before a layer's number: the number, what comes after it, and the tensor."""
+
+
+def tensors_of_stage(folder: ModelFolder, layers: LayerRange) -> tuple[TensorEntry, ...]:
+    """What a stage must have on disk, in the folder's order.
+
+    Its own layers; on the first stage the embedding; on the last the output head, or the embedding where that
+    may be the head; everywhere what stands outside the layers and is neither.
+
+    Raises:
+        PlanError: the model has no such layers.
+    """
+    if not 0 <= layers.start < layers.end <= folder.num_layers:
+        raise PlanError(f"Layers {layers} were asked for; {folder.path.name} has {folder.num_layers}.")
+    inside, outside = group_by_layers(folder.tensors)
+    path = path_of_layers(inside, folder.num_layers)
+    if path is None:
+        return folder.tensors
+    unwanted = {entry for number, _, entry in inside[path] if not layers.start <= number < layers.end}
+    others = [entry for other, found in inside.items() if other != path for _, _, entry in found]
+    unwanted |= _unwanted_outside(folder, [*outside, *others], layers)
+    return tuple(entry for entry in folder.tensors if entry not in unwanted)
+
+
+def group_by_layers(entries: Iterable[TensorEntry]) -> tuple[Inside, list[TensorEntry]]:
+    """Tensors that stand in numbered layers, by what comes before the number; and the others."""
+    inside: defaultdict[str, list[tuple[int, str, TensorEntry]]] = defaultdict(list)
+    outside: list[TensorEntry] = []
+    for entry in entries:
+        found = _IN_LAYER.match(entry.name)
+        if found is None:
+            outside.append(entry)
+        else:
+            inside[found["path"]].append((int(found["number"]), found["rest"], entry))
+    return inside, outside
+
+
+def path_of_layers(inside: Inside, num_layers: int) -> str | None:
+    """The one that numbers every layer. An encoder of images may number as many; it is the smaller one."""
+    every = set(range(num_layers))
+    sizes = {
+        path: sum(entry.nbytes for _, _, entry in found)
+        for path, found in inside.items()
+        if every <= {number for number, _, _ in found}
+    }
+    return max(sizes, key=lambda path: sizes[path], default=None)
+
+
+def names_head(name: str) -> bool:
+    """Whether a tensor's name is one of an output head."""
+    return not _HEADS.isdisjoint(name.split("."))
+
+
+def _unwanted_outside(
+    folder: ModelFolder, outside: Iterable[TensorEntry], layers: LayerRange
+) -> set[TensorEntry]:
+    never = {entry for entry in outside if NEVER_COMPUTED.search(entry.name)}
+    if folder.model_type in _UNTOLD:
+        return never
+    large = [entry for entry in outside if entry not in never and _may_be_large(folder, entry)]
+    by_token = [entry for entry in large if entry.shape[:1] == (folder.vocab_size,)]
+    heads = {entry for entry in by_token if names_head(entry.name)}
+    embedding = {entry for entry in by_token if entry not in heads}
+    modules = {entry.name.rpartition(".")[0] for entry in embedding}
+    if len(modules) != 1 or len(by_token) < len(large):
+        # What else is there may be computed from the embedding, on every stage.
+        embedding = set[TensorEntry]()
+    is_last = layers.end == folder.num_layers
+    keeps_embedding = layers.start == 0 or (is_last and _may_be_tied(folder, heads))
+    return never | (set[TensorEntry]() if is_last else heads) | (set() if keeps_embedding else embedding)
+
+
+def _may_be_large(folder: ModelFolder, entry: TensorEntry) -> bool:
+    return len(entry.shape) > 1 and (entry.nbytes > _SMALL_BYTES or folder.vocab_size in entry.shape)
+
+
+def _may_be_tied(folder: ModelFolder, heads: Iterable[TensorEntry]) -> bool:
+    """Whether the embedding may be the output head, though the checkpoint may have one."""
+    if not any(heads):
+        return True
+    architecture = find_architecture(folder.model_type, folder.classes)
+    if architecture is not None and not architecture.tied:
+        return False
+    sources = (folder.config, folder.config.get("text_config"), folder.config.get("llm_config"))
+    told = [
+        cast("Mapping[str, object]", source)["tie_word_embeddings"]
+        for source in sources
+        if isinstance(source, Mapping) and "tie_word_embeddings" in source
+    ]
+    return not told or any(value is not False for value in told)

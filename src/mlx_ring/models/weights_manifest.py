@@ -1,0 +1,207 @@
+"""What a model's folder consists of, piece by piece, each with its SHA-256. Pure.
+
+A piece is a whole small file, the header of a safetensors file, or a tensor. The manifest's own digest
+names the model's content: equal for equal bytes, wherever they lie.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+from mlx_ring.core.errors import ModelCorrupt, ProtocolError
+from mlx_ring.models.model_folder import TensorEntry
+
+MAX_MANIFEST_BYTES = 256 << 20
+"""A million tensors fit."""
+_VERSION = 1
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]{0,254}")
+"""One file of the folder itself: no path, nothing hidden."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `[offset, offset + nbytes)` of a file. `tensor` is empty for a small file and for a header."""
+
+    tensor: str
+    file: str
+    offset: int
+    nbytes: int
+    digest: str
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    def __str__(self) -> str:
+        return f"tensor {self.tensor}" if self.tensor else f"the beginning of {self.file}"
+
+
+@dataclass(frozen=True)
+class WeightsManifest:
+    """A model's files, with their sizes in bytes, and their pieces by file and offset, which nowhere overlap."""
+
+    files: Mapping[str, int]
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The same bytes for the same content."""
+        rows = [[piece.tensor, piece.file, piece.offset, piece.nbytes, piece.digest] for piece in self.pieces]
+        content = {"version": _VERSION, "files": self.files, "pieces": rows}
+        return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.encoded).hexdigest()
+
+    @cached_property
+    def base(self) -> tuple[int, ...]:
+        """Indexes of the pieces that every stage needs: small files and headers."""
+        return tuple(index for index, piece in enumerate(self.pieces) if not piece.tensor)
+
+    @cached_property
+    def _by_tensor(self) -> dict[tuple[str, str, int, int], int]:
+        return {
+            (piece.tensor, piece.file, piece.offset, piece.nbytes): index
+            for index, piece in enumerate(self.pieces)
+        }
+
+    @cached_property
+    def _starts(self) -> list[tuple[str, int]]:
+        return [(piece.file, piece.offset) for piece in self.pieces]
+
+    def indexes_of(self, tensors: Iterable[TensorEntry]) -> tuple[int, ...]:
+        """The pieces that are these tensors.
+
+        Raises:
+            ModelCorrupt: headers and manifest contradict each other.
+        """
+        try:
+            return tuple(
+                sorted(
+                    self._by_tensor[entry.name, entry.file, entry.offset, entry.nbytes] for entry in tensors
+                )
+            )
+        except KeyError as error:
+            raise ModelCorrupt(
+                f"The manifest has no tensor {error.args[0][0]!r} as its file's header describes it: "
+                "make the manifest again where the model lies."
+            ) from None
+
+    def overlapping(self, file: str, start: int, end: int) -> Iterator[int]:
+        """Indexes of the pieces that have bytes in `[start, end)` of a file, in order."""
+        first = max(bisect.bisect_right(self._starts, (file, start)) - 1, 0)
+        for index in range(first, len(self.pieces)):
+            piece = self.pieces[index]
+            if (piece.file, piece.offset) >= (file, end):
+                return
+            if piece.file == file and piece.end > start:
+                yield index
+
+    def covers(self, have: frozenset[int], file: str, start: int, end: int) -> bool:
+        """Whether every byte of `[start, end)` belongs to a piece of `have`."""
+        reached = start
+        for index in self.overlapping(file, start, end):
+            if self.pieces[index].offset > reached or index not in have:
+                return False
+            reached = self.pieces[index].end
+        return reached >= end
+
+    def nbytes(self, indexes: Iterable[int]) -> int:
+        return sum(self.pieces[index].nbytes for index in indexes)
+
+
+def make_manifest(files: Mapping[str, int], pieces: Iterable[Piece]) -> WeightsManifest:
+    """Put pieces in order. Raises `ModelCorrupt` where two of them overlap or one leaves its file."""
+    manifest = WeightsManifest(
+        dict(files), tuple(sorted(pieces, key=lambda piece: (piece.file, piece.offset, piece.end)))
+    )
+    if problem := _problem(manifest):
+        raise ModelCorrupt(f"The weights cannot be given to other nodes: {problem}.")
+    return manifest
+
+
+def decode_manifest(data: bytes, digest: str) -> WeightsManifest:
+    """Read what a peer sent, or what is kept on disk.
+
+    Raises:
+        ProtocolError: it is not the manifest that `digest` names, or none.
+    """
+    found = hashlib.sha256(data).hexdigest()
+    if found != digest:
+        raise ProtocolError(f"A manifest was to be {digest[:16]} and is {found[:16]}.")
+    try:
+        content = json.loads(data)
+        files = {str(name): _size(size) for name, size in content["files"].items()}
+        manifest = WeightsManifest(files, tuple(map(_piece, content["pieces"])))
+        version = content["version"]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ProtocolError(f"Manifest {digest[:16]} cannot be read: {error}.") from error
+    problem = f"its version is {version}" if version != _VERSION else _problem(manifest)
+    if problem or manifest.digest != digest:
+        raise ProtocolError(f"Manifest {digest[:16]} is refused: {problem or 'it is not in order'}.")
+    return manifest
+
+
+def is_digest(text: str) -> bool:
+    """Whether a text can be the digest of a manifest; then it is safe as a folder's name, too."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def pack_indexes(indexes: Iterable[int], count: int) -> bytes:
+    """Which of `count` pieces, a bit for each."""
+    import numpy as np  # an agent that fetches nothing starts without it
+
+    bits = np.zeros(count, np.bool_)
+    bits[list(indexes)] = True
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def unpack_indexes(data: bytes, count: int) -> frozenset[int]:
+    """Raises `ProtocolError` where there are not as many bits as pieces."""
+    if len(data) != (count + 7) // 8:
+        raise ProtocolError(
+            f"{len(data)} bytes say which of {count} pieces there are; it takes {-(-count // 8)}."
+        )
+    import numpy as np
+
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little")
+    return frozenset(map(int, np.flatnonzero(bits)))
+
+
+def _piece(row: Any) -> Piece:
+    tensor, file, offset, nbytes, digest = cast("list[object]", row)
+    if not (isinstance(tensor, str) and isinstance(file, str) and isinstance(digest, str)):
+        raise TypeError(f"{row!r} is no piece")
+    return Piece(tensor, file, _size(offset), _size(nbytes), digest)
+
+
+def _size(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _problem(manifest: WeightsManifest) -> str:
+    """What is wrong with it, in words; nothing where all is well."""
+    for name in manifest.files:
+        if not _FILE_NAME.fullmatch(name):
+            return f"{name!r} is no file's name"
+    for piece in manifest.pieces:
+        if piece.end > manifest.files.get(piece.file, -1):
+            return f"{piece} is not inside {piece.file!r}"
+        if not is_digest(piece.digest):
+            return f"{piece} has no digest"
+    for piece, other in itertools.pairwise(manifest.pieces):
+        if (piece.file, piece.end) > (other.file, other.offset):
+            return f"{piece} and {other} overlap, or are out of order"
+    return ""

@@ -1,1 +1,0 @@
-"""Composition root: builds a head from settings, and takes it down again."""

@@ -1,0 +1,1 @@
+"""Plans from machines and models. Pure."""

@@ -1,0 +1,218 @@
+"""A cluster as a person writes it down: machines by name or by numbers, and what is between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, cast
+
+import yaml
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.planner.devices_file import estimated_cluster, lists_devices, read_devices
+from mlx_ring.planner.profiles import (
+    ETHERNET,
+    SHARE_FIELDS,
+    ClusterProfile,
+    LinkProfile,
+    NodeProfile,
+    read_share,
+)
+
+_SMALL_MAC_GB = 36
+_MAC_SHARES = (0.67, 0.75)
+"""Of a Mac's memory, what Metal recommends for its working set: up to 36 GB, and above."""
+_MACHINE_NUMBERS = frozenset({"memory_gb", "bandwidth_gb_s", "tflops"})
+_MACHINE_FIELDS = _MACHINE_NUMBERS | SHARE_FIELDS | {"name", "machine", "reserve", "trusted_interface"}
+_LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted"})
+
+
+@dataclass(frozen=True, slots=True)
+class KnownMachine:
+    """A machine that the package knows."""
+
+    name: str
+    gb: tuple[int, ...]
+    gb_s: float
+    tflops: float
+
+
+@cache
+def known_machines() -> Mapping[str, KnownMachine]:
+    """By name, as `machines.yaml` has them."""
+    text = files("mlx_ring.planner").joinpath("machines.yaml").read_text("utf-8")
+    return {
+        name: KnownMachine(name, tuple(entry["gb"]), float(entry["gb_s"]), float(entry["tflops"]))
+        for name, entry in cast("dict[str, dict[str, Any]]", yaml.safe_load(text)).items()
+    }
+
+
+def known_profile(text: str, name: str | None = None) -> NodeProfile:
+    """A machine that is known, as `m4-mac-mini-16`: model, and gigabytes where it is sold with several.
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    machines = known_machines()
+    model, _, last = text.rpartition("-")
+    wanted = machines.get(text)
+    gigabytes = wanted.gb[0] if wanted is not None else 0
+    if wanted is None and last.isdigit():
+        wanted, gigabytes = machines.get(model), int(last)
+    if wanted is None or gigabytes not in wanted.gb:
+        close = [f"{machine.name}-{size}" for machine in machines.values() for size in machine.gb]
+        alike = [known for known in close if wanted is None or known.startswith(wanted.name)]
+        raise ConfigError(f"The machine {text} is not known; known are {', '.join(alike)}.")
+    share = _MAC_SHARES[gigabytes > _SMALL_MAC_GB]
+    return NodeProfile(
+        name=name or text,
+        memory_bytes=int(gigabytes * share * 2**30),
+        bandwidth=wanted.gb_s * 1e9,
+        flops=wanted.tflops * 1e12,
+        reserve_share=0.05,
+    )
+
+
+def load_content(text: str, where: str) -> object:
+    """A file's content; JSON is YAML.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is neither YAML nor JSON: {error}.") from error
+
+
+def read_cluster(text: str, where: str) -> ClusterProfile:
+    """A cluster file, YAML or JSON: `machines`, `devices`, or one of MLX's hostfiles.
+
+    Raises:
+        ConfigError: it is not one, and why.
+    """
+    content = load_content(text, where)
+    if lists_devices(content):
+        return estimated_cluster(read_devices(content, where), where)
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("machines"), list)
+        or not content["machines"]
+    ):
+        raise ConfigError(f"{where} must have a list `machines` or `devices` with one or more entries.")
+    entries = cast("dict[str, Any]", content)
+    nodes = tuple(_read_machine(entry, where) for entry in cast("list[Any]", entries["machines"]))
+    return cluster_of(nodes, links=entries.get("links") or [], usual=entries.get("usual_link"), where=where)
+
+
+def cluster_of(
+    nodes: tuple[NodeProfile, ...], *, links: Any = (), usual: Any = None, where: str = "The cluster"
+) -> ClusterProfile:
+    """Machines with names of their own, and the links between them."""
+    names = [node.name for node in nodes]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{where} names the machine {twice} twice; give each a `name` of its own.")
+    between: dict[frozenset[str], LinkProfile] = {}
+    for entry in cast("list[Any]", links):
+        pair = _pair(entry)
+        if pair is None or not set(pair) <= set(names):
+            raise ConfigError(f"{where}: the link {entry!r} must be `between` two of {', '.join(names)}.")
+        between[frozenset(pair)] = _read_link(entry, where)
+    return ClusterProfile(nodes, between, ETHERNET if usual is None else _read_link(usual, where))
+
+
+def _pair(link: Any) -> tuple[str, str] | None:
+    """The two ends of a link."""
+    between = cast("dict[str, Any]", link).get("between") if isinstance(link, dict) else None
+    match between:
+        case [str(one), str(other)] if one != other:
+            return one, other
+        case _:
+            return None
+
+
+def _read_machine(entry: Any, where: str) -> NodeProfile:
+    if isinstance(entry, str):
+        return known_profile(entry)
+    if not isinstance(entry, dict):
+        raise ConfigError(
+            f"{where}: a machine is {entry!r}; it must be a known machine's name, or have fields."
+        )
+    fields = cast("dict[str, Any]", entry)
+    if unknown := sorted(set(fields) - _MACHINE_FIELDS):
+        raise ConfigError(
+            f"{where}: a machine has no field {unknown[0]}; fields are {', '.join(sorted(_MACHINE_FIELDS))}."
+        )
+    node = _known_machine(fields, where) if "machine" in fields else _described_machine(fields, where)
+    node = replace(node, trusted=_has_trusted(fields, node.name, where))
+    reserve = _read_reserve(fields, node.name, where)
+    return node if reserve is None else replace(node, reserve_share=reserve)
+
+
+def _has_trusted(fields: Mapping[str, Any], name: str, where: str) -> bool:
+    """Whether an interface is named over which collectives may run."""
+    interface = fields.get("trusted_interface")
+    if interface is not None and (not isinstance(interface, str) or not interface):
+        raise ConfigError(
+            f"{where}: trusted_interface of {name} is {interface!r}; it must be an interface's name, as en5."
+        )
+    return interface is not None
+
+
+def _known_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
+    name = fields.get("name")
+    node = known_profile(str(fields["machine"]), None if name is None else str(name))
+    if beside := sorted(set(fields) & _MACHINE_NUMBERS):
+        raise ConfigError(
+            f"{where}: {node.name} has {beside[0]} beside `machine`, which says it: give one of them."
+        )
+    return node
+
+
+def _described_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
+    name = fields.get("name")
+    if name is None:
+        raise ConfigError(f"{where}: a machine has no `name`.")
+    return NodeProfile(
+        name=str(name),
+        memory_bytes=int(_positive(fields, "memory_gb", where) * 2**30),
+        bandwidth=_positive(fields, "bandwidth_gb_s", where) * 1e9,
+        flops=_positive(fields, "tflops", where) * 1e12,
+    )
+
+
+def _read_reserve(fields: Mapping[str, Any], name: str, where: str) -> float | None:
+    """What is left to others, stated as such or by what may be used."""
+    share, reserve = read_share(name, where, fields), fields.get("reserve")
+    if reserve is None:
+        return None if share is None else 1 - share
+    if share is not None:
+        raise ConfigError(
+            f"{where}: {name} has both reserve and the share that may be used: give one of them."
+        )
+    if type(reserve) not in (int, float) or not 0 <= cast("float", reserve) < 1:
+        raise ConfigError(f"{where}: reserve of {name} is {reserve!r}; it must be a number from 0, below 1.")
+    return float(cast("float", reserve))
+
+
+def _read_link(entry: Any, where: str) -> LinkProfile:
+    if not isinstance(entry, dict) or not set(cast("dict[str, Any]", entry)) <= _LINK_FIELDS:
+        raise ConfigError(f"{where}: a link is {entry!r}; it must have round_trip_ms and gbit_s.")
+    fields = cast("dict[str, Any]", entry)
+    trusted = fields.get("trusted", False)
+    if not isinstance(trusted, bool):
+        raise ConfigError(f"{where}: trusted of a link is {trusted!r}; it must be true or false.")
+    return LinkProfile(
+        _positive(fields, "round_trip_ms", where) / 1e3,
+        _positive(fields, "gbit_s", where) * 1e9 / 8,
+        trusted=trusted,
+    )
+
+
+def _positive(fields: Mapping[str, Any], name: str, where: str) -> float:
+    value = fields.get(name)
+    if type(value) not in (int, float) or not 0 < cast("float", value) < float("inf"):
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a number above 0.")
+    return float(cast("float", value))

@@ -1,0 +1,96 @@
+"""What one decode step reads of a model's weights, layer by layer: from names and sizes alone. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mlx_ring.models.layer_tensors import group_by_layers, names_head, path_of_layers
+from mlx_ring.models.model_folder import ModelFolder, TensorEntry
+
+_EXPERT = re.compile(r"(?:^|\.)(?:experts|switch_mlp|switch_glu)\.")
+"""Weights of which a token passes some; what `shared_experts` hold every token passes."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_A_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k"),
+)
+_LOOKED_UP = "per_layer"
+"""Gemma's further embeddings, which are no head."""
+_HALF_PRECISION = ("BF16", "F16")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBytes:
+    """Bytes of weights that a step with one token reads."""
+
+    layers: tuple[int, ...]
+    head: int
+    """The scores over the vocabulary, from a matrix of their own or from the embedding's. Looking a token up in the
+    embedding reads one row, which counts for nothing."""
+
+
+def decode_bytes(folder: ModelFolder, *, widened: bool) -> DecodeBytes | None:
+    """What a step reads of a model; None where its tensors' names do not tell their layers.
+
+    Args:
+        folder: what its safetensors headers say.
+        widened: whether half precision becomes float32 when it is loaded.
+    """
+    inside, outside = group_by_layers(folder.tensors)
+    path = path_of_layers(inside, folder.num_layers)
+    if path is None:
+        return None
+    share = _active_share(folder)
+    layers = [Fraction(0)] * folder.num_layers
+    for number, rest, entry in inside[path]:
+        if number < folder.num_layers:
+            layers[number] += loaded_bytes(entry, widened=widened) * (share if _EXPERT.search(rest) else 1)
+    return DecodeBytes(tuple(map(int, layers)), _head_bytes(outside, folder.vocab_size, widened=widened))
+
+
+def layer_bytes(folder: ModelFolder, *, widened: bool) -> tuple[int, ...] | None:
+    """What each layer takes, all experts; None where the tensors' names do not tell their layers."""
+    inside, _ = group_by_layers(folder.tensors)
+    path = path_of_layers(inside, folder.num_layers)
+    if path is None:
+        return None
+    sizes = [0] * folder.num_layers
+    for number, _, entry in inside[path]:
+        if number < folder.num_layers:
+            sizes[number] += loaded_bytes(entry, widened=widened)
+    return tuple(sizes)
+
+
+def _active_share(folder: ModelFolder) -> Fraction:
+    """Of the experts, those that one token passes; all where the configuration does not say."""
+    experts, active = _number(folder, _EXPERTS), _number(folder, _EXPERTS_A_TOKEN)
+    if experts is None or active is None or not 0 < active < experts:
+        return Fraction(1)
+    return Fraction(active, experts)
+
+
+def _number(folder: ModelFolder, names: Iterable[str]) -> int | None:
+    return next((value for name in names if type(value := folder.entry(name)) is int), None)
+
+
+def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, *, widened: bool) -> int:
+    """Of the output head; where the embedding is the head, of that: the largest with a row for each token."""
+    heads: Counter[str] = Counter()
+    tied: Counter[str] = Counter()
+    for entry in outside:
+        module = entry.name.rpartition(".")[0]
+        size = loaded_bytes(entry, widened=widened)
+        if names_head(entry.name):
+            heads[module] += size
+        elif entry.shape[:1] == (vocab_size,) and _LOOKED_UP not in entry.name:
+            tied[module] += size
+    return max((heads or tied).values(), default=0)
+
+
+def loaded_bytes(entry: TensorEntry, *, widened: bool) -> int:
+    """Of a tensor in memory."""
+    return entry.nbytes * (2 if widened and entry.dtype in _HALF_PRECISION else 1)

@@ -1,0 +1,308 @@
+"""Machines as one file lists them: `devices`, `model` and `sharding`, or one of MLX's hostfiles. Pure.
+
+    {"devices": [{"device_id": "studio", "hostname": "studio.local", "port": 50051, "role": "coordinator",
+                  "capabilities": {"memory_gb": 48, "gpu_cores": 30}}, ...],
+     "model": {"name": "Qwen3-1.7B-8bit", "provider": "mlx-community"},
+     "sharding": {"strategy": "custom", "custom_proportions": [0.7, 0.3]}}
+
+    [{"ssh": "127.0.0.1", "ips": ["192.168.5.2"]}, {"ssh": "mini1@192.168.5.1", "ips": ["192.168.5.1"]}]
+
+Names are those that earlier prototypes and `mlx.launch` have. What has no meaning here is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.host.addresses import CLUSTER_PORT
+from mlx_ring.planner.plan import STRATEGIES
+from mlx_ring.planner.profiles import SHARE_FIELDS, ClusterProfile, NodeProfile, is_share, read_share
+from mlx_ring.settings.hostfile import Hostfile, is_hostfile, read_hostfile
+from mlx_ring.settings.old_names import strategy_of_today
+
+_COORDINATOR, _WORKER = ("coordinator", "head", "master"), ("worker", "node")
+_FIELDS = frozenset({"devices", "model", "sharding", "serve", "wheels"})
+_DEVICE_FIELDS = SHARE_FIELDS | {
+    *("device_id", "hostname", "port", "role", "capabilities", "ssh", "address", "program", "state_dir"),
+    "trusted_interface",
+}
+_CAPABILITIES = SHARE_FIELDS | {"memory_gb", "gpu_cores"}
+_SHARDING_FIELDS = frozenset({"strategy", "custom_proportions"})
+_MODEL_FIELDS = frozenset({"name", "provider"})
+_MOST_PORT, _MOST_NODES = 65534, 8
+_CORE_BANDWIDTH, _CORE_FLOPS = 12e9, 0.42e12
+"""Of one core of an M-series GPU: what Apple's chips have of memory bandwidth and of float32, about."""
+_MAC_SHARES = ((36, 0.67), (float("inf"), 0.75))
+_MAC_RESERVE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One machine."""
+
+    name: str
+    ssh: str
+    """As `ssh` takes it: a name, an alias of its configuration, `user@host`."""
+    is_coordinator: bool = False
+    address: str = ""
+    """Of the interface for tensors; found by the way to the machine where it is empty."""
+    port: int = CLUSTER_PORT
+    """Of the coordinator, for the others."""
+    memory_gb: float | None = None
+    """That plans may count on, of what is measured."""
+    memory_utilization: float | None = None
+    """Share of that which plans may fill; the usual one where it is None."""
+    gpu_cores: int | None = None
+    trusted_interface: str = ""
+    """On which collectives may go to others; that of `serve` where it is empty."""
+    program: str = ""
+    """Where `mlx-ring` lies there; looked for where it is empty."""
+    state_dir: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesFile:
+    """Machines and what they are to serve."""
+
+    devices: tuple[Device, ...]
+    model: str = ""
+    strategy: str = ""
+    """As `serve` has it; empty where the file says none."""
+    proportions: tuple[float, ...] = ()
+    serve: Mapping[str, object] = field(default_factory=dict[str, object])
+    """More settings of `mlx-ring serve`, without the share of memory: each device has its own."""
+    wheels: str = ""
+    """A folder of packages, where machines of another system are sent some; empty where there is none."""
+    notes: tuple[str, ...] = ()
+    """What stands in the file and does nothing here, in sentences."""
+
+    @property
+    def coordinator(self) -> Device:
+        return next(device for device in self.devices if device.is_coordinator)
+
+
+def lists_devices(content: object) -> bool:
+    """Whether a file's content is of one of the two kinds."""
+    return is_hostfile(content) or (isinstance(content, dict) and "devices" in content)
+
+
+def read_devices(content: object, where: str) -> DevicesFile:
+    """Either kind.
+
+    Raises:
+        ConfigError: what is wrong, by its name and value.
+    """
+    if is_hostfile(content):
+        return _of_hosts(read_hostfile(content, where), where)
+    return _read_file(content, where)
+
+
+def estimated_cluster(file: DevicesFile, where: str) -> ClusterProfile:
+    """For planning without the machines: memory as stated, speed by the number of GPU cores.
+
+    Raises:
+        ConfigError: a machine's memory or cores are not told.
+    """
+    return ClusterProfile(tuple(_estimated(device, where) for device in file.devices))
+
+
+def _estimated(device: Device, where: str) -> NodeProfile:
+    if device.memory_gb is None or device.gpu_cores is None:
+        raise ConfigError(
+            f"{where}: {device.name} needs `capabilities` with memory_gb and gpu_cores to be planned for without it."
+        )
+    share = next(share for most, share in _MAC_SHARES if device.memory_gb <= most)
+    return NodeProfile(
+        name=device.name,
+        memory_bytes=int(device.memory_gb * share * 2**30),
+        bandwidth=_CORE_BANDWIDTH * device.gpu_cores,
+        flops=_CORE_FLOPS * device.gpu_cores,
+        reserve_share=_MAC_RESERVE if device.memory_utilization is None else 1 - device.memory_utilization,
+    )
+
+
+# ---- files of devices
+
+
+def _read_file(content: object, where: str) -> DevicesFile:
+    fields = _fields(content, _FIELDS, where, "the file")
+    entries = fields.get("devices")
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{where}: `devices` must be a list with one or more entries.")
+    devices = [_read_device(entry, where) for entry in cast("list[object]", entries)]
+    strategy, proportions = _read_sharding(fields.get("sharding"), len(devices), where)
+    chosen = _one_coordinator(devices, where)
+    serve = _fields(fields.get("serve") or {}, None, where, "`serve`")
+    return DevicesFile(
+        _with_share(chosen, read_share("`serve`", where, serve)),
+        model=_read_model(fields.get("model"), where),
+        strategy=strategy,
+        proportions=proportions,
+        serve={key: value for key, value in serve.items() if not is_share(key)},
+        wheels=_text(fields, "wheels", where),
+        notes=tuple(_notes(chosen, fields.get("sharding") or {}, strategy)),
+    )
+
+
+def _with_share(devices: Sequence[Device], share: float | None) -> tuple[Device, ...]:
+    """Those that state none have the one for all."""
+    return tuple(
+        device if device.memory_utilization is not None else replace(device, memory_utilization=share)
+        for device in devices
+    )
+
+
+def _notes(devices: Sequence[Device], sharding: Mapping[str, Any], strategy: str) -> Iterator[str]:
+    if len(devices) == 1:
+        yield from _notes_of_one(devices[0], sharding)
+    for device in devices:
+        if not device.is_coordinator and device.port != CLUSTER_PORT:
+            yield f"{device.name}: port {device.port} does nothing, for nodes take a free one."
+    if sharding.get("custom_proportions") and strategy != "custom":
+        yield f"custom_proportions does nothing with the strategy {strategy or 'auto'}."
+
+
+def _notes_of_one(device: Device, sharding: Mapping[str, Any]) -> Iterator[str]:
+    """What there is among several alone."""
+    given = {"port": device.port != CLUSTER_PORT, "address": device.address, "`sharding`": sharding}
+    if names := [name for name, value in given.items() if value]:
+        verb = "do" if len(names) > 1 else "does"
+        yield f"{device.name} is the only device: {' and '.join(names)} {verb} nothing."
+
+
+def _read_device(entry: object, where: str) -> Device:
+    fields = _fields(entry, _DEVICE_FIELDS, where, "a device")
+    host = _text(fields, "hostname", where)
+    ssh = _text(fields, "ssh", where) or host
+    name = _text(fields, "device_id", where) or ssh
+    if not ssh:
+        raise ConfigError(f"{where}: the device {name or entry} has no `hostname`.")
+    capabilities = _fields(fields.get("capabilities") or {}, _CAPABILITIES, where, f"capabilities of {name}")
+    cores = _positive(capabilities, "gpu_cores", where)
+    return Device(
+        name=name,
+        ssh=ssh,
+        is_coordinator=_is_coordinator(fields.get("role"), name, where),
+        address=_text(fields, "address", where),
+        trusted_interface=_text(fields, "trusted_interface", where),
+        port=_port(fields.get("port", CLUSTER_PORT), name, where),
+        memory_gb=_positive(capabilities, "memory_gb", where),
+        memory_utilization=read_share(name, where, fields, capabilities),
+        gpu_cores=None if cores is None else int(cores),
+        program=_text(fields, "program", where),
+        state_dir=_text(fields, "state_dir", where),
+    )
+
+
+def _is_coordinator(role: object, name: str, where: str) -> bool:
+    if role is not None and role not in _COORDINATOR + _WORKER:
+        raise ConfigError(f"{where}: the role of {name} is {role!r}; it must be coordinator or worker.")
+    return role in _COORDINATOR
+
+
+def _one_coordinator(devices: Sequence[Device], where: str) -> tuple[Device, ...]:
+    """The first is it where none is named."""
+    names = [device.name for device in devices]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{where} names the device {twice} twice; give each a `device_id` of its own.")
+    if len(devices) > _MOST_NODES:
+        raise ConfigError(f"{where} has {len(devices)} devices; a cluster has {_MOST_NODES} at most.")
+    named = [device.name for device in devices if device.is_coordinator] or names[:1]
+    if len(named) > 1:
+        raise ConfigError(f"{where} has {len(named)} coordinators, {' and '.join(named)}; there must be one.")
+    return tuple(replace(device, is_coordinator=device.name == named[0]) for device in devices)
+
+
+def _read_model(entry: object, where: str) -> str:
+    if entry is None or isinstance(entry, str):
+        return entry or ""
+    fields = _fields(entry, _MODEL_FIELDS, where, "`model`")
+    name, provider = _text(fields, "name", where), _text(fields, "provider", where)
+    if not name:
+        raise ConfigError(f"{where}: `model` has no `name`.")
+    if provider and "/" in name and not name.startswith(f"{provider}/"):
+        raise ConfigError(
+            f"{where}: the model's provider is {provider}, and its name {name} has one already: give one of them."
+        )
+    return f"{provider}/{name}" if provider and "/" not in name else name
+
+
+def _read_sharding(entry: object, devices: int, where: str) -> tuple[str, tuple[float, ...]]:
+    fields = _fields(entry or {}, _SHARDING_FIELDS, where, "`sharding`")
+    strategy = strategy_of_today(_text(fields, "strategy", where))
+    if strategy and strategy not in STRATEGIES:
+        raise ConfigError(f"{where}: the strategy is {strategy}; it must be one of {', '.join(STRATEGIES)}.")
+    given = fields.get("custom_proportions")
+    if given is not None and (
+        not isinstance(given, list) or not all(map(_is_positive, cast("list[object]", given)))
+    ):
+        raise ConfigError(f"{where}: custom_proportions is {given!r}; it must be a list of numbers above 0.")
+    proportions = tuple(float(share) for share in cast("list[float]", given or []))
+    if strategy != "custom":
+        return strategy, ()
+    if len(proportions) != devices:
+        raise ConfigError(
+            f"{where}: the strategy custom takes custom_proportions for each of the {devices} devices; "
+            f"{len(proportions)} are there."
+        )
+    return strategy, proportions
+
+
+# ---- MLX's hostfiles
+
+
+def _of_hosts(hosts: Hostfile, where: str) -> DevicesFile:
+    devices = [Device(name=host.ssh, ssh=host.ssh, address=next(iter(host.ips), "")) for host in hosts.hosts]
+    return DevicesFile(_one_coordinator(devices, where), notes=tuple(_unused(hosts)))
+
+
+def _unused(hosts: Hostfile) -> Iterator[str]:
+    if hosts.rdma is not None:
+        yield "rdma does nothing here: `serve` takes it from --hostfile."
+    if hosts.backend:
+        yield f"backend {hosts.backend} does nothing here: `serve` takes it from --hostfile."
+    if hosts.variables:
+        yield f"envs does nothing: set {', '.join(hosts.variables)} on the machines themselves."
+
+
+# ---- values
+
+
+def _fields(entry: object, known: frozenset[str] | None, where: str, what: str) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: {what} is {entry!r}; it must have fields.")
+    fields = cast("dict[str, Any]", entry)
+    if known is not None and (unknown := sorted(map(str, fields.keys() - known))):
+        raise ConfigError(
+            f"{where}: {what} has the field {unknown[0]}, which is none; fields are {', '.join(sorted(known))}."
+        )
+    return fields
+
+
+def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
+    value: object = fields.get(name)
+    if value is not None and (not isinstance(value, str) or not value.isprintable()):
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a text in one line.")
+    return value or ""
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < cast("float", value) < float("inf")
+
+
+def _positive(fields: Mapping[str, Any], name: str, where: str) -> float | None:
+    value: object = fields.get(name)
+    if value is not None and not _is_positive(value):
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a number above 0.")
+    return None if value is None else float(cast("float", value))
+
+
+def _port(value: object, name: str, where: str) -> int:
+    if type(value) is not int or not 1 <= value <= _MOST_PORT:
+        raise ConfigError(
+            f"{where}: the port of {name} is {value!r}; it must be a whole number from 1 to {_MOST_PORT}."
+        )
+    return value

@@ -1,0 +1,144 @@
+"""What planning expects of stages that are there: for steps of any size, and of their memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.cpu_quota import lone_stream
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.rank_costs import RankCosts
+from mlx_ring.planner.stage_costs import Demand, StageTables, Times
+from mlx_ring.planner.tensor_groups import SharedModel, given_group
+
+
+@dataclass(frozen=True, slots=True)
+class PromisedMemory:
+    """What a stage was counted to take. Bytes."""
+
+    weight_bytes: int
+    kv_bytes: int
+    """Of the promised sequences at the promised length."""
+    working_bytes: int
+    """Activations of a chunk, scores over the vocabulary."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.working_bytes
+
+
+class Forecast:
+    """Of one pipeline."""
+
+    def __init__(
+        self,
+        model: ModelProfile,
+        demand: Demand,
+        cluster: ClusterProfile,
+        stages: Sequence[tuple[NodeProfile, LayerRange]],
+        ranks: Sequence[Sequence[tuple[NodeProfile, float]]] = (),
+    ) -> None:
+        """What is to be told of.
+
+        Args:
+            model: its sizes.
+            demand: what is promised.
+            cluster: for the links.
+            stages: node and layers of each, in the pipeline's order.
+            ranks: of each stage, where some have several: node and share of every rank, in their order.
+        """
+        self.demand = demand
+        self._model = model
+        self._cluster = cluster
+        self._stages = tuple(stages)
+        self._tables = StageTables(model, demand)
+        shared = SharedModel(model, demand, model.shared)
+        each = ranks or [[(node, 1.0)] for node, _ in stages]
+        self._groups = [given_group(shared, cluster, one) if len(one) > 1 else None for one in each]
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def decode_s(self, stage: int, rows: int, context_tokens: int) -> float:
+        """One step with a token of each of so many sequences, each behind so long a context."""
+        # Several rows in a group mean that every group has some, and that no stage rests.
+        if rows > 1 or all(node.grant is None for stage in range(len(self)) for node in self._nodes(stage)):
+            return self._times(stage, rows, context_tokens).steady
+        return self._lone_stream(context_tokens)[0][stage]
+
+    def chunk_s(self, stage: int, tokens: int, context_tokens: int) -> float:
+        """One step with so many tokens of a prompt: multiplying them, or reading the weights once if that takes longer."""
+        node, layers = self._stages[stage]
+        if (group := self._groups[stage]) is not None:
+            chunk_s = group.chunk_seconds(layers.start, layers.end, tokens, context_tokens)
+            return max(chunk_s, self._times(stage, 1, context_tokens).steady)
+        before, after = (
+            self._tables.prefill_seconds(node, layers.start, layers.end, length)
+            for length in (context_tokens, context_tokens + tokens)
+        )
+        step_s = node.costs.step_s / (node.grant.share if node.grant else 1.0)
+        return max(after - before + step_s, self._times(stage, 1, context_tokens).steady)
+
+    def token_s(self, context_tokens: int) -> float:
+        """From one token of a stream that is alone to the next: every stage, and the hops around."""
+        return self._lone_stream(context_tokens)[1]
+
+    def _lone_stream(self, context_tokens: int) -> tuple[list[float], float]:
+        times = [self._times(stage, 1, context_tokens) for stage in range(len(self))]
+        unhindered, steady = [each.unhindered for each in times], [each.steady for each in times]
+        machines = [
+            "+".join(dict.fromkeys(node.name for node in self._nodes(stage))) for stage in range(len(self))
+        ]
+        return lone_stream(unhindered, steady, self._around_s(), machines)
+
+    def _times(self, stage: int, rows: int, context_tokens: int) -> Times[float]:
+        node, layers = self._stages[stage]
+        if (group := self._groups[stage]) is not None:
+            return group.stage_seconds(layers.start, layers.end, rows, context_tokens)
+        return self._tables.stage_seconds(node, layers.start, layers.end, rows, context_tokens)
+
+    def _around_s(self) -> float:
+        """Rank 0 of a stage sends to every rank of the next."""
+        if len(self) == 1:
+            return 0.0
+        stages = range(len(self))
+        return sum(self._hop_s(one, other) for one, other in zip(stages, [*stages[1:], 0], strict=True))
+
+    def _hop_s(self, one: int, other: int) -> float:
+        sender, receivers = self._nodes(one)[0], self._nodes(other)
+        nbytes = self._model.hidden_size * self._tables.model_on(sender).number_bytes * len(receivers)
+        return max(self._cluster.link(sender.name, node.name).seconds(nbytes) for node in receivers)
+
+    def memory(self, stage: int) -> PromisedMemory:
+        """As the plan counts it, of all ranks together."""
+        each = self.memory_of_ranks(stage)
+        return PromisedMemory(
+            sum(rank.weight_bytes for rank in each),
+            sum(rank.kv_bytes for rank in each),
+            sum(rank.working_bytes for rank in each),
+        )
+
+    def memory_of_ranks(self, stage: int) -> tuple[PromisedMemory, ...]:
+        """The same, of each rank."""
+        node, layers = self._stages[stage]
+        if (group := self._groups[stage]) is not None:
+            return tuple(_promised(member.costs, layers) for member in group.members)
+        total = int(self._tables.memory(node)[layers.start, layers.end])
+        kv = self._tables.kv_bytes(node, layers.start, layers.end)
+        weights = self._tables.weight_bytes(node, layers.start, layers.end)
+        return (PromisedMemory(weights, kv, max(0, total - weights - kv)),)
+
+    def _nodes(self, stage: int) -> tuple[NodeProfile, ...]:
+        """Of its ranks."""
+        group = self._groups[stage]
+        return (self._stages[stage][0],) if group is None else group.nodes
+
+    def node(self, stage: int) -> NodeProfile:
+        """Where it is."""
+        return self._stages[stage][0]
+
+
+def _promised(costs: RankCosts, layers: LayerRange) -> PromisedMemory:
+    weights, kv = (count(layers.start, layers.end) for count in (costs.weight_bytes, costs.kv_bytes))
+    return PromisedMemory(weights, kv, max(0, costs.memory_bytes(layers.start, layers.end) - weights - kv))

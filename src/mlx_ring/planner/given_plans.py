@@ -1,0 +1,61 @@
+"""What is to be expected of stages whose ranks have their machines already. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.request import Wish
+from mlx_ring.planner.tensor_groups import SharedModel, given_group
+from mlx_ring.planner.tensor_plans import plan_of
+from mlx_ring.planner.tensor_search import SharedWay
+
+GivenStage = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
+"""Layers, and node and share of each rank."""
+
+
+def plan_given(
+    model: ModelProfile, cluster: ClusterProfile, wish: Wish, stages: Sequence[GivenStage], how: str
+) -> Plan:
+    """Their plan.
+
+    Args:
+        model: its sizes.
+        cluster: for the links, and to say who is left out.
+        wish: what is promised.
+        stages: in the pipeline's order.
+        how: they came to have them.
+
+    Raises:
+        PlanError: they need more memory than a machine has for them.
+    """
+    shared = SharedModel(model, wish.demand, model.shared)
+    groups = [GroupStage(given_group(shared, cluster, ranks), layers) for layers, ranks in stages]
+    pipeline = GroupPipeline(cluster, groups)
+    prediction = pipeline.prediction(wish.prompt_tokens)
+    stage_s = tuple(pipeline.lone_stream(shared.context_tokens)[0])
+    plan = plan_of(model, cluster, wish, SharedWay(tuple(groups), stage_s, prediction, 0.0), "")
+    _check_memory(plan)
+    told = f"of {len(model.layers)} layers: {how}"
+    given = tuple(replace(stage, why=f"{len(stage.layers)} {told}") for stage in plan.stages)
+    return replace(plan, stages=given, remarks=())
+
+
+def _check_memory(plan: Plan) -> None:
+    taken, usable = Counter[str](), dict[str, int]()
+    for stage in plan.stages:
+        for rank in stage.ranks:
+            taken[rank.node] += rank.memory_bytes
+            usable[rank.node] = rank.usable_bytes
+    for node, nbytes in taken.items():
+        if nbytes > usable[node]:
+            raise PlanError(
+                f"The workers on {node} need {nbytes / 1e9:.1f} GB for {plan.model} with {plan.context_tokens} tokens of context, "
+                f"and it has {usable[node] / 1e9:.1f} GB for them: use more machines, a smaller --max-model-len, or --kv-bits 8."
+            )

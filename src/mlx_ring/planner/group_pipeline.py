@@ -1,0 +1,87 @@
+"""What a pipeline of machines and groups of machines gives. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.cpu_quota import lone_stream
+from mlx_ring.planner.plan import Prediction
+from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.stage_costs import CHUNK_TOKENS, Times
+from mlx_ring.planner.tensor_groups import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStage:
+    """Some layers, and who computes them."""
+
+    group: RankGroup
+    layers: LayerRange
+
+    def seconds(self, rows: int, context_tokens: int) -> Times[float]:
+        """One step."""
+        return self.group.stage_seconds(self.layers.start, self.layers.end, rows, context_tokens)
+
+
+class GroupPipeline:
+    """Stages in their order."""
+
+    def __init__(self, cluster: ClusterProfile, stages: Sequence[GroupStage]) -> None:
+        self.stages = tuple(stages)
+        self._cluster = cluster
+
+    def around_s(self, rows: int) -> float:
+        """All hops on the way around: rank 0 of a stage sends to every rank of the next."""
+        groups = [stage.group for stage in self.stages]
+        if len(groups) == 1:
+            return 0.0
+        return sum(
+            self._hop_s(one, other, rows) for one, other in zip(groups, [*groups[1:], groups[0]], strict=True)
+        )
+
+    def _hop_s(self, one: RankGroup, other: RankGroup, rows: int) -> float:
+        sender = one.members[0].node
+        model = one.shared.on(sender).model
+        nbytes = rows * model.hidden_size * model.number_bytes * len(other.members)
+        return max(self._cluster.link(sender.name, node.name).seconds(nbytes) for node in other.nodes)
+
+    def lone_stream(self, context_tokens: int) -> tuple[list[float], float]:
+        """Seconds of each stage, and from token to token, of a stream that is alone."""
+        times = [stage.seconds(1, context_tokens) for stage in self.stages]
+        names = ["+".join(node.name for node in stage.group.nodes) for stage in self.stages]
+        return lone_stream(
+            [each.unhindered for each in times], [each.steady for each in times], self.around_s(1), names
+        )
+
+    def tokens_per_s(self) -> float:
+        """As many groups of sequences as stages, like `place` has it."""
+        shared = self.stages[0].group.shared
+        sequences = shared.demand.sequences
+        groups = min(len(self.stages), sequences)
+        rows = -(-sequences // groups)
+        times = [stage.seconds(rows, shared.context_tokens) for stage in self.stages]
+        once = sum(each.unhindered for each in times) + self.around_s(rows)
+        return sequences / max(groups * max(each.steady for each in times), once)
+
+    def first_token_s(self, tokens: int) -> float:
+        """Of a prompt of so many."""
+        chunks = -(-tokens // CHUNK_TOKENS)
+        times = [
+            stage.group.prefill_seconds(stage.layers.start, stage.layers.end, tokens) / chunks
+            for stage in self.stages
+        ]
+        around = self.around_s(min(tokens, CHUNK_TOKENS))
+        context = self.stages[0].group.shared.context_tokens
+        return sum(times) + (chunks - 1) * max(times) + around + self.lone_stream(context)[1]
+
+    def prediction(self, prompt_tokens: int) -> Prediction:
+        """As a plan tells it."""
+        context = self.stages[0].group.shared.context_tokens
+        return Prediction(
+            token_s=self.lone_stream(context)[1],
+            tokens_per_s=self.tokens_per_s(),
+            first_token_s=self.first_token_s(prompt_tokens),
+            prompt_tokens=prompt_tokens,
+        )

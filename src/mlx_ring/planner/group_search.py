@@ -1,0 +1,147 @@
+"""The best ways through groups of machines and layers: which machines work together, in which order, on what. Pure.
+
+Dynamic programming over sets of machines, as `cuts` has it, where a stage may be any group: the best way to cover the layers
+before `b` by a set, ending on a group whose rank 0 is a certain machine, is the best over that group and its first layer.
+All groups of eight machines make some 6,000 steps, so that layers are taken in blocks; the way that is taken is cut anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlx_ring.planner.stage_costs import Table
+from mlx_ring.planner.tensor_groups import Ends
+
+_BLOCKS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWay:
+    """Candidates in the pipeline's order."""
+
+    candidates: tuple[int, ...]
+    cost: float
+
+
+def block_ends(layers: int) -> Ends:
+    """Where stages may be cut: at every layer, or at the ends of blocks."""
+    blocks = min(layers, _BLOCKS)
+    return np.unique(np.round(np.linspace(0, layers, blocks + 1)).astype(np.intp))
+
+
+class GroupSearch:
+    """Groups are candidates by their number; a machine alone is one too."""
+
+    def __init__(
+        self, members: Sequence[int], tables: Sequence[Table], hops: Table, back: Table, *, adds: bool
+    ) -> None:
+        """What is known of the candidates.
+
+        Args:
+            members: of each, its machines as bits; its rank 0 is the lowest.
+            tables: of each, by first and last end, what a stage takes.
+            hops: from machine to candidate.
+            back: from machine to machine.
+            adds: whether what stages take adds up, or the greatest counts.
+        """
+        self._members = np.array(members)
+        self._lowest = [(bits & -bits).bit_length() - 1 for bits in members]
+        self._tables = np.stack(tables)
+        self._hops, self._back = hops, back
+        self._join = np.add if adds else np.maximum
+        self._everyone = (1 << len(back)) - 1
+        machines, ends = len(back), self._tables.shape[1]
+        # By set, machine of the last stage's rank 0, that of the first's, and end.
+        self._best = np.full((self._everyone + 1, machines, machines, ends), np.inf)
+        for candidate, lowest in enumerate(self._lowest):
+            first = self._best[members[candidate], lowest, lowest]
+            np.minimum(first, self._tables[candidate][0], out=first)
+        self._fill()
+
+    def _fill(self) -> None:
+        for rest in range(1, self._everyone):
+            starts = np.array([bit for bit in range(len(self._back)) if rest >> bit & 1], dtype=np.intp)
+            apart = np.flatnonzero((self._members & rest) == 0)
+            if not apart.size or not np.isfinite(self._best[rest]).any():
+                continue
+            for candidate, costs in zip(apart, self._extended(rest, starts, apart), strict=True):
+                place = self._best[rest | int(self._members[candidate]), self._lowest[candidate]]
+                place[starts] = np.minimum(place[starts], costs)
+
+    def _arriving(self, rest: int, starts: Ends, apart: Ends) -> Table:
+        """By candidate, last machine, first machine and end: covering the layers before it, and handing over."""
+        # Whoever is in the set may be either.
+        reached = self._best[rest][starts][:, starts]
+        return reached[None] + self._hops[starts][:, apart].T[:, :, None, None]
+
+    def _extended(self, rest: int, starts: Ends, apart: Ends) -> Table:
+        reached = self._arriving(rest, starts, apart).min(axis=1)
+        return self._join(reached[:, :, :, None], self._tables[apart][:, None]).min(axis=2)
+
+    def ways(self, *, of_all: bool = False) -> list[GroupWay]:
+        """The best way through each set of machines, with two stages or more; with `of_all` through that of all."""
+        sets = [self._everyone] if of_all else range(1, self._everyone + 1)
+        found = [way for bits in sets if (way := self._way(bits)) is not None]
+        return sorted(found, key=lambda way: way.cost)
+
+    def _way(self, bits: int) -> GroupWay | None:
+        closed = self._best[bits, :, :, -1] + self._back
+        last, start = np.unravel_index(int(closed.argmin()), closed.shape)
+        cost = float(closed[last, start])
+        if not np.isfinite(cost):
+            return None
+        candidates = self._trace(bits, int(last), int(start))
+        return GroupWay(tuple(candidates), cost) if len(candidates) > 1 else None
+
+    def _trace(self, bits: int, last: int, start: int) -> list[int]:
+        end, found = self._tables.shape[1] - 1, list[int]()
+        while True:
+            target = float(self._best[bits, last, start, end])
+            step = self._step_to(bits, last, start, end, target)
+            if step is None:
+                return found[::-1]
+            candidate, before, end = step
+            found.append(candidate)
+            if before < 0:
+                return found[::-1]
+            bits, last = bits & ~int(self._members[candidate]), before
+
+    def _step_to(
+        self, bits: int, last: int, start: int, end: int, target: float
+    ) -> tuple[int, int, int] | None:
+        """The candidate on which a way costs so much, the last machine before it, -1 for none, and its first end."""
+        for candidate, own in enumerate(self._members):
+            if self._lowest[candidate] != last or int(own) & ~bits:
+                continue
+            rest = bits & ~int(own)
+            if not rest:
+                if start == last and self._tables[candidate][0, end] == target:
+                    return candidate, -1, 0
+                continue
+            arriving = self._best[rest, :, start] + self._hops[:, candidate, None]
+            joined = self._join(arriving.min(axis=0), self._tables[candidate][:, end])
+            first = int(joined.argmin())
+            if joined[first] == target:
+                return candidate, int(arriving[:, first].argmin()), first
+        return None
+
+
+def cut(tables: Sequence[Table], *, adds: bool) -> list[tuple[int, int]] | None:
+    """Layers of stages in this order, so that their sum, or the slowest, takes least; None where memory does not do."""
+    join = np.add if adds else np.maximum
+    costs, firsts = tables[0][0], [np.zeros(len(tables[0]), np.intp)]
+    for table in tables[1:]:
+        together = join(costs[:, None], table)
+        firsts.append(together.argmin(axis=0))
+        costs = together.min(axis=0)
+    if not np.isfinite(costs[-1]):
+        return None
+    end, found = len(costs) - 1, list[tuple[int, int]]()
+    for place in reversed(range(len(tables))):
+        first = int(firsts[place][end])
+        found.append((first, end))
+        end = first
+    return found[::-1]

@@ -1,0 +1,58 @@
+"""What was measured, as planning takes it. Pure."""
+
+from __future__ import annotations
+
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.planner.cpu_quota import ProcessorGrant
+from mlx_ring.planner.profiles import FRAMES_S, LinkProfile, NodeProfile
+from mlx_ring.rpc.link_probe import LinkMeasure
+
+
+def measured_node(
+    profile: MachineProfile,
+    name: str,
+    *,
+    reserve_share: float = 0.1,
+    memory_cap: int | None = None,
+    beside_bytes: int | None = None,
+) -> NodeProfile:
+    """A machine, by its profile.
+
+    Args:
+        name: of the node.
+        reserve_share: of its memory, what is left to others.
+        memory_cap: bytes that its owner grants, where that is less than it has.
+        beside_bytes: what runs there beside a worker, of our own: an agent, where nothing is said.
+    """
+    plain = next(
+        (rate for rate in profile.rates if rate.weights == (profile.computes_in or "bfloat16")),
+        profile.rates[0],
+    )
+    beside = profile.agent_bytes if beside_bytes is None else beside_bytes
+    return NodeProfile(
+        name=name,
+        memory_bytes=min(profile.memory_bytes, memory_cap or profile.memory_bytes),
+        bandwidth=plain.bandwidth,
+        flops=plain.flops,
+        reserve_share=reserve_share,
+        rates=profile.rates,
+        costs=profile.costs,
+        widens=profile.computes_in == "float32",
+        # A GPU has memory of its own, or an advised part of it, where no process lies.
+        process_bytes=profile.worker_bytes + beside if profile.device == "cpu" else 0,
+        grant=_grant(profile),
+        workers_at_once=max(1, profile.cores // profile.blas_threads) if profile.device == "cpu" else 1,
+    )
+
+
+def _grant(profile: MachineProfile) -> ProcessorGrant | None:
+    """None where rates are by the clock: see `stopwatch` of the worker's profile mode."""
+    share, period_s = profile.cpu_share, profile.cpu_period_s
+    if profile.device != "cpu" or profile.blas_threads > 1 or share is None or share >= 1 or period_s is None:
+        return None
+    return ProcessorGrant(share, period_s)
+
+
+def measured_link(measure: LinkMeasure) -> LinkProfile:
+    """A link, by its probe."""
+    return LinkProfile(round_trip_s=measure.round_trip_s, bandwidth=measure.bandwidth, frames_s=FRAMES_S)

@@ -1,0 +1,208 @@
+"""A model's profile from its configuration, and from safetensors headers where there are any. Pure.
+
+Without headers the sizes follow from the configuration: for decoders of the usual build, dense or with
+experts. Where headers are there, they say what each layer takes, whatever its build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
+from mlx_ring.core.types import DTYPES
+from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.models.tensor_shares import TensorSizes, read_tensor_sizes
+from mlx_ring.planner.decode_bytes import decode_bytes, layer_bytes, loaded_bytes
+from mlx_ring.planner.profiles import LayerProfile, ModelProfile
+
+_GROUP = 64
+_HALF, _FLOAT = 16, 32
+"""Bits of a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How many bits a weight takes, with its part of scale and bias."""
+
+    bits: int
+    group: int = _GROUP
+    plain: str = "bfloat16"
+    """The dtype of what is not quantized: scales, biases, activations, keys and values."""
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.bits < _HALF
+
+    @property
+    def plain_bits(self) -> int:
+        return _FLOAT if self.plain == "float32" else _HALF
+
+    @property
+    def nbytes(self) -> float:
+        return (self.bits + (2 * self.plain_bits / self.group if self.is_quantized else 0)) / 8
+
+    @property
+    def name(self) -> str:
+        """As measured rates name it."""
+        return f"{self.bits}-bit" if self.is_quantized else self.plain
+
+    def widened(self) -> WeightFormat:
+        """With float32 in the place of half precision."""
+        return replace(self, plain="float32", bits=self.bits if self.is_quantized else _FLOAT)
+
+
+def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None = None) -> ModelProfile:
+    """Of a model whose files are here, as they are stored; of its configuration alone where there are none.
+
+    Raises:
+        ModelUnsupported: neither tells the sizes of its layers.
+    """
+    kind = weights or _format_of(folder)
+    has_files = bool(folder.tensors) and weights is None
+    stored, wide = (
+        _with_headers(profile_config(folder, name, one), folder, widened=widened)
+        if has_files
+        else profile_config(folder, name, one)
+        for one, widened in ((kind, False), (kind.widened(), True))
+    )
+    return replace(stored, widened=None if wide == stored else wide)
+
+
+def _with_headers(by_config: ModelProfile, folder: ModelFolder, *, widened: bool) -> ModelProfile:
+    """With the sizes that tensors really have, where their names tell their layers."""
+    read, whole = decode_bytes(folder, widened=widened), layer_bytes(folder, widened=widened)
+    if read is None or whole is None:
+        return by_config
+    layers = tuple(
+        replace(layer, weight_bytes=size, read_bytes=once)
+        for layer, size, once in zip(by_config.layers, whole, read.layers, strict=True)
+    )
+    embedding = sum(
+        loaded_bytes(entry, widened=widened)
+        for entry in folder.tensors
+        if "embed" in entry.name and "layers." not in entry.name and "position" not in entry.name
+    )
+    tied = by_config.is_tied
+    return replace(
+        by_config, layers=layers, head_bytes=read.head, embedding_bytes=read.head if tied else embedding
+    )
+
+
+def profile_config(folder: ModelFolder, name: str, weights: WeightFormat) -> ModelProfile:
+    """Of a configuration alone."""
+    hidden, vocabulary, count = folder.hidden_size, folder.vocab_size, folder.num_layers
+    heads = _number(folder, "num_attention_heads", "n_head", "n_heads")
+    if heads is None:
+        raise ModelUnsupported(
+            f"{name} does not say how many attention heads it has (num_attention_heads), so its sizes are not known."
+        )
+    layers = tuple(_layer(folder, index, hidden, heads, weights) for index in range(count))
+    tied = folder.entry("tie_word_embeddings")
+    table = int(vocabulary * hidden * weights.nbytes)
+    return ModelProfile(
+        name=name,
+        layers=layers,
+        embedding_bytes=table,
+        head_bytes=table,
+        is_tied=bool(tied),
+        hidden_size=hidden,
+        vocabulary=vocabulary,
+        context_tokens=folder.context_length,
+        weights=weights.name,
+        number_bytes=weights.plain_bits // 8,
+        shared=_shared(folder, weights),
+    )
+
+
+def _shared(folder: ModelFolder, weights: WeightFormat) -> TensorSizes | None:
+    try:
+        sizes = read_tensor_sizes(folder)
+    except (ModelUnsupported, ModelCorrupt):
+        return None
+    return (
+        sizes
+        if folder.quantization
+        else replace(sizes, group_size=weights.group if weights.is_quantized else 1)
+    )
+
+
+def _layer(folder: ModelFolder, index: int, hidden: int, heads: int, weights: WeightFormat) -> LayerProfile:
+    width = _number(folder, "head_dim") or hidden // heads
+    kv_heads = _number(folder, "num_key_value_heads", "n_kv_heads") or heads
+    attention = hidden * width * (heads + 2 * kv_heads) + heads * width * hidden
+    dense = 3 * hidden * (_number(folder, "intermediate_size", "n_inner") or 4 * hidden)
+    held = read = dense
+    router = 0
+    if (experts := _experts(folder, index, hidden)) is not None:
+        held, read, router = experts
+    window = _window(folder, index)
+    kv = 2 * kv_heads * width
+    queries = heads * width
+    if (latent := _number(folder, "kv_lora_rank")) is not None:
+        kv = latent + (_number(folder, "qk_rope_head_dim") or 0)
+        queries = heads * kv
+    kv *= weights.plain_bits // 8
+    plain_bytes = weights.plain_bits // 8
+    return LayerProfile(
+        weight_bytes=int((attention + held) * weights.nbytes),
+        read_bytes=int((attention + read) * weights.nbytes),
+        flops_per_token=2 * (attention + read),
+        kv_bytes_per_token=0 if window is not None else kv,
+        kv_bytes_per_sequence=0 if window is None else kv * window,
+        query_width=queries,
+        window=window,
+        attention_bytes=int(attention * weights.nbytes),
+        whole_bytes=int(router * weights.nbytes) + 2 * hidden * plain_bytes,
+    )
+
+
+def _experts(folder: ModelFolder, index: int, hidden: int) -> tuple[int, int, int] | None:
+    """Weights of a layer's experts, all and those that one token passes, and of what chooses them; None where it is dense."""
+    count = _number(folder, "num_experts", "num_local_experts", "n_routed_experts")
+    active = _number(folder, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
+    if count is None or active is None or index < (_number(folder, "first_k_dense_replace") or 0):
+        return None
+    dense = folder.entry("mlp_only_layers")
+    if isinstance(dense, list) and index in dense:
+        return None
+    every = _number(folder, "decoder_sparse_step") or 1
+    if (index + 1) % every:
+        return None
+    size = 3 * hidden * (_number(folder, "moe_intermediate_size", "intermediate_size") or hidden)
+    shared = _number(folder, "shared_expert_intermediate_size")
+    beside = 3 * hidden * shared if shared else (_number(folder, "n_shared_experts") or 0) * size
+    router = hidden * count
+    return count * size + beside + router, active * size + beside + router, router
+
+
+def _window(folder: ModelFolder, index: int) -> int | None:
+    """How many tokens the layer looks back at, where that is bounded."""
+    window = _number(folder, "sliding_window")
+    kinds = folder.entry("layer_types")
+    if window is None or folder.entry("use_sliding_window") is False:
+        return None
+    if isinstance(kinds, list):
+        return window if cast("list[object]", kinds)[index] == "sliding_attention" else None
+    pattern = _number(folder, "sliding_window_pattern")
+    if pattern is not None:
+        return None if (index + 1) % pattern == 0 else window
+    return window
+
+
+def _format_of(folder: ModelFolder) -> WeightFormat:
+    quantization: Mapping[str, Any] = folder.quantization or {}
+    bits, group = quantization.get("bits"), quantization.get("group_size")
+    said = folder.entry("torch_dtype") or folder.entry("dtype")
+    plain = said if said in DTYPES else "bfloat16"
+    if type(bits) is int and type(group) is int:
+        return WeightFormat(bits, group, plain)
+    return WeightFormat(_FLOAT if plain == "float32" else _HALF, plain=plain)
+
+
+def _number(folder: ModelFolder, *names: str) -> int | None:
+    for name in names:
+        if type(value := folder.entry(name)) is int:
+            return value
+    return None

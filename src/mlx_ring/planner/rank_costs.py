@@ -1,0 +1,225 @@
+"""What one rank of a stage holds and takes: its share of what is shared out, and all of what is whole on each. Pure.
+
+Attention and KV go by heads, MLPs and experts by rows, the output head by tokens of the vocabulary, each as the shares that
+can really be made have them. Norms, routers, the embedding, activations and drawing are whole.
+
+What collectives over machines take, and in which order machines stand in their ring. Pure.
+
+MLX's ring sums in `2 (K - 1)` rounds, in each of which every rank sends one part of `K` to the next; gathering takes
+`K - 1` rounds of a rank's whole part. All send at once, so that the slowest link of the ring makes the pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_ring.models.tensor_shares import TensorShare, TensorSizes
+from mlx_ring.planner.profiles import ClusterProfile, LayerProfile, LinkProfile, NodeProfile
+from mlx_ring.planner.stage_costs import (
+    Demand,
+    LayerKinds,
+    Table,
+    before,
+    head_seconds,
+    held_kv_bytes,
+    layer_seconds,
+    prefill_scores,
+    working_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fractions:
+    """One rank's parts, each of the whole."""
+
+    heads: float
+    rows: float
+    experts: float
+    vocabulary: float
+
+    @classmethod
+    def of(cls, share: TensorShare, sizes: TensorSizes) -> Fractions:
+        """As a share that can be made has them."""
+        rows = len(share.intermediate) / sizes.intermediate
+        return cls(
+            len(share.kv_heads) / sizes.kv_heads,
+            rows,
+            len(share.experts) / sizes.experts if sizes.experts else rows,
+            len(share.vocabulary) / sizes.vocabulary,
+        )
+
+
+class RankCosts:
+    """Of one rank, whichever layers its stage has."""
+
+    def __init__(self, layers: LayerKinds, demand: Demand, node: NodeProfile, part: Fractions) -> None:
+        self.node = node
+        self._model = layers.model
+        self._demand = demand
+        self._part = part
+        self._layers = layers
+        self._kinds = [_share_of(layer, part) for layer in layers.kinds]
+        self._head_bytes = round(layers.model.head_bytes * part.vocabulary)
+        weights = layers.by_layer([layer.weight_bytes for layer in self._kinds])
+        kv = layers.by_layer([held_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
+        self._seconds: dict[tuple[int, int], Table] = {}
+        self._weights_before, self._kv_before = before(weights), before(kv)
+
+    def seconds_before(self, rows: int, context_tokens: int) -> Table:
+        """By layer: computing all before it, what the model ends with as if it stood in the last one."""
+        if (rows, context_tokens) not in self._seconds:
+            self._seconds[rows, context_tokens] = self._sum_seconds(rows, context_tokens)
+        return self._seconds[rows, context_tokens]
+
+    def _sum_seconds(self, rows: int, context_tokens: int) -> Table:
+        model, rate = self._model, self.node.rate(self._model.weights)
+        each = self._layers.by_layer(
+            [
+                layer_seconds(layer, self.node, rate, model, self._demand, rows, context_tokens)
+                for layer in self._kinds
+            ]
+        )
+        each[-1] += head_seconds(
+            self._head_bytes, model.vocabulary * self._part.vocabulary, model.hidden_size, rate, rows
+        )
+        each[-1] += self.node.costs.draw_s + rows * model.vocabulary * self.node.costs.logit_s
+        return before(each)
+
+    def prefill_s(self, first: int, end: int, tokens: int) -> float:
+        """A stage's part of reading a prompt, without what ranks exchange."""
+        rate = self.node.rate(self._model.weights)
+        each = self._layers.by_layer([layer.flops_per_token for layer in self._kinds])
+        flops = float(each[first:end].sum()) * tokens
+        scores = prefill_scores(self._model, end - first, tokens) * self._part.heads
+        computing = flops / rate.flops + scores / self.node.flops
+        return computing / (self.node.grant.share if self.node.grant else 1.0)
+
+    def weight_bytes(self, first: int, end: int) -> int:
+        """Embedding and part of the head included where the stage has them."""
+        return int(self._weights_before[end] - self._weights_before[first]) + self._ends_bytes(first, end)
+
+    def kv_bytes(self, first: int, end: int) -> int:
+        """For all that is promised."""
+        return int(self._kv_before[end] - self._kv_before[first])
+
+    def memory_bytes(self, first: int, end: int) -> int:
+        """Working memory and our process included."""
+        logits = 4 * self._demand.sequences * self._model.vocabulary * (end == len(self._layers.index))
+        whole = self._ends_bytes(first, end) + logits + working_bytes(self._model) + self.node.process_bytes
+        layers = self._weights_before + self._kv_before
+        return int(np.ceil(layers[end] - layers[first])) + whole
+
+    def _ends_bytes(self, first: int, end: int) -> int:
+        """Where the embedding serves as the head, a stage that has both keeps one table, whole."""
+        is_first, is_last = first == 0, end == len(self._layers.index)
+        own_head = is_last and not (is_first and self._model.is_tied)
+        return self._model.embedding_bytes * is_first + self._head_bytes * own_head
+
+    def memory_table(self, ends: NDArray[np.intp]) -> Table:
+        """`memory_bytes` of every stage between two of the ends, which are the first and the last layer's and some between."""
+        layers = (self._weights_before + self._kv_before)[ends]
+        held = layers[None, :] - layers[:, None] + working_bytes(self._model) + self.node.process_bytes + 1
+        held[0] += self._model.embedding_bytes
+        held[:, -1] += self._head_bytes + 4 * self._demand.sequences * self._model.vocabulary
+        if self._model.is_tied:
+            held[0, -1] -= self._head_bytes
+        return held
+
+
+def _share_of(layer: LayerProfile, part: Fractions) -> LayerProfile:
+    """The layer as one rank has it: never more of a mixture's experts than are held."""
+    rows = part.experts if layer.read_bytes < layer.weight_bytes else part.rows
+
+    def share(nbytes: int) -> int:
+        shared = max(0, nbytes - layer.attention_bytes - layer.whole_bytes)
+        return round(layer.attention_bytes * part.heads + shared * rows + layer.whole_bytes)
+
+    read = share(layer.read_bytes)
+    return replace(
+        layer,
+        weight_bytes=share(layer.weight_bytes),
+        read_bytes=read,
+        flops_per_token=round(layer.flops_per_token * read / max(1, layer.read_bytes)),
+        kv_bytes_per_token=round(layer.kv_bytes_per_token * part.heads),
+        kv_bytes_per_sequence=round(layer.kv_bytes_per_sequence * part.heads),
+        query_width=round(layer.query_width * part.heads),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Machines in the order in which each sends to the next, and the last to the first."""
+
+    nodes: tuple[int, ...]
+    """Their places in the cluster, the lowest first."""
+    links: tuple[LinkProfile, ...]
+    """From each to the next, those that are alike once."""
+
+    def sum_s(self, nbytes: float) -> float:
+        """Adding up so many bytes, on every rank."""
+        ranks = len(self.nodes)
+        return 2 * (ranks - 1) * self._round_s(nbytes / ranks)
+
+    def gather_s(self, nbytes: float) -> float:
+        """Having every rank's part, of which the longest has so many bytes."""
+        return (len(self.nodes) - 1) * self._round_s(nbytes)
+
+    def _round_s(self, nbytes: float) -> float:
+        return max(link.collective_seconds(nbytes) for link in self.links)
+
+
+class Rings:
+    """The best ring of every set of machines that may have one."""
+
+    def __init__(self, cluster: ClusterProfile, nbytes: float, *, trusting: bool = False) -> None:
+        """For sums of so many bytes; with `trusting` as if every interface were trusted."""
+        self._cluster = cluster
+        nodes = range(len(cluster.nodes))
+        self._seconds = np.array(
+            [[self._hop_s(one, other, nbytes, trusting=trusting) for other in nodes] for one in nodes]
+        )
+        self._best: dict[int, NDArray[np.float64]] = {}
+        """By set, as bits: by the last machine, the slowest hop of a way through all of them from the lowest."""
+
+    def _hop_s(self, one: int, other: int, nbytes: float, *, trusting: bool) -> float:
+        here, there = self._cluster.nodes[one], self._cluster.nodes[other]
+        if one == other or not (trusting or self._cluster.trusts(here, there)):
+            return np.inf
+        return self._cluster.link(here.name, there.name).collective_seconds(nbytes / 2)
+
+    def among(self, members: Sequence[int]) -> Ring | None:
+        """The ring whose slowest hop is quickest; None where there is none. `members` are in order."""
+        bits = sum(1 << node for node in members)
+        closed = np.maximum(self._ways(bits), self._seconds[:, members[0]])
+        last = int(closed.argmin())
+        if not np.isfinite(closed[last]):
+            return None
+        order = self._trace(bits, last)
+        links = {self._link(one, other) for one, other in zip(order, [*order[1:], order[0]], strict=True)}
+        return Ring(tuple(order), tuple(links))
+
+    def _link(self, one: int, other: int) -> LinkProfile:
+        nodes = self._cluster.nodes
+        return self._cluster.link(nodes[one].name, nodes[other].name)
+
+    def _ways(self, bits: int) -> NDArray[np.float64]:
+        if bits not in self._best:
+            lowest = (bits & -bits).bit_length() - 1
+            found = np.full(len(self._seconds), np.inf)
+            if bits.bit_count() == 1:
+                found[lowest] = 0.0
+            for last in range(lowest + 1, bits.bit_length()):
+                if bits >> last & 1:
+                    found[last] = np.maximum(self._ways(bits & ~(1 << last)), self._seconds[:, last]).min()
+            self._best[bits] = found
+        return self._best[bits]
+
+    def _trace(self, bits: int, last: int) -> list[int]:
+        order = [last]
+        while bits := bits & ~(1 << order[-1]):
+            order.append(int(np.maximum(self._ways(bits), self._seconds[:, order[-1]]).argmin()))
+        return order[::-1]

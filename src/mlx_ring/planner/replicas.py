@@ -1,0 +1,147 @@
+"""How many times a model is to be loaded, and on which machines each: `place_replicas(model, cluster, wish, count)`. Pure.
+
+Every replica answers its part of the promised sequences. What a set of machines gives as one pipeline is bounded by its
+slowest stage; over those bounds the best division into replicas is found exactly, by going through all sets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mlx_ring.core.errors import PlanError
+from mlx_ring.planner.place import place
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.request import Wish
+from mlx_ring.planner.search import steadiest_costs
+from mlx_ring.planner.tensor_plans import MOST_NODES, weigh
+from mlx_ring.planner.timetable import Timetable
+
+_WORTH = 1.02
+"""One replica more must give so much more: what is predicted is not exact."""
+
+
+def place_replicas(
+    model: ModelProfile, cluster: ClusterProfile, wish: Wish, count: int | None
+) -> tuple[Plan, ...]:
+    """A plan for each replica, with machines of its own.
+
+    Args:
+        model: its sizes.
+        cluster: the machines.
+        wish: what is promised, to all replicas together.
+        count: of replicas; None: as many as give the most tokens, where throughput is the aim.
+
+    Raises:
+        PlanError: the machines cannot hold so many, or the wish contradicts itself.
+    """
+    if count == 1 or (count is None and (wish.aim != "throughput" or wish.strategy != "auto")):
+        return (place(model, cluster, wish),)
+    _check(cluster, wish, count)
+    most = min(len(cluster.nodes), max(1, wish.demand.sequences))
+    divisions = {
+        number: _best_division(model, cluster, wish, number)
+        for number in ([count] if count else range(1, most + 1))
+    }
+    best: tuple[float, tuple[int, ...]] = (0.0, ())
+    for speed, sets in divisions.values():
+        if sets and speed > best[0] * (_WORTH if best[1] else 0.0):
+            best = (speed, sets)
+    if not best[1]:
+        # One over all machines says best what is missing.
+        whole = place(model, cluster, wish)
+        if count is None:
+            # Nothing fits but layers that are shared.
+            return (whole,)
+        raise PlanError(
+            f"{len(cluster.nodes)} machines cannot hold {count} replicas of {model.name}; one over "
+            f"{len(whole.stages)} of them fits. Ask for fewer, for a shorter context or for fewer sequences."
+        )
+    each = replace(wish, demand=replace(wish.demand, sequences=_share(wish, len(best[1]))))
+    plans = tuple(place(model, _among(cluster, members), each) for members in best[1])
+    if count is None and _is_better_shared(model, cluster, wish, plans):
+        return (place(model, cluster, wish),)
+    return plans
+
+
+def _check(cluster: ClusterProfile, wish: Wish, count: int | None) -> None:
+    nodes = len(cluster.nodes)
+    if wish.strategy != "auto":
+        raise PlanError(
+            f"Replicas are planned by the strategy auto; {wish.strategy} was asked for with {count} of them."
+        )
+    if nodes > MOST_NODES:
+        raise PlanError(f"{nodes} machines were given; replicas are planned for {MOST_NODES} at most.")
+    if count is not None and count > nodes:
+        raise PlanError(f"{count} replicas were asked for, and there are {nodes} machines: each needs one.")
+
+
+def _is_better_shared(
+    model: ModelProfile, cluster: ClusterProfile, wish: Wish, plans: tuple[Plan, ...]
+) -> bool:
+    """Whether machines that share layers give more than all replicas together."""
+    if not wish.shares_layers:
+        return False
+    shared = weigh(model, cluster, wish, None)
+    together = sum(plan.prediction.tokens_per_s for plan in plans)
+    return shared is not None and shared.prediction.tokens_per_s > together
+
+
+def _share(wish: Wish, replicas: int) -> int:
+    """Sequences that each answers."""
+    return -(-wish.demand.sequences // replicas)
+
+
+def _best_division(
+    model: ModelProfile, cluster: ClusterProfile, wish: Wish, replicas: int
+) -> tuple[float, tuple[int, ...]]:
+    """Tokens a second of all together, and the machines of each as bits; no machines where there is no room."""
+    speeds = _speeds(model, cluster, wish, replicas)
+    everyone = (1 << len(cluster.nodes)) - 1
+    best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
+    for number in range(1, replicas + 1):
+        for members, speed in speeds.items():
+            rest = everyone & ~members
+            subset = rest
+            while True:
+                before = best.get((number - 1, subset))
+                if before is not None:
+                    key, total = (number, subset | members), before[0] + speed
+                    if total > best.get(key, (0.0, ()))[0]:
+                        best[key] = (total, (*before[1], members))
+                if not subset:
+                    break
+                subset = (subset - 1) & rest
+    found = [way for (number, _), way in best.items() if number == replicas]
+    speed, sets = max(found, key=lambda way: way[0], default=(0.0, ()))
+    # The one that has the first machine comes first.
+    return speed, tuple(sorted(sets, key=lambda members: members & -members))
+
+
+def _speeds(model: ModelProfile, cluster: ClusterProfile, wish: Wish, replicas: int) -> dict[int, float]:
+    """By set of machines: what it gives as one of so many replicas, in tokens a second."""
+    sequences = _share(wish, replicas)
+    timetable = Timetable(model, cluster, replace(wish.demand, sequences=sequences))
+    most = len(cluster.nodes) - replicas + 1
+    costs: dict[int, dict[int, float]] = {}
+    speeds: dict[int, float] = {}
+    for stages in range(1, most + 1):
+        groups = min(stages, sequences)
+        rows = -(-sequences // groups)
+        if rows not in costs:
+            largest = max(
+                size for size in range(1, most + 1) if -(-sequences // min(size, sequences)) == rows
+            )
+            costs[rows] = steadiest_costs(timetable.steady_tables(rows), timetable.hops(rows), largest)
+        for members, slowest in costs[rows].items():
+            if members.bit_count() == stages and np.isfinite(slowest):
+                # Fewer groups than stages leave stages waiting.
+                speeds[members] = sequences / (max(groups, stages) * slowest)
+    return speeds
+
+
+def _among(cluster: ClusterProfile, members: int) -> ClusterProfile:
+    nodes = tuple(node for place, node in enumerate(cluster.nodes) if members >> place & 1)
+    return replace(cluster, nodes=nodes)

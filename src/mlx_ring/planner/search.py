@@ -1,0 +1,245 @@
+"""The best way through machines and layers, exactly: who takes which layers, in which order, and who is left out. Pure.
+
+Dynamic programming over sets of machines (Held and Karp's way through cities, with the layers as a second axis):
+the best way to cover the layers before `b` by the machines of a set, ending on one of them, is the best over that machine's
+first layer `a`. Eight machines and 128 layers take some tenths of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from mlx_ring.planner.stage_costs import Table
+
+_CLOSE = 1e-3
+_AT_ONCE = 8
+"""Rows that are joined with a table in one go: more, and the processor's cache does not hold what comes of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One machine's layers, `[first, end)`."""
+
+    node: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Machines in the pipeline's order."""
+
+    pieces: tuple[Piece, ...]
+    cost: float
+    with_node: tuple[float, ...] = ()
+    """By machine: the cost of the best way that has it, infinite where there is none; empty where that is not known."""
+
+
+class _Search:
+    """Costs of ways. Costs and hops add up, or the greatest cost counts, and hops add to it."""
+
+    def __init__(self, tables: Sequence[Table], hops: Table, *, adds: bool, starts_apart: bool) -> None:
+        """With `starts_apart` the ways from different first machines are kept apart, for what the hop back makes of them."""
+        self._nodes = range(len(tables))
+        # By end and first layer, so that the least over first layers is looked for in neighbouring numbers.
+        self._tables = [np.ascontiguousarray(table.T) for table in tables]
+        self._hops = hops
+        self._join = np.add if adds else np.maximum
+        self._starts = len(tables) if starts_apart else 1
+        self._room = np.empty((_AT_ONCE, *tables[0].shape))
+        """Kept: to get so much memory anew takes longer than to fill it."""
+        self._best: dict[int, dict[int, Table]] = {}
+        """By set of machines and the last of them: by first machine, the cost of covering the layers before each."""
+
+    def ways(self, stages: int) -> Iterator[tuple[int, int, int, float]]:
+        """The set, the last machine, the first, and the cost of covering all layers with so many machines.
+
+        To be asked for one machine first, then for two, and so on.
+        """
+        for last in self._nodes:
+            self._extend(stages, last)
+        for members in _sets(self._nodes, stages):
+            for last, costs in self._best[members].items():
+                for start in np.flatnonzero(np.isfinite(costs[:, -1])):
+                    yield members, last, int(start), float(costs[start, -1])
+
+    def _extend(self, stages: int, last: int) -> None:
+        """All ways of so many machines that end on this one."""
+        if stages == 1:
+            costs = np.full((self._starts, len(self._tables[last])), np.inf)
+            costs[last if self._starts > 1 else 0] = self._tables[last][:, 0]
+            self._best[1 << last] = {last: costs}
+            return
+        sets = [bits for bits in _sets(self._nodes, stages - 1) if not bits >> last & 1]
+        reached = np.stack([self._arriving(before, last).min(axis=0) for before in sets])
+        for before, costs in zip(sets, self._joined(reached, last), strict=True):
+            self._best.setdefault(before | 1 << last, {})[last] = costs
+
+    def _joined(self, reached: Table, last: int) -> Table:
+        """By set, first machine and end: what was reached, and this machine's layers on top of it."""
+        rows = reached.reshape(-1, reached.shape[-1])
+        best = np.full(rows.shape, np.inf)
+        possible = np.flatnonzero(np.isfinite(rows).any(axis=1))
+        for place in range(0, len(possible), _AT_ONCE):
+            some = possible[place : place + _AT_ONCE]
+            room = self._room[: len(some)]
+            best[some] = self._join(rows[some][:, None], self._tables[last], out=room).min(axis=2)
+        return best.reshape(reached.shape)
+
+    def _arriving(self, before: int, last: int) -> Table:
+        """By machine of a set, first machine and layer: the cost of covering the layers before it, and of handing over."""
+        return np.stack([costs + self._hops[node, last] for node, costs in self._best[before].items()])
+
+    def trace(self, members: int, last: int, start: int) -> tuple[Piece, ...]:
+        pieces: list[Piece] = []
+        end = len(self._tables[last]) - 1
+        while before := members & ~(1 << last):
+            arriving = self._arriving(before, last)[:, start]
+            first = int(self._join(arriving.min(axis=0), self._tables[last][end]).argmin())
+            pieces.append(Piece(last, first, end))
+            members, last, end = before, list(self._best[before])[int(arriving[:, first].argmin())], first
+        return (Piece(last, 0, end), *reversed(pieces))
+
+
+def _sets(nodes: Sequence[int], size: int) -> list[int]:
+    """All sets of so many, as bits."""
+    return [sum(1 << node for node in members) for members in combinations(nodes, size)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Circle:
+    """A way through a set of machines and back to the first."""
+
+    search: _Search
+    members: int
+    last: int
+    start: int
+    cost: float
+
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.search.trace(self.members, self.last, self.start)
+
+
+def _circles(tables: Sequence[Table], hops: Table, most: int, *, adds: bool) -> Iterator[_Circle]:
+    """The best ones of up to `most` machines, by their set, the last and, where hops back differ, the first of them."""
+    apart = not _all_alike(hops)
+    search = _Search(tables, hops, adds=adds, starts_apart=apart)
+    for stages in range(1, most + 1):
+        for members, last, start, cost in search.ways(stages):
+            # Where ways begin anywhere, hops between different machines are alike.
+            back = float(hops[last, start if apart else (last + 1) % len(hops)]) if stages > 1 else 0.0
+            if np.isfinite(cost + back):
+                yield _Circle(search, members, last, start, cost + back)
+
+
+def quickest_way(
+    tables: Sequence[Table],
+    hops: Table,
+    paces: Sequence[Table] | None = None,
+    *,
+    stages: int | None = None,
+    least: float = 0.0,
+) -> Way | None:
+    """The way on which one token gets around soonest, the hop from the last machine back to the first included.
+
+    Args:
+        tables: by machine, seconds of every stage that it could be.
+        hops: seconds from machine to machine.
+        paces: by machine, seconds of the same stages that have to pass before the next token can, whatever the others take;
+            the best way is found to a thousandth then. None: a stage's own, which no way around is shorter than.
+        stages: how many machines; None: as many as are best.
+        least: what no way costs less than, where that is known.
+    """
+    way = _quickest(tables, hops, stages)
+    if way is None or paces is None or all(map(np.array_equal, tables, paces)):
+        return way
+    best = _paced(way, paces)
+    # No way is better than `low`: the quickest of all, and once those within a bound take longer than it, the bound.
+    low = max(way.cost, least)
+    bound = low * (1 + _CLOSE / 2)
+    while best.cost > low * (1 + _CLOSE):
+        allowed = [np.where(pace <= bound, table, np.inf) for table, pace in zip(tables, paces, strict=True)]
+        found = _quickest(allowed, hops, stages)
+        if found is not None and (paced := _paced(found, paces)).cost < best.cost:
+            best = paced
+        if found is None or found.cost > bound:
+            low = bound
+        bound = (low + best.cost) / 2
+    return best
+
+
+def _paced(way: Way, paces: Sequence[Table]) -> Way:
+    """With the cost that its slowest pace gives it. What other ways cost is not known then."""
+    slowest = max(float(paces[piece.node][piece.first, piece.end]) for piece in way.pieces)
+    return Way(way.pieces, max(way.cost, slowest))
+
+
+def _quickest(tables: Sequence[Table], hops: Table, stages: int | None) -> Way | None:
+    nodes = range(len(tables))
+    best: tuple[float, tuple[Piece, ...]] = (np.inf, ())
+    with_node = [np.inf] * len(tables)
+    for circle in _circles(tables, hops, stages or len(tables), adds=True):
+        if stages is not None and circle.members.bit_count() != stages:
+            continue
+        for node in nodes:
+            if circle.members >> node & 1:
+                with_node[node] = min(with_node[node], circle.cost)
+        if circle.cost < best[0]:
+            best = (circle.cost, circle.pieces())
+    return Way(best[1], best[0], tuple(with_node)) if best[1] else None
+
+
+def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int, float]:
+    """By set of up to `most` machines, as bits: the slowest stage where all of them serve, cut and ordered best."""
+    found: dict[int, float] = {}
+    for circle in _circles(tables, _walls(hops), most, adds=False):
+        found[circle.members] = min(circle.cost, found.get(circle.members, np.inf))
+    return found
+
+
+def has_way(tables: Sequence[Table], hops: Table) -> bool:
+    """Whether any way is there."""
+    free, walls = [np.where(np.isfinite(table), 0.0, np.inf) for table in tables], _walls(hops)
+    if sum(map(_longest, free)) < len(free[0]) - 1:
+        return False
+    if np.isfinite(walls).all() and in_order(free) is not None:
+        return True
+    return any(True for _ in _circles(free, walls, len(free), adds=True))
+
+
+def _longest(table: Table) -> int:
+    """Most layers of a stage that can be."""
+    firsts, ends = np.nonzero(np.isfinite(table))
+    return int(np.max(ends - firsts, initial=0))
+
+
+def _walls(hops: Table) -> Table:
+    """Nothing from machine to machine, and for ever where one does not reach the other."""
+    return np.where(np.isfinite(hops), 0.0, np.inf)
+
+
+def in_order(tables: Sequence[Table]) -> Way | None:
+    """The cut over all machines, in the order given, whose slowest stage is quickest."""
+    costs = tables[0][0]
+    firsts: list[np.ndarray] = [np.zeros(len(costs), np.intp)]
+    for table in tables[1:]:
+        together = np.maximum(costs[:, None], table)
+        firsts.append(together.argmin(axis=0))
+        costs = together.min(axis=0)
+    if not np.isfinite(costs[-1]):
+        return None
+    end, pieces = len(costs) - 1, list[Piece]()
+    for node in reversed(range(len(tables))):
+        first = int(firsts[node][end])
+        pieces.append(Piece(node, first, end))
+        end = first
+    return Way(tuple(reversed(pieces)), float(costs[-1]))
+
+
+def _all_alike(hops: Table) -> bool:
+    apart = hops[~np.eye(len(hops), dtype=bool)]
+    return not apart.size or bool(np.all(apart == apart[0]))

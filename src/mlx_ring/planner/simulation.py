@@ -1,0 +1,190 @@
+"""A pipeline by the clock: whoever makes steps meets stages of given times. Pure, and the same every time.
+
+Stages execute steps in stream order. A step begins on a stage when the stage is free, its activations have come, and,
+on the first stage, the tokens have come that its rows take from the steps before. Everything that a step waits for
+was sent before it, so its times are known the moment it is sent; only what reaches the head is an event.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import inf
+from typing import Generic, Protocol, TypeVar
+
+from mlx_ring.planner.costs import tokens_fed
+from mlx_ring.planner.outcome import Outcome, SequenceTimes, StageUse, Work
+from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos.step_pb2 import Want
+
+_MICRO = 1e6
+
+Answer = TypeVar("Answer")
+Answer_co = TypeVar("Answer_co", covariant=True)
+
+
+class StepMaker(Protocol[Answer_co]):
+    """Whoever decides which rows go into which step: the engine's scheduler, or a policy of the planner's own."""
+
+    def schedule(self, now: float) -> Sequence[step_pb2.Step]:
+        """Every step that can go out now."""
+        ...
+
+    def answer(self, done: step_pb2.StepDone, now: float) -> Answer_co:
+        """Take one stage's answer to one step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long things take, seconds."""
+
+    stage_s: Callable[[int, step_pb2.Step], float]
+    """A step on a stage; `planner.costs` has some."""
+    hop_s: float = 0.0
+    """From the end of a step on a stage to what it sends being where it is wanted."""
+    head_s: float = 0.0
+    """From the head to a stage, and from there back."""
+    head_event_s: float = 0.0
+    """What the head does for one answer or arrival, before the steps that follow from it go out. It does one at a time."""
+
+
+Arrival = tuple[float, Callable[[float], None]]
+"""When something happens at the head, and what: a request comes, a client leaves. It is told the time."""
+Sampler = Callable[[int, int], int]
+"""The token at a position of a sequence; a draft is accepted as far as it says the same."""
+Taken = Callable[[Answer], Iterable[tuple[int, int]]]
+"""By sequence, how many tokens an answer brought, in the eyes of who made the steps."""
+
+
+def any_token(_sequence: int, _position: int) -> int:
+    """A model that says the same always."""
+    return 1
+
+
+class Simulation(Generic[Answer]):
+    """One run of a step maker over stages."""
+
+    def __init__(
+        self,
+        maker: StepMaker[Answer],
+        times: Times,
+        stages: int,
+        *,
+        sample: Sampler = any_token,
+        taken: Taken[Answer] | None = None,
+    ) -> None:
+        """Without `taken` every sampled token counts, also those that the maker drops."""
+        self._maker = maker
+        self._times = times
+        self._sample = sample
+        self._taken = taken
+        self._free_at = [0.0] * stages
+        self._work: list[list[Work]] = [[] for _ in range(stages)]
+        self._sampled_at: dict[int, float] = {}
+        """By sequence, when the last stage will have sampled for it."""
+        self._tokens_s: dict[int, list[float]] = {}
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = count()
+        self._steps = self._in_flight = self._most_in_flight = 0
+
+    def run(self, arrivals: Sequence[Arrival], *, until_s: float = inf) -> Outcome:
+        """Until nothing more happens, or the time is up; a maker that never ends needs an `until_s`."""
+        for at, happens in arrivals:
+            self._push(at, happens)
+        now = 0.0
+        while self._events:
+            reaches, _, happens = heapq.heappop(self._events)
+            done = max(now, reaches) + self._times.head_event_s
+            if done > until_s:
+                break
+            now = done
+            happens(now)
+            for step in self._maker.schedule(now):
+                self._send(step, now)
+        return Outcome(
+            elapsed_s=now,
+            stages=tuple(StageUse(tuple(work)) for work in self._work),
+            sequences={number: SequenceTimes(tuple(times)) for number, times in self._tokens_s.items()},
+            steps=self._steps,
+            most_in_flight=self._most_in_flight,
+        )
+
+    def _push(self, at: float, happens: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (at, next(self._order), happens))
+
+    # ---- a step goes through the stages
+
+    def _send(self, step: step_pb2.Step, now: float) -> None:
+        self._steps += 1
+        self._in_flight += bool(step.rows)
+        self._most_in_flight = max(self._most_in_flight, self._in_flight)
+        arrives = now + self._times.head_s
+        ready = max([arrives, *self._tokens_ready(step)])
+        last = len(self._work) - 1
+        for stage in range(len(self._work)):
+            work = self._execute(step, stage, ready if step.rows else arrives)
+            # The head sends to every stage itself; a later one has what it needs when the one before hands it on.
+            ready = max(arrives, work.end_s + self._times.hop_s)
+            if stage == last:
+                self._sampled_at.update({row.sequence: work.end_s for row in step.rows if _samples(row)})
+            done = self._done(step, stage, work)
+            if stage == last:
+                done.results.extend(map(self._result, step.rows))
+            self._push(
+                work.end_s + self._times.head_s, self._answer(done, lands=stage == last and bool(step.rows))
+            )
+
+    def _execute(self, step: step_pb2.Step, stage: int, ready: float) -> Work:
+        begin = max(self._free_at[stage], ready)
+        end = self._free_at[stage] = begin + self._times.stage_s(stage, step)
+        work = Work(step.step, begin, end)
+        if end > begin:
+            self._work[stage].append(work)
+        return work
+
+    def _tokens_ready(self, step: step_pb2.Step) -> Iterator[float]:
+        """When the first stage has the tokens that the step's rows take from the steps before."""
+        hop = self._times.hop_s if len(self._work) > 1 else 0.0
+        for row in step.rows:
+            if row.previous and row.sequence in self._sampled_at:
+                yield self._sampled_at[row.sequence] + hop
+
+    def _done(self, step: step_pb2.Step, stage: int, work: Work) -> step_pb2.StepDone:
+        began, ended = round(work.begin_s * _MICRO), round(work.end_s * _MICRO)
+        timings = step_pb2.Timings(started_us=began, finished_us=ended, compute_us=ended - began)
+        return step_pb2.StepDone(
+            instance=step.instance, epoch=step.epoch, step=step.step, stage=stage, timings=timings
+        )
+
+    def _result(self, row: step_pb2.Row) -> step_pb2.RowResult:
+        """One token, and one more for every draft token that it bears out."""
+        result = step_pb2.RowResult(sequence=row.sequence)
+        if not _samples(row):
+            return result
+        position = row.start + tokens_fed(row) - len(row.draft)
+        for place in range(len(row.draft) + 1):
+            token = self._sample(row.sequence, position + place)
+            result.tokens.append(step_pb2.TokenLogprobs(token=token))
+            if place < len(row.draft) and row.draft[place] != token:
+                break
+        return result
+
+    # ---- and its answers come back
+
+    def _answer(self, done: step_pb2.StepDone, *, lands: bool) -> Callable[[float], None]:
+        def answer(now: float) -> None:
+            self._in_flight -= lands
+            answer = self._maker.answer(done, now)
+            sampled = ((result.sequence, len(result.tokens)) for result in done.results)
+            for sequence, tokens in sampled if self._taken is None else self._taken(answer):
+                if tokens:
+                    self._tokens_s.setdefault(sequence, []).extend([now] * tokens)
+
+        return answer
+
+
+def _samples(row: step_pb2.Row) -> bool:
+    return any(want.what == Want.TOKEN for want in row.wants)

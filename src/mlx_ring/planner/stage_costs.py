@@ -1,0 +1,234 @@
+"""What a stage takes on a machine, by counting bytes and operations: memory and time. Pure.
+
+A step reads its weights once, whatever the number of rows, and multiplies for each of them: the slower of both counts.
+On top come each row's look back at its context, what is begun for every layer, drawing tokens, and what every step costs
+whatever is in it. Where a machine was measured each of these goes by what was found there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_ring.host.machine_profile import WeightRate
+from mlx_ring.planner.profiles import LayerProfile, ModelProfile, NodeProfile
+
+CHUNK_TOKENS = 512
+_NUMBERS_PER_TOKEN = 16
+"""Of the hidden size, what a layer holds for one token of a chunk at its widest."""
+_FLOAT_BYTES = 4
+_QUANTIZED_GROUP = 64
+
+Table = NDArray[np.float64]
+"""`(layers + 1, layers + 1)`: by first layer and end; infinite where no stage can be."""
+
+_Seconds = TypeVar("_Seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is promised to those who ask."""
+
+    context_tokens: int
+    sequences: int
+    kv_bits: int = 16
+
+    def kv_factor(self, number_bytes: int = 2) -> float:
+        """Of plain KV with numbers of so many bytes: what the bits take, with a scale and a bias for 64 numbers."""
+        if self.kv_bits >= 16:  # noqa: PLR2004 - bits
+            return 1.0
+        return (self.kv_bits + 16 * number_bytes / _QUANTIZED_GROUP) / (8 * number_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Times(Generic[_Seconds]):
+    """What a step lasts on a machine that may compute all the time, or for a part of it."""
+
+    unhindered: _Seconds
+    """Where it did nothing before."""
+    steady: _Seconds
+    """Where it always computes."""
+
+
+class LayerKinds:
+    """A model's layers, those that are alike once."""
+
+    def __init__(self, model: ModelProfile) -> None:
+        self.model = model
+        places = {layer: place for place, layer in enumerate(dict.fromkeys(model.layers))}
+        self.kinds = tuple(places)
+        self.index: NDArray[np.intp] = np.array([places[layer] for layer in model.layers])
+
+    def by_layer(self, values: Sequence[float]) -> Table:
+        """What is known of each kind, for every layer."""
+        return np.array(values, dtype=np.float64)[self.index]
+
+
+class StageTables:
+    """Sums over layers, so that a stage's costs are differences."""
+
+    def __init__(self, model: ModelProfile, demand: Demand) -> None:
+        self.model = model
+        self.demand = demand
+        self._memory: dict[bool, Table] = {}
+        self._stored = LayerKinds(model)
+        self._widened = self._stored if model.widened is None else LayerKinds(model.widened)
+
+    def model_on(self, node: NodeProfile) -> ModelProfile:
+        """The model as the machine loads it."""
+        return self._kinds_on(node).model
+
+    def _kinds_on(self, node: NodeProfile) -> LayerKinds:
+        return self._widened if node.widens else self._stored
+
+    def memory(self, node: NodeProfile) -> Table:
+        """Bytes of every stage that could be, working memory and our processes included."""
+        if node.widens not in self._memory:
+            self._memory[node.widens] = _held_bytes(self._kinds_on(node), self.demand)
+        return self._memory[node.widens] + node.process_bytes
+
+    def seconds(self, node: NodeProfile, rows: int, context_tokens: int) -> Times[Table]:
+        """One step with `rows` tokens of as many sequences, each behind `context_tokens`; infinite where memory ends."""
+        sums = self._seconds_before(node, rows, context_tokens)
+        table = sums[None, :] - sums[:, None] + node.costs.step_s
+        fits = self.memory(node) <= node.usable_bytes
+        fits &= np.arange(len(sums))[:, None] < np.arange(len(sums))[None, :]
+        times = times_on(node, table)
+        unhindered = np.where(fits, times.unhindered, np.inf)
+        return Times(unhindered, unhindered if node.grant is None else np.where(fits, times.steady, np.inf))
+
+    def stage_seconds(
+        self, node: NodeProfile, first: int, end: int, rows: int, context_tokens: int
+    ) -> Times[float]:
+        """One step of one stage, whether memory does or not."""
+        sums = self._seconds_before(node, rows, context_tokens)
+        times = times_on(node, sums[end : end + 1] - sums[first] + node.costs.step_s)
+        return Times(float(times.unhindered[0]), float(times.steady[0]))
+
+    def weight_bytes(self, node: NodeProfile, first: int, end: int) -> int:
+        """Of one stage, embedding and head included where it has them."""
+        model = self.model_on(node)
+        is_first, is_last = first == 0, end == len(model.layers)
+        held = sum(layer.weight_bytes for layer in model.layers[first:end])
+        return (
+            held
+            + model.embedding_bytes * is_first
+            + model.head_bytes * (is_last and not (is_first and model.is_tied))
+        )
+
+    def kv_bytes(self, node: NodeProfile, first: int, end: int) -> int:
+        """Of one stage, for all that is promised."""
+        model = self.model_on(node)
+        return int(sum(held_kv_bytes(layer, model, self.demand) for layer in model.layers[first:end]))
+
+    def _seconds_before(self, node: NodeProfile, rows: int, context_tokens: int) -> Table:
+        """By layer: of all before it, what the model ends with as if it stood in the last one."""
+        layers, model = self._kinds_on(node), self.model_on(node)
+        rate = node.rate(model.weights)
+        each = layers.by_layer(
+            [
+                layer_seconds(layer, node, rate, model, self.demand, rows, context_tokens)
+                for layer in layers.kinds
+            ]
+        )
+        each[-1] += head_seconds(model.head_bytes, model.vocabulary, model.hidden_size, rate, rows)
+        each[-1] += node.costs.draw_s + rows * model.vocabulary * node.costs.logit_s
+        return before(each)
+
+    def prefill_seconds(self, node: NodeProfile, first: int, end: int, tokens: int) -> float:
+        """A stage's part of reading a prompt."""
+        model = self.model_on(node)
+        flops = sum(layer.flops_per_token for layer in model.layers[first:end]) * tokens
+        scores = prefill_scores(model, end - first, tokens)
+        computing = flops / node.rate(model.weights).flops + scores / node.flops
+        return computing / (node.grant.share if node.grant else 1.0)
+
+
+def times_on(node: NodeProfile, computing: Table) -> Times[Table]:
+    """How long so many seconds of computing last on a machine."""
+    if node.grant is None:
+        return Times(computing, computing)
+    return Times(node.grant.clock_s(computing), node.grant.steady_s(computing))
+
+
+def layer_seconds(
+    layer: LayerProfile,
+    node: NodeProfile,
+    rate: WeightRate,
+    model: ModelProfile,
+    demand: Demand,
+    rows: int,
+    context_tokens: int,
+) -> float:
+    """One layer's part of a step with so many rows, each behind so long a context; `rate` is the node's for the model."""
+    read = min(layer.weight_bytes, layer.read_bytes * rows)
+    # Nearly all of a layer's matrices have rows as long as the activations.
+    matrix_rows = layer.flops_per_token / 2 / model.hidden_size * read / max(1, layer.read_bytes)
+    products = max(
+        read / rate.bandwidth + matrix_rows * rate.row_s, layer.flops_per_token * rows / rate.flops
+    )
+    look_back = _look_back_seconds(layer, node, model, demand, context_tokens)
+    return products + rows * look_back + node.costs.layer_s
+
+
+def _look_back_seconds(
+    layer: LayerProfile, node: NodeProfile, model: ModelProfile, demand: Demand, context_tokens: int
+) -> float:
+    """One row's: reading its KV, or holding its queries against it, whichever takes longer."""
+    kv_bytes = layer.kv_bytes_per_token * context_tokens * demand.kv_factor(model.number_bytes)
+    seen = context_tokens if layer.window is None else min(context_tokens, layer.window)
+    return max(
+        (kv_bytes + layer.kv_bytes_per_sequence) / node.bandwidth,
+        seen * layer.query_width * node.costs.attention_s,
+    )
+
+
+def head_seconds(nbytes: int, vocabulary: float, hidden_size: int, rate: WeightRate, rows: int) -> float:
+    """Scores of so many tokens of the vocabulary."""
+    return max(
+        nbytes / rate.bandwidth + vocabulary * rate.row_s, 2 * rows * vocabulary * hidden_size / rate.flops
+    )
+
+
+def prefill_scores(model: ModelProfile, layers: int, tokens: int) -> int:
+    """Operations of scores and their sums: every token looks at those before it."""
+    return layers * 2 * tokens * tokens * model.hidden_size
+
+
+def _held_bytes(layers: LayerKinds, demand: Demand) -> Table:
+    model, bytes_before = layers.model, _bytes_before(layers, demand)
+    held = bytes_before[None, :] - bytes_before[:, None]
+    if model.is_tied:
+        held[0, -1] -= model.head_bytes
+    return held + working_bytes(model)
+
+
+def working_bytes(model: ModelProfile) -> int:
+    """Of a chunk's activations."""
+    return _FLOAT_BYTES * CHUNK_TOKENS * model.hidden_size * _NUMBERS_PER_TOKEN
+
+
+def held_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
+    """A layer's, of all promised sequences."""
+    each = layer.kv_bytes_per_token * demand.context_tokens * demand.kv_factor(model.number_bytes)
+    return demand.sequences * (each + layer.kv_bytes_per_sequence)
+
+
+def _bytes_before(layers: LayerKinds, demand: Demand) -> Table:
+    """By layer: bytes of all before it, KV included, as if embedding and head stood in the outer layers."""
+    model = layers.model
+    sizes = layers.by_layer(
+        [layer.weight_bytes + held_kv_bytes(layer, model, demand) for layer in layers.kinds]
+    )
+    sizes[0] += model.embedding_bytes
+    sizes[-1] += model.head_bytes + _FLOAT_BYTES * demand.sequences * model.vocabulary
+    return before(sizes)
+
+
+def before(each: Table) -> Table:
+    """By layer, and for the end: the sum of all before it."""
+    return np.concatenate(([0.0], np.cumsum(each)))

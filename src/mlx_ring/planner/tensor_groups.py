@@ -1,0 +1,329 @@
+"""Machines that compute layers together: what a stage takes on them, and the shares that suit them. Pure.
+
+Each layer is over when the slowest rank is, and after two sums over all of them. The last stage also gathers every rank's
+part of the logits, and rank 0 tells the others its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_ring.core.errors import PlanError
+from mlx_ring.models.tensor_shares import TensorSizes, nearest_proportions, share_out
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.rank_costs import Fractions, RankCosts, Ring
+from mlx_ring.planner.stage_costs import CHUNK_TOKENS, Demand, LayerKinds, Table, Times, times_on
+
+_SUMS_PER_LAYER = 2
+_TOKEN_BYTES = 4
+_PARTS = 256
+"""Shares are so many parts of the whole: they add up to 1 to the last bit."""
+_BISECTIONS, _TRIES = 30, 8
+ALL = Fractions(1.0, 1.0, 1.0, 1.0)
+_NONE = Fractions(0.0, 0.0, 0.0, 0.0)
+
+Ends = NDArray[np.intp]
+
+
+class SharedModel:
+    """A model as machines load it, and what is promised of it."""
+
+    def __init__(self, model: ModelProfile, demand: Demand, sizes: TensorSizes | None) -> None:
+        """Without `sizes` every share can be made: to tell what would be if the model's layers could be split."""
+        self.model = model
+        self.demand = demand
+        self.sizes = sizes
+        self._stored = LayerKinds(model)
+        self._widened = self._stored if model.widened is None else LayerKinds(model.widened)
+        self._ends_of: dict[NodeProfile, tuple[RankCosts, RankCosts]] = {}
+        self._largest: dict[tuple[NodeProfile, bytes], Table] = {}
+
+    def on(self, node: NodeProfile) -> LayerKinds:
+        return self._widened if node.widens else self._stored
+
+    @property
+    def context_tokens(self) -> int:
+        """What a stream has behind it in the mean."""
+        return self.demand.context_tokens // 2
+
+    @property
+    def most_ranks(self) -> int:
+        return _PARTS if self.sizes is None else self.sizes.most_ranks
+
+    def costs(self, node: NodeProfile, part: Fractions) -> RankCosts:
+        return RankCosts(self.on(node), self.demand, node, part)
+
+    def bounds(self, node: NodeProfile) -> tuple[RankCosts, RankCosts]:
+        """With no share and with all: what a rank takes lies between, in proportion."""
+        if node not in self._ends_of:
+            self._ends_of[node] = self.costs(node, _NONE), self.costs(node, ALL)
+        return self._ends_of[node]
+
+    def largest_shares(self, node: NodeProfile, ends: Ends) -> Table:
+        """Of every stage between two of the ends, what memory allows there; minus infinity where it allows none."""
+        key = node, ends.tobytes()
+        if key not in self._largest:
+            least, whole = (costs.memory_table(ends) for costs in self.bounds(node))
+            room = (node.usable_bytes - least) / np.maximum(1.0, whole - least)
+            self._largest[key] = np.where(room > 0, np.minimum(room, 1.0), -np.inf)
+        return self._largest[key]
+
+    def made(self, shares: Sequence[float]) -> tuple[list[float], list[Fractions]]:
+        """The nearest shares that can be made, and what each rank then has."""
+        if self.sizes is None:
+            return list(shares), [Fractions(share, share, share, share) for share in shares]
+        try:
+            found = share_out(self.sizes, shares)
+        except PlanError:
+            near = nearest_proportions(self.sizes, shares)
+            shares = [count / sum(near) for count in near]
+            found = share_out(self.sizes, shares)
+        return list(shares), [Fractions.of(share, self.sizes) for share in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a group."""
+
+    node: NodeProfile
+    share: float
+    costs: RankCosts
+
+
+class RankGroup:
+    """Ranks with their shares, whichever layers they compute. One alone has everything and exchanges nothing."""
+
+    def __init__(
+        self, shared: SharedModel, members: Sequence[Member], ring: Ring, longest_head: float = 1.0
+    ) -> None:
+        """`longest_head` is the largest part of the vocabulary that a rank has."""
+        self.shared = shared
+        self.members = tuple(members)
+        self.ring = ring
+        self._longest_head = longest_head
+        self._layers = len(shared.model.layers)
+        self.number_bytes = max(shared.on(member.node).model.number_bytes for member in members)
+
+    @property
+    def nodes(self) -> tuple[NodeProfile, ...]:
+        return tuple(member.node for member in self.members)
+
+    def exchange_s(self, rows: int) -> tuple[float, float]:
+        """What ranks exchange in a step: seconds for each layer, and behind the last."""
+        if len(self.members) == 1:
+            return 0.0, 0.0
+        model = self.shared.model
+        layer = _SUMS_PER_LAYER * self.ring.sum_s(rows * model.hidden_size * self.number_bytes)
+        logits = rows * model.vocabulary * self._longest_head * self.number_bytes
+        return layer, self.ring.gather_s(logits) + self.ring.sum_s(_TOKEN_BYTES * rows)
+
+    def times(self, rows: int, context_tokens: int, ends: Ends, *, any_shares: bool = False) -> Times[Table]:
+        """One step of every stage between two of the ends; infinite where memory ends, with `any_shares` that for other shares."""
+        layer_s, last_s = self.exchange_s(rows)
+        exchanged = (ends[None, :] - ends[:, None]) * layer_s
+        exchanged[:, -1] += last_s
+        each = [self._computing(member, rows, context_tokens, ends) for member in self.members]
+        fits = (ends[:, None] < ends[None, :]) & (
+            self._holds_somehow(ends) if any_shares else self._holds(ends)
+        )
+        unhindered = np.max([times.unhindered for times in each], axis=0) + exchanged
+        steady = np.max([times.steady for times in each], axis=0) + exchanged
+        return Times(np.where(fits, unhindered, np.inf), np.where(fits, steady, np.inf))
+
+    def _holds(self, ends: Ends) -> NDArray[np.bool_]:
+        rooms = [member.costs.memory_table(ends) <= member.node.usable_bytes for member in self.members]
+        return np.logical_and.reduce(rooms)
+
+    def _holds_somehow(self, ends: Ends) -> NDArray[np.bool_]:
+        """Whether the largest shares that memory allows each rank make a whole together."""
+        parts = [self.shared.largest_shares(node, ends) for node in self.nodes]
+        return np.add.reduce(parts) >= 1.0
+
+    def _computing(self, member: Member, rows: int, context_tokens: int, ends: Ends) -> Times[Table]:
+        before = member.costs.seconds_before(rows, context_tokens)[ends]
+        return times_on(member.node, before[None, :] - before[:, None] + member.node.costs.step_s)
+
+    def stage_seconds(self, first: int, end: int, rows: int, context_tokens: int) -> Times[float]:
+        """One step of one stage, whether memory does or not."""
+        layer_s, last_s = self.exchange_s(rows)
+        exchanged = (end - first) * layer_s + last_s * (end == self._layers)
+        ends = np.array([first, end])
+        each = [self._computing(member, rows, context_tokens, ends) for member in self.members]
+        return Times(
+            max(float(times.unhindered[0, 1]) for times in each) + exchanged,
+            max(float(times.steady[0, 1]) for times in each) + exchanged,
+        )
+
+    def prefill_seconds(self, first: int, end: int, tokens: int) -> float:
+        """A stage's part of reading a prompt, in chunks."""
+        computing = max(member.costs.prefill_s(first, end, tokens) for member in self.members)
+        whole, rest = divmod(tokens, CHUNK_TOKENS)
+        exchanged = whole * self.exchange_s(CHUNK_TOKENS)[0] + bool(rest) * self.exchange_s(rest)[0]
+        return computing + (end - first) * exchanged
+
+    def chunk_seconds(self, first: int, end: int, tokens: int, context_tokens: int) -> float:
+        """One step with so many tokens of a prompt, behind so many others."""
+        computing = max(
+            member.costs.prefill_s(first, end, context_tokens + tokens)
+            - member.costs.prefill_s(first, end, context_tokens)
+            + member.node.costs.step_s / (member.node.grant.share if member.node.grant else 1.0)
+            for member in self.members
+        )
+        return computing + (end - first) * self.exchange_s(tokens)[0]
+
+    def fits(self, first: int, end: int) -> bool:
+        return all(
+            member.costs.memory_bytes(first, end) <= member.node.usable_bytes for member in self.members
+        )
+
+
+def alone(shared: SharedModel, node: NodeProfile, place: int = 0) -> RankGroup:
+    """One machine that has its layers for itself."""
+    return RankGroup(shared, [Member(node, 1.0, shared.bounds(node)[1])], Ring((place,), ()))
+
+
+def group_of(
+    shared: SharedModel, nodes: Sequence[NodeProfile], shares: Sequence[float], ring: Ring
+) -> RankGroup:
+    """Machines with the shares nearest to these; `nodes` and `shares` in the ring's order."""
+    made, parts = shared.made(shares)
+    members = [
+        Member(node, share, shared.costs(node, part))
+        for node, share, part in zip(nodes, made, parts, strict=True)
+    ]
+    return RankGroup(shared, members, ring, max(part.vocabulary for part in parts))
+
+
+def given_group(
+    shared: SharedModel, cluster: ClusterProfile, ranks: Sequence[tuple[NodeProfile, float]]
+) -> RankGroup:
+    """Ranks as they are arranged already, in their order; several on one machine share what it computes."""
+    names = [node.name for node, _ in ranks]
+    around = zip(names, [*names[1:], names[0]], strict=True)
+    ring = Ring(tuple(range(len(ranks))), tuple({cluster.link(one, other) for one, other in around}))
+    nodes = [crowded(node, names.count(node.name)) for node, _ in ranks]
+    whole = sum(share for _, share in ranks)
+    return group_of(shared, nodes, [share / whole for _, share in ranks], ring)
+
+
+def fitting_group(
+    shared: SharedModel,
+    nodes: Sequence[NodeProfile],
+    ring: Ring,
+    first: int,
+    end: int,
+    rows: int = 1,
+) -> RankGroup | None:
+    """With shares by which all ranks take as long, or as near to it as memory allows; None where it does not allow any."""
+    if len(nodes) > shared.most_ranks:
+        return None
+    bounds = [shared.bounds(node) for node in nodes]
+    caps = np.array([_most(none, whole, first, end) for none, whole in bounds])
+    fixed, each = _seconds(shared, nodes, first, end, rows)
+    for _ in range(_TRIES):
+        shares = _even_times(fixed, each, np.minimum(caps, 1.0), 1 / shared.most_ranks)
+        if shares is None:
+            return None
+        group = group_of(shared, nodes, _in_parts(shares), ring)
+        over = np.array(
+            [member.costs.memory_bytes(first, end) > member.node.usable_bytes for member in group.members]
+        )
+        if not over.any():
+            return group
+        # Whole heads may take more than the share.
+        caps = np.where(over, np.minimum(caps, shares) - 1 / (2 * min(shared.most_ranks, _PARTS // 8)), caps)
+    return None
+
+
+def quick_group(
+    shared: SharedModel, nodes: Sequence[NodeProfile], ring: Ring, rows: int, *, by_memory: bool
+) -> RankGroup:
+    """With shares by which all ranks take as long, or in proportion to memory, whatever the layers."""
+    if by_memory:
+        layers = len(shared.model.layers)
+        whole = [shared.bounds(node)[0].memory_bytes(0, layers) for node in nodes]
+        room = np.array(
+            [float(max(1, node.usable_bytes - held)) for node, held in zip(nodes, whole, strict=True)]
+        )
+        return group_of(shared, nodes, _in_parts(room / room.sum()), ring)
+    layers = len(shared.model.layers)
+    shares = _even_times(
+        *_seconds(shared, nodes, 0, layers, rows), np.ones(len(nodes)), 1 / shared.most_ranks
+    )
+    even = np.full(len(nodes), 1 / len(nodes))
+    return group_of(shared, nodes, _in_parts(even if shares is None else shares), ring)
+
+
+def _seconds(
+    shared: SharedModel, nodes: Sequence[NodeProfile], first: int, end: int, rows: int
+) -> tuple[Table, Table]:
+    """By node: what a step takes there whatever the share, and what it takes for all of it besides."""
+    found: list[tuple[float, float]] = []
+    for node in nodes:
+        none, whole = (costs.seconds_before(rows, shared.context_tokens) for costs in shared.bounds(node))
+        grant = node.grant.share if node.grant else 1.0
+        fixed = float(none[end] - none[first])
+        found.append((fixed / grant, max(1e-12, float(whole[end] - whole[first]) - fixed) / grant))
+    return np.array([one for one, _ in found]), np.array([other for _, other in found])
+
+
+def _most(none: RankCosts, whole: RankCosts, first: int, end: int) -> float:
+    """The largest share of these layers that memory allows."""
+    least, all_of_it = none.memory_bytes(first, end), whole.memory_bytes(first, end)
+    return (none.node.usable_bytes - least) / max(1, all_of_it - least)
+
+
+def _even_times(fixed: Table, each: Table, caps: Table, least: float) -> Table | None:
+    """Shares that add up to 1, by which all take as long, but for those at a bound; None where bounds do not allow any."""
+    lowest = min(least, 1 / len(caps))
+    if caps.min() < lowest or caps.sum() < 1:
+        return None
+    ranks = list(zip(fixed.tolist(), each.tolist(), caps.tolist(), strict=True))
+
+    def at(level: float) -> list[float]:
+        return [min(cap, max(lowest, (level - none) / whole)) for none, whole, cap in ranks]
+
+    low, high = 0.0, float((fixed + each).max())
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(at(middle)) < 1 else (low, middle)
+    shares = np.array(at(high))
+    return shares / shares.sum()
+
+
+def _in_parts(shares: Table) -> list[float]:
+    """The same in whole parts, one at least."""
+    counts = np.maximum(1, np.floor(shares * _PARTS)).astype(int)
+    while counts.sum() < _PARTS:
+        counts[int((shares * _PARTS - counts).argmax())] += 1
+    while counts.sum() > _PARTS:
+        counts[int((counts - shares * _PARTS + (counts > 1)).argmax())] -= 1
+    return [float(count) / _PARTS for count in counts]
+
+
+def crowded(node: NodeProfile, ranks: int) -> NodeProfile:
+    """A machine as one of several ranks on it finds it: they share what it computes, once they are more than it has room for."""
+    slower = ranks / min(ranks, node.workers_at_once)
+    if slower <= 1:
+        return node
+    costs = node.costs
+    return replace(
+        node,
+        bandwidth=node.bandwidth / slower,
+        flops=node.flops / slower,
+        rates=tuple(
+            rate.model_copy(
+                update={
+                    "bandwidth": rate.bandwidth / slower,
+                    "row_s": rate.row_s * slower,
+                    "flops": rate.flops / slower,
+                }
+            )
+            for rate in node.rates
+        ),
+        costs=costs.model_copy(update={name: value * slower for name, value in costs.model_dump().items()}),
+    )

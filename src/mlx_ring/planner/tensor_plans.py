@@ -1,0 +1,213 @@
+"""Plans whose machines compute layers together, and when they are better than those that give each layers of its own. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from mlx_ring.core.errors import PlanError
+from mlx_ring.models.tensor_shares import splittable
+from mlx_ring.planner.group_pipeline import GroupStage
+from mlx_ring.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.request import Wish
+from mlx_ring.planner.tensor_groups import Member
+from mlx_ring.planner.tensor_search import Promise, SharedLayers, SharedWay
+
+MOST_NODES = 8
+_UNSPLIT, _UNTRUSTED, _UNSERVED = (
+    "the model's layers cannot be split",
+    "sums of layers are neither encrypted nor authenticated, and no interface between these machines is trusted",
+    "a link over collectives leaves a process no group for the ranks of its stage",
+)
+
+
+def weigh(model: ModelProfile, cluster: ClusterProfile, wish: Wish, apart: Plan | None) -> Plan | None:
+    """The better of a plan in which each machine has layers of its own and of those in which some share them.
+
+    Args:
+        model: its sizes.
+        cluster: eight machines at most.
+        wish: what is promised.
+        apart: the best without sharing, where memory allows one.
+
+    Returns:
+        None where neither is possible.
+    """
+    if len(cluster.nodes) == 1:
+        return apart
+    promise = _promise(wish)
+    search = SharedLayers(model, cluster, promise)
+    if not wish.shares_layers or not search.is_possible:
+        return None if apart is None else _with_remark(apart, _left_undone(model, cluster, wish, apart))
+    found = [way for way in (search.tensor(), search.hybrid()) if way is not None]
+    best = min(found, key=lambda way: way.cost, default=None)
+    if best is None:
+        return apart
+    if apart is None or best.cost < promise.cost(apart.prediction):
+        reason = _reason(best, wish, None if apart is None else apart.prediction)
+        return plan_of(model, cluster, wish, best, reason)
+    told = _times(best.prediction, wish)
+    return _with_remark(apart, f"If {_groups(best)} computed {_what(best)} together, it would be {told}.")
+
+
+def place_shared(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> Plan:
+    """By the strategy `tensor`, every layer on all machines; by `hybrid`, the best pipeline in which some share layers.
+
+    Raises:
+        PlanError: what stands against it.
+    """
+    if problem := _problem(model, cluster, wish):
+        raise PlanError(problem)
+    search = SharedLayers(model, cluster, _promise(wish))
+    way = (search.tensor if wish.strategy == "tensor" else search.hybrid)(of_all=True)
+    if way is None:
+        raise PlanError(_why_none(model, cluster, wish))
+    return plan_of(model, cluster, wish, way, _reason(way, wish, None))
+
+
+def _promise(wish: Wish) -> Promise:
+    return Promise(wish.demand, wish.aim, wish.prompt_tokens)
+
+
+def _problem(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
+    """Why the machines cannot share layers at all; empty where they can."""
+    nodes, name = cluster.nodes, f"The strategy {wish.strategy}"
+    problems = (
+        (
+            len(nodes) == 1,
+            f"{name} shares layers among machines, and there is one; `serve --tp N` shares them among workers of one.",
+        ),
+        (
+            len(nodes) > MOST_NODES,
+            f"{len(nodes)} machines were given; the strategy {wish.strategy} is planned for {MOST_NODES} at most.",
+        ),
+        (not wish.shares_layers, f"{name} cannot be served: {_UNSERVED}. Choose another strategy."),
+        (
+            model.shared is None,
+            f"{name} cannot be had with {model.name}: {_UNSPLIT}; that is done for {splittable()}.",
+        ),
+        (
+            wish.strategy == "hybrid" and len(nodes) == 2,  # noqa: PLR2004 - a pair
+            f"{name} needs a stage of two machines and one more, and there are 2: choose the strategy tensor.",
+        ),
+        (
+            not any(cluster.trusts(one, other) for one, other in combinations(nodes, 2)),
+            f"{name} cannot be had: {_UNTRUSTED}. Name one on each, or let the strategy auto choose.",
+        ),
+    )
+    return next((told for stands, told in problems if stands), "")
+
+
+def _why_none(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
+    """Why there is no way over all machines."""
+    nodes = cluster.nodes
+    for one, other in combinations(nodes, 2):
+        if not cluster.trusts(one, other) and wish.strategy == "tensor":
+            return (
+                f"The strategy tensor cannot be had with {one.name} and {other.name}: {_UNTRUSTED}. "
+                "Leave one of them out, or choose the strategy hybrid."
+            )
+    most = model.shared.most_ranks if model.shared is not None else len(nodes)
+    if wish.strategy == "tensor" and len(nodes) > most:
+        return f"{model.name} can be shared by {most} machines at most, and there are {len(nodes)}: leave some out."
+    usable = sum(node.usable_bytes for node in nodes)
+    return (
+        f"{model.name} with {wish.demand.sequences} x {wish.demand.context_tokens} tokens does not fit into the "
+        f"{usable / 1e9:.1f} GB of the {len(nodes)} machines by the strategy {wish.strategy}, whose ranks each hold norms, the "
+        "table of tokens and working memory whole: shorten the context, or let the strategy auto choose."
+    )
+
+
+def _left_undone(model: ModelProfile, cluster: ClusterProfile, wish: Wish, apart: Plan) -> str:
+    """What sharing every layer would give and why it is not done; empty where it would give nothing."""
+    promise = _promise(wish)
+    way = SharedLayers(model, cluster, promise, trusting=True).tensor()
+    if way is None or way.cost >= promise.cost(apart.prediction):
+        return ""
+    why = _UNSPLIT if model.shared is None else _UNTRUSTED
+    if model.shared is not None and SharedLayers(model, cluster, promise).is_possible:
+        why = _UNSERVED
+    return f"If {_groups(way)} computed {_what(way)} together, it would be {_times(way.prediction, wish)}, but {why}."
+
+
+def _with_remark(plan: Plan, remark: str) -> Plan:
+    return replace(plan, remarks=(*plan.remarks, remark)) if remark else plan
+
+
+def _reason(way: SharedWay, wish: Wish, apart: Prediction | None) -> str:
+    told = f"{_groups(way)} compute {_what(way)} together: {_times(way.prediction, wish)}"
+    return f"{told}; with layers of their own, {_times(apart, wish)}." if apart is not None else f"{told}."
+
+
+def _groups(way: SharedWay) -> str:
+    groups = [stage.group for stage in way.stages if len(stage.group.members) > 1]
+    return " and ".join("+".join(node.name for node in group.nodes) for group in groups)
+
+
+def _what(way: SharedWay) -> str:
+    return "every layer" if len(way.stages) == 1 else "the layers of a stage"
+
+
+def _times(prediction: Prediction, wish: Wish) -> str:
+    if wish.aim == "throughput":
+        return f"{prediction.tokens_per_s:.1f} tokens/s"
+    return (
+        f"{1e3 * prediction.token_s:.1f} ms a token and {prediction.first_token_s:.2f} s to the first of a prompt of "
+        f"{prediction.prompt_tokens}"
+    )
+
+
+# ---- a plan of a way
+
+
+def plan_of(model: ModelProfile, cluster: ClusterProfile, wish: Wish, way: SharedWay, reason: str) -> Plan:
+    """As it is told."""
+    told = "no plan with it gives more" if wish.aim == "throughput" else "no plan with it answers sooner"
+    demand, used = wish.demand, set(way.nodes)
+    return Plan(
+        model=model.name,
+        strategy=wish.strategy,
+        aim=wish.aim,
+        context_tokens=demand.context_tokens,
+        sequences=demand.sequences,
+        kv_bits=demand.kv_bits,
+        stages=tuple(
+            _stage(stage, model, token_s) for stage, token_s in zip(way.stages, way.stage_s, strict=True)
+        ),
+        left_out=tuple(LeftOut(node.name, told) for node in cluster.nodes if node.name not in used),
+        prediction=way.prediction,
+        remarks=(reason,),
+    )
+
+
+def _stage(stage: GroupStage, model: ModelProfile, token_s: float) -> StagePlan:
+    ranks = [_rank(member, stage) for member in stage.group.members]
+    return StagePlan(
+        node=ranks[0].node,
+        layers=stage.layers,
+        weight_bytes=sum(rank.weight_bytes for rank in ranks),
+        memory_bytes=sum(rank.memory_bytes for rank in ranks),
+        usable_bytes=sum(rank.usable_bytes for rank in ranks),
+        token_s=token_s,
+        why=_why(ranks, f"{len(stage.layers)} of {len(model.layers)} layers"),
+        ranks=tuple(ranks),
+    )
+
+
+def _rank(member: Member, stage: GroupStage) -> RankPlan:
+    first, end = stage.layers.start, stage.layers.end
+    return RankPlan(
+        node=member.node.name,
+        share=member.share,
+        weight_bytes=member.costs.weight_bytes(first, end),
+        memory_bytes=member.costs.memory_bytes(first, end),
+        usable_bytes=member.node.usable_bytes,
+    )
+
+
+def _why(ranks: Sequence[RankPlan], layers: str) -> str:
+    if len(ranks) == 1:
+        return f"{layers}, alone"
+    return f"{layers} together; shares by speed and memory"

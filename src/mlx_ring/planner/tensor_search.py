@@ -1,0 +1,260 @@
+"""Plans in which machines compute layers together: all of them in one group, or groups as stages of a pipeline. Pure.
+
+Every set of machines that may exchange is looked at as one group, each rank with the share by which all take as long. For
+pipelines of groups every set is a candidate for a stage; the best ways through them are cut and shared out exactly, and told
+in full. For a single stream the best is what answers soonest, prompt included; otherwise what gives the most tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import cast
+
+import numpy as np
+
+from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
+from mlx_ring.planner.group_search import GroupSearch, GroupWay, block_ends, cut
+from mlx_ring.planner.plan import Aim, Prediction
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.rank_costs import Rings
+from mlx_ring.planner.stage_costs import Demand, Table
+from mlx_ring.planner.tensor_groups import (
+    Ends,
+    RankGroup,
+    SharedModel,
+    alone,
+    fitting_group,
+    quick_group,
+)
+
+_ANSWER_TOKENS = 256
+_LOOKED_AT = 6
+"""Of the ways through groups, how many are told in full."""
+_FEW_LAYERS = 12
+_CUTS = (True, False)
+"""Layers are cut with any shares that memory allows, and once more with those that were then found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What plans are compared for."""
+
+    demand: Demand
+    aim: Aim
+    prompt_tokens: int
+
+    def cost(self, prediction: Prediction) -> float:
+        """Less is better: seconds of a prompt and its answer for one stream, or seconds a token of all."""
+        if self.aim == "throughput":
+            return 1 / prediction.tokens_per_s
+        return prediction.first_token_s + _ANSWER_TOKENS * prediction.token_s
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWay:
+    """Stages, of which one has several ranks at least."""
+
+    stages: tuple[GroupStage, ...]
+    stage_s: tuple[float, ...]
+    """Of each, one token of one stream."""
+    prediction: Prediction
+    cost: float
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(node.name for stage in self.stages for node in stage.group.nodes)
+
+
+class SharedLayers:
+    """The best ways of a model over the machines of a cluster."""
+
+    def __init__(
+        self, model: ModelProfile, cluster: ClusterProfile, promise: Promise, *, trusting: bool = False
+    ) -> None:
+        """With `trusting` as if every interface were trusted, and every model's layers could be split."""
+        self._shared = SharedModel(model, promise.demand, model.shared)
+        self._cluster = cluster
+        self._promise = promise
+        self._places = range(len(cluster.nodes))
+        token_bytes = model.hidden_size * model.number_bytes
+        self._rings = Rings(cluster, token_bytes, trusting=trusting)
+        self._trusting = trusting
+        self._layers = len(model.layers)
+        self._made: dict[tuple[int, ...], list[RankGroup]] = {}
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether any two machines may exchange, and the model can be split."""
+        return (self._shared.sizes is not None or self._trusting) and any(
+            self._rings.among(pair) is not None for pair in combinations(self._places, 2)
+        )
+
+    def tensor(self, *, of_all: bool = False) -> SharedWay | None:
+        """Every layer on all machines of one group; with `of_all` of the whole cluster."""
+        sets = [tuple(self._places)] if of_all else self._sets(2)
+        groups = (self._whole(members) for members in sets)
+        ways = [self._told([GroupStage(group, LayerRange(0, self._layers))]) for group in groups if group]
+        return min(ways, key=lambda way: way.cost, default=None)
+
+    def hybrid(self, *, of_all: bool = False) -> SharedWay | None:
+        """A pipeline in which a stage is a group; with `of_all` of the whole cluster."""
+        if len(self._places) < 2 or self._layers < 2:  # noqa: PLR2004 - stages
+            return None
+        found: list[SharedWay] = []
+        # Where all are to have a part it may be one that does not pay, and few layers leave few ways to cut them.
+        even_so = of_all or self._layers <= _FEW_LAYERS
+        candidates = [one for one in self._sets(1) if len(one) == 1 or self._is_worth(one, even_so=even_so)]
+        if all(len(members) == 1 for members in candidates):
+            return None
+        for way in sorted(self._search(candidates).ways(of_all=of_all), key=self._weight):
+            groups = [candidates[candidate] for candidate in way.candidates]
+            if all(len(members) == 1 for members in groups):
+                continue
+            made = self._cut(groups)
+            if made is not None:
+                found.append(made)
+            if len(found) == _LOOKED_AT:
+                break
+        return min(found, key=lambda way: way.cost, default=None)
+
+    def _weight(self, way: GroupWay) -> float:
+        """By which ways are looked at: a slowest stage serves as many groups of sequences as there are stages."""
+        groups = min(len(way.candidates), self._promise.demand.sequences)
+        return way.cost * (1 if self._promise.aim == "latency" else groups)
+
+    # ---- one group
+
+    def _sets(self, least: int) -> Iterator[tuple[int, ...]]:
+        most = min(len(self._places), self._shared.most_ranks)
+        for size in range(least, most + 1):
+            yield from combinations(self._places, size)
+
+    def _whole(self, members: Sequence[int]) -> RankGroup | None:
+        if not 1 < len(members) <= self._shared.most_ranks:
+            return None
+        if (quick := self._quick(tuple(members))) and quick[0].fits(0, self._layers):
+            return quick[0]
+        ring = self._rings.among(members)
+        if ring is None:
+            return None
+        nodes = [self._cluster.nodes[place] for place in ring.nodes]
+        return fitting_group(self._shared, nodes, ring, 0, self._layers, self._rows(1))
+
+    def _told(self, stages: Sequence[GroupStage]) -> SharedWay:
+        pipeline = GroupPipeline(self._cluster, stages)
+        prediction = pipeline.prediction(self._promise.prompt_tokens)
+        each = tuple(pipeline.lone_stream(self._shared.context_tokens)[0])
+        return SharedWay(tuple(stages), each, prediction, self._promise.cost(prediction))
+
+    def _rows(self, stages: int) -> int:
+        """Of a step, for which plans are made."""
+        sequences = self._promise.demand.sequences
+        return 1 if self._promise.aim == "latency" else -(-sequences // min(stages, sequences))
+
+    # ---- pipelines of groups
+
+    def _is_worth(self, members: tuple[int, ...], *, even_so: bool) -> bool:
+        """Whether they are quicker together than the slowest of them is alone: one behind the other would be no worse."""
+        groups = self._quick(members)
+        if not groups or even_so:
+            return bool(groups)
+        together = self._all_layers_s(groups[0])
+        return together < max(self._all_layers_s(self._quick((place,))[0]) for place in members)
+
+    def _all_layers_s(self, group: RankGroup) -> float:
+        """Whether memory does or not."""
+        return group.stage_seconds(0, self._layers, self._rows(2), self._shared.context_tokens).steady
+
+    def _search(self, candidates: Sequence[tuple[int, ...]]) -> GroupSearch:
+        ends, adds = block_ends(self._layers), self._promise.aim == "latency"
+        tables = [
+            _seconds(self._quick(members), self._rows(2), ends, adds=adds, any_shares=True)
+            for members in candidates
+        ]
+        hops = self._hops(candidates)
+        back = self._hops([(place,) for place in self._places])
+        if not adds:
+            hops, back = (np.where(np.isfinite(table), 0.0, np.inf) for table in (hops, back))
+        bits = [sum(1 << place for place in members) for members in candidates]
+        return GroupSearch(bits, tables, hops, back, adds=adds)
+
+    def _hops(self, candidates: Sequence[tuple[int, ...]]) -> Table:
+        """From each machine to the ranks of each candidate."""
+        rows, model = self._rows(2), self._shared.model
+        nbytes = rows * model.hidden_size * model.number_bytes
+        nodes, link = self._cluster.nodes, self._cluster.link
+
+        def hop_s(one: int, members: tuple[int, ...]) -> float:
+            others = [place for place in members if place != one]
+            links = [link(nodes[one].name, nodes[place].name) for place in others]
+            return max((each.seconds(nbytes * len(members)) for each in links), default=0.0)
+
+        return np.array([[hop_s(one, members) for members in candidates] for one in self._places])
+
+    def _quick(self, members: tuple[int, ...]) -> list[RankGroup]:
+        """The group by speed; by memory too where the first has not room for everything."""
+        if members not in self._made:
+            self._made[members] = self._make_quick(members)
+        return self._made[members]
+
+    def _make_quick(self, members: tuple[int, ...]) -> list[RankGroup]:
+        if len(members) == 1:
+            return [alone(self._shared, self._cluster.nodes[members[0]], members[0])]
+        ring = self._rings.among(members)
+        if ring is None:
+            return []
+        nodes = [self._cluster.nodes[place] for place in ring.nodes]
+        by_speed = quick_group(self._shared, nodes, ring, self._rows(2), by_memory=False)
+        if by_speed.fits(0, self._layers):
+            return [by_speed]
+        return [by_speed, quick_group(self._shared, nodes, ring, self._rows(2), by_memory=True)]
+
+    def _cut(self, members: Sequence[tuple[int, ...]]) -> SharedWay | None:
+        """Layers for these groups in this order, then shares for those layers, then layers for those shares."""
+        ends, adds = np.arange(self._layers + 1), self._promise.aim == "latency"
+        rows = self._rows(len(members))
+        choices, found = [self._quick(each) for each in members], list[SharedWay]()
+        for any_shares in _CUTS:
+            tables = [_seconds(groups, rows, ends, adds=adds, any_shares=any_shares) for groups in choices]
+            made = self._all_fitted(choices, cut(tables, adds=adds) or [], rows)
+            if not made:
+                continue
+            found.append(self._told(made))
+            choices = [[stage.group] for stage in made]
+        return min(found, key=lambda way: way.cost, default=None)
+
+    def _all_fitted(
+        self, choices: Sequence[list[RankGroup]], pieces: Sequence[tuple[int, int]], rows: int
+    ) -> list[GroupStage]:
+        """Empty where one has not room."""
+        fitted = [
+            self._fitted(groups, *piece, rows) for groups, piece in zip(choices, pieces, strict=bool(pieces))
+        ]
+        made = [stage for stage in fitted if stage is not None]
+        return made if len(made) == len(choices) else []
+
+    def _fitted(self, groups: Sequence[RankGroup], first: int, end: int, rows: int) -> GroupStage | None:
+        """With the shares that suit these layers."""
+        some = groups[0]
+        if len(some.members) == 1:
+            return GroupStage(some, LayerRange(first, end)) if some.fits(first, end) else None
+        group = fitting_group(self._shared, some.nodes, some.ring, first, end, rows)
+        return None if group is None else GroupStage(group, LayerRange(first, end))
+
+
+def _seconds(groups: Sequence[RankGroup], rows: int, ends: Ends, *, adds: bool, any_shares: bool) -> Table:
+    """What a stage takes with the best of the shares, by its ends; with `any_shares` about, where others will have to do."""
+
+    def table(group: RankGroup, *, any_shares: bool = False) -> Table:
+        times = group.times(rows, group.shared.context_tokens, ends, any_shares=any_shares)
+        return times.unhindered if adds else times.steady
+
+    best = np.min([table(group) for group in groups], axis=0)
+    if not any_shares or len(groups) == 1:
+        return best
+    # Between those by speed and those by memory.
+    others = np.max([table(group, any_shares=True) for group in groups], axis=0)
+    return cast("Table", np.where(np.isfinite(best), best, others))

@@ -1,0 +1,176 @@
+"""MLX's hostfiles, in each of their three forms. Pure.
+
+    [{"ssh": "127.0.0.1", "ips": ["192.168.5.2"], "rdma": [null, "rdma_en2"]}, ...]    for `mlx.launch`
+    {"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1"], "hosts": [...]}           the same, with more
+    [["127.0.0.1:32323"], ["127.0.0.1:32324"]]                                        for the ring itself, by rank
+
+What has no meaning is refused by its name. (`mlx/_distributed_utils/common.py`, `mlx/distributed/ring/ring.cpp`)
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, cast
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.rpc.rdma import Matrix, read_matrix
+
+_FIELDS: Final = frozenset({"backend", "envs", "hosts"})
+_HOST_FIELDS: Final = frozenset({"ssh", "ips", "rdma"})
+_BACKENDS: Final = ("", "ring", "mpi", "nccl", "jaccl", "jaccl-ring")
+RING_OF_JACCL: Final = "MLX_JACCL_RING"
+"""Has jaccl join neighbours alone, though every two are connected."""
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
+_MOST_PORT: Final = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One rank's machine."""
+
+    ssh: str
+    """As `ssh` takes it; of the ring's own form the first address."""
+    ips: tuple[str, ...] = ()
+    """Of its interfaces for collectives."""
+    listens: tuple[str, ...] = ()
+    """`address:port`, in the ring's own form alone."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine by any reading, and its collectives stay there."""
+        return is_loopback(self.ssh) and all(map(is_loopback, self.ips))
+
+
+@dataclass(frozen=True, slots=True)
+class Hostfile:
+    """Machines by rank."""
+
+    hosts: tuple[Host, ...]
+    backend: str = ""
+    """MLX's name; empty where the file says none."""
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    """To be set for every rank."""
+    rdma: Matrix | None = None
+    """None where no host tells its devices."""
+
+
+def is_hostfile(content: object) -> bool:
+    return isinstance(content, list) or (isinstance(content, dict) and "hosts" in content)
+
+
+def load_hostfile(path: Path) -> Hostfile:
+    """Read the file.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    try:
+        content: object = json.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"The hostfile {path} cannot be read: {error}.") from error
+    if not is_hostfile(content):
+        raise ConfigError(f"{path} is no hostfile: it is neither a list of hosts nor has it `hosts`.")
+    return read_hostfile(content, str(path))
+
+
+def read_hostfile(content: object, where: str) -> Hostfile:
+    """Any form.
+
+    Raises:
+        ConfigError: what is wrong, by its name and value.
+    """
+    if isinstance(content, dict):
+        return _read_object(cast("dict[str, object]", content), where)
+    entries = cast("list[object]", content)
+    if not entries:
+        raise ConfigError(f"{where} is a hostfile without hosts.")
+    if all(isinstance(entry, list) for entry in entries):
+        return Hostfile(tuple(_read_listening(cast("list[object]", entry), where) for entry in entries))
+    return _read_hosts(entries, where)
+
+
+def is_loopback(name: str) -> bool:
+    """An address or a name that leads to this machine alone."""
+    host = name.rpartition("@")[2]
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _read_object(content: Mapping[str, object], where: str) -> Hostfile:
+    if unknown := sorted(content.keys() - _FIELDS):
+        raise ConfigError(
+            f"{where}: the hostfile has the field {unknown[0]}, which is none; fields are {', '.join(sorted(_FIELDS))}."
+        )
+    backend, hosts = content.get("backend", ""), content.get("hosts")
+    if backend not in _BACKENDS:
+        raise ConfigError(f"{where}: backend is {backend!r}; it must be one of {', '.join(_BACKENDS[1:])}.")
+    if not isinstance(hosts, list) or not hosts:
+        raise ConfigError(f"{where}: hosts is {hosts!r}; it must be a list with one or more hosts.")
+    read = _read_hosts(cast("list[object]", hosts), where)
+    variables = _read_variables(content.get("envs", []), where) | (
+        {RING_OF_JACCL: "1"} if backend == "jaccl-ring" else {}
+    )
+    return Hostfile(read.hosts, backend.removesuffix("-ring"), variables, read.rdma)
+
+
+def _read_variables(envs: object, where: str) -> dict[str, str]:
+    listed = cast("list[object]", envs) if isinstance(envs, list) else [envs]
+    for entry in listed:
+        if not isinstance(entry, str) or not _VARIABLE.fullmatch(entry):
+            raise ConfigError(f"{where}: envs has {entry!r}; it must be a list of texts such as NAME=value.")
+    return dict(cast("str", entry).split("=", 1) for entry in listed)
+
+
+def _read_hosts(entries: Sequence[object], where: str) -> Hostfile:
+    hosts = tuple(_read_host(entry, place, where) for place, entry in enumerate(entries))
+    rows = [cast("dict[str, object]", entry).get("rdma") or None for entry in entries]
+    if not any(rows):
+        return Hostfile(hosts)
+    return Hostfile(hosts, rdma=read_matrix(rows, [host.ssh for host in hosts], where))
+
+
+def _read_host(entry: object, place: int, where: str) -> Host:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: host {place} is {entry!r}; it must have fields.")
+    fields = cast("dict[str, object]", entry)
+    if unknown := sorted(map(str, fields.keys() - _HOST_FIELDS)):
+        raise ConfigError(
+            f"{where}: a host has the field {unknown[0]}, which is none; fields are {', '.join(sorted(_HOST_FIELDS))}."
+        )
+    ssh, ips = fields.get("ssh"), fields.get("ips", [])
+    if not ssh:
+        raise ConfigError(f"{where}: host {place} has no `ssh`.")
+    if not isinstance(ssh, str) or not ssh.isprintable():
+        raise ConfigError(f"{where}: ssh is {ssh!r}; it must be a text in one line.")
+    if not isinstance(ips, list) or not all(isinstance(ip, str) and ip for ip in cast("list[object]", ips)):
+        raise ConfigError(f"{where}: ips of {ssh} is {ips!r}; it must be a list of addresses.")
+    return Host(ssh, tuple(cast("list[str]", ips)))
+
+
+def _read_listening(entry: Sequence[object], where: str) -> Host:
+    """MLX's ring takes IPv4 alone."""
+    for address in entry:
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        if not _is_ipv4(host) or not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:
+            raise ConfigError(
+                f"{where}: {address!r} is no place to listen; it must be such as 127.0.0.1:32323."
+            )
+    listens = cast("tuple[str, ...]", tuple(entry))
+    if not listens:
+        raise ConfigError(f"{where}: a rank has no address; give each one such as 127.0.0.1:32323.")
+    ips = tuple(address.rpartition(":")[0] for address in listens)
+    return Host(ips[0], ips, listens)
+
+
+def _is_ipv4(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 4  # noqa: PLR2004 - the version of IP
+    except ValueError:
+        return False

@@ -1,0 +1,106 @@
+"""A group on this machine as a hostfile or `mlx.launch` names it: how many ranks, by which backend, listening where."""
+
+from __future__ import annotations
+
+from mlx_ring.core.environment import set_for_libraries
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.rpc.backends import AUTO, BACKENDS
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.hostfile import RING_OF_JACCL, Hostfile, load_hostfile
+from mlx_ring.settings.launched import read_launch
+from mlx_ring.settings.rank_settings import may_share_by_plan, rank_shares
+
+
+def with_named_group(settings: Settings) -> Settings:
+    """The settings with as many ranks as are named, and with their backend; the file's variables are set for the workers.
+
+    Raises:
+        ConfigError: the hosts are other machines, or more or fewer than the settings ask for.
+    """
+    hosts = _named(settings)
+    if hosts is None:
+        return settings
+    if settings.nodes > 1:
+        _check_machines(settings, hosts)
+        return settings.model_copy(update=_backend_of(settings, hosts))
+    _check(settings, hosts)
+    set_for_libraries(hosts.variables)
+    size, ranks, changes = len(hosts.hosts), len(rank_shares(settings)), dict[str, object]()
+    if settings.link == "grpc" and ranks == settings.stages == 1:
+        changes["tp"] = size
+    elif settings.link != "grpc" and settings.stages == 1:
+        changes["stages"] = size
+    elif size != (asked := ranks if settings.link == "grpc" else settings.stages):
+        raise ConfigError(
+            f"{_told(settings)} names {size} ranks, and {asked} are asked for: ask for as many, or leave --tp and --stages out."
+        )
+    return settings.model_copy(update=changes | _backend_of(settings, hosts))
+
+
+def named_machines(settings: Settings) -> Hostfile | None:
+    """The hostfile, where it is of the cluster's machines and tells which RDMA device of each leads to which."""
+    hosts = _named(settings) if settings.nodes > 1 else None
+    return None if hosts is None or hosts.rdma is None else hosts
+
+
+def _backend_of(settings: Settings, hosts: Hostfile) -> dict[str, object]:
+    is_open = settings.backend == AUTO and settings.link not in BACKENDS
+    is_wanted = settings.link != "grpc" or len(rank_shares(settings)) > 1 or may_share_by_plan(settings)
+    return (
+        {"backend": hosts.backend} if hosts.backend and is_open and (is_wanted or settings.nodes == 1) else {}
+    )
+
+
+def _check_machines(settings: Settings, hosts: Hostfile) -> None:
+    """Of a cluster's machines the file tells RDMA devices and the backend: who joins is no matter of it."""
+    told = _told(settings)
+    if any(host.listens for host in hosts.hosts):
+        raise ConfigError(
+            f"{told} names workers of this machine, and --nodes is {settings.nodes}: leave one of them out."
+        )
+    if hosts.rdma is None and not hosts.backend:
+        raise ConfigError(
+            f"{told} tells neither `rdma` nor `backend`, which is all that a cluster takes of it: leave it out."
+        )
+    if foreign := sorted(hosts.variables.keys() - {RING_OF_JACCL}):
+        raise ConfigError(
+            f"{told} has {foreign[0]} under `envs`, which reaches no other machine: set it where they are started."
+        )
+
+
+def named_addresses(settings: Settings) -> tuple[str, ...]:
+    """Where each rank listens, several addresses with commas between them; none where nothing names them."""
+    hosts = _named(settings) if settings.nodes == 1 else None
+    if hosts is None or not all(host.listens for host in hosts.hosts):
+        return ()
+    return tuple(",".join(host.listens) for host in hosts.hosts)
+
+
+def _named(settings: Settings) -> Hostfile | None:
+    if settings.hostfile is not None:
+        return load_hostfile(settings.hostfile)
+    launch = read_launch()
+    return None if launch is None else launch.hosts
+
+
+def _check(settings: Settings, hosts: Hostfile) -> None:
+    told = _told(settings)
+    if elsewhere := [host.ssh for host in hosts.hosts if not host.is_here]:
+        raise ConfigError(
+            f"{told} names {', '.join(elsewhere)}, and `serve` starts workers at 127.0.0.1 alone: for other machines use "
+            f"`mlx-ring cluster start -c {settings.hostfile} --model {settings.model}`."
+        )
+    if hosts.rdma is not None:
+        raise ConfigError(
+            f"{told}: rdma leads to other machines, and all hosts are this one: leave `rdma` out."
+        )
+    groups = (settings.replicas or 1) * (1 + len(settings.more_models))
+    groups *= settings.stages if settings.link == "grpc" and len(rank_shares(settings)) > 1 else 1
+    if groups > 1 and any(host.listens for host in hosts.hosts):
+        raise ConfigError(
+            f"{told} names ports for one group of workers, and there would be {groups}: serve one model with --tp or --stages, once."
+        )
+
+
+def _told(settings: Settings) -> str:
+    return f"--hostfile {settings.hostfile}" if settings.hostfile is not None else "mlx.launch"

@@ -1,0 +1,185 @@
+"""Names that settings had in earlier prototypes, as a `.env` of theirs has them. Pure.
+
+`settings/settings_sources.py` reads the file and asks here what each old name means now. One that means nothing any more is
+refused with the reason: a line that is read and not heeded would be worse.
+
+vLLM's names for settings, beside our own: flags of the command line, and keys of files. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mlx_ring.core.errors import ConfigError
+
+_STRATEGIES = {"memory_proportional": "memory", "compute_proportional": "compute"}
+_LEVELS = {"warn": "warning", "critical": "error", "fatal": "error", "notset": "debug", "trace": "debug"}
+_NOTHING = ("none", "null", "")
+_TRUTH = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """An old name that a setting of today answers to."""
+
+    setting: str
+    value: str
+
+
+def strategy_of_today(text: str) -> str:
+    """`memory_proportional` is `memory`, and the like; anything else is itself."""
+    return _STRATEGIES.get(text.strip().lower(), text)
+
+
+def of_today(old: Mapping[str, str], where: str) -> dict[str, Renamed]:
+    """What each old name sets now, by old name; those that ask for what is done in any case set nothing.
+
+    Args:
+        old: names as they are written, with their values; others than the old ones are not looked at.
+        where: they were found, in words.
+
+    Raises:
+        ConfigError: one has no counterpart, or two contradict each other.
+    """
+    found: dict[str, Renamed] = {}
+    if refused := [name for name in old if name in WITHOUT_COUNTERPART]:
+        raise ConfigError(
+            " ".join(
+                f"{name} in {where} is {old[name]}, and has no counterpart here: {WITHOUT_COUNTERPART[name]}."
+                for name in refused
+            )
+        )
+    for name, value in old.items():
+        if name in COUNTERPARTS and (renamed := COUNTERPARTS[name](name, value, where)) is not None:
+            found[name] = renamed
+    if "MODEL_REPO" in found and "MODEL_NAME" in found:
+        found["MODEL_NAME"] = Renamed("served_model_name", found["MODEL_NAME"].value)
+    _refuse_contradictions(found, old, where)
+    return found
+
+
+def is_old(name: str) -> bool:
+    """Whether a prototype had a setting of this name."""
+    return name in COUNTERPARTS or name in WITHOUT_COUNTERPART
+
+
+def _refuse_contradictions(found: Mapping[str, Renamed], old: Mapping[str, str], where: str) -> None:
+    """The values as they are written."""
+    first: dict[str, str] = {}
+    for name, renamed in found.items():
+        other = first.setdefault(renamed.setting, name)
+        if found[other].value != renamed.value:
+            raise ConfigError(
+                f"{other} in {where} is {old[other]} and {name} is {old[name]}, and both are "
+                f"MLX_RING_{renamed.setting.upper()} here: give one of them."
+            )
+
+
+Counterpart = Callable[[str, str, str], Renamed | None]
+
+
+def _same(setting: str) -> Counterpart:
+    return lambda _name, value, _where: Renamed(setting, value)
+
+
+def _unless_none(setting: str) -> Counterpart:
+    return lambda _name, value, _where: None if value.lower() in _NOTHING else Renamed(setting, value)
+
+
+def _mebibytes(_name: str, value: str, _where: str) -> Renamed:
+    return Renamed("kv_cache_memory", f"{value}MiB")
+
+
+def _level(_name: str, value: str, _where: str) -> Renamed:
+    level = value.lower()
+    return Renamed("log_level", _LEVELS.get(level, level))
+
+
+def _kv_size(_name: str, value: str, _where: str) -> Renamed | None:
+    """Tokens where it is a bare number, as mlx-lm has it; bytes where it has a unit; none is no limit."""
+    if value.lower() in _NOTHING:
+        return None
+    return Renamed("max_model_len" if value.isdigit() else "kv_cache_memory", value)
+
+
+def _distributed(name: str, value: str, where: str) -> Renamed | None:
+    """Several machines need their number, which another name gives."""
+    truth = _TRUTH.get(value.lower())
+    if truth is None:
+        raise ConfigError(f"{name} in {where} is {value}; it must be true or false.")
+    return None if truth else Renamed("nodes", "1")
+
+
+COUNTERPARTS: Mapping[str, Counterpart] = {
+    "MODEL_REPO": _same("model"),
+    "MODEL_NAME": _same("model"),
+    "API_HOST": _same("host"),
+    "API_PORT": _same("port"),
+    "NUM_DEVICES": _same("nodes"),
+    "WORLD_SIZE": _same("nodes"),
+    "DISTRIBUTED": _distributed,
+    "KV_CACHE_MAX_SIZE": _kv_size,
+    "KV_CACHE_RESERVED_MEMORY_MB": _mebibytes,
+    "MAX_SEQUENCE_LENGTH": _same("max_model_len"),
+    "REQUEST_TIMEOUT_SECONDS": _unless_none("request_timeout_s"),
+    "DEFAULT_MAX_TOKENS": _same("default_max_tokens"),
+    "FILE_DESCRIPTOR_SOFT_LIMIT": _same("file_descriptor_limit"),
+    "MODEL_LOAD_WAIT_SECONDS": _same("model_load_timeout"),
+    "LOG_LEVEL": _level,
+}
+_CLUSTER_FILE = "write the machines into a file for `mlx-ring cluster start -c FILE`"
+WITHOUT_COUNTERPART: Mapping[str, str] = {
+    "MODEL_CACHE_DIR": "the cache is the hub's own, and HF_HUB_CACHE in the environment moves it",
+    "WORKER_HOSTS": _CLUSTER_FILE,
+    "WORKER_SSH": _CLUSTER_FILE,
+    "SOCKET_PATH": "sockets lie in a private folder, and MLX_RING_RUN_DIR says where that is made",
+    "DISTRIBUTED_BACKEND": "stages speak over mutual TLS unless --link says otherwise, and --backend chooses for workers that MLX joins",
+    "MAX_PROMPT_LEN_BYTES": (
+        "MLX_RING_MAX_MODEL_LEN bounds prompts in tokens, and MLX_RING_MAX_REQUEST_MB requests in MiB"
+    ),
+    "FILE_DESCRIPTOR_HARD_LIMIT": "the hard limit is the operating system's (`ulimit -Hn`) and stays as it is",
+    "POLL_INTERVAL_SECONDS": "nothing polls here",
+    "MASTER_ADDR": "the first machine runs `mlx-ring serve --nodes N`, and the others `mlx-ring join ADDRESS`",
+    "RANK": "which machine computes what is planned, and needs no rank",
+}
+
+
+VLLM_FLAGS = {
+    "stages": ("--pipeline-parallel-size", "-pp"),
+    "tp": ("--tensor-parallel-size", "-tp"),
+    "memory_utilization": ("--gpu-memory-utilization",),
+    "replicas": ("--data-parallel-size", "-dp"),
+    "prefill_chunk": ("--max-num-batched-tokens",),
+    "shutdown_timeout_s": ("--shutdown-timeout",),
+    "http_timeout_keep_alive": ("--timeout-keep-alive",),
+}
+"""By field of `Settings`."""
+PREFIX_CACHING_FLAG = "--enable-prefix-caching"
+"""A switch of its own on the command line; in a file, on or off as `prefix-cache` is."""
+
+ACCESS_LOG_FLAG = "--disable-uvicorn-access-log"
+"""Ours is not uvicorn's; who switches that off wants none."""
+
+
+def field_of_key(key: str) -> str:
+    """The field of `Settings` that a file's key means, with dashes or underscores; an unknown key is itself."""
+    name = key.replace("-", "_")
+    return _FIELDS.get(name, name)
+
+
+_FIELDS = {
+    flag.removeprefix("--").replace("-", "_"): field
+    for field, flags in {**VLLM_FLAGS, "prefix_cache": (PREFIX_CACHING_FLAG,)}.items()
+    for flag in flags
+    if flag.startswith("--")
+}

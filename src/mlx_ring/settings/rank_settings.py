@@ -1,0 +1,142 @@
+"""Settings of stages, ranks, links and backends that must go together."""
+
+from __future__ import annotations
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.rpc.backends import BACKENDS
+from mlx_ring.settings.config import Settings
+
+_LINKS_OF_MACHINES = ("ring", "allreduce", "jaccl")
+"""That join stages on several."""
+_LINKS_OF_TWO = {
+    "allreduce": "is a sum in which every stage would take part for every other's activations",
+    "nccl": "is a sum in which every stage would take part for every other's activations",
+    "mpi": "is used by MLX for one thread, and a stage between others sends while it receives",
+}
+"""Links that join two stages only, and why."""
+
+
+def rank_shares(settings: Settings) -> tuple[float, ...]:
+    """Parts of every layer, by rank of a stage.
+
+    Raises:
+        ConfigError: there are not as many as ranks.
+    """
+    shares = settings.tp_shares
+    if not shares:
+        return (1.0,) * settings.tp
+    if settings.tp not in (1, len(shares)):
+        raise ConfigError(
+            f"--tp {settings.tp} shares every layer among so many workers, and --tp-shares has parts for {len(shares)}: "
+            "name as many, or leave --tp out."
+        )
+    return shares
+
+
+def shared_stages(settings: Settings) -> int:
+    """Of `--tp` beside `--nodes`: as many stages as are asked for, else so many that each rank has a machine."""
+    if settings.stages > 1:
+        return settings.stages
+    return max(1, settings.nodes // len(rank_shares(settings)))
+
+
+def may_share_by_plan(settings: Settings) -> bool:
+    """Whether machines may come to compute layers together by their plan, without `--tp`."""
+    if settings.nodes == 1:
+        return False
+    return settings.strategy in {"tensor", "hybrid"} or (
+        settings.strategy == "auto" and bool(settings.trusted_interface)
+    )
+
+
+def check_ranks(settings: Settings) -> None:
+    """Raises `ConfigError` where ranks cannot go to machines as asked."""
+    ranks, nodes, stages = len(rank_shares(settings)), settings.nodes, settings.stages
+    if nodes == 1:
+        return
+    if ranks == 1:
+        if stages > 1:
+            raise ConfigError(
+                f"--stages {stages} splits the layers over processes of one machine, and with --nodes {nodes} each "
+                "machine of the plan is a stage: leave --stages out."
+            )
+        if settings.strategy == "tensor":
+            _check_trust(settings, "--strategy tensor has all machines share layers")
+        return
+    if settings.strategy not in {"auto", "custom"}:
+        raise ConfigError(
+            f"--strategy {settings.strategy} says which machine has what, and so does --tp {ranks} beside --nodes {nodes}: "
+            "leave one of them out."
+        )
+    stages = shared_stages(settings)
+    if stages * ranks % nodes:
+        near = ", ".join(str(number) for number in range(1, 9) if (stages * ranks) % number == 0)
+        raise ConfigError(
+            f"--tp {ranks} makes {stages * ranks} workers, which {nodes} machines cannot have evenly: use --nodes {near} or another --tp."
+        )
+    if stages * ranks // nodes % ranks:
+        _check_trust(settings, f"--tp {ranks} beside --nodes {nodes} has machines share layers")
+
+
+def _check_trust(settings: Settings, wish: str) -> None:
+    """Raises `ConfigError` where no interface is trusted with collectives."""
+    if not settings.trusted_interface:
+        raise ConfigError(
+            f"{wish}. MLX's collectives are neither encrypted nor authenticated, so they go to other machines only where both ends "
+            "trust an interface with it: name it with --trusted-interface, here and on each machine that joins."
+        )
+
+
+def check_link(settings: Settings) -> None:
+    """Raises `ConfigError` where stages cannot be linked as asked."""
+    link, stages, ranks = settings.link, settings.stages, len(rank_shares(settings))
+    _check_backend(settings, ranks)
+    if link == "grpc":
+        return
+    if settings.nodes > 1:
+        if link not in _LINKS_OF_MACHINES:
+            raise ConfigError(
+                f"--link {link} joins stages on one machine only, and --nodes is {settings.nodes}: use --link ring, or leave it out."
+            )
+        _check_trust(settings, f"--link {link} beside --nodes {settings.nodes} joins machines")
+        # Each machine of the plan is a stage.
+        stages = settings.nodes
+    if ranks > 1:
+        raise ConfigError(
+            f"--link {link} needs MLX's one group of a process for the stages, and --tp {ranks} needs it for the ranks of each: "
+            "leave one of them out."
+        )
+    if stages == 1:
+        raise ConfigError(
+            f"--link {link} carries activations between stages, and there is one: add --stages 2, or leave --link out."
+        )
+    if link in _LINKS_OF_TWO and stages not in {1, 2}:
+        raise ConfigError(
+            f"--link {link} {_LINKS_OF_TWO[link]}, so it joins two stages, and {stages} were asked for: "
+            "use --link ring or grpc."
+        )
+
+
+def _check_backend(settings: Settings, ranks: int) -> None:
+    """Raises `ConfigError` where MLX would join nothing, or the link is another backend's."""
+    backend, link = settings.backend, settings.link
+    if backend == "auto":
+        return
+    if ranks == 1 and link == "grpc" and not may_share_by_plan(settings):
+        raise ConfigError(
+            f"--backend {backend} joins workers that share layers, or stages that collectives link, and there are none: "
+            "add --tp 2 or --link allreduce, or leave --backend out."
+        )
+    if link in BACKENDS and link != backend:
+        raise ConfigError(
+            f"--link {link} is over MLX's backend {link}, and --backend is {backend}: leave one of them out."
+        )
+    if link == "allreduce" and backend == "jaccl":
+        raise ConfigError(
+            "--link allreduce is for backends that cannot send, and jaccl can: use --link jaccl."
+        )
+    if settings.nodes > 1 and ranks == 1 and backend in {"mpi", "nccl"}:
+        raise ConfigError(
+            f"--backend {backend} joins workers of one machine, and with --nodes {settings.nodes} each is on one of its own: "
+            "use --backend ring."
+        )

@@ -1,0 +1,293 @@
+"""Where settings come from: flags over `MLX_RING_*` over `.env` over a YAML or JSON file.
+
+What a setting takes, in words.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import DotEnvSettingsSource, EnvSettingsSource
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.settings.config import ENVIRONMENT_PREFIX, Settings, bodies_mb, flag_name
+from mlx_ring.settings.old_names import field_of_key, is_old, of_today
+
+_IN_WORDS = {
+    ("kv_cache_memory", "weights_limit", "memory_limit", "model_memory"): (
+        "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
+    ),
+    ("otlp_traces_endpoint",): "an address that begins with http:// or https://",
+    ("proportions",): "shares with commas between them, as 0.7,0.3",
+    ("tp_shares",): "numbers above 0 with commas between them, as 3,1",
+    (
+        "trusted_interface",
+    ): "names of interfaces or networks with commas between them, as thunderbolt0 or 10.0.8.0/24",
+}
+"""What some settings take, which their types do not tell."""
+
+
+def allowed_values(field: FieldInfo) -> str:
+    """What a field takes, in words: "a whole number from 0 to 65535"."""
+    for names, words in _IN_WORDS.items():
+        if any(field is Settings.model_fields[name] for name in names):
+            return words
+    kind, constraints = _unwrap(field.annotation, list(field.metadata))
+    if get_origin(kind) is Literal:
+        *most, last = (str(choice) for choice in get_args(kind))
+        return f"{', '.join(most)} or {last}"
+    if kind is int:
+        return _number_range("a whole number", constraints)
+    if kind is float:
+        return _number_range("a number", constraints)
+    if kind is Path:
+        return "a path"
+    return "names separated by commas" if get_origin(kind) is tuple else "a text that is not empty"
+
+
+def _unwrap(annotation: object, constraints: list[object]) -> tuple[object, list[object]]:
+    """The type inside `Annotated[... | None, ...]`, and every constraint on the way."""
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        found: list[object] = []
+        for item in more:
+            found += item.metadata if isinstance(item, FieldInfo) else [item]
+        return _unwrap(inner, constraints + found)
+    if get_origin(annotation) in (Union, UnionType):
+        return _unwrap(next(part for part in get_args(annotation) if part is not type(None)), constraints)
+    return annotation, constraints
+
+
+def _number_range(noun: str, constraints: list[object]) -> str:
+    low = next((str(item.ge) for item in constraints if isinstance(item, Ge)), "")
+    above = next((str(item.gt) for item in constraints if isinstance(item, Gt)), "")
+    high = next((str(item.le) for item in constraints if isinstance(item, Le)), "")
+    return f"{noun} above {above}, at most {high}" if above else f"{noun} from {low} to {high}"
+
+
+log = logging.getLogger(__name__)
+
+_FOREIGN_VARIABLES = {"mlx_ring_verbose"}
+"""MLX's own ring backend reads this one."""
+_CONFIG_VARIABLE = "config"
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value, with the words that say where it was given."""
+
+    value: object
+    place: str
+
+
+def load_settings(
+    flags: Mapping[str, object], *, config: Path | None = None, folder: Path | None = None
+) -> Settings:
+    """Merge every source.
+
+    Args:
+        flags: by field name; None stands for a flag that was not given.
+        config: the file of `--config`; else the one that `MLX_RING_CONFIG` names.
+        folder: whose `.env` is read; the working directory otherwise.
+
+    Raises:
+        ConfigError: naming the setting, its value, where it was given, and what is allowed.
+    """
+    dotenv = (folder or Path.cwd()) / ".env"
+    source = _dotenv_source(dotenv)
+    environment, local, old = _variables(EnvSettingsSource(Settings)), _variables(source), _old_names(source)
+    named = environment.pop(_CONFIG_VARIABLE, None) or local.pop(_CONFIG_VARIABLE, None)
+    local.pop(_CONFIG_VARIABLE, None)
+    path = config if config is not None else Path(named).expanduser() if named else None
+    given: dict[str, _Given] = {}
+    if path is not None:
+        given |= _from_file(path)
+    given |= _from_old_names(old, dotenv, {*local, *environment})
+    given |= _from_variables(local, f" in {dotenv}")
+    given |= _from_variables(environment, "")
+    given |= {name: _Given(value, flag_name(name)) for name, value in flags.items() if value is not None}
+    return _check(given)
+
+
+def check_values(values: Mapping[str, str], where: str) -> None:
+    """Refuse what `load_settings` would refuse of flags, for a server elsewhere.
+
+    Args:
+        values: by field name.
+        where: they were given, in words that follow a setting's name.
+
+    Raises:
+        ConfigError: naming the setting, its value, and what is allowed.
+    """
+    _check({name: _Given(value, f"{flag_name(name)[2:]}{where}") for name, value in values.items()})
+
+
+def names_in_environment() -> tuple[str, ...]:
+    """Of the settings that the environment gives."""
+    return tuple(f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in _variables(EnvSettingsSource(Settings)))
+
+
+def names_in_dotenv(folder: Path) -> tuple[str, ...]:
+    """Of the settings that a folder's `.env` gives.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    source = _dotenv_source(folder / ".env")
+    ours = (f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in _variables(source))
+    return (*ours, *_old_names(source))
+
+
+def _dotenv_source(path: Path) -> DotEnvSettingsSource:
+    try:
+        return DotEnvSettingsSource(Settings, env_file=path, env_file_encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+
+
+def _variables(source: EnvSettingsSource) -> dict[str, str]:
+    """`{field: text}` of every variable with our prefix; an empty one counts as not set."""
+    prefix = ENVIRONMENT_PREFIX.lower()
+    return {
+        name.removeprefix(prefix): value
+        for name, value in source.env_vars.items()
+        if name.startswith(prefix) and name not in _FOREIGN_VARIABLES and value
+    }
+
+
+def _from_variables(variables: Mapping[str, str], where: str) -> dict[str, _Given]:
+    given: dict[str, _Given] = {}
+    for name, value in variables.items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if name not in Settings.model_fields:
+            raise ConfigError(f"{variable}{where} is no setting{_suggest(name, ENVIRONMENT_PREFIX)}")
+        given[name] = _Given(value, f"{variable}{where}")
+    return given
+
+
+def _old_names(source: EnvSettingsSource) -> dict[str, str]:
+    """What a prototype's file says; in the environment such names are anybody's."""
+    return {name.upper(): value for name, value in source.env_vars.items() if is_old(name.upper()) and value}
+
+
+def _from_old_names(old: Mapping[str, str], path: Path, given_anew: set[str]) -> dict[str, _Given]:
+    """Settings under names that they had before; a line of log for each. Names of today win."""
+    found = of_today(old, str(path))
+    given: dict[str, _Given] = {}
+    for name, value in old.items():
+        renamed = found.get(name)
+        if renamed is None:
+            log.warning("%s=%s in %s changes nothing here.", name, value, path)
+        elif renamed.setting not in given_anew:
+            variable = f"{ENVIRONMENT_PREFIX}{renamed.setting.upper()}"
+            log.warning("%s in %s is read as %s=%s.", name, path, variable, renamed.value)
+            given[renamed.setting] = _Given(renamed.value, f"{name} in {path}")
+    return given
+
+
+def _from_file(path: Path) -> dict[str, _Given]:
+    given: dict[str, _Given] = {}
+    for key, value in _read_file(path).items():
+        name = field_of_key(str(key))
+        if name not in Settings.model_fields:
+            raise ConfigError(f"{path} has the key {key!r}, which is no setting{_suggest(name, '')}")
+        if name in given:
+            raise ConfigError(f"{path} gives {flag_name(name)[2:]!r} twice, under two spellings of its name.")
+        if value is not None:
+            given[name] = _Given(value, f"{str(key)!r} in {path}")
+    return given
+
+
+def _read_file(path: Path) -> dict[object, object]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content: object = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+    except FileNotFoundError as error:
+        raise ConfigError(f"The settings file {path} does not exist.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The settings file {path} cannot be read: {error}.") from error
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"The settings file {path} is no valid YAML or JSON: {reason}.") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"The settings file {path} must hold names and values, not {type(content).__name__}."
+        )
+    return cast("dict[object, object]", content)
+
+
+def _suggest(name: str, prefix: str) -> str:
+    """How the sentence about an unknown name ends."""
+    close = difflib.get_close_matches(name, Settings.model_fields, n=1)
+    if not close:
+        return "; `mlx-ring serve --help` lists them."
+    return f"; did you mean {prefix + close[0].upper() if prefix else close[0].replace('_', '-')}?"
+
+
+def _check(given: Mapping[str, _Given]) -> Settings:
+    values: dict[str, Any] = {name: item.value for name, item in given.items()}
+    try:
+        settings = Settings(**values)
+    except ValidationError as error:
+        raise ConfigError(" ".join(_sentences(error, given))) from error
+    _check_proportions(settings)
+    _check_bodies(settings)
+    return settings.model_copy(
+        update={
+            "log_dir": settings.log_dir.expanduser().absolute(),
+            "run_dir": settings.run_dir and settings.run_dir.expanduser().absolute(),
+            "state_dir": settings.state_dir and settings.state_dir.expanduser().absolute(),
+            **{
+                name: _whole(getattr(settings, name))
+                for name in ("api_key_file", "ssl_certfile", "ssl_keyfile")
+            },
+        }
+    )
+
+
+def _whole(path: Path | None) -> Path | None:
+    return path and path.expanduser().absolute()
+
+
+def _check_proportions(settings: Settings) -> None:
+    if settings.strategy in ("tensor", "hybrid") and settings.nodes == 1:
+        raise ConfigError(
+            f"The strategy {settings.strategy} has machines share layers, and --nodes is 1: --tp 2 shares them among "
+            "workers of this machine."
+        )
+    if bool(settings.proportions) != (settings.strategy == "custom"):
+        raise ConfigError(
+            "The strategy custom needs --proportions, as 0.7,0.3."
+            if settings.strategy == "custom"
+            else f"--proportions goes with --strategy custom, and the strategy is {settings.strategy}."
+        )
+
+
+def _check_bodies(settings: Settings) -> None:
+    if bodies_mb(settings) < 2 * settings.max_request_mb:
+        raise ConfigError(
+            f"--max-bodies-mb is {settings.max_bodies_mb}, of which one client gets half, and --max-request-mb is "
+            f"{settings.max_request_mb}: make it {2 * settings.max_request_mb} at least."
+        )
+
+
+def _sentences(error: ValidationError, given: Mapping[str, _Given]) -> Iterator[str]:
+    """One for each setting at fault."""
+    for name in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
+        field, item = Settings.model_fields[name], given[name]
+        shown = item.value if isinstance(item.value, str) and item.value else repr(item.value)
+        limit = "a path of at most 63 bytes" if name == "run_dir" else allowed_values(field)
+        yield f"{item.place} is {shown}; it must be {limit}."

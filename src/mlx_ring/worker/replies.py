@@ -1,0 +1,128 @@
+"""What a stage says of a step that is done: to the head, to the next stage, and to stage 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlx_ring.rpc.failures import error_to_failure
+from mlx_ring.rpc.links import Inbox, LinkSender, WireTensor
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.inputs import sampled_key, step_key
+from mlx_ring.worker.results import look_up
+from mlx_ring.worker.shard import StageModel
+from mlx_ring.worker.step import StepWork, monotonic_us
+from mlx_ring.worker.tensors import to_wire
+
+
+class ToldOfSteps(Protocol):
+    """An end of a link whose messages match by the order of steps."""
+
+    def expect(self, step: step_pb2.Step) -> None:
+        """Hear of a step with rows, in the order of the stream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageLinks:
+    """A stage's ends: what comes in, what goes to the next stage, what goes back to stage 0."""
+
+    inbox: Inbox
+    next: LinkSender | None = None
+    first: LinkSender | None = None
+    told: tuple[ToldOfSteps, ...] = ()
+    """Ends that must hear of every step before it is tried."""
+
+
+class StepAnswers:
+    """Answers steps, and hands on what others wait for."""
+
+    def __init__(self, assignment: worker_pb2.StageAssignment, model: StageModel, links: StageLinks) -> None:
+        self._assignment = assignment
+        self._model = model
+        self._links = links
+
+    def expect(self, step: step_pb2.Step) -> None:
+        """A step has come, and will be answered."""
+        for end in self._links.told if step.rows else ():
+            end.expect(step)
+
+    def give(self, work: StepWork) -> step_pb2.StepDone:
+        """Send on what the step gave, or that it failed; the head's answer, less times and sizes."""
+        step = work.step
+        done = step_pb2.StepDone(
+            instance=step.instance,
+            epoch=step.epoch,
+            step=step.step,
+            stage=self._assignment.stage,
+            rank=self._assignment.rank,
+        )
+        failure = work.row_failure()
+        if work.error is None and step.rows:
+            try:
+                self._pass_on(work, done, failure)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the head and the next stage must hear of it
+                work.error = error
+        if work.error is not None:
+            done.ClearField("results")
+            failure = error_to_failure(work.error)
+            self._send_tombstones(step, failure)
+        if failure is not None:
+            done.failure.CopyFrom(failure)
+        return done
+
+    def _pass_on(self, work: StepWork, done: step_pb2.StepDone, failure: step_pb2.Failure | None) -> None:
+        if not self._model.is_last:
+            self._hand_on(work, failure)
+            return
+        self._hand_over(work, failure)
+        self._add_results(work, done)
+
+    @staticmethod
+    def _add_results(work: StepWork, done: step_pb2.StepDone) -> None:
+        if work.inputs is None or done.rank:
+            return
+        results = {
+            row.row.sequence: done.results.add(sequence=row.row.sequence)
+            for row in work.inputs.rows
+            if row.row.wants
+        }
+        for drawn in work.told:
+            results[drawn.sequence].tokens.extend(drawn.results)
+        if work.is_looked_at:
+            look_up(work.inputs, work.passes, results)
+
+    def _hand_on(self, work: StepWork, failure: step_pb2.Failure | None) -> None:
+        """Send activations to the next stage, with the token ids if it cannot know them."""
+        if self._links.next is None or work.inputs is None:
+            return
+        sending = monotonic_us()
+        rows = work.inputs.rows
+        previous = any(row.previous for row in work.step.rows)
+        tokens = tuple(token for row in rows for token in row.tokens) if previous else ()
+        activations = work.activations
+        if activations is None:
+            activations = mx.zeros((0, self._model.hidden_size), self._model.dtype)
+        wire = to_wire(activations, tokens)
+        self._links.next.send(
+            step_key(work.step), WireTensor(wire.dtype, wire.shape, wire.data, tokens, failure)
+        )
+        work.clock.link_send += monotonic_us() - sending
+
+    def _hand_over(self, work: StepWork, failure: step_pb2.Failure | None) -> None:
+        """Send what was sampled back to stage 0, where the head asks for it."""
+        if not work.step.hand_over_tokens or self._links.first is None or work.inputs is None:
+            return
+        sending = monotonic_us()
+        sampled = {drawn.sequence: drawn.token for drawn in work.told}
+        tokens = tuple(sampled[row.row.sequence] for row in work.inputs.rows if row.row.sequence in sampled)
+        self._links.first.send(sampled_key(work.step), WireTensor("uint32", (0,), b"", tokens, failure))
+        work.clock.link_send += monotonic_us() - sending
+
+    def _send_tombstones(self, step: step_pb2.Step, failure: step_pb2.Failure) -> None:
+        if step.rows and self._links.next is not None:
+            self._links.next.send_failure(step_key(step), failure)
+        if step.hand_over_tokens and self._links.first is not None:
+            self._links.first.send_failure(sampled_key(step), failure)

@@ -1,0 +1,440 @@
+"""The worker's gRPC front. Its threads make no arrays: they hand work to the compute thread and take answers.
+
+The compute thread is the process's main thread: MLX's streams belong to threads,
+so the one that loads is the one that computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import grpc
+import mlx.core as mx
+import psutil
+
+from mlx_ring.core.errors import NotReady, PeerRefused, ProtocolError, RingError, StaleMessage, WorkerLost
+from mlx_ring.core.logs import set_log_epoch
+from mlx_ring.rpc.failures import error_to_failure
+from mlx_ring.rpc.frames import Frame
+from mlx_ring.rpc.hello import check_hello, make_hello
+from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks
+from mlx_ring.rpc.links import Inbox, deliver_frames
+from mlx_ring.rpc.methods import LINK, LOAD, STATUS, STEPS, WORKER_SERVICE, service_handler
+from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
+from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.peers import Revoked, address_of_call, is_local, peer_of_call
+from mlx_ring.worker.compute_thread import Jobs, end_process
+from mlx_ring.worker.grammars import GrammarCompiler, grammar_error
+from mlx_ring.worker.group import GroupPort
+from mlx_ring.worker.platform.device import device_memory, device_name
+from mlx_ring.worker.runner import StageRunner
+from mlx_ring.worker.stage import build_stage
+from mlx_ring.worker.step import monotonic_us
+
+log = logging.getLogger(__name__)
+
+_ASSIGNMENT_WAIT_S = 60.0
+_GREETING_WAIT_S = 10.0
+
+Received = TypeVar("Received")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who this worker is, for greetings and status."""
+
+    node: str
+    stage: int
+    rank: int
+    blas: str
+
+
+@dataclass(slots=True)
+class Reach:
+    """How this worker speaks with other machines."""
+
+    trust: Credentials | None = None
+    """None: it only speaks with its own machine."""
+    revoked: Revoked = field(default_factory=Revoked)
+    port: int = 0
+    """Where others reach it; 0 while nobody can."""
+    group: GroupPort | None = None
+    """Where the other ranks of its stage will reach it; None where it has none."""
+    means: worker_pb2.GroupMeans | None = None
+    """With what it can join them."""
+    end_refused: Callable[[], object] = lambda: None
+    """Ends running calls of machines that are refused by now."""
+
+    def revoke(self, serials: Iterable[str]) -> None:
+        """From now on certificates with these serials open nothing, and what they have opened ends."""
+        if self.revoked.replace(serials):
+            self.end_refused()
+
+
+class _StepStream:
+    """The head's stream of steps: its answers, and whether a newer head has taken over."""
+
+    def __init__(self, fencing_id: int) -> None:
+        self.fencing_id = fencing_id
+        self.answers: queue.SimpleQueue[worker_pb2.StepsReply | None] = queue.SimpleQueue()
+
+
+class WorkerFront:
+    """What a worker answers, and the loop in which it computes."""
+
+    def __init__(self, identity: WorkerIdentity, reach: Reach | None = None) -> None:
+        self._identity = identity
+        self._reach = reach or Reach()
+        self._jobs: Jobs[Callable[[], None]] = Jobs()
+        self._runner: StageRunner | None = None
+        self._grammars: GrammarCompiler | None = None
+        self._request: worker_pb2.LoadRequest | None = None
+        self._inbox: Inbox | None = None
+        self._assigned = threading.Event()
+        self._stopping = False
+        self._stream: _StepStream | None = None
+        self._taken_from: _StepStream | None = None
+        """Where the steps came from that the runner has taken in."""
+        self._lock = threading.Lock()
+        self._phase = "empty"
+        self._dtype = ""
+        self._kv = worker_pb2.KvTraits()
+        self._weight_bytes = 0
+        self._sends: Callable[[], worker_pb2.LinkUse | None] = lambda: None
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        return service_handler(
+            WORKER_SERVICE,
+            ((LOAD, self.load), (STEPS, self.steps), (LINK, self.link), (STATUS, self.status)),
+        )
+
+    def compute(self) -> None:
+        """Run jobs in the calling thread until `stop`."""
+        while not self._stopping:
+            self._next_job()()
+
+    def _next_job(self) -> Callable[[], None]:
+        """What comes next; while a step is under way, it is answered unless the next job comes very soon."""
+        runner = self._runner
+        if runner is not None and runner.is_under_way:
+            job = self._jobs.get_within(runner.patience_s)
+            if job is not None:
+                return job
+            self._answer(runner.finish())
+        return self._jobs.get()
+
+    def stop(self) -> None:
+        """End `compute` after the job in hand; jobs that wait, or wait for others, are wanted no more."""
+        self._stopping = True
+        if self._inbox is not None:
+            self._inbox.break_off(NotReady("This worker is ending."))
+        self._jobs.put(lambda: None)
+
+    def hello(self) -> hello_pb2.Hello:
+        """Who this worker is, what it has loaded and how far it has come."""
+        request, runner = self._request, self._runner
+        assignment = request.assignment if request else worker_pb2.StageAssignment()
+        return make_hello(
+            instance=assignment.instance,
+            epoch=assignment.epoch,
+            model_digest=assignment.model_digest,
+            plan_digest=assignment.plan_digest,
+            node=self._identity.node,
+            stage=self._identity.stage,
+            rank=self._identity.rank,
+            last_step=runner.last_step if runner else 0,
+        )
+
+    # Load
+
+    def load(
+        self, request: worker_pb2.LoadRequest, _context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.LoadProgress]:
+        """Load what the plan assigns; the stream ends with `ready` or a failure."""
+        try:
+            check_hello(request.hello, make_hello(node=self._identity.node), "the agent")
+            inbox = self._assign(request)
+        except RingError as error:
+            yield worker_pb2.LoadProgress(failure=error_to_failure(error))
+            return
+        progress: queue.SimpleQueue[worker_pb2.LoadProgress | None] = queue.SimpleQueue()
+        self._jobs.put(lambda: self._build(request, inbox, progress))
+        yield from iter(progress.get, None)
+
+    def _assign(self, request: worker_pb2.LoadRequest) -> Inbox:
+        with self._lock:
+            if self._request is not None:
+                raise ProtocolError(
+                    f"This worker already holds {self._request.assignment.instance}: start another one."
+                )
+            self._request = request
+        assignment = request.assignment
+        self._inbox = Inbox(assignment.instance, assignment.epoch)
+        self._phase = "loading"
+        set_log_epoch(assignment.epoch)
+        self._assigned.set()
+        return self._inbox
+
+    def _build(
+        self,
+        request: worker_pb2.LoadRequest,
+        inbox: Inbox,
+        progress: queue.SimpleQueue[worker_pb2.LoadProgress | None],
+    ) -> None:
+        """Compute thread: build the stage, say how it went."""
+
+        def report(message: worker_pb2.LoadProgress) -> None:
+            self._weight_bytes = max(self._weight_bytes, message.bytes_loaded)
+            progress.put(message)
+
+        try:
+            built = build_stage(
+                request, inbox, self.hello(), report, trust=self._reach.trust, group_port=self._reach.group
+            )
+            self._runner, self._dtype, self._kv = built.runner, built.dtype, built.kv
+            self._sends, self._grammars = built.sends, built.grammars
+            self._phase = "ready"
+            report(worker_pb2.LoadProgress(ready=True, phase="ready", bytes_loaded=self._weight_bytes))
+            log.info("ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, device_name())
+        except Exception as error:
+            self._phase = "failed"
+            log.exception("loading failed")
+            progress.put(worker_pb2.LoadProgress(failure=error_to_failure(error)))
+        finally:
+            progress.put(None)
+
+    # Steps
+
+    def steps(
+        self, requests: Iterator[worker_pb2.StepsRequest], context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.StepsReply]:
+        """Greet, then execute steps in the order they come and answer each."""
+        try:
+            stream = self._open_stream(_first(requests, context).hello)
+        except RingError as error:
+            yield worker_pb2.StepsReply(failure=error_to_failure(error))
+            return
+        yield worker_pb2.StepsReply(hello=self.hello())
+        threading.Thread(target=self._read_steps, args=(requests, stream), name="steps", daemon=True).start()
+        yield from iter(stream.answers.get, None)
+
+    def _open_stream(self, hello: hello_pb2.Hello) -> _StepStream:
+        check_hello(hello, self.hello(), "the head")
+        if self._runner is None:
+            raise NotReady("This worker has not loaded a stage yet.")
+        stream = _StepStream(hello.fencing_id)
+        with self._lock:
+            if self._stream is not None and self._request and has_collective_link(self._request.assignment):
+                # What another head had under way would be left in the collective on some stages and not on others.
+                raise NotReady("Workers whose links are collectives serve one head: start others.")
+            before, self._stream = self._stream, stream
+            if before is not None and before.fencing_id > hello.fencing_id:
+                self._stream = before
+                raise StaleMessage(f"Head {before.fencing_id} has taken over from head {hello.fencing_id}.")
+            if self._grammars is not None:
+                self._grammars.reset()
+        if before is not None:
+            before.answers.put(None)
+        self._enter_epoch(hello.epoch)
+        self._jobs.put(self._runner.reset)
+        return stream
+
+    def _enter_epoch(self, epoch: int) -> None:
+        """A head that takes loaded workers over counts on: what is on its way from before is dropped wherever it arrives."""
+        request, inbox = self._request, self._inbox
+        if request is not None and inbox is not None and epoch > request.assignment.epoch:
+            request.assignment.epoch = epoch
+            inbox.advance(epoch)
+            set_log_epoch(epoch)
+
+    def _read_steps(self, requests: Iterator[worker_pb2.StepsRequest], stream: _StepStream) -> None:
+        try:
+            for request in requests:
+                match request.WhichOneof("message"):
+                    case "kv_limit":
+                        self._jobs.put(partial(self._limit_kv, stream, request.kv_limit))
+                    case "prepare":
+                        self._prepare(stream, request.prepare)
+                    case "drop_grammar":
+                        self._jobs.put(partial(self._drop_grammar, stream, request.drop_grammar))
+                    case _:
+                        self._jobs.put(_StepJob(self, stream, request.step, monotonic_us()))
+        except grpc.RpcError:
+            log.info("the head's step stream ended")
+        finally:
+            stream.answers.put(None)
+
+    def _limit_kv(self, stream: _StepStream, limit_bytes: int) -> None:
+        if stream is self._stream and self._runner is not None:
+            self._runner.limit_kv(limit_bytes)
+
+    def _prepare(self, stream: _StepStream, wanted: worker_pb2.PrepareGrammar) -> None:
+        """Have a grammar compiled while steps go on."""
+
+        def tell(error: BaseException | None) -> None:
+            prepared = worker_pb2.GrammarPrepared(
+                id=wanted.id, failure=None if error is None else error_to_failure(grammar_error(error))
+            )
+            stream.answers.put(worker_pb2.StepsReply(prepared=prepared))
+
+        with self._lock:
+            if stream is self._stream and self._grammars is not None:
+                self._grammars.prepare(wanted, tell)
+
+    def _drop_grammar(self, stream: _StepStream, id_: int) -> None:
+        """Compute thread: behind the steps that came before."""
+        if stream is self._stream and self._grammars is not None:
+            self._grammars.drop(id_)
+
+    def execute(self, stream: _StepStream, step: step_pb2.Step, arrived_us: int) -> None:
+        """Compute thread: take in one step, unless another head has taken over since it came."""
+        if stream is self._stream and self._runner is not None:
+            self._taken_from = stream
+            self._answer(self._runner.take(step, arrived_us))
+
+    def _answer(self, answers: Iterator[step_pb2.StepDone]) -> None:
+        for done in answers:
+            if done.HasField("failure"):
+                log.error("step %d failed: %s", done.step, done.failure.message)
+            if self._runner is not None and self._runner.spoiled:
+                end_process(self._runner.spoiled)
+            # A head that has taken over since asked for none of these.
+            if self._taken_from is self._stream and self._stream is not None:
+                self._stream.answers.put(worker_pb2.StepsReply(done=done))
+
+    # Link
+
+    def link(
+        self, frames: Iterator[Frame], context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.FrameAccepted]:
+        """Take what another stage sends, until it closes the stream."""
+        address = address_of_call(context)
+        try:
+            theirs = _greeting(_first(frames, context))
+            inbox = self._accept_link(theirs, context)
+        except RingError as error:
+            log.warning("refused a link from %s: %s", address, error)
+            yield worker_pb2.FrameAccepted(failure=error_to_failure(error))
+            return
+        yield worker_pb2.FrameAccepted(hello=self.hello())
+        try:
+            deliver_frames(frames, inbox)
+            inbox.break_off(WorkerLost(f"Stage {theirs.stage} on {theirs.node} closed its link."))
+        except ProtocolError as error:
+            log.warning("ended the link from stage %d on %s: %s", theirs.stage, theirs.node, error)
+            inbox.break_off(error)
+        except grpc.RpcError:
+            inbox.break_off(WorkerLost(f"The link from stage {theirs.stage} on {theirs.node} broke."))
+
+    def _accept_link(self, hello: hello_pb2.Hello, context: grpc.ServicerContext) -> Inbox:
+        """Only from the worker that the plan puts before this one: whoever else greeted could end its link, and so the instance."""
+        if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None:
+            raise NotReady(f"This worker was given no stage within {_ASSIGNMENT_WAIT_S:g} s.")
+        peer = f"stage {hello.stage} on {hello.node}"
+        ours = self.hello()
+        check_hello(hello, ours, peer)
+        if (hello.instance, hello.plan_digest) != (ours.instance, ours.plan_digest):
+            raise ProtocolError(f"{peer} named no instance; this worker is of {ours.instance}.")
+        assignment = self._request.assignment if self._request else worker_pb2.StageAssignment(stages=1)
+        if hello.stage != (ours.stage - 1) % assignment.stages:
+            raise ProtocolError(f"{peer} does not come before stage {ours.stage} of {assignment.stages}.")
+        _check_caller(context, hello.node, assignment.previous_node)
+        return self._inbox
+
+    # Status
+
+    def status(
+        self, request: worker_pb2.StatusRequest, _context: grpc.ServicerContext
+    ) -> worker_pb2.WorkerStatus:
+        """Life and size, told without the compute thread, so that a long step does not look like death."""
+        self._reach.revoke(request.revoked)
+        runner = self._runner
+        memory, left = device_memory()
+        return worker_pb2.WorkerStatus(
+            hello=self.hello(),
+            phase=self._phase,
+            rss_bytes=psutil.Process().memory_info().rss,
+            weight_bytes=self._weight_bytes,
+            kv_bytes=runner.kv_bytes if runner else 0,
+            device_memory_bytes=mx.get_active_memory(),
+            peak_memory_bytes=mx.get_peak_memory(),
+            device=device_name(),
+            dtype=self._dtype,
+            blas=self._identity.blas,
+            last_step=runner.last_step if runner else 0,
+            sequences=runner.num_sequences if runner else 0,
+            pid=os.getpid(),
+            kv=self._kv,
+            memory_bytes=memory,
+            memory_left_bytes=left,
+            port=self._reach.port,
+            sends=self._sends(),
+            group_port=self._reach.group.number if self._reach.group else 0,
+            group_host=self._reach.group.host if self._reach.group else "",
+            means=self._reach.means,
+            group=self._group(),
+        )
+
+    def _group(self) -> worker_pb2.GroupUse | None:
+        assignment = self._request.assignment if self._request else None
+        if assignment is None or not joined_ranks(assignment):
+            return None
+        return worker_pb2.GroupUse(backend=backend_of(assignment), why=assignment.backend_why)
+
+
+def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str) -> None:
+    """The certificate is that of the node which has the stage before; empty: this machine, on which nobody shows one.
+
+    Raises:
+        PeerRefused: it is another's.
+    """
+    caller = "" if is_local(context) else peer_of_call(context).node
+    if caller and caller != greeted_as:
+        raise PeerRefused(f"{caller} greeted as {greeted_as}.")
+    if caller != expected:
+        raise PeerRefused(
+            f"{caller or 'This machine'} linked as the stage before, which is on {expected or 'this machine'}."
+        )
+
+
+def _first(messages: Iterator[Received], context: grpc.ServicerContext) -> Received:
+    """A stream's greeting. One that does not greet is ended, for it holds a thread.
+
+    Raises:
+        ProtocolError: none came.
+    """
+    patience = threading.Timer(_GREETING_WAIT_S, context.cancel)
+    patience.start()
+    try:
+        return next(messages)
+    except (StopIteration, grpc.RpcError):
+        raise ProtocolError("The stream ended, or was too slow, before it had greeted.") from None
+    finally:
+        patience.cancel()
+
+
+def _greeting(frame: Frame) -> hello_pb2.Hello:
+    """Raises `ProtocolError` where it is none."""
+    if not frame.header.HasField("hello"):
+        raise ProtocolError(frame.problem or "A link begins with a greeting; another frame came.")
+    return frame.header.hello
+
+
+@dataclass(frozen=True, slots=True)
+class _StepJob:
+    """A step waiting for the compute thread."""
+
+    front: WorkerFront
+    stream: _StepStream
+    step: step_pb2.Step
+    arrived_us: int
+
+    def __call__(self) -> None:
+        self.front.execute(self.stream, self.step, self.arrived_us)

@@ -1,0 +1,159 @@
+"""Reads a stage's share of a model's weights, and no more.
+
+mlx-lm builds the whole model around lazy arrays; nothing is read until an array is
+evaluated, and only the stage's own are. They are evaluated one by one, the largest first: casting
+needs the old and the new copy of one array at a time, while little else is held.
+
+Checkpoints of a transformer alone, without the model around it: as embedding models are saved.
+
+Their tensors are named `layers.0...` where mlx-lm's models say `model.layers.0...`, and most have no output head. Nobody
+asks an embedding model for one, so its embedding stands in for it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
+from mlx_lm.utils import (
+    _get_classes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType] - the one way to a class
+    load_model,  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
+)
+
+from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
+from mlx_ring.core.types import DType, LayerRange
+from mlx_ring.models.architectures import find_architecture
+from mlx_ring.models.layer_tensors import names_head
+from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.models.stage_folder import require_layers
+from mlx_ring.worker.shard import StageModel
+
+_INNER = "model"
+
+
+def loading_options(folder: ModelFolder) -> dict[str, Any]:
+    """What mlx-lm must be told to load a folder; nothing for most."""
+    names = [entry.name for entry in folder.tensors]
+    if any(name.startswith(f"{_INNER}.") for name in names) or not any(map(_is_bare, names)):
+        return {}
+    architecture = find_architecture(folder.model_type, folder.classes)
+    lacks_head = architecture is not None and architecture.tied and not any(map(names_head, names))
+    return {
+        "get_model_classes": _whole_classes,
+        "model_config": {"tie_word_embeddings": True} if lacks_head else {},
+    }
+
+
+def _is_bare(name: str) -> bool:
+    return name.startswith("layers.")
+
+
+def _whole_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """mlx-lm's own, but that tensors get their whole names before anything is made of them."""
+    model, arguments = cast("tuple[Any, type]", cast("object", _get_classes(config)))
+
+    def sanitize(self: nn.Module, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        whole = {_whole_name(name) if _INNER in self else name: array for name, array in weights.items()}
+        own = getattr(cast("object", super(named, self)), "sanitize", dict)
+        return cast("dict[str, mx.array]", own(whole))
+
+    named = type(model.__name__, (model,), {"sanitize": sanitize, "__module__": model.__module__})
+    return cast("type[nn.Module]", named), arguments
+
+
+def _whole_name(name: str) -> str:
+    return name if names_head(name) else f"{_INNER}.{name}"
+
+
+Progress = Callable[[int, int], None]
+"""(bytes held, bytes in all)"""
+
+_DTYPES: dict[DType, mx.Dtype] = {
+    "float32": mx.float32,
+    "bfloat16": mx.bfloat16,
+    "float16": mx.float16,
+}
+_CLEAR_EVERY_BYTES = 64 << 20
+
+
+def load_stage(
+    folder: ModelFolder,
+    layers: LayerRange,
+    dtype: DType,
+    progress: Progress,
+    divide: Callable[[StageModel], None] | None = None,
+) -> StageModel:
+    """Load layers `[start, end)` in `dtype`.
+
+    Args:
+        divide: leaves the stage one rank's part of its weights, before any of them is read.
+
+    Raises:
+        ModelUnsupported: mlx-lm does not know the architecture, or it cannot be cut.
+        ModelCorrupt: the weights are not the ones that the configuration asks for, or of other layers only.
+    """
+    require_layers(folder.path, layers)
+    model = _build(folder)
+    stage = StageModel(model, layers, _DTYPES[dtype], folder.vocab_size, folder.hidden_size)
+    if stage.num_layers != folder.num_layers:
+        raise ModelCorrupt(
+            f"{folder.path / 'config.json'} tells of {folder.num_layers} layers, and its model has {stage.num_layers}."
+        )
+    if divide is not None:
+        divide(stage)
+    parameters = _cast_parameters(stage)
+    model.load_weights(list(parameters.items()), strict=False)
+    model.eval()
+    _read([array for path, array in parameters.items() if stage.needs(path)], progress)
+    return stage
+
+
+def _build(folder: ModelFolder) -> nn.Module:
+    try:
+        return load_model(folder.path, lazy=True, strict=True, **loading_options(folder))[0]
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        message = textwrap.shorten(str(error), 200, placeholder=" ...")
+        if "not supported" in message:
+            raise ModelUnsupported(f"{folder.path}: {message}") from error
+        raise ModelCorrupt(f"{folder.path} cannot be loaded: {message}") from error
+
+
+def _cast_parameters(stage: StageModel) -> dict[str, mx.array]:
+    """Every parameter in the tree, lazily in the stage's dtype; what nobody evaluates stays on disk.
+
+    Scales and biases of quantized weights are cast too: on a CPU half-precision ones slow products tenfold.
+    What a model keeps in float32 is not narrowed: expert selection, for one, would choose others.
+    """
+    flat = cast("dict[str, Any]", tree_flatten(stage.model.parameters(), destination={}))
+    may_narrow = cast("Callable[[str], bool]", getattr(stage.model, "cast_predicate", _anything))
+    return {
+        path: array.astype(stage.dtype)
+        if mx.issubdtype(array.dtype, mx.floating) and (stage.dtype == mx.float32 or may_narrow(path))
+        else array
+        for path, array in flat.items()
+        if isinstance(array, mx.array)
+    }
+
+
+def _anything(_path: str) -> bool:
+    return True
+
+
+def _read(arrays: list[mx.array], progress: Progress) -> None:
+    """Evaluate the stage's own arrays."""
+    total = sum(array.nbytes for array in arrays)
+    held = since_clear = 0
+    progress(held, total)
+    for array in sorted(arrays, key=lambda array: -array.nbytes):
+        mx.eval(array)
+        held += array.nbytes
+        since_clear += array.nbytes
+        if since_clear > _CLEAR_EVERY_BYTES:
+            mx.clear_cache()
+            since_clear = 0
+        progress(held, total)
+    mx.clear_cache()

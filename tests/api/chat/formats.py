@@ -1,0 +1,71 @@
+"""Formats of answers, and what a reader makes of text in them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from itertools import count, pairwise
+from typing import Any
+
+from mlx_ring.api.chat.model_format import CallMarks, ChatFormat, Marks, parser_of
+from mlx_ring.api.chat.parts import AnswerPart
+from mlx_ring.api.chat.reader import AnswerReader, ReadingRules, join_parts
+from mlx_ring.api.chat.request import Tool
+from mlx_ring.api.chat.tool_calls import CallRules
+from mlx_ring.models.lean_imports import import_bare
+
+WEATHER = Tool(
+    "get_weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "sky": {"type": "boolean"}},
+    },
+)
+TIME = Tool("get_time", parameters={"type": "object", "properties": {"city": {"type": "string"}}})
+TOOLS = (WEATHER, TIME)
+THOUGHTS = Marks("<think>", "</think>")
+
+
+def call_marks(parser: str) -> CallMarks:
+    """Those of one of mlx-lm's parsers."""
+    import_bare("mlx_lm")
+    module: Any = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+    parse = parser_of(parser, module.parse_tool_call)
+    return CallMarks(module.tool_call_start, module.tool_call_end, parser, parse)
+
+
+QWEN = ChatFormat(THOUGHTS, call_marks("json_tools"))
+
+
+def rules(
+    format_: ChatFormat = QWEN,
+    *,
+    tools: Sequence[Tool] = TOOLS,
+    early: bool = False,
+    parallel: bool = True,
+    **more: Any,
+) -> ReadingRules:
+    """Calls are numbered instead of having random ids."""
+    numbers = count()
+    calls = None
+    if tools and format_.calls is not None:
+        calls = CallRules(
+            format_.calls, tools, parallel=parallel, early=early, new_id=lambda: f"c{next(numbers)}"
+        )
+    return ReadingRules(format_, calls, **more)
+
+
+def read(pieces: Iterable[str], given: ReadingRules) -> list[AnswerPart]:
+    """The parts of a whole answer, neighbours joined."""
+    reader, parts = AnswerReader(given), list[AnswerPart]()
+    for piece in pieces:
+        if reader.ended:
+            break
+        parts += reader.push(piece)
+    return join_parts(parts + reader.finish())
+
+
+def cut(text: str, places: Iterable[int]) -> list[str]:
+    """Text in pieces."""
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]

@@ -1,0 +1,434 @@
+"""Grammars of answers: what they let through mlx-lm's parsers read, and it holds to the schema; all else is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from tests.api.chat.formats import read, rules
+from tests.api.chat.written_calls import (
+    ARGUMENTS,
+    CLOCK,
+    END,
+    FORMATS,
+    IDS,
+    LEAST,
+    SCHEMA,
+    WEATHER,
+    Written,
+    format_of,
+    tokenizer,
+)
+
+from mlx_ring.api.chat.answer import ChatAnswer
+from mlx_ring.api.chat.grammars import GrammarChecks, answer_grammar
+from mlx_ring.api.chat.model_format import CallMarks, ChatFormat, Marks, parse_tool_call
+from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.types import Grammar
+from mlx_ring.models.grammars import to_llguidance
+
+THINKING = Marks("<think>", "</think>")
+JSON_TOOLS = FORMATS[0]
+WRONG = (("days", "nights"), ("3", "15"), ("3", '"3"'), ("20]", "24]"), ("get_weather", "get_time"))
+"""What is written in the place of what."""
+every_format = pytest.mark.parametrize("written", FORMATS, ids=IDS)
+
+
+def asked(
+    *tools: Tool, choice: Literal["none", "auto", "required"] = "required", **more: Any
+) -> Conversation:
+    answer = more.pop("format", AnswerFormat())
+    return Conversation((), ToolUse(tools, choice, **more), answer)
+
+
+def under(schema: Any, *tools: Tool, param: str = "response_format") -> Conversation:
+    return asked(*tools, choice="auto", format=AnswerFormat("json_schema", schema, param))
+
+
+def grammar_of(written: Written, conversation: Conversation) -> Grammar | None:
+    return answer_grammar(written.format(), conversation, thinking_open=False)
+
+
+def lets_through(grammar: Grammar | None, text: str, written: Written = JSON_TOOLS) -> bool:
+    """Whether an answer may be this text."""
+    assert grammar is not None
+    known = tokenizer(written.added)[0]
+    matcher = LLMatcher(known, to_llguidance(grammar.kind, grammar.text), log_level=0)
+    assert matcher.get_error() == ""
+    tokens = known.tokenize_str(text, parse_special=True)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@every_format
+def test_a_required_call_is_let_through_and_read_back(written: Written) -> None:
+    grammar = grammar_of(written, asked(WEATHER, CLOCK))
+    tools = [WEATHER.for_template(), CLOCK.for_template()]
+    for call, arguments in ((written.call, ARGUMENTS), (written.least, LEAST)):
+        assert lets_through(grammar, written.whole(call), written)
+        parsed: Any = written.marks().parse(call, tools)
+        found: Any = cast("list[Any]", parsed)[0] if isinstance(parsed, list) else parsed
+        assert (found["name"], found["arguments"]) == ("get_weather", json.loads(arguments))
+        jsonschema.validate(found["arguments"], SCHEMA)
+    assert not written.none or lets_through(grammar, written.whole(written.none), written)
+    assert not lets_through(grammar, "Rome is warm.", written)
+    assert not lets_through(grammar, written.whole(written.call) + "It is warm.", written)
+
+
+@every_format
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_call_that_breaks_its_schema_is_stopped(written: Written, wrong: tuple[str, str]) -> None:
+    broken = written.call.replace(*wrong)
+    assert not lets_through(grammar_of(written, asked(WEATHER, CLOCK)), written.whole(broken), written)
+
+
+@every_format
+def test_several_calls_come_where_they_may(written: Written) -> None:
+    assert lets_through(grammar_of(written, asked(WEATHER)), written.several(), written)
+    alone = grammar_of(written, asked(WEATHER, parallel=False))
+    assert not lets_through(alone, written.several(), written)
+
+
+@every_format
+def test_free_text_goes_on_until_a_call_of_a_strict_tool_opens(written: Written) -> None:
+    for parallel in (True, False):
+        grammar = grammar_of(written, asked(WEATHER, choice="auto", parallel=parallel))
+        assert lets_through(grammar, "Rome is <b>warm</b>\n[today].", written)
+        assert lets_through(grammar, "Let me see.\n" + written.whole(written.call), written)
+        wrong = written.call.replace("get_weather", "get_time")
+        assert not lets_through(grammar, "Let me see.\n" + written.whole(wrong), written)
+
+
+def test_a_model_thinks_first_where_it_does() -> None:
+    format_ = JSON_TOOLS.format(THINKING)
+    for conversation, text in (
+        (asked(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
+        (under(SCHEMA), LEAST),
+    ):
+        is_open = answer_grammar(format_, conversation, thinking_open=True)
+        assert lets_through(is_open, f"Rome, {{ I think.\n</think>\n\n{text}")
+        assert not lets_through(is_open, text)
+        free = answer_grammar(format_, conversation, thinking_open=False)
+        assert lets_through(free, f"<think>\nRome\n</think>\n\n{text}")
+        assert lets_through(free, text)
+
+
+@pytest.mark.parametrize(
+    "told", [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}]
+)
+def test_a_model_that_is_told_not_to_think_cannot_where_its_answer_has_a_form(
+    told: dict[str, object],
+) -> None:
+    format_ = JSON_TOOLS.format(THINKING)
+    for conversation, text in (
+        (asked(WEATHER), JSON_TOOLS.whole(JSON_TOOLS.call)),
+        (under(SCHEMA), ARGUMENTS),
+    ):
+        silent = replace(conversation, template_kwargs=told)
+        grammar = answer_grammar(format_, silent, thinking_open=False)
+        assert lets_through(grammar, text)
+        assert not lets_through(grammar, f"<think>\nRome\n</think>\n\n{text}")
+        still_open = answer_grammar(format_, silent, thinking_open=True)
+        assert lets_through(still_open, f"Rome\n</think>\n\n{text}")
+
+
+def test_gpt_oss_thinks_and_calls_or_answers_in_its_channels() -> None:
+    added = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
+    marks = CallMarks("to=functions.", "<|call|>", "harmony", parse_tool_call)
+    format_ = ChatFormat(calls=marks, begins="header", added=tokenizer(added)[1])
+    written = replace(JSON_TOOLS, added=added)
+    thought = "<|channel|>analysis<|message|>Rome.<|end|><|start|>assistant"
+    call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}"
+    must = answer_grammar(format_, asked(WEATHER), thinking_open=False)
+    assert lets_through(must, thought + call, written)
+    assert lets_through(must, call + "<|call|>", written)
+    assert not lets_through(must, call.replace("3", "15"), written)
+    final = "<|channel|>final<|message|>"
+    assert not lets_through(must, f"{final}It is warm.", written)
+    may = answer_grammar(format_, asked(WEATHER, choice="auto"), thinking_open=False)
+    assert lets_through(may, f"{thought}{final}It is warm.", written)
+    formed = answer_grammar(format_, under(SCHEMA), thinking_open=False)
+    assert lets_through(formed, thought + final + LEAST, written)
+    assert not lets_through(formed, f"{final}It is warm.", written)
+
+
+def test_an_answer_is_json_of_its_schema_or_a_call() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    grammar = grammar_of(JSON_TOOLS, under(schema, replace(WEATHER, strict=False)))
+    assert lets_through(grammar, "[1, 2]")
+    assert lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
+    assert not lets_through(grammar, "[1.5]")
+    assert not lets_through(grammar, "One")
+
+
+def test_any_object_is_json_and_nothing_else_is() -> None:
+    conversation = asked(choice="auto", format=AnswerFormat("json_object"))
+    grammar = answer_grammar(ChatFormat(), conversation, thinking_open=False)
+    assert lets_through(grammar, '{"a": [1, {"b": null}]}')
+    assert not lets_through(grammar, "[1]")
+
+
+def test_text_without_strict_tools_has_no_grammar() -> None:
+    assert grammar_of(JSON_TOOLS, asked(replace(WEATHER, strict=False), choice="auto")) is None
+    assert grammar_of(JSON_TOOLS, asked(WEATHER, choice="none")) is None
+
+
+def test_a_tool_that_must_be_called_is_the_only_one() -> None:
+    grammar = grammar_of(JSON_TOOLS, asked(WEATHER, CLOCK, allowed=frozenset({"clock"})))
+    assert lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.none))
+    assert not lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
+
+
+MUSE_ADDED = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
+MUSE = Written(
+    "muse_spark",
+    '\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Rome</atem:parameter>\n'
+    '<atem:parameter name="unit">C</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
+    '<atem:parameter name="hours">[8, 20]</atem:parameter>\n</atem:invoke>\n',
+    '\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Rome</atem:parameter>\n'
+    '<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n',
+    '\n<atem:invoke name="clock">\n</atem:invoke>\n',
+    added=MUSE_ADDED,
+)
+
+
+def muse_format() -> ChatFormat:
+    return ChatFormat(calls=MUSE.marks(), begins="header", added=tokenizer(MUSE_ADDED)[1])
+
+
+def test_muse_thinks_and_calls_or_answers_in_its_messages() -> None:
+    thought = " to=self<|message|>Rome.<|eom|><|start|>assistant"
+    call = f" to=get_weather<|message|>{MUSE.whole(MUSE.call)}"
+    must = answer_grammar(muse_format(), asked(WEATHER, CLOCK), thinking_open=False)
+    assert lets_through(must, thought + call, MUSE)
+    assert lets_through(
+        must, f"{call}<|eom|><|start|>assistant to=clock<|message|>{MUSE.whole(MUSE.none)}", MUSE
+    )
+    assert lets_through(
+        must, f" to=get_weather<|message|>{MUSE.whole(MUSE.call + MUSE.least[1:])}<|eot|>", MUSE
+    )
+    for wrong in WRONG:
+        assert not lets_through(must, call.replace(*wrong), MUSE)
+    answer = " to=user<|message|>It is warm."
+    assert not lets_through(must, answer, MUSE)
+    alone = answer_grammar(muse_format(), asked(WEATHER, parallel=False), thinking_open=False)
+    assert not lets_through(alone, f"{call}<|eom|><|start|>assistant{call}", MUSE)
+    may = answer_grammar(muse_format(), asked(WEATHER, choice="auto"), thinking_open=False)
+    assert lets_through(may, thought + answer, MUSE)
+    said = " to=commentary<|message|>Let me see.<|eom|><|start|>assistant"
+    assert lets_through(may, thought + said + call, MUSE)
+    formed = answer_grammar(muse_format(), under(SCHEMA), thinking_open=False)
+    assert lets_through(formed, f"{thought} to=user<|message|>{LEAST}", MUSE)
+    assert not lets_through(formed, answer, MUSE)
+
+
+def test_what_a_muse_would_read_as_json_is_no_string_unless_it_is_written_as_one() -> None:
+    def call(city: str) -> str:
+        return f" to=get_weather<|message|>{MUSE.whole(MUSE.least.replace('Rome', city))}"
+
+    grammar = answer_grammar(muse_format(), asked(WEATHER), thinking_open=False)
+    for city in ("3", "-1.5e3", "true", "null", "[1]", '{"a": 1}', '"a" b'):
+        assert not lets_through(grammar, call(city), MUSE)
+    closed = "3</atem:parameter>\n"
+    assert not lets_through(grammar, call(f"{closed}Rome"), MUSE)
+    for city in ("3 hills", "nullify", "2026-11-22", '"3"', "a < b"):
+        assert lets_through(grammar, call(city), MUSE)
+
+
+def test_a_tool_that_muse_would_take_for_somebody_is_refused() -> None:
+    with pytest.raises(RequestError, match="'user'"):
+        answer_grammar(muse_format(), asked(Tool("user", strict=True)), thinking_open=False)
+
+
+RICH: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "who": {"$ref": "#/$defs/person"},
+        "Note": {"type": "string", "minLength": 2, "maxLength": 4},
+        "code": {"type": "string", "pattern": "^[a-c]/\\d{2,3}$"},
+        "content-type": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "kind": {"enum": ["a}", "b,c", 'd"', 7, None, True, [1, "x"], {"k": "v"}]},
+        "size": {"type": ["integer", "boolean"], "minimum": 3, "maximum": 40},
+        "pairs": {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "number"}, "maxItems": 1},
+            "minItems": 1,
+        },
+        "more": {"type": "object", "additionalProperties": {"type": "boolean"}},
+        "free": {},
+    },
+    "required": ["who", "Note", "code", "content-type", "kind"],
+    "$defs": {
+        "person": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "boss": {"anyOf": [{"$ref": "#/$defs/person"}, {"type": "null"}]},
+            },
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def written_at_random(grammar: Grammar | None, written: Written, chance: random.Random) -> str:
+    """An answer drawn from what is allowed; marks are likelier, for it to end."""
+    assert grammar is not None
+    known, ids = tokenizer(written.added)
+    matcher = LLMatcher(known, to_llguidance(grammar.kind, grammar.text), log_level=0)
+    assert matcher.get_error() == ""
+    likely = {END, *ids.values(), *known.tokenize_str("]}<")}
+    mask, tokens = allocate_token_bitmask(1, known.vocab_size), list[int]()
+    while not matcher.is_stopped() and len(tokens) < 3000:
+        fill_next_token_bitmask(matcher, mask)
+        allowed = [int(token) for token in np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]]
+        ending = [token for token in allowed if token in likely]
+        token = chance.choice(ending if ending and chance.random() < 0.3 else allowed)
+        assert matcher.consume_token(token)
+        tokens.append(token)
+    assert matcher.is_accepting()
+    return known.decode_str([token for token in tokens if token != END])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "written", [format_of("gemma4"), format_of("function_gemma")], ids=lambda each: each.parser
+)
+def test_whatever_gemma_may_write_is_read_as_arguments_that_hold_to_the_schema(
+    written: Written, *, strict: bool
+) -> None:
+    tool = Tool("f-1", parameters=RICH, strict=strict)
+    grammar = grammar_of(written, asked(tool, parallel=False))
+    for seed in range(8):
+        said = written_at_random(grammar, written, random.Random(seed))
+        given = rules(written.format(), tools=[tool])
+        answer = ChatAnswer(parts=read([said], given))
+        assert [call.name for call in answer.calls] == ["f-1"], said
+        jsonschema.validate(json.loads(answer.calls[0].arguments), RICH)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "string", "format": "date"}, "'format'"),
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
+        ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "'allOf'"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf'"),
+        ({"enum": ['<|"|>']}, "in it"),
+        ({"$ref": "#/$defs/none"}, "none"),
+        (False, "nothing"),
+    ],
+    ids=str,
+)
+def test_what_gemma_cannot_be_held_to_is_refused_for_strict_tools_by_name(schema: Any, says: str) -> None:
+    tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}}, strict=True)
+    with pytest.raises(RequestError, match=says):
+        grammar_of(format_of("gemma4"), asked(tool))
+
+
+def test_a_format_without_a_grammar_is_refused_by_name() -> None:
+    marks = replace(JSON_TOOLS.marks(), parser="unheard_of")
+    with pytest.raises(RequestError, match="unheard_of"):
+        answer_grammar(ChatFormat(calls=marks), asked(WEATHER), thinking_open=False)
+
+
+def problem(conversation: Conversation, format_: ChatFormat) -> RequestError:
+    async def check() -> None:
+        grammar = answer_grammar(format_, conversation, thinking_open=False)
+        await GrammarChecks().check(grammar, conversation)
+
+    with pytest.raises(RequestError) as raised:
+        asyncio.run(check())
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"not": {"type": "string"}}, '"not"'),
+        ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "format": "iban"}, "iban"),
+        ({"$ref": "https://example.org/schema"}, "example.org"),
+        ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
+        ({"enum": ["x" * 300_000]}, "262144"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused_and_says_what_of_it(schema: Any, says: str) -> None:
+    error = problem(under(schema, param="text.format.schema"), ChatFormat())
+    assert says in str(error)
+    assert error.param == "text.format.schema"
+    tool = Tool(
+        "f", parameters={"type": "object", "properties": {"a": schema}, "required": ["a"]}, strict=True
+    )
+    error = problem(asked(CLOCK, tool), JSON_TOOLS.format())
+    assert says in str(error)
+    assert (error.param, "'f'" in str(error)) == ("tools[1].function.parameters", True)
+    assert not re.search(r"llguidance|coerce_one_of|start:", str(error))
+
+
+def test_options_of_the_library_are_not_for_requests_to_set() -> None:
+    schema = {"type": "object", "x-guidance": {"lenient": True}}
+    assert "x-guidance" in str(problem(under(schema), ChatFormat()))
+    assert "x-guidance" in str(problem(asked(Tool("f", parameters=schema)), JSON_TOOLS.format()))
+
+
+def test_of_grammars_that_were_tried_none_is_kept_whole() -> None:
+    """Clients decide how long they are."""
+    checks, grammar = GrammarChecks(), Grammar("json_schema", json.dumps({"description": "x" * (1 << 20)}))
+    with pytest.raises(RequestError, match="at most"):
+        asyncio.run(checks.check(grammar, asked(choice="auto")))
+    assert len(repr(vars(checks))) < 10_000
+
+
+@pytest.mark.parametrize("depth", [150, 900])
+def test_a_schema_that_is_nested_without_end_is_refused(depth: int) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    assert "recursion" in str(problem(under(schema), ChatFormat()))
+
+
+def test_what_cannot_be_enforced_of_a_tool_that_is_not_strict_is_left_out() -> None:
+    tool = Tool("get_weather", parameters={**SCHEMA, "not": {"required": ["hours"]}})
+    grammar = grammar_of(JSON_TOOLS, asked(tool))
+    assert lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
+    assert not lets_through(grammar, JSON_TOOLS.whole(JSON_TOOLS.call.replace("3", "15")))
+
+
+def _behind(written: Written) -> str:
+    """What follows a string."""
+    return written.least.partition("Rome")[2].partition(">")[0] + ">"
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "minimax_m2", "minicpm5"])
+def test_a_string_that_would_be_read_as_null_is_stopped(parser: str) -> None:
+    written = format_of(parser)
+    grammar = grammar_of(written, asked(WEATHER))
+    for city, passes in (("Null", False), ("Nullarbor", True), ("Annull", True)):
+        call = written.whole(written.least.replace("Rome", city))
+        assert lets_through(grammar, call, written) == passes
+    # Behind a null that is none its mark must not come all the same, with more behind that.
+    twice = written.least.replace("Rome", f"null{_behind(written)}Rome")
+    assert not lets_through(grammar, written.whole(twice), written)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "string", "pattern": "^a"}, {"anyOf": [{"type": "string"}, {"type": "integer"}]}]
+)
+def test_what_a_format_without_quotes_cannot_tell_is_refused_for_strict_tools(schema: Any) -> None:
+    tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}}, strict=True)
+    with pytest.raises(RequestError, match="'a' of tool 'f'"):
+        grammar_of(format_of("qwen3_coder"), asked(tool))

@@ -1,0 +1,82 @@
+"""gpt-oss's answers: messages with headers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.api.chat.formats import cut, read, rules
+from tests.api.twins import ByteTokenizer
+
+from mlx_ring.api.chat.model_format import HEADING, ChatFormat, parse_tool_call, read_format
+from mlx_ring.api.chat.parts import CallArguments, CallOpening, Content, Reasoning
+
+
+def gpt_oss() -> ChatFormat:
+    tokenizer = ByteTokenizer()
+    names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>")
+    tokenizer.special = dict(enumerate(names, start=256))
+    return read_format(tokenizer)
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
+CALL = 'assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Rome"}'
+ASKED = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "Rome"}')]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (THOUGHT + "assistant<|channel|>final<|message|>Hello.", [Reasoning("Hm."), Content("Hello.")]),
+        ("<|channel|>final <|constrain|>json<|message|>{}", [Content("{}")]),
+        (
+            THOUGHT + "assistant<|channel|>commentary<|message|>I look.<|end|>" + CALL,
+            [Reasoning("Hm."), Content("I look."), *ASKED],
+        ),
+        (
+            'assistant to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>',
+            ASKED,
+        ),
+        ("<|channel|>final<|message|>Say to=functions.x", [Content("Say to=functions.x")]),
+        (
+            CALL.replace("get_weather", "unknown"),
+            [Content(CALL[CALL.index("to=") :].replace("get_weather", "unknown"))],
+        ),
+    ],
+)
+def test_messages_are_told_apart_by_their_headers(text: str, parts: list[Any]) -> None:
+    for early in (False, True):
+        assert read([text], rules(gpt_oss(), early=early)) == parts
+        assert read(text, rules(gpt_oss(), early=early)) == parts
+
+
+@given(places=st.lists(st.integers(0, 200), max_size=6), early=st.booleans())
+def test_they_are_the_same_however_they_are_cut(places: list[int], *, early: bool) -> None:
+    whole = read([THOUGHT + CALL], rules(gpt_oss(), early=early))
+    assert read(cut(THOUGHT + CALL, places), rules(gpt_oss(), early=early)) == whole
+
+
+def test_the_marks_of_headers_are_shown() -> None:
+    given = gpt_oss()
+    assert given.shown_tokens(calls=False) == {257, 258, 259}
+    assert given.shown_tokens(calls=True) == {257, 258, 259, 260, 261}
+
+
+def test_a_name_without_end_is_looked_at_once() -> None:
+    """Its square would be hours."""
+    assert HEADING.match("a" * 400_000) is None
+    with pytest.raises(ValueError, match="no function"):
+        parse_tool_call("a" * 400_000, [])
+
+
+def test_a_call_without_an_object_is_no_call() -> None:
+    given = gpt_oss()
+    assert given.calls is not None
+    assert given.calls.parse("get_time<|message|>", []) == {"name": "get_time", "arguments": {}}
+    with pytest.raises(json.JSONDecodeError):
+        given.calls.parse("get_time<|message|>now", [])
+    with pytest.raises(ValueError, match="no function"):
+        given.calls.parse("get_time", [])

@@ -1,0 +1,39 @@
+"""Parts of a conversation as templates want them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mlx_ring.api.chat.messages import in_order_of_calls, template_call
+
+USER = {"role": "user", "content": "Add, and add."}
+
+
+def calls(*names: str) -> Mapping[str, object]:
+    made = [template_call("add", {}, name) for name in names]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def result(content: str, of: str | None) -> Mapping[str, object]:
+    return {"role": "tool", "content": content} | ({} if of is None else {"tool_call_id": of})
+
+
+def contents(messages: Sequence[Mapping[str, object]]) -> str:
+    return "".join(
+        str(message["content"]) for message in in_order_of_calls(messages) if message["role"] == "tool"
+    )
+
+
+def test_results_stand_in_the_order_of_the_calls_that_they_are_of() -> None:
+    first = [USER, calls("a", "b", "c"), result("3", "c"), result("1", "a"), result("2", "b")]
+    second = [calls("b", "a"), result("5", "a"), result("4", "b"), USER]
+    assert contents(first) == "123"
+    assert contents(first + second) == "12345"
+    assert in_order_of_calls(first + second)[-1] == USER
+
+
+def test_results_of_no_call_that_is_there_stay_behind_the_others_as_they_came() -> None:
+    assert contents([USER, calls("a"), result("2", "y"), result("3", "x"), result("1", "a")]) == "123"
+    assert contents([USER, result("1", "b"), result("2", "a")]) == "12"
+    without_ids = {"role": "assistant", "content": "", "tool_calls": [template_call("add", {}, None)] * 2}
+    assert contents([USER, without_ids, result("1", None), result("2", None)]) == "12"

@@ -1,0 +1,109 @@
+"""What a tokenizer says of its model's answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.api.twins import ByteTokenizer, MarkingTokenizer
+from tests.engine.tokenizers_small import TOOL, byte_fallback, byte_level
+
+from mlx_ring.api.chat.model_format import ChatFormat, ChatFormats, Marks, prompts_end, read_format
+from mlx_ring.engine.detokenizer import Detokenizer, Vocabulary
+from mlx_ring.models.lean_imports import import_bare
+from mlx_ring.models.model_source import find_model
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    """The demo model's tokenizer, as mlx-lm loads it."""
+    import_bare("mlx_lm")
+    from mlx_lm.tokenizer_utils import load  # pyright: ignore[reportUnknownVariableType] - bare dicts
+
+    return load(find_model("demo").folder.path)
+
+
+def test_the_demo_models_format_is_qwens(demo: Any) -> None:
+    given = read_format(demo)
+    assert given.thinking == Marks("<think>", "</think>")
+    assert given.calls is not None
+    assert (given.calls.start, given.calls.end, given.calls.parser) == (
+        "<tool_call>",
+        "</tool_call>",
+        "json_tools",
+    )
+    assert given.knows("tools")
+    assert given.knows("enable_thinking")
+    assert not given.knows("reasoning_effort")
+
+
+def test_marks_that_are_special_tokens_are_shown_and_those_of_calls_only_where_calls_may_be(
+    demo: Any,
+) -> None:
+    given = read_format(demo)
+    names = {demo.convert_ids_to_tokens(token) for token in given.shown_tokens(calls=True)}
+    assert names == {"<think>", "</think>", "<tool_call>", "</tool_call>"}
+    names = {demo.convert_ids_to_tokens(token) for token in given.shown_tokens(calls=False)}
+    assert names == {"<think>", "</think>"}
+
+
+def test_shown_tokens_are_text_and_other_special_ones_stay_out(demo: Any) -> None:
+    tokens = demo.encode("<think>\nI see 日本.\n</think>\n\nHello.<|im_end|>", add_special_tokens=False)
+    shown = read_format(demo).shown_tokens(calls=True)
+    detokenizer = Detokenizer(Vocabulary.of(demo).showing(shown))
+    text = "".join([*map(detokenizer.push, tokens), detokenizer.flush()])
+    assert text == "<think>\nI see 日本.\n</think>\n\nHello."
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
+def test_showing_a_token_changes_no_other_text(tokenizer: Any) -> None:
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    tokens = [
+        *tokenizer.encode("hello the", add_special_tokens=False),
+        end,
+        *tokenizer.encode(f" é{TOOL} hello", add_special_tokens=False),
+    ]
+    vocabulary = Vocabulary.of(tokenizer)
+
+    def text(showing: Vocabulary) -> str:
+        detokenizer = Detokenizer(showing)
+        return "".join([*map(detokenizer.push, tokens), detokenizer.flush()])
+
+    assert text(vocabulary.showing(frozenset({end}))).replace("<|end|>", "") == text(vocabulary)
+    assert "<|end|>" in text(vocabulary.showing(frozenset({end})))
+
+
+@pytest.mark.parametrize(("kwargs", "opened"), [({}, False), ({"enable_thinking": True}, True)])
+def test_a_prompts_end_tells_whether_it_opens_a_thought(
+    demo: Any, kwargs: dict[str, object], *, opened: bool
+) -> None:
+    prompt = demo.apply_chat_template(
+        [{"role": "user", "content": "What is <think>?"}],
+        add_generation_prompt=True,
+        **({"enable_thinking": False} | kwargs),
+    )
+    assert read_format(demo).opens_thinking(prompts_end(demo, prompt)) is opened
+
+
+def test_a_model_without_marks_has_an_empty_format() -> None:
+    assert read_format(ByteTokenizer()) == ChatFormat()
+
+
+def test_each_tokenizer_is_read_once() -> None:
+    formats, one, other = ChatFormats(), MarkingTokenizer(), ByteTokenizer()
+    assert formats[one] is formats[one]
+    assert formats[one] != formats[other]
+
+
+def test_states_of_mlx_lm_have_names_here() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.response_initial_state = "header"
+    tokenizer.response_transitions = {
+        "header": [("to=self", "reasoning"), ("<calls>", "tool")],
+        "normal": [("<|eom|>", "header")],
+    }
+    tokenizer.tool_call_start, tokenizer.tool_call_end = "<calls>", "</calls>"
+    tokenizer.tool_parser = MarkingTokenizer.tool_parser
+    given = read_format(tokenizer)
+    assert given.begins == "header"
+    assert given.turns == {"header": (("to=self", "reasoning"),), "start": (("<|eom|>", "header"),)}

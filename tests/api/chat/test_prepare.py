@@ -1,0 +1,145 @@
+"""From a conversation to what the engine takes, and on to whole answers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from tests.api.chat.formats import WEATHER
+from tests.api.twins import ANSWER, ByteTokenizer, MarkingTokenizer, TwinCatalog, TwinService
+
+from mlx_ring.api.chat.answer import ChatGeneration
+from mlx_ring.api.chat.prepare import PreparedChat, encode_conversation, prepare_chat
+from mlx_ring.api.chat.request import AnswerFormat, Conversation, ToolUse
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.generation import Generation
+from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.errors import ContextExceeded, RequestError
+from mlx_ring.core.types import SamplingParams
+
+USER = {"role": "user", "content": "Hello."}
+
+
+def prepare(conversation: Conversation, service: TwinService | None = None) -> PreparedChat:
+    service = service or TwinService(tokenizer=MarkingTokenizer())
+    context = ApiContext(TwinCatalog(service), ApiSettings())
+    return asyncio.run(
+        prepare_chat(context, service, conversation, [SamplingParams(stop=("x",))], request_id="r")
+    )
+
+
+def test_stop_strings_are_the_readers_and_no_longer_the_engines() -> None:
+    chat = prepare(Conversation([USER]))
+    assert chat.requests[0].sampling.stop == ()
+    assert chat.rules[0].stops == ("x",)
+
+
+def test_marks_of_calls_are_shown_where_something_may_be_called() -> None:
+    assert prepare(Conversation([USER])).requests[0].shown_tokens == {259, 260}
+    use = ToolUse([WEATHER])
+    assert prepare(Conversation([USER], use)).requests[0].shown_tokens == {259, 260, 261, 262}
+    assert prepare(Conversation([USER], replace(use, choice="none"))).requests[0].shown_tokens == {259, 260}
+
+
+def test_a_model_that_may_call_none_of_its_tools_cannot_open_a_call() -> None:
+    use = ToolUse([WEATHER])
+    for choice, barred in (("none", ((261, -100.0),)), ("auto", ()), ("required", ())):
+        sampling = prepare(Conversation([USER], replace(use, choice=choice))).requests[0].sampling
+        assert sampling.logit_bias == barred
+    assert prepare(Conversation([USER])).requests[0].sampling.logit_bias == ()
+
+
+@pytest.mark.parametrize(
+    ("beginning", "opened"), [("One and", False), ("<think>Hm", True), ("<think>Hm</think>One", False)]
+)
+def test_the_last_message_is_gone_on_with(beginning: str, *, opened: bool) -> None:
+    chat = prepare(Conversation([USER, {"role": "assistant", "content": beginning}], continues=True))
+    prompt = list(chat.requests[0].prompt_tokens)
+    assert prompt.index(ANSWER) == 1
+    assert chat.rules[0].thinking_open is opened
+
+
+CALL: dict[str, object] = {"type": "function", "function": {"name": "f", "arguments": {}}}
+THOUGHTS: dict[str, object] = {"reasoning_content": "Hm.", "reasoning": "Hm.", "thinking": "Hm."}
+
+
+def test_templates_find_thoughts_by_each_of_their_names() -> None:
+    """Qwen's, Gemma's and gpt-oss's."""
+    service = TwinService(tokenizer=MarkingTokenizer())
+    called: dict[str, object] = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
+    plain = {"role": "assistant", "content": "One."}
+    prepare(Conversation([USER, {**called, "reasoning_content": "Hm."}, plain]), service)
+    assert service.tokenizer.conversation == [USER, {**called, **THOUGHTS}, plain]
+
+
+def test_gpt_oss_is_told_one_thought_beside_a_call() -> None:
+    """Its template refuses content there beside a thought, and shows it as one without."""
+    tokenizer = ByteTokenizer()
+    names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>")
+    tokenizer.special = dict(enumerate(names, start=256))
+    service = TwinService(tokenizer=tokenizer)
+    both: dict[str, object] = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
+    prepare(Conversation([USER, both | {"tool_calls": [CALL]}, both]), service)
+    _, called, said = tokenizer.conversation
+    assert (called["content"], called["thinking"]) == ("", "Hm.\nI look.")
+    assert (said["content"], said["thinking"]) == ("I look.", "Hm.")
+
+
+def test_a_format_is_of_a_whole_answer_and_not_of_the_rest_of_one() -> None:
+    begun = Conversation([USER, {"role": "assistant", "content": "{"}], continues=True)
+    with pytest.raises(RequestError, match="whole answer") as refused:
+        prepare(replace(begun, format=AnswerFormat("json_object", param="format")))
+    assert refused.value.param == "format"
+
+
+def test_only_an_answer_can_be_gone_on_with() -> None:
+    with pytest.raises(RequestError, match="not the assistant's") as refused:
+        prepare(Conversation([USER], continues=True, messages_param="input"))
+    assert refused.value.param == "input"
+
+
+def test_errors_name_the_fields_of_the_dialect() -> None:
+    plain = TwinService(tokenizer=ByteTokenizer(), context=8)
+    with pytest.raises(RequestError) as refused:
+        prepare(Conversation([USER], template_kwargs={"tools": []}, kwargs_param="options"))
+    assert refused.value.param == "options.tools"
+    chat = prepare(Conversation([USER], messages_param="input"), plain)
+
+    async def run() -> None:
+        async with Generation(plain.engine, chat.requests, chat.prompt_field):
+            pass
+
+    with pytest.raises(ContextExceeded) as exceeded:
+        asyncio.run(run())
+    assert exceeded.value.param == "input"
+
+
+def test_a_prompt_can_be_counted_without_an_answer() -> None:
+    service = TwinService(tokenizer=MarkingTokenizer())
+    context = ApiContext(TwinCatalog(service), ApiSettings())
+    prompt = asyncio.run(encode_conversation(context, service, Conversation([USER])))
+    assert len(prompt) == prepare(Conversation([USER])).prompt_tokens
+    assert not service.executor.sent
+
+
+def test_answers_side_by_side_are_read_each_by_itself() -> None:
+    service = TwinService(tokenizer=MarkingTokenizer(), says="<think>Hm.</think>One. Two.")
+    context = ApiContext(TwinCatalog(service), ApiSettings())
+    sampling = [SamplingParams(), SamplingParams(stop=(" ",)), SamplingParams(max_tokens=2)]
+
+    async def run() -> ChatGeneration:
+        chat = await prepare_chat(context, service, Conversation([USER]), sampling, request_id="r")
+        async with Generation(service.engine, chat.requests, chat.prompt_field) as generation:
+            answering = ChatGeneration(generation, chat)
+            async for _ in answering.batches():
+                pass
+            return answering
+
+    whole, stopped, cut_off = asyncio.run(run()).answers
+    assert (whole.reasoning, whole.content, whole.end) == ("Hm.", "One. Two.", "stop")
+    assert (stopped.content, stopped.end, stopped.stop_match) == ("One.", "stop", " ")
+    assert (cut_off.reasoning, cut_off.content, cut_off.end) == ("H", "", "length")
+    assert [answer.completion_tokens for answer in (whole, stopped, cut_off)] == [15, 10, 2]
+    assert [answer.reasoning_tokens for answer in (whole, stopped, cut_off)] == [5, 5, 2]
+    assert all(answer.timings is not None for answer in (whole, stopped, cut_off))

@@ -1,0 +1,211 @@
+"""Thoughts, content and calls, told apart in text that is cut anywhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.api.chat.formats import QWEN, THOUGHTS, TIME, TOOLS, cut, read, rules
+
+from mlx_ring.api.chat.model_format import ChatFormat
+from mlx_ring.api.chat.parts import CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.chat.reader import AnswerReader
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ASKED = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "Paris"}')]
+FRAGMENTS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool", "<", "\n", " ", "Hello", "STOP", '\\"', "}",
+    '{"name": "get_weather", "arguments": {"city": "', '"}}', '{"name": "get_time", "arguments": {"k": [1, 2]}}',
+    '{"name": "unknown", "arguments": {}}', '{"arguments": {}, "name": "get_time"}', "[1]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("Hello.", [Content("Hello.")]),
+        ("\n Hello.\n", [Content("\n Hello.\n")]),
+        ("<think>\nHm.\n</think>\n\nHello.", [Reasoning("Hm."), Content("Hello.")]),
+        ("<think>Hm.", [Reasoning("Hm.")]),
+        ("<think>\n\n</think>\n\nHello.", [Content("Hello.")]),
+        ("A <think> is a tag.", [Content("A <think> is a tag.")]),
+        (f"Let me look.\n{CALL}", [Content("Let me look."), *ASKED]),
+        (f"<think>Hm.</think>\n{CALL}\n", [Reasoning("Hm."), *ASKED]),
+        (f"<think>Hm. {CALL}</think>", [Reasoning("Hm."), *ASKED]),
+        (f"{CALL}\nDone.", [*ASKED, Content("Done.")]),
+        (CALL.removesuffix("</tool_call>"), ASKED),
+    ],
+)
+def test_an_answer_is_told_apart(text: str, parts: list[Any]) -> None:
+    assert read([text], rules()) == parts
+    assert read(text, rules()) == parts
+
+
+def test_where_the_prompt_opened_a_thought_the_answer_begins_in_it() -> None:
+    assert read(["Hm.\n</think>\n\nHello."], rules(thinking_open=True)) == [
+        Reasoning("Hm."),
+        Content("Hello."),
+    ]
+    assert read(["Hm."], rules(thinking_open=True)) == [Reasoning("Hm.")]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
+        "<tool_call>\nget_weather Paris\n</tool_call>",
+        "I would use <tool_call> for that.",
+        '<tool_call>{"name": "get_weather", "arguments": 3}</tool_call>',
+    ],
+)
+def test_what_looks_like_a_call_and_is_none_is_content(text: str, *, early: bool) -> None:
+    assert read([text], rules(early=early)) == [Content(text)]
+
+
+def test_a_call_is_found_behind_one_that_is_none() -> None:
+    assert read([f"<tool_call>\n{{ {CALL}"], rules()) == [Content("<tool_call>\n{"), *ASKED]
+
+
+def test_a_thought_that_speaks_of_calls_still_ends() -> None:
+    said = "I need no <tool_call> here."
+    assert read([f"<think>{said}</think>Hello."], rules()) == [Reasoning(said), Content("Hello.")]
+
+
+def test_without_tools_marks_of_calls_are_text() -> None:
+    assert read([CALL], rules(tools=())) == [Content(CALL)]
+
+
+def test_several_calls_are_numbered_and_only_the_first_counts_where_one_may_be() -> None:
+    second = CALL.replace("get_weather", "get_time")
+    both = [*ASKED, CallOpening(1, "c1", "get_time"), CallArguments(1, '{"city": "Paris"}')]
+    assert read([f"{CALL}\n{second}"], rules()) == both
+    reader = AnswerReader(rules(parallel=False))
+    assert reader.push(f"{CALL}\n{second} and more") == ASKED
+    assert reader.ended
+    assert reader.finish() == []
+
+
+def test_arguments_go_out_as_they_come() -> None:
+    reader = AnswerReader(rules(early=True))
+    assert reader.push('<tool_call>{"name": "get_weather", "argum') == []
+    assert reader.push('ents": {"ci') == [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"ci')]
+    assert reader.push('ty": "</tool_call>') == [CallArguments(0, 'ty": "</tool_call>')]
+    assert reader.push('"}}</tool_') == [CallArguments(0, '"}')]
+    assert reader.push("call>") == []
+
+
+def test_line_breaks_in_arguments_are_spelt_out() -> None:
+    text = '<tool_call>{"name": "get_time", "arguments": {"city": "a\n\tb"}}</tool_call>'
+    for early in (False, True):
+        _, arguments = read(text, rules(early=early))
+        assert isinstance(arguments, CallArguments)
+        assert json.loads(arguments.text) == {"city": "a\n\tb"}
+
+
+def test_broken_arguments_are_content_unless_their_beginning_was_out() -> None:
+    text = '<tool_call>{"name": "get_time", "arguments": {"city": Paris}}</tool_call> Well.'
+    assert read([text], rules()) == [Content(text)]
+    opening, arguments, content = read([text], rules(early=True))
+    assert opening == CallOpening(0, "c0", "get_time")
+    assert arguments == CallArguments(0, '{"city": Paris}}')
+    assert content == Content("Well.")
+
+
+def test_arguments_that_are_cut_off_are_no_call_of_a_whole_answer() -> None:
+    text = '<tool_call>{"name": "get_time", "arguments": {"city": "Pa'
+    assert read([text], rules()) == [Content(text)]
+
+
+def test_stop_strings_count_in_content_alone() -> None:
+    text = f"<think>STOP it.</think>\n{CALL.replace('Paris', 'STOP')}\nWait.\nSTOP here"
+    reader = AnswerReader(rules(stops=("STOP",)))
+    parts = reader.push(text)
+    assert (reader.ended, reader.stop_match) == (True, "STOP")
+    assert parts[0] == Reasoning("STOP it.")
+    assert parts[-1] == Content("Wait.\n")
+
+
+def test_a_stop_string_of_line_breaks_does_not_meet_those_behind_a_thought() -> None:
+    given = rules(stops=("\n\n",))
+    assert read(["<think>a\n\nb</think>\n\nOne.\n\nTwo."], given) == [Reasoning("a\n\nb"), Content("One.")]
+
+
+def test_stop_strings_count_after_the_least_number_of_tokens() -> None:
+    assert read(["a", "b", "a"], rules(stops=("a",), min_tokens=1)) == [Content("ab")]
+
+
+def test_what_a_stop_string_ends_with_the_answer_is_said_once() -> None:
+    assert read(["Hello\n<tool"], rules(stops=("<tool",))) == [Content("Hello\n")]
+
+
+def test_marks_without_end_are_text_before_they_are_read_again_for_each() -> None:
+    parsed: list[str] = []
+
+    def parse(text: str, _tools: object) -> object:
+        parsed.append(text)
+        raise ValueError(text)
+
+    assert QWEN.calls is not None
+    marks = ["<tool_call>"] * 500
+    assert read(marks, rules(replace(QWEN, calls=replace(QWEN.calls, parse=parse)))) == [
+        Content("".join(marks))
+    ]
+    assert len(parsed) < 100
+
+
+def test_marks_that_say_nothing_are_dropped() -> None:
+    given = ChatFormat(THOUGHTS, dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>"))
+    text = "<think>Hm.</think><|open|>response<|sep|>Hello.<|close|>response<|sep|>"
+    assert read(text, rules(given)) == [Reasoning("Hm."), Content("Hello.")]
+
+
+def test_headers_of_messages_say_whom_they_are_for() -> None:
+    given = ChatFormat(
+        calls=QWEN.calls,
+        begins="header",
+        turns={
+            "header": (("to=self<|message|>", "reasoning"), ("to=user<|message|>", "start")),
+            "reasoning": (("<|eom|>", "header"),),
+            "start": (("<|eom|>", "header"),),
+        },
+    )
+    text = "to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Hello.<|eom|><|start|>x " + CALL
+    assert read(text, rules(given)) == [Reasoning("Hm."), Content("Hello."), *ASKED]
+
+
+@given(
+    fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12),
+    places=st.lists(st.integers(0, 200), max_size=8),
+    settings=st.fixed_dictionaries(
+        {
+            "early": st.booleans(),
+            "parallel": st.booleans(),
+            "thinking_open": st.booleans(),
+            "stops": st.sampled_from([(), ("STOP",), ("\n ", "lo")]),
+            "tools": st.sampled_from([(), (TIME,), TOOLS]),
+        }
+    ),
+)
+def test_however_text_is_cut_its_parts_are_the_same(
+    fragments: list[str], places: list[int], settings: dict[str, Any]
+) -> None:
+    text = "".join(fragments)
+    whole = read([text], rules(**settings))
+    assert read(cut(text, places), rules(**settings)) == whole
+    assert read(text, rules(**settings)) == whole
+    for call in (part for part in whole if isinstance(part, CallArguments)):
+        assert settings["early"] or isinstance(json.loads(call.text), dict)
+
+
+@given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12), behind=st.booleans())
+def test_of_text_without_calls_nothing_is_lost(fragments: list[str], *, behind: bool) -> None:
+    text = "".join(fragments).replace("<think>", "").replace("</think>", "")
+    marked = f"<think>a</think>{text}" if behind else text
+    parts = read(cut(marked, [3, 8]), rules(tools=()))
+    said = "".join(part.text for part in parts if isinstance(part, Content))
+    assert said == (text.lstrip() if behind else text)

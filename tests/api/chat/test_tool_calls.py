@@ -1,0 +1,157 @@
+"""Every format of calls that mlx-lm reads, with an answer as a model of it writes one."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.api.chat.formats import call_marks, cut, read, rules
+
+from mlx_ring.api.chat.answer import ChatAnswer
+from mlx_ring.api.chat.model_format import ChatFormat
+
+ANSWERS = {
+    "function_gemma": "<start_function_call>call:get_weather{city:<escape>Paris, France<escape>,days:2}<end_function_call>",
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Paris, France<|"|>,days:2}<tool_call|>',
+    "glm47": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris, France</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "json_tools": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris, France", "days": 2}}\n</tool_call>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris, France", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+    '<|open|>argument key="city" type="string"<|sep|>Paris, France<|close|>argument<|sep|>'
+    '<|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>",
+    "laguna": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris, France</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "longcat": "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+    "<longcat_arg_value>Paris, France</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
+    "<longcat_arg_value>2</longcat_arg_value>\n</longcat_tool_call>",
+    "minicpm5": '<function name="get_weather"><param name="city">Paris, France</param><param name="days">2</param></function>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris, France</parameter>\n'
+    '<parameter name="days">2</parameter>\n</invoke>\n</minimax:tool_call>',
+    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris, France", "days": 2}',
+    "muse_spark": '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
+    '<atem:parameter name="city">Paris, France</atem:parameter>\n<atem:parameter name="days">2</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls>",
+    "pythonic": '<|tool_call_start|>[get_weather(city="Paris, France", days=2)]<|tool_call_end|>',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis, France\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+}
+TWO = {
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>'
+    '{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n</invoke>\n'
+    '<invoke name="get_time">\n<parameter name="city">Rome</parameter>\n</invoke>\n</minimax:tool_call>',
+    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}[TOOL_CALLS]get_time[ARGS]{"city": "Rome"}',
+    "pythonic": '<|tool_call_start|>[get_weather(city="Rome"), get_time(city="Rome")]<|tool_call_end|>',
+}
+
+
+def answer_of(pieces: list[str], parser: str, *, early: bool = False, parallel: bool = True) -> ChatAnswer:
+    given = rules(ChatFormat(calls=call_marks(parser)), early=early, parallel=parallel)
+    return ChatAnswer(parts=read(pieces, given))
+
+
+def test_every_parser_of_mlx_lm_has_an_answer_here() -> None:
+    import mlx_lm.tool_parsers as parsers  # it has come in without MLX by now
+
+    assert {module.name for module in pkgutil.iter_modules(parsers.__path__)} == set(ANSWERS)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize("parser", ANSWERS)
+def test_a_call_has_its_name_and_its_arguments(parser: str, *, early: bool) -> None:
+    answer = answer_of([f"Let me look.\n{ANSWERS[parser]}"], parser, early=early)
+    assert answer.content == "Let me look."
+    assert [call.name for call in answer.calls] == ["get_weather"]
+    assert json.loads(answer.calls[0].arguments) == {"city": "Paris, France", "days": 2}
+
+
+@given(
+    parser=st.sampled_from(sorted(ANSWERS)),
+    places=st.lists(st.integers(0, 300), max_size=6),
+    early=st.booleans(),
+)
+def test_a_call_is_the_same_however_it_is_cut(parser: str, places: list[int], *, early: bool) -> None:
+    whole = answer_of([ANSWERS[parser]], parser, early=early)
+    assert answer_of(cut(ANSWERS[parser], places), parser, early=early) == whole
+    assert answer_of(list(ANSWERS[parser]), parser, early=early) == whole
+
+
+@given(parser=st.sampled_from(sorted(ANSWERS)), length=st.integers(1, 300))
+def test_of_a_call_that_is_cut_off_nothing_is_lost(parser: str, length: int) -> None:
+    text = ANSWERS[parser][:length]
+    answer = answer_of([text], parser)
+    assert answer.calls or answer.content == text
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize("parser", TWO)
+def test_several_calls_between_one_pair_of_marks_are_several(parser: str, *, early: bool) -> None:
+    answer = answer_of([TWO[parser]], parser, early=early)
+    assert [call.name for call in answer.calls] == ["get_weather", "get_time"]
+    assert answer.content == ""
+    alone = answer_of([TWO[parser]], parser, early=early, parallel=False)
+    assert [call.name for call in alone.calls] == ["get_weather"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"arguments": {}, "name": ["get_time"]}',
+        '{"arguments": [], "name": "get_time"}',
+        '{"arguments": {"a": NaN}, "name": "get_time"}',
+        '["get_time"]',
+        '{"arguments": ' + '{"a": ' * 5000 + "1" + "}" * 5001,
+    ],
+)
+def test_json_that_is_no_call_is_content(text: str) -> None:
+    said = f"<tool_call>{text}</tool_call>"
+    answer = answer_of([said], "json_tools")
+    assert (answer.content, answer.calls) == (said, [])
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("days:[1,2],city:<escape>a}, b<escape>", {"days": [1, 2], "city": "a}, b"}),
+        ("city:{name:<escape>Rome<escape>,at:[1.5,2]}", {"city": {"name": "Rome", "at": [1.5, 2]}}),
+        ("city:Rome,days:2", {"city": "Rome", "days": 2}),
+        ('city:<escape><|"|><escape>', {"city": '<|"|>'}),
+    ],
+)
+def test_function_gemma_may_write_lists_and_braces_and_leave_quotes_out(written: str, arguments: Any) -> None:
+    """mlx-lm's own parser ends at the first comma or brace."""
+    said = f"<start_function_call>call:get_weather{{{written}}}<end_function_call>"
+    (call,) = answer_of([said], "function_gemma").calls
+    assert json.loads(call.arguments) == arguments
+
+
+def test_half_a_character_in_arguments_can_be_sent() -> None:
+    said = '<tool_call>{"arguments": {"city": "\\ud83d é"}, "name": "get_time"}</tool_call>'
+    (call,) = answer_of([said], "json_tools").calls
+    assert call.arguments.encode()
+    assert json.loads(call.arguments) == {"city": "\ud83d é"}
+
+
+def test_the_models_own_id_of_a_call_stays() -> None:
+    assert answer_of([ANSWERS["kimi_k2"]], "kimi_k2").calls[0].id == "functions.get_weather:0"
+
+
+def test_early_arguments_are_those_that_mlx_lm_reads() -> None:
+    for parser in ("json_tools", "kimi_k2", "mistral"):
+        parsed: Any = call_marks(parser).parse(_between(parser), [])
+        first: Any = parsed[0] if parser == "kimi_k2" else parsed
+        early = answer_of(list(ANSWERS[parser]), parser, early=True).calls[0]
+        assert (early.name, json.loads(early.arguments)) == (first["name"], first["arguments"])
+
+
+def _between(parser: str) -> str:
+    marks = call_marks(parser)
+    return ANSWERS[parser].removeprefix(marks.start).removesuffix(marks.end)

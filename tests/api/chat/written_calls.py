@@ -1,0 +1,167 @@
+"""Calls as each format writes them, and a tokenizer of bytes and marks that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from llguidance import LLTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from mlx_ring.api.chat.model_format import CallMarks, ChatFormat, Marks, parser_of
+from mlx_ring.api.chat.request import Tool
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "hours": {"type": "array", "items": {"$ref": "#/$defs/hour"}},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"hour": {"type": "integer", "minimum": 0, "maximum": 23}},
+}
+ARGUMENTS = '{"city": "Rome", "unit": "C", "days": 3, "hours": [8, 20]}'
+LEAST = '{"city": "Rome", "days": 3}'
+WEATHER = Tool("get_weather", parameters=SCHEMA, strict=True)
+CLOCK = Tool("clock", strict=True)
+MARKS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<longcat_tool_call>", "</longcat_tool_call>"),
+    *("[TOOL_CALLS]", "[ARGS]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call_start|>"),
+    *("<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>"),
+    *("<|open|>", "<|close|>", "<|sep|>", "<minimax:tool_call>", "</minimax:tool_call>"),
+)
+END = 0
+
+
+@dataclass(frozen=True)
+class Written:
+    """A format's calls, less their outer marks."""
+
+    parser: str
+    call: str
+    """`get_weather` with a city, a unit, days and hours."""
+    least: str
+    """With a city and days alone."""
+    none: str
+    """`clock`; empty where a call without arguments cannot be written."""
+    together: str | None = None
+    """What is between two calls that share their marks; None: each has its own."""
+    added: tuple[str, ...] = MARKS
+    """Marks that are tokens."""
+
+    def marks(self) -> CallMarks:
+        module: Any = import_module(f"mlx_lm.tool_parsers.{self.parser}")
+        parse = parser_of(self.parser, module.parse_tool_call)
+        return CallMarks(module.tool_call_start, module.tool_call_end, self.parser, parse)
+
+    def whole(self, call: str) -> str:
+        marks = self.marks()
+        return marks.start + call + marks.end
+
+    def several(self) -> str:
+        if self.together is None:
+            return f"{self.whole(self.call)}\n{self.whole(self.least)}"
+        if self.call.startswith("["):
+            return self.whole(self.call[:-1] + self.together + self.least[1:])
+        return self.whole(self.call + self.together + self.least)
+
+    def format(self, thinking: Marks | None = None) -> ChatFormat:
+        return ChatFormat(thinking, self.marks(), added=tokenizer(self.added)[1])
+
+
+@cache
+def tokenizer(added: tuple[str, ...]) -> tuple[LLTokenizer, Mapping[str, int]]:
+    """Every second mark is special: real tokenizers have both kinds."""
+    vocabulary = {"<|eos|>": END}
+    vocabulary |= {letter: 1 + at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_tokens([AddedToken("<|eos|>", special=True)])
+    made.add_tokens([AddedToken(text, special=bool(at % 2)) for at, text in enumerate(added)])
+    ids = {text: made.token_to_id(text) or 0 for text in added}
+    return LLTokenizer(made.to_str(), eos_token=END), ids
+
+
+_JSON = (
+    f'\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n',
+    f'{{"name": "get_weather", "arguments": {LEAST}}}',
+    '\n{"name": "clock", "arguments": {}}\n',
+)
+_NAMED = (("get_weather", ARGUMENTS), ("get_weather", LEAST), ("clock", "{}"))
+_KIMI_K3 = (
+    '<|open|>call tool="{}" index="1"<|sep|><|open|>json type="object"<|sep|>{}'
+    "<|close|>json<|sep|><|close|>call<|sep|>"
+)
+_KIMI_K2 = "<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+
+
+def _tagged(heading: str, argument: str, end: str) -> tuple[str, str, str]:
+    """With the name of a tool, of an argument and its value in the places of `{}`."""
+    full = {"city": "Rome", "unit": "C", "days": "3", "hours": "[8, 20]"}
+    least = {"city": "Rome", "days": "3"}
+
+    def write(tool: str, arguments: Mapping[str, str]) -> str:
+        return heading.format(tool) + "".join(argument.format(*each) for each in arguments.items()) + end
+
+    return write("get_weather", full), write("get_weather", least), write("clock", {})
+
+
+def _gemma(quote: str) -> tuple[str, str, str]:
+    """In the order of names."""
+    city, unit = f"city:{quote}Rome{quote}", f"unit:{quote}C{quote}"
+    return (
+        f"call:get_weather{{{city},days:3,hours:[8,20],{unit}}}",
+        f"call:get_weather{{{city},days:3}}",
+        "call:clock{}",
+    )
+
+
+_GLM = (*_tagged("{}", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "")[:2], "")
+FORMATS = (
+    Written("json_tools", *_JSON),
+    Written("json_tools", *_JSON, added=("<think>", "</think>")),
+    Written("longcat", *_JSON),
+    Written("mistral", *(f"{name}[ARGS]{given}" for name, given in _NAMED), together="[TOOL_CALLS]"),
+    Written(
+        "mistral",
+        *(f'[{{"name": "{name}", "arguments": {given}}}]' for name, given in _NAMED),
+        together=", ",
+        added=("[TOOL_CALLS]",),
+    ),
+    Written("kimi_k2", *(_KIMI_K2.format(*each) for each in _NAMED), together=""),
+    Written("kimi_k3", *(_KIMI_K3.format(*each) for each in _NAMED), together=""),
+    Written(
+        "pythonic",
+        '[get_weather(city="Rome", unit="C", days=3, hours=[8, 20])]',
+        '[get_weather(city="Rome", days=3)]',
+        "[clock()]",
+        together=", ",
+    ),
+    Written("gemma4", *_gemma('<|"|>')),
+    Written("function_gemma", *_gemma("<escape>")),
+    Written("function_gemma", *_gemma("<escape>"), added=("<start_function_call>", "<end_function_call>")),
+    Written("glm47", *_GLM),
+    Written("laguna", *_GLM),
+    Written(
+        "qwen3_coder", *_tagged("\n<function={}>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n")
+    ),
+    Written(
+        "minimax_m2",
+        *_tagged('\n<invoke name="{}">\n', '<parameter name="{}">{}</parameter>\n', "</invoke>\n"),
+    ),
+    Written("minicpm5", *_tagged('"{}">', '<param name="{}">{}</param>', "")),
+)
+IDS = [f"{each.parser}{'' if each.added == MARKS else ' as text'}" for each in FORMATS]
+
+
+def format_of(parser: str) -> Written:
+    return next(each for each in FORMATS if each.parser == parser)

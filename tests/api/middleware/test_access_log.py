@@ -1,0 +1,96 @@
+"""One line for each request, with what an operator needs and nothing that is a client's own."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from tests.api.clients import Api, serving
+from tests.api.test_streaming import CHAT
+from tests.api.twins import TwinService
+
+from mlx_ring.api.settings import ApiSettings
+
+LOGGER = "mlx_ring.api.middleware.access_log"
+Lines = Callable[[], list[logging.LogRecord]]
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
+    caplog.set_level(logging.DEBUG, LOGGER)
+    return lambda: [record for record in caplog.records if record.name == LOGGER]
+
+
+def fields(record: logging.LogRecord) -> dict[str, Any]:
+    return defaultdict(lambda: None, vars(record))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_one_line_with_its_model_and_tokens(api: Api, lines: Lines, *, stream: bool) -> None:
+    answer = api.chat(model="twin", max_tokens=3, stream=stream)
+    (line,) = lines()
+    told = fields(line)
+    assert (told["method"], told["path"], told["status"]) == ("POST", "/v1/chat/completions", 200)
+    assert (told["model"], told["completion_tokens"], told["ended"]) == ("org/twin", 3, None)
+    assert told["prompt_tokens"] > 3
+    assert told["request_id"] == answer.headers["x-request-id"]
+    assert told["client"] == "127.0.0.1:12345"
+    assert line.getMessage().startswith("127.0.0.1:12345 POST /v1/chat/completions 200 duration_s=")
+
+
+def test_tokens_are_those_of_the_usage_also_of_several_answers(api: Api, lines: Lines) -> None:
+    usages = [
+        api.chat(n=3, max_tokens=2).json()["usage"],
+        api.complete(prompt=["ab", "ab"], n=2, max_tokens=2).json()["usage"],
+    ]
+    for line, usage in zip(lines(), usages, strict=True):
+        told = fields(line)
+        assert told["prompt_tokens"] == usage["prompt_tokens"]
+        assert told["completion_tokens"] == usage["completion_tokens"]
+
+
+def test_tokens_guessed_beyond_a_stop_string_are_not_logged(lines: Lines) -> None:
+    api = Api(TwinService(says="ab" * 20))
+    for stop in ("ab" * 8, "ab" * 8 + "a", "ab" * 9):
+        told = api.chat(stop=stop).json()["usage"]["completion_tokens"]
+        assert fields(lines()[-1])["completion_tokens"] == told == len(stop)
+
+
+def test_neither_keys_nor_prompts_nor_queries_are_logged(lines: Lines) -> None:
+    api = Api(settings=ApiSettings(api_keys=("secret-key",)))
+    api.post("/v1/completions", {"prompt": "a private thought"}, **{"x-api-key": "secret-key"})
+    api.post("/v1/completions?key=secret-key", {}, authorization="Bearer secret-kez")
+    assert [fields(line)["status"] for line in lines()] == [200, 401]
+    text = "".join(f"{line.getMessage()}{line.__dict__}" for line in lines())
+    assert "secret" not in text
+    assert "private" not in text
+
+
+def test_what_a_path_holds_cannot_break_a_line(api: Api, lines: Lines) -> None:
+    api.get("/v1/models/x%0aINFO%20forged%1b[2J")
+    (line,) = lines()
+    assert "%0aINFO" in line.getMessage()
+    assert line.getMessage().isprintable()
+
+
+def test_health_is_told_at_the_debug_level(api: Api, lines: Lines) -> None:
+    api.get("/health/ready")
+    api.get("/healthy")
+    assert [line.levelname for line in lines()] == ["DEBUG", "INFO"]
+
+
+def test_a_client_that_leaves_is_told_apart(lines: Lines) -> None:
+    service = TwinService(automatic=False)
+    with serving(service) as url, httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT):
+        pass
+    (line,) = lines()
+    assert (fields(line)["status"], fields(line)["ended"]) == (200, "client left")
+
+
+def test_the_log_can_be_switched_off(lines: Lines) -> None:
+    Api(settings=ApiSettings(access_log=False)).chat()
+    assert not lines()

@@ -1,0 +1,105 @@
+"""What all bodies hold together is bounded, and one client leaves as much as it has to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.api.clients import Api, error_of
+from tests.api.twins import TwinCatalog, TwinService
+
+from mlx_ring.api.app import build_app
+from mlx_ring.api.middleware.body_memory import BodyRoom
+from mlx_ring.api.settings import ApiSettings
+
+KIB = 1024
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60))))
+def test_there_is_room_for_a_newcomer_whoever_has_taken_what_they_could(asked: list[tuple[str, int]]) -> None:
+    room = BodyRoom(100)
+    held = [(client, size) for client, size in asked if room.take(client, size)]
+    assert room.held_bytes == sum(size for _, size in held)
+    left = 100 - room.held_bytes
+    for client in "abcd":
+        assert sum(size for each, size in held if each == client) <= 50
+    assert room.take("e", left // 2)
+    room.give_back("e", left // 2)
+    for client, size in held:
+        room.give_back(client, size)
+    assert (room.held_bytes, room.take("a", 50), room.take("a", 1)) == (0, True, False)
+
+
+def body(size: int) -> bytes:
+    return json.dumps({"prompt": "x", "user": "u" * size}).encode()
+
+
+async def ask(app: object, size: int, *, key: str, client: str = "127.0.0.1") -> httpx.Response:
+    transport = httpx.ASGITransport(app, client=(client, 1))  # pyright: ignore[reportArgumentType] - an ASGI application
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        return await http.post("/v1/completions", content=body(size), headers={"x-api-key": key})
+
+
+async def running_now(service: TwinService, count: int) -> None:
+    while service.engine.stats().scheduler.running < count:  # noqa: ASYNC110 - it has no event for that
+        await asyncio.sleep(0)
+
+
+def test_what_there_is_no_room_for_is_503_until_others_are_done_and_each_key_has_its_own_share() -> None:
+    settings = ApiSettings(max_bodies_bytes=100 * KIB, api_keys=("one", "two"))
+    service = TwinService(automatic=False)
+    app = build_app(TwinCatalog(service), settings)
+
+    async def run() -> None:
+        running = asyncio.ensure_future(ask(app, 40 * KIB, key="one"))
+        await running_now(service, 1)
+        refused = await ask(app, 20 * KIB, key="one")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+        assert refused.headers["connection"] == "close"
+        assert error_of(refused)["code"] == "bodies_full"
+        other = asyncio.ensure_future(ask(app, 20 * KIB, key="two"))
+        await running_now(service, 2)
+        for each in (running, other):
+            each.cancel()
+        await asyncio.gather(running, other, return_exceptions=True)
+        again = asyncio.ensure_future(ask(app, 40 * KIB, key="one"))
+        await running_now(service, 1)
+        again.cancel()
+        await asyncio.gather(again, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_what_is_refused_is_read_to_its_end_so_that_its_sender_sees_the_answer() -> None:
+    sent = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(20):
+            sent += 1
+            yield b"x" * KIB
+
+    api = Api(settings=ApiSettings(max_bodies_bytes=10 * KIB, max_body_bytes=8 * KIB))
+    refused = api.request("POST", "/v1/completions", content=pieces())
+    assert (refused.status_code, sent) == (503, 20)
+
+
+def test_without_keys_what_a_client_calls_its_key_gives_it_no_share_of_its_own() -> None:
+    service = TwinService(automatic=False)
+    app = build_app(TwinCatalog(service), ApiSettings(max_bodies_bytes=100 * KIB))
+
+    async def run() -> None:
+        running = asyncio.ensure_future(ask(app, 40 * KIB, key="one"))
+        await running_now(service, 1)
+        assert (await ask(app, 20 * KIB, key="two")).status_code == 503
+        other = asyncio.ensure_future(ask(app, 20 * KIB, key="one", client="192.0.2.1"))
+        await running_now(service, 2)
+        for each in (running, other):
+            each.cancel()
+        await asyncio.gather(running, other, return_exceptions=True)
+
+    asyncio.run(run())

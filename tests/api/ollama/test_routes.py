@@ -1,0 +1,180 @@
+"""`/api/chat` and `/api/generate`, asked by Ollama's own client over a socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from contextlib import closing
+
+import pytest
+from ollama import Client, Options, ResponseError
+from tests.api.clients import Api, serving
+from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
+
+from mlx_ring.api.ollama.writer import LineWriter
+from mlx_ring.core.errors import StepFailed
+
+THOUGHT, CALL = "Let me see.", '{"name": "add", "arguments": {"a": 1}}'
+MESSAGES = [{"role": "user", "content": "Hello."}]
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+def thinking_service() -> TwinService:
+    """A twin that thinks, and then calls a tool twice."""
+    calls = f"<tool_call>{CALL}</tool_call>" * 2
+    return TwinService(tokenizer=MarkingTokenizer(), says=f"<think>\n{THOUGHT}</think>Now.{calls}")
+
+
+@pytest.fixture(scope="module")
+def client() -> Generator[Client]:
+    with serving(TwinService()) as url, closing(Client(url)) as client:
+        yield client
+
+
+def test_a_chat_is_streamed_unless_it_is_not_wanted(client: Client) -> None:
+    whole = client.chat("org/twin:latest", MESSAGES)
+    assert (whole.message.content, whole.done, whole.done_reason) == (ANSWER_TEXT, True, "stop")
+    pieces = list(client.chat("twin", MESSAGES, stream=True))
+    assert "".join(piece.message.content or "" for piece in pieces) == ANSWER_TEXT
+    assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    for last in (whole, pieces[-1]):
+        assert (last.prompt_eval_count, last.eval_count) == (15, len(ANSWER_TEXT.encode()) + 1)
+        assert last.total_duration is not None
+        assert last.load_duration is not None
+        assert 0 <= last.load_duration <= last.total_duration
+        assert last.eval_duration is not None
+
+
+def test_a_stream_is_lines_of_json_without_being_asked_for(api: Api) -> None:
+    response = api.post("/api/chat", {"messages": MESSAGES})
+    assert response.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert {line["model"] for line in lines} == {"org/twin"}
+    assert lines[-1]["done_reason"] == "stop"
+
+
+def test_options_reach_the_sampler(client: Client) -> None:
+    options = Options(
+        num_predict=4, stop=["x"], seed=-1, temperature=0, repeat_last_n=-1, num_thread=4, num_ctx=4096
+    )
+    answer = client.chat("twin", MESSAGES, options=options)
+    assert (answer.message.content, answer.done_reason, answer.eval_count) == ("Grü", "length", 4)
+    stopped = client.chat("twin", MESSAGES, options={"stop": [":"]})
+    assert (stopped.message.content, stopped.done_reason) == ("Grüße", "stop")
+
+
+def test_log_probabilities_of_every_token_are_given_where_they_are_asked_for(client: Client) -> None:
+    five = Options(num_predict=5)
+    whole = client.chat("twin", MESSAGES, logprobs=True, top_logprobs=2, options=five)
+    pieces = list(client.chat("twin", MESSAGES, stream=True, logprobs=True, top_logprobs=2, options=five))
+    told = [scored for piece in pieces for scored in piece.logprobs or ()]
+    assert whole.logprobs is not None
+    assert [scored.token for scored in told] == [scored.token for scored in whole.logprobs]
+    assert [scored.logprob for scored in told] == [-0.5] * 5
+    assert [len(scored.top_logprobs or ()) for scored in told] == [2] * 5
+
+
+def test_thoughts_and_calls_come_apart_from_content_and_calls_come_whole() -> None:
+    service = thinking_service()
+    with serving(service) as url, closing(Client(url)) as client:
+        whole = client.chat("twin", MESSAGES, tools=[ADD], think=True)
+        pieces = list(client.chat("twin", MESSAGES, tools=[ADD], think=True, stream=True))
+    assert service.tokenizer.template_kwargs["enable_thinking"] is True
+    told = [call for piece in pieces for call in piece.message.tool_calls or ()]
+    for calls in (whole.message.tool_calls, told):
+        assert calls is not None
+        assert [(call.function.name, call.function.arguments) for call in calls] == [("add", {"a": 1})] * 2
+    assert (whole.message.thinking, whole.message.content) == (THOUGHT, "Now.")
+    assert "".join(piece.message.thinking or "" for piece in pieces) == THOUGHT
+    assert "".join(piece.message.content or "" for piece in pieces) == "Now."
+
+
+def test_what_was_called_and_what_came_of_it_reach_the_template(api: Api) -> None:
+    called = {
+        "role": "assistant",
+        "content": "",
+        "thinking": "Hm.",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
+    }
+    result = {"role": "tool", "content": "1", "tool_name": "add"}
+    assert api.post("/api/chat", {"messages": [*MESSAGES, called, result]}).status_code == 200
+    assert api.service.tokenizer.conversation[1:] == [
+        {
+            "role": "assistant",
+            "content": "",
+            **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Hm."),
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "content": "1", "name": "add"},
+    ]
+
+
+def test_a_prompt_is_answered_as_a_chat_and_raw_as_it_is(client: Client) -> None:
+    assert client.generate("twin", "Hello.", system="Be kind.").response == ANSWER_TEXT
+    pieces = list(client.generate("twin", "Hello.", stream=True, raw=True, options={"num_predict": 3}))
+    assert "".join(piece.response or "" for piece in pieces) == "hij"
+    assert (pieces[-1].done, pieces[-1].done_reason, pieces[-1].eval_count) == (True, "length", 3)
+
+
+def test_a_format_is_asked_of_the_sampler_in_every_way_of_asking(api: Api) -> None:
+    asked = {"format": "json", "stream": False, "options": {"num_predict": 1}}
+    api.post("/api/chat", {"messages": MESSAGES} | asked)
+    api.post("/api/generate", {"prompt": "x"} | asked)
+    api.post("/api/generate", {"prompt": "x", "raw": True} | asked)
+    assert [wanted.kind for wanted in api.service.executor.wanted] == ["json_object"] * 3
+    refused = api.post("/api/chat", {"messages": MESSAGES, "format": {"not": {"type": "null"}}})
+    assert (refused.status_code, '"not"' in refused.json()["error"]) == (400, True)
+
+
+def test_a_request_that_asks_nothing_loads_or_unloads(api: Api) -> None:
+    assert api.post("/api/generate", {"model": "twin", "keep_alive": 0}).json()["done_reason"] == "unload"
+    refused = api.post("/api/generate", {"model": "twin", "keep_alive": "a while"})
+    assert refused.status_code == 400
+    assert refused.json()["error"].startswith("'keep_alive' is no time; ")
+    assert api.service.state == "unloaded"
+    loaded = api.post("/api/chat", {"model": "twin", "messages": list[object]()}).json()
+    assert (loaded["done"], loaded["done_reason"]) == (True, "load")
+    assert api.service.state == "ready"
+
+
+def test_errors_are_ollamas_own_also_in_mid_stream(client: Client, api: Api) -> None:
+    with pytest.raises(ResponseError) as unknown:
+        client.chat("nobody", MESSAGES)
+    assert unknown.value.status_code == 404
+    assert "'nobody'" in unknown.value.error
+    refused = api.post("/api/chat", {"messages": MESSAGES, "options": {"num_ctx": 5000}})
+    assert refused.status_code == 400
+    assert LineWriter.failure(StepFailed("It broke.")) == b'{"error":"It broke."}\n'
+    assert refused.json() == {"error": "'options.num_ctx' is 5000; this model's context is 4096 tokens here."}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
+        ("chat", {"messages": MESSAGES, "think": True}, "think"),
+        ("chat", {"messages": MESSAGES, "tools": [ADD]}, "tools"),
+        ("chat", {"messages": MESSAGES, "options": {"mirostat": 2}}, "options.mirostat"),
+        ("chat", {"messages": MESSAGES, "options": {"tfs_z": 0.5}}, "options.tfs_z"),
+        ("chat", {"messages": MESSAGES, "truncate": True}, "truncate"),
+        ("chat", {"messages": MESSAGES, "best_of": 2}, "best_of"),
+        ("chat", {"messages": MESSAGES, "top_logprobs": 2}, "logprobs"),
+        ("generate", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("generate", {"prompt": "x", "template": "y"}, "template"),
+        ("generate", {"prompt": "x", "context": [1]}, "context"),
+        ("generate", {"prompt": "x", "raw": True, "system": "y"}, "system"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    api: Api, path: str, fields: dict[str, object], named: str
+) -> None:
+    response = api.post(f"/api/{path}", fields)
+    assert response.status_code == 400, response.text
+    assert named in response.json()["error"]

@@ -1,0 +1,145 @@
+"""One look a second for all who watch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from mlx_ring.api.ops.events import Feed
+from mlx_ring.core.errors import Overloaded
+from mlx_ring.core.logs import LogLine
+
+
+class World:
+    """What is looked at; it counts how often."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.seen: asyncio.Queue[int] = asyncio.Queue()
+        self.lines: list[LogLine] = []
+
+    def look(self) -> dict[str, object]:
+        self.looks += 1
+        self.seen.put_nowait(self.looks)
+        return {"looks": self.looks, "other": {"same": True}}
+
+    def log(self, text: str) -> None:
+        self.lines.append(LogLine(len(self.lines) + 1, 0.0, "INFO", "head", "a", text))
+
+    def after(self, number: int) -> list[LogLine]:
+        return self.lines[number:]
+
+    def feed(self, *, every_s: float = 0.001, most: int = 8) -> Feed:
+        return Feed(self.look, self.after, every_s=every_s, most=most)
+
+
+async def told(events: AsyncGenerator[bytes]) -> tuple[str, Any]:
+    """The next event's name and data."""
+    name, data = (await anext(events)).decode().strip().split("\n")
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+def test_a_watcher_is_told_everything_once_and_then_what_changes() -> None:
+    async def watch() -> None:
+        async with World().feed().watching() as events:
+            assert await told(events) == ("state", {"looks": 1, "other": {"same": True}})
+            for looks in (2, 3):
+                change = [{"op": "replace", "path": "/looks", "value": looks}]
+                assert await told(events) == ("change", change)
+
+    asyncio.run(watch())
+
+
+def test_who_missed_a_change_is_told_everything_again() -> None:
+    async def watch() -> None:
+        world = World()
+        async with world.feed().watching() as events:
+            await told(events)
+            while await world.seen.get() < 4:
+                pass
+            name, state = await told(events)
+            assert (name, state["looks"]) == ("state", world.looks)
+
+    asyncio.run(watch())
+
+
+def test_nothing_is_looked_at_for_nobody_and_once_for_many() -> None:
+    async def watch() -> None:
+        world = World()
+        feed = world.feed(every_s=3600)
+        assert world.looks == 0
+        async with feed.watching() as one, feed.watching() as other:
+            assert await told(one) == await told(other)
+            assert world.looks == 1
+        tasks = asyncio.all_tasks()
+        assert tasks == {asyncio.current_task()}
+        async with feed.watching() as events:
+            assert (await told(events))[1]["looks"] == 2
+
+    asyncio.run(watch())
+
+
+def test_who_comes_while_the_last_one_leaves_is_told_everything() -> None:
+    async def watch() -> None:
+        feed = World().feed(every_s=3600)
+        leaving = feed.watching()
+        await leaving.__aenter__()
+        gone = asyncio.create_task(leaving.__aexit__(None, None, None))
+        coming = feed.watching()
+        await asyncio.sleep(0)
+        assert not gone.done()
+        events = await coming.__aenter__()
+        await gone
+        assert await told(events) == ("state", {"looks": 2, "other": {"same": True}})
+        await coming.__aexit__(None, None, None)
+
+    asyncio.run(watch())
+
+
+def test_one_watcher_too_many_is_told_when_to_come_again_and_a_place_becomes_free() -> None:
+    async def watch() -> None:
+        feed = World().feed(most=1)
+        async with feed.watching():
+            with pytest.raises(Overloaded, match="1 watch already"):
+                await feed.watching().__aenter__()
+        async with feed.watching() as events:
+            assert (await told(events))[0] == "state"
+
+    asyncio.run(watch())
+
+
+def test_lines_of_the_log_are_told_once_each() -> None:
+    async def watch() -> None:
+        world = World()
+        world.log("first")
+        async with world.feed().watching() as events:
+            await told(events)
+            name, lines = await told(events)
+            assert (name, [line["text"] for line in lines]) == ("log", ["first"])
+            world.log("second")
+            while (event := await told(events))[0] != "log":
+                pass
+            assert [line["text"] for line in event[1]] == ["second"]
+
+    asyncio.run(watch())
+
+
+def test_a_look_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(World):
+        def look(self) -> dict[str, object]:
+            state = super().look()
+            if self.looks == 2:
+                raise LookupError("just then")
+            return state
+
+    async def watch() -> None:
+        async with Failing().feed().watching() as events:
+            await told(events)
+            assert await told(events) == ("change", [{"op": "replace", "path": "/looks", "value": 3}])
+
+    asyncio.run(watch())
+    assert "just then" in caplog.text

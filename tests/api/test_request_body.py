@@ -1,0 +1,166 @@
+"""How much a body may cost before it is known to be wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+from codecs import BOM_UTF8
+from typing import Annotated, Any
+
+import pytest
+from pydantic import AfterValidator, ValidationError
+from starlette.requests import Request
+from starlette.types import Message
+from tests.api.clients import Api, refusal
+
+from mlx_ring.api.anthropic.request import MessagesRequest
+from mlx_ring.api.errors import trouble_of
+from mlx_ring.api.openai.chat import ChatRequest
+from mlx_ring.api.openai.completions import CompletionRequest
+from mlx_ring.api.openai.embeddings import EmbeddingRequest
+from mlx_ring.api.openai.responses.request import ResponsesRequest
+from mlx_ring.api.request_body import Body, read_body
+from mlx_ring.core.errors import RequestError
+
+MANY = 1000
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields"),
+    [
+        (ChatRequest, {"messages": [0] * MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [0] * MANY}]}),
+        (CompletionRequest, {"prompt": [-1] * MANY}),
+        (CompletionRequest, {"prompt": [[-1] * MANY] * MANY}),
+        (EmbeddingRequest, {"input": [""] + [0] * MANY}),
+        (ResponsesRequest, {"input": [0] * MANY}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "assistant", "content": [0] * MANY}]}),
+    ],
+)
+def test_a_list_is_left_at_the_first_thing_that_is_wrong(schema: type[Body], fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        schema.model_validate(fields)
+    assert refused.value.error_count() == 1
+
+
+def test_an_object_of_too_many_names_is_refused(api: Api) -> None:
+    names = dict.fromkeys(map(str, range(10_001)))
+    for body in (names, {"messages": [names]}):
+        _, message = refusal(api.post("/v1/chat/completions", body))
+        assert "10001 names" in message
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (b'{"prompt": "a", "max_tokens": 1, "prompt": "a"}', "prompt"),
+        (b'{"prompt": "a", "logit_bias": {"1": 1, "2": 1, "1": 2}}', "1"),
+        (b'{"prompt": "a", "\\ud800": 1, "\\ud800": 2}', "\\ud800"),
+    ],
+)
+def test_a_name_that_an_object_has_twice_is_refused_by_name(api: Api, body: bytes, name: str) -> None:
+    param, message = refusal(api.request("POST", "/v1/completions", content=body))
+    assert param == name
+    assert f"'{name}' twice" in message
+
+
+def test_arguments_that_a_model_wrote_twice_can_go_back_to_it(api: Api) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}
+    messages = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ]
+    assert api.post("/v1/chat/completions", {"messages": messages}).status_code == 200
+
+
+def test_a_body_of_too_many_lists_is_refused(api: Api) -> None:
+    _, message = refusal(
+        api.request("POST", "/v1/chat/completions", content=b'{"x":[' + b"[]," * 500_000 + b"0]}")
+    )
+    assert "500002 lists and objects" in message
+
+
+def test_a_large_body_is_read_beside_the_event_loop_and_a_small_one_at_once() -> None:
+    readers: list[threading.Thread] = []
+
+    def noting(text: str) -> str:
+        readers.append(threading.current_thread())
+        return text
+
+    class Noted(Body):
+        text: Annotated[str, AfterValidator(noting)]
+
+    async def read(length: int) -> None:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": json.dumps({"text": "x" * length}).encode()}
+
+        request = Request({"type": "http", "headers": []}, receive)
+        assert len((await read_body(request, Noted, 2**20, 1)).text) == length
+
+    asyncio.run(read(10))
+    asyncio.run(read(300_000))
+    small, large = readers
+    assert (small is threading.main_thread(), large is threading.main_thread()) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({"content-encoding": "gzip"}, gzip.compress(b"{}", mtime=0), 400),
+        ({"content-encoding": "gzip"}, b"{}", 400),
+        ({"content-length": str(2**40)}, b"{", 413),
+        ({"expect": "100-continue", "content-length": str(2**20 + 1)}, b"", 413),
+    ],
+)
+def test_what_the_headers_show_to_be_wrong_is_refused_before_the_body_is_asked_for(
+    headers: dict[str, str], body: bytes, status: int
+) -> None:
+    async def receive() -> Message:
+        raise AssertionError(body)
+
+    scope = {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+    with pytest.raises(RequestError) as refused:
+        asyncio.run(read_body(Request(scope, receive), Body, 2**20, 1))
+    assert trouble_of(refused.value).status == status
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_body(api: Api) -> None:
+    body = json.dumps({"prompt": "Hello.", "max_tokens": 1}).encode()
+    assert api.request("POST", "/v1/completions", content=BOM_UTF8 + body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stop": list("abcde")}, "'stop' should have at most 4 items, not 5."),
+        ({"response_format": {}}, "'response_format.type' is missing."),
+        ({"response_format": "json"}, "'response_format' should be an object, not \"json\"."),
+        ({"logit_bias": []}, "'logit_bias' should be an object, not a list."),
+        ({"messages": {}}, "'messages' should be a list, not an object."),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "'tools[0].function.parameters' should be a JSON schema of type 'object', not \"array\".",
+        ),
+    ],
+)
+def test_a_sentence_speaks_of_json_and_not_of_what_reads_it(
+    api: Api, fields: dict[str, Any], says: str
+) -> None:
+    _, message = refusal(
+        api.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello."}], **fields})
+    )
+    assert message == says
+
+
+def test_a_value_that_must_be_false_is_written_as_json_has_it(api: Api) -> None:
+    tool = {"type": "function", "name": "f", "defer_loading": True}
+    _, message = refusal(api.post("/v1/responses", {"input": "Hello.", "tools": [tool]}))
+    assert message == "'tools[0].defer_loading' should be false, not true."
+    assert api.post("/api/chat", {"messages": "x"}).json() == {
+        "error": "'messages' should be a list, not \"x\"."
+    }
+    _, message = refusal(api.post("/v1/responses", {"input": [{"type": False}]}))
+    assert message.startswith("'input[0]' is of the type false, which is not supported")

@@ -1,0 +1,149 @@
+"""A lower bound on a text's tokens is never above their number, whatever the text and whatever the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from mlx_ring.api.token_bounds import FewestTokens
+
+WORDS = ["the", "he", "th", "in", "ing", "é", "e", "日本", "日", "\u2581the", "\u2581", "ain", "ai"]
+
+
+class Wrapper:
+    """As mlx-lm's, of a tokenizer of Hugging Face's."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend_tokenizer = backend
+        self._tokenizer = self
+
+
+def bpe(symbols: list[str], **options: object) -> models.BPE:
+    """The symbols, their words above, and all that is merged on the way to them."""
+    vocabulary = dict.fromkeys(symbols)
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        letters = list(word)
+        if all(letter in vocabulary for letter in letters):
+            for end in range(1, len(letters)):
+                pair = ("".join(letters[:end]), letters[end])
+                merges.append(pair)
+                vocabulary["".join(pair)] = None
+    ids = {token: place for place, token in enumerate(vocabulary)}
+    return models.BPE(vocab=ids, merges=list(dict.fromkeys(merges)), **options)  # pyright: ignore[reportArgumentType]
+
+
+def of_bytes() -> Tokenizer:
+    """As GPT-2's, Llama 3's and Qwen's are."""
+    tokenizer = Tokenizer(bpe(sorted(pre_tokenizers.ByteLevel.alphabet())))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    return tokenizer
+
+
+def of_words() -> Tokenizer:
+    """As Llama 2's and Gemma's are."""
+    letters = [*"theinga", "é", "\u2581"]
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer = Tokenizer(
+        bpe(["<unk>", *names, *letters], unk_token="<unk>", fuse_unk=True, byte_fallback=True)  # noqa: S106 - text
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    return tokenizer
+
+
+def with_greedy_mark(tokenizer: Tokenizer) -> Tokenizer:
+    """One that takes all space around a mark."""
+    tokenizer.add_special_tokens([AddedToken("<|a\u2581b|>", lstrip=True, rstrip=True), AddedToken("<e>")])
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "bytes": of_bytes,
+    "words": of_words,
+    "bytes, a greedy mark": lambda: with_greedy_mark(of_bytes()),
+    "words, a greedy mark": lambda: with_greedy_mark(of_words()),
+}
+PIECES = [
+    *WORDS,
+    " ",
+    "   ",
+    "\n",
+    "\u3000",
+    "7",
+    "x",
+    "\u0301",
+    "\u212b",
+    "\u0338",
+    "🙂",
+    "<|a\u2581b|>",
+    "<e>",
+    "\x1c",
+]
+TEXTS = st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=60).map("".join))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_has_fewer_tokens_than_it_says(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    fewest = FewestTokens.read(Wrapper(tokenizer))
+    assert fewest is not None
+
+    @given(TEXTS)
+    def holds(text: str) -> None:
+        assert fewest.of(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    holds()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_of_the_longest_tokens_has_as_many_as_it_says(kind: str) -> None:
+    fewest = FewestTokens.read(Wrapper(KINDS[kind]()))
+    assert fewest is not None
+    assert fewest.of("g" * 3000) == 1000
+    assert fewest.of("") == 0
+
+
+def dropping_space() -> Tokenizer:
+    tokenizer = of_bytes()
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def fusing_what_it_does_not_know() -> Tokenizer:
+    return Tokenizer(bpe(["<unk>", *"theinga"], unk_token="<unk>", fuse_unk=True))  # noqa: S106 - text
+
+
+def without_accents() -> Tokenizer:
+    tokenizer = of_bytes()
+    tokenizer.normalizer = normalizers.StripAccents()
+    return tokenizer
+
+
+def cutting_out() -> Tokenizer:
+    tokenizer = of_bytes()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(use_regex=False)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "make", [dropping_space, fusing_what_it_does_not_know, without_accents, cutting_out, None]
+)
+def test_of_a_tokenizer_that_leaves_something_out_nothing_is_said(
+    make: Callable[[], Tokenizer] | None,
+) -> None:
+    wrapper = object() if make is None else Wrapper(make())
+    assert FewestTokens.read(wrapper) is None

@@ -1,0 +1,229 @@
+"""`mlx-ring serve` as one run of real processes: ready, answering, ended, and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from tests.frozen_thread import frozen_thread
+from tests.processes import POLL_S, Server, serving
+from tests.profiles import made_up_profile
+
+from mlx_ring.agent.profiling import ProfileKey, ProfileOptions, ProfileStore
+from mlx_ring.engine.executor import RankId
+from mlx_ring.head.instance import Watched
+from mlx_ring.host.machine import share_cores
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+
+ENDLESS = {"prompt": "x", "max_tokens": 10**9, "ignore_eos": True, "stream": True}
+
+
+def ask(server: Server) -> httpx.Response:
+    question = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
+    return httpx.post(f"{server.url}/v1/chat/completions", json=question, timeout=60)
+
+
+def wait_until_lost(server: Server) -> httpx.Response:
+    """Health after the next change: asked again until it has heard, since a death takes a moment to arrive."""
+    with httpx.Client() as client:
+        while (answer := client.get(f"{server.url}/health/ready")).status_code == 200:
+            time.sleep(POLL_S)
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run left: served two stages, answered, ended by Ctrl-C."""
+
+    folder: Path
+    processes: int
+    answer: int
+    exit_code: int
+    all_gone: bool
+    sockets_left: list[Path]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    with serving(tiny_model, "--stages", "2", "--run-dir", str(folder / "r"), folder=folder) as server:
+        answer = ask(server).status_code
+        code = server.stop()
+        gone = server.all_gone()
+        return Run(folder, len(server.family), answer, code, gone, list((folder / "r").iterdir()))
+
+
+def test_two_stages_are_an_agent_and_two_workers_that_answer(run: Run) -> None:
+    assert (run.processes, run.answer) == (3, 200)
+
+
+def test_ctrl_c_ends_every_process_and_leaves_no_socket(run: Run) -> None:
+    assert run.exit_code == 0
+    assert run.all_gone
+    assert run.sockets_left == []
+
+
+def test_every_line_of_every_log_carries_node_process_rank_and_epoch(run: Run) -> None:
+    logs = sorted(path.name for path in (run.folder / "logs").iterdir())
+    assert logs == ["agent.log", "head.log", "worker-0-0.log", "worker-1-0.log"]
+    lines = [line for name in logs for line in (run.folder / "logs" / name).read_text().splitlines()]
+    lines += [line for line in (run.folder / "stderr.txt").read_text().splitlines() if line]
+    assert any("mlx_ring.api.middleware.access_log" in line for line in lines)
+    untagged = [
+        line for line in lines if not all(f" {key}=" in line for key in ("node", "process", "rank", "epoch"))
+    ]
+    assert untagged == []
+
+
+def test_workers_count_as_ready_once_each_has_said_so() -> None:
+    ready = worker_pb2.WorkerStatus(phase="ready", memory_bytes=7)
+    states = [agent_pb2.WorkerState(instance="a", stage=stage, status=ready) for stage in range(2)]
+    other = agent_pb2.WorkerState(instance="b")
+    event = agent_pb2.AgentEvent(workers=[*states, other], hello=hello_pb2.Hello(node="here"))
+    here = {("here", RankId(0, 0)): ready, ("here", RankId(1, 0)): ready}
+    assert Watched("a", 1).hear(event) == here
+    assert Watched("c", 1).hear(event) is None
+    there = agent_pb2.AgentEvent(
+        workers=[agent_pb2.WorkerState(instance="a", stage=2, status=ready)],
+        hello=hello_pb2.Hello(node="there"),
+    )
+    watched = Watched("a", 2)
+    assert watched.hear(event) is None, "another node has not said anything"
+    assert watched.hear(there) == {**here, ("there", RankId(2, 0)): ready}
+    event.workers[1].ClearField("status")
+    assert Watched("a", 1).hear(event) is None, "it was too busy to answer"
+
+
+def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = ("--kv-cache-memory", "1MiB", "--no-prefix-cache", "--max-itl-ratio", "3", "--draft-tokens", "0")
+    with (
+        serving(tiny_model, *flags, folder=tmp_path) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        (model,) = client.get("/v1/models").json()["data"]
+        (worker,) = client.get("/cache/stats").json()["workers"]
+        assert model["max_model_len"] == worker["context_tokens"] == 768
+        assert (worker["limit_bytes"], worker["sequences_allowed"]) == (1 << 20, 1)
+        assert worker["bytes_per_token"] == 5 * 2 * 2 * 16 * 4, (
+            "layers, keys and values, heads, width, float32"
+        )
+        scheduling = client.get("/cluster/status").json()["scheduling"]
+        assert scheduling["max_itl_ratio"] == 3.0
+        assert (scheduling["prefix_cache"], scheduling["draft_tokens"]) == (False, 0)
+        too_long = {"prompt": "x" * 800, "max_tokens": 1}
+        assert client.post("/v1/completions", json=too_long).json()["error"]["n_ctx"] == 768
+    assert "room for 768 tokens" in (tmp_path / "logs" / "head.log").read_text()
+
+
+def test_a_machine_alone_predicts_from_the_profile_that_it_has_kept(tiny_model: Path, tmp_path: Path) -> None:
+    options = ProfileOptions(blas_threads=share_cores(1))
+    ProfileStore(tmp_path / "state").save(ProfileKey.of_here(options), made_up_profile())
+    with serving(tiny_model, "--state-dir", str(tmp_path / "state"), folder=tmp_path) as server:
+        assert ask(server).status_code == 200
+        status = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
+        (node,), (instance,) = status["nodes"], status["instances"]
+        assert (node["is_head"], node["stages"]) == (True, [f"{instance['name']}/0"])
+        assert node["memory"]["promised_bytes"] == instance["stages"][0]["memory"]["promised"]["total_bytes"]
+        (decode,), (prefill,) = instance["stages"][0]["times"].values()
+        assert (decode["rows"], prefill["rows"]) == (1, 1)
+        assert decode["steps"] > 1
+        for step in (decode, prefill):
+            assert step["measured_ms"] > 0
+            assert step["predicted_ms"] > 0
+        assert instance["stream"]["tokens"] > 1
+        assert instance["stream"]["measured_tokens_per_s"] > 0
+        assert instance["stream"]["predicted_tokens_per_s"] > 0
+
+
+def test_a_head_that_is_killed_takes_agent_and_workers_along(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
+        server.process.kill()
+        assert server.all_gone()
+
+
+def wait_until_ready_again(server: Server) -> None:
+    with httpx.Client() as client:
+        while client.get(f"{server.url}/health/ready").status_code != 200:
+            time.sleep(POLL_S)
+
+
+def test_an_agent_that_is_killed_takes_its_workers_along_and_all_comes_back(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
+        agent = server.one("mlx_ring.agent")
+        agent.kill()
+        assert server.all_gone()
+        with httpx.Client(base_url=server.url) as client:
+            while client.get("/cluster/status").json()["epoch"] == 1:
+                time.sleep(POLL_S)
+        wait_until_ready_again(server)
+        assert ask(server).status_code == 200
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert server.stop() == 0
+        assert not psutil.wait_procs(family, timeout=30)[1]
+
+
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_ends_or_hangs_is_named_and_replaced(
+    trouble: signal.Signals, tiny_model: Path, tmp_path: Path
+) -> None:
+    with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
+        worker = server.one("mlx_ring.worker", "--stage", "1")
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=120) as streamed:
+            lines = streamed.iter_lines()
+            next(lines)
+            worker.send_signal(trouble)
+            last = [line for line in lines if line.startswith("data: ")][-1]
+        assert last.startswith('data: {"error":{"message":')
+        answer = wait_until_lost(server)
+        assert answer.status_code == 503
+        wait_until_ready_again(server)
+        assert ask(server).status_code == 200
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert worker.pid not in {process.pid for process in family}
+        assert server.stop() == 0
+        assert server.all_gone()
+        assert not psutil.wait_procs(family, timeout=30)[1]
+    log = (tmp_path / "logs" / "head.log").read_text()
+    why = "ended by signal 9 (SIGKILL)" if trouble == signal.SIGKILL else "it is stuck"
+    assert f"(pid {worker.pid})" in log
+    assert why in log
+
+
+def test_a_worker_that_says_it_lives_and_computes_nothing_is_found_and_replaced(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = ("--stages", "2", "--step-deadline-s", "2")
+    with serving(tiny_model, *flags, folder=tmp_path) as server:
+        assert ask(server).status_code == 200
+        worker = server.one("mlx_ring.worker", "--stage", "1")
+        # A process's first thread, which computes, has the process's number.
+        with frozen_thread(worker.pid):
+            answer = ask(server)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "worker_stuck"
+            assert "Stage 1, rank 0" in answer.json()["error"]["message"]
+            wait_until_ready_again(server)
+            assert ask(server).status_code == 200
+        assert not psutil.pid_exists(worker.pid)
+        assert server.stop() == 0
+    log = (tmp_path / "logs" / "head.log").read_text()
+    assert "has made no progress on step" in log
+    assert "has not answered for" not in log, "its heartbeats went on"
+
+
+def test_a_head_that_is_terminated_while_it_serves_ends_with_success(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with serving(tiny_model, folder=tmp_path) as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert server.all_gone()

@@ -1,0 +1,91 @@
+"""Links that activations take, and those that collectives would."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlx_ring.cluster.agent_link import AgentLink, Source
+from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.membership import Membership
+from mlx_ring.core.errors import NodeLost
+from mlx_ring.head.link_survey import LinkSurveys
+from mlx_ring.host.trusted_interfaces import TrustedInterface
+
+CABLE, LAN = 4e9, 1e8
+
+
+@dataclass
+class Agent:
+    """Of a node, as far as links go."""
+
+    answers_on_the_cable: bool = True
+    asked: list[str] = field(default_factory=list[str])
+
+    async def measure_link(self, _hello: object, _node: str, address: str, *_bounds: float) -> Any:
+        self.asked.append(address)
+        is_cable = address.startswith("10.0.8.")
+        if is_cable and not self.answers_on_the_cable:
+            raise NodeLost(f"{address} does not answer")
+        return SimpleNamespace(round_trip_s=1e-3, bytes_per_s=CABLE if is_cable else LAN, age_s=0.0)
+
+
+def site(number: int, agent: Agent, usual: str = "192.168.1", *, trusts: bool = True) -> Site:
+    trusted = (TrustedInterface("en5", f"10.0.8.{number}", "10.0.8.0/24"),) if trusts else ()
+    hosts = {"": f"{usual}.{number}"}
+    return Site(
+        f"n{number}",
+        cast("AgentLink", agent),
+        is_local=False,
+        hosts=hosts,
+        source=Source("model"),
+        trusted=trusted,
+    )
+
+
+def members(sites: list[Site]) -> Membership:
+    there: Any = {place.node: SimpleNamespace(came=1, links_port=7) for place in sites}
+    return Membership(there)
+
+
+@pytest.mark.parametrize(
+    ("usual", "trusts", "expected"),
+    [
+        ("192.168.1", True, (LAN, CABLE, ["192.168.1.2:7", "10.0.8.2:7"])),
+        ("10.0.8", True, (CABLE, None, ["10.0.8.2:7"])),
+        ("192.168.1", False, (LAN, None, ["192.168.1.2:7"])),
+    ],
+)
+def test_a_link_that_collectives_would_take_is_measured_where_it_is_another(
+    usual: str, expected: object, *, trusts: bool
+) -> None:
+    agent = Agent()
+    sites = [site(1, agent, usual), site(2, Agent(), usual, trusts=trusts)]
+    surveys = LinkSurveys("n1")
+    _, links = asyncio.run(surveys.take_all(members(sites), sites))
+    link = links[frozenset(("n1", "n2"))]
+    own = None if link.collective is None else link.collective.bandwidth
+    assert (link.bandwidth, own, agent.asked) == expected
+    assert link.trusted == trusts
+    assert [one.bytes_per_s for one in surveys.found] == [link.bandwidth] * 2, (
+        "people are told the usual ones"
+    )
+
+
+def test_who_does_not_answer_on_a_cable_is_asked_once_and_planned_with_the_usual_link() -> None:
+    agent = Agent(answers_on_the_cable=False)
+    sites = [site(1, agent), site(2, Agent())]
+
+    async def run() -> None:
+        surveys = LinkSurveys("n1")
+        for _ in range(2):
+            _, links = await surveys.take_all(members(sites), sites)
+            link = links[frozenset(("n1", "n2"))]
+            assert (link.trusted, link.collective, link.bandwidth) == (True, None, LAN)
+
+    asyncio.run(run())
+    assert agent.asked == ["192.168.1.2:7", "10.0.8.2:7"]

@@ -1,0 +1,74 @@
+"""What settings ask of a plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import LayerRange
+from mlx_ring.head.plan_requests import proportional_stages, wished
+from mlx_ring.planner.place import Wish
+from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.settings_sources import load_settings
+
+DEMAND = Demand(1024, 1, 16)
+CUSTOM = Wish(DEMAND, strategy="custom")
+
+
+def nodes(*names: str) -> list[NodeProfile]:
+    return [NodeProfile(name, 1 << 30, 1e9, 1e9) for name in names]
+
+
+def custom(proportions: str, count: int) -> Settings:
+    return load_settings({"strategy": "custom", "proportions": proportions, "nodes": count})
+
+
+def test_shares_without_names_go_by_the_machines_order() -> None:
+    order, wish = wished(custom("0.7,0.3", 2), CUSTOM, nodes("a-1", "b-2"))
+    assert [node.name for node in order] == ["a-1", "b-2"]
+    assert (wish.strategy, wish.proportions) == ("custom", (0.7, 0.3))
+
+
+def test_shares_with_names_put_the_machines_in_their_order() -> None:
+    order, wish = wished(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1", "b-2"))
+    assert [node.name for node in order] == ["b-2", "a-1"]
+    assert wish.proportions == (0.7, 0.3)
+
+
+def test_of_machines_that_are_left_named_shares_hold() -> None:
+    order, wish = wished(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1"))
+    assert [node.name for node in order] == ["a-1"]
+    assert wish.proportions == (0.3,)
+
+
+def test_of_machines_that_are_left_shares_without_names_do_not_hold(caplog: pytest.LogCaptureFixture) -> None:
+    _, wish = wished(custom("0.7,0.3", 2), CUSTOM, nodes("a-1"))
+    assert wish.strategy == "auto"
+    assert "proportions were given for 2 machines, and 1 are there" in caplog.text
+
+
+def test_a_machine_that_came_besides_gets_nothing_from_named_shares(caplog: pytest.LogCaptureFixture) -> None:
+    order, _ = wished(custom("a-1=0.7,b-2=0.3", 2), CUSTOM, nodes("a-1", "b-2", "c-3"))
+    assert [node.name for node in order] == ["a-1", "b-2"]
+    assert "no share for the node c-3" in caplog.text
+
+
+def test_shares_that_name_other_machines_are_refused() -> None:
+    with pytest.raises(PlanError, match="no share for the node b-2; it has for a-1, c-3"):
+        wished(custom("a-1=0.7,c-3=0.3", 2), CUSTOM, nodes("a-1", "b-2"))
+    with pytest.raises(PlanError, match="each share must name a node of its own"):
+        wished(custom("a-1=0.7,0.3", 2), CUSTOM, nodes("a-1", "b-2"))
+
+
+def test_another_strategy_is_passed_on() -> None:
+    assert wished(load_settings({"strategy": "memory"}), Wish(DEMAND, strategy="memory"), nodes("a"))[
+        1
+    ] == Wish(DEMAND, strategy="memory")
+
+
+def test_one_machine_cuts_its_stages_by_proportions() -> None:
+    assert proportional_stages(28, 2, ("0.7", "0.3")) == (LayerRange(0, 20), LayerRange(20, 28))
+    with pytest.raises(PlanError, match="a share for each of the 3 stages"):
+        proportional_stages(28, 3, ("0.7", "0.3"))

@@ -1,0 +1,201 @@
+"""What is told of nodes and instances."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.engine.timings import timing
+from tests.planner.clusters import cluster_of, model_of, node_of
+from tests.profiles import made_up_profile
+
+from mlx_ring.api.service import WorkerInfo
+from mlx_ring.cluster.membership import Came, Member, Membership, Went
+from mlx_ring.cluster.quarantine import Held
+from mlx_ring.core.types import LayerRange
+from mlx_ring.engine.executor import RankId
+from mlx_ring.engine.step_times import StepTimes, StepWindow
+from mlx_ring.head.loading_progress import LoadingProgress
+from mlx_ring.head.status import InstanceView, Standing, instance_status, node_statuses
+from mlx_ring.planner.forecast import Forecast
+from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+DEMAND = Demand(context_tokens=4096, sequences=1)
+NODES = [node_of("a", gb_s=100), node_of("b", gb_s=200)]
+RANGES = (LayerRange(0, 14), LayerRange(14, 28))
+VERSIONS = {"mlx": "1"}
+
+
+def member(node: str, came: int = 1) -> Member:
+    return Member(
+        node=node,
+        machine=f"{node}'s machine",
+        host="10.0.0.2",
+        port=4000,
+        head_host="10.0.0.1",
+        profile=made_up_profile(),
+        memory_utilization=0.75,
+        came=came,
+        memory_free_bytes=5,
+        since_s=1000.0,
+        versions=(("mlx", "1"),),
+    )
+
+
+def worker(stage: int, node: str) -> WorkerInfo:
+    return WorkerInfo(
+        stage=stage,
+        rank=0,
+        layers=RANGES[stage],
+        node=node,
+        pid=100 + stage,
+        device="cpu",
+        dtype="float32",
+        alive=True,
+        phase="ready",
+        weight_bytes=10,
+        device_memory_bytes=30,
+        peak_memory_bytes=40,
+        rss_bytes=50,
+        kv_bytes=7,
+    )
+
+
+def view(**changes: object) -> InstanceView:
+    cluster = cluster_of(*NODES)
+    plain = InstanceView(
+        name="twin-1",
+        model="twin",
+        epoch=3,
+        state="ready",
+        reason=None,
+        layers=28,
+        ranges=RANGES,
+        nodes=(("a",), ("b",)),
+        plan=place(model_of(28), cluster, Wish(DEMAND, strategy="uniform")),
+        forecast=Forecast(model_of(28), DEMAND, cluster, list(zip(NODES, RANGES, strict=True))),
+        workers=(worker(0, "a"), worker(1, "b")),
+        loading=LoadingProgress(),
+        times=StepTimes(),
+    )
+    return replace(plain, **changes)  # pyright: ignore[reportArgumentType] - fields of the dataclass
+
+
+def there(*nodes: str) -> Membership:
+    stands = Membership()
+    for came, node in enumerate(nodes):
+        stands = stands.apply(Came(member(node, came)))
+    return stands
+
+
+def test_a_stage_tells_promised_and_used_memory_side_by_side() -> None:
+    told = instance_status(view())
+    first = told.stages[0]
+    promised, used = first.memory.promised, first.memory.used
+    assert promised is not None
+    assert used is not None
+    assert promised.total_bytes == promised.weight_bytes + promised.kv_bytes + promised.working_bytes
+    assert (used.weight_bytes, used.kv_bytes, used.resident_bytes) == (10, 7, 50)
+    assert (first.node, first.layers, first.pid) == ("a", (0, 14), 100)
+    assert first.why is not None
+    assert told.promise is not None
+    assert (told.promise.context_tokens, told.promise.strategy) == (4096, "uniform")
+
+
+def test_measured_steps_stand_beside_the_prediction_for_just_such_steps() -> None:
+    window = StepWindow()
+    for step in range(1, 6):
+        window.note(
+            timing(step, 4_000, rank=RankId(1, 0), sequence=1, finished_us=9_000 * step, context_tokens=40)
+        )
+    window.note(timing(9, 70_000, rank=RankId(1, 0), tokens=256, is_decode=False, context_tokens=512))
+    known = view(times=window.read())
+    told = instance_status(known)
+    assert known.forecast is not None
+    (decode,), (chunk,) = told.stages[1].times.decode, told.stages[1].times.prefill
+    assert (decode.rows, decode.steps, decode.measured_ms) == (1, 5, 4.0)
+    assert decode.predicted_ms == pytest.approx(1e3 * known.forecast.decode_s(1, 1, 40))
+    assert chunk.predicted_ms == pytest.approx(1e3 * known.forecast.chunk_s(1, 256, 512))
+    assert told.stream is not None
+    assert told.stream.measured_tokens_per_s == pytest.approx(1000 / 9)
+    assert told.stream.predicted_tokens_per_s == pytest.approx(1 / known.forecast.token_s(40))
+
+
+def test_before_anything_was_measured_the_prediction_stands_alone() -> None:
+    told = instance_status(view())
+    (decode,) = told.stages[0].times.decode
+    assert (decode.steps, decode.measured_ms, decode.context_tokens) == (0, None, 2048)
+    assert decode.predicted_ms is not None
+    assert told.stream is not None
+    assert (told.stream.measured_tokens_per_s, told.stream.tokens) == (None, 0)
+
+
+def test_without_a_profile_nothing_is_promised_and_what_is_measured_is_told() -> None:
+    window = StepWindow()
+    window.note(timing(1, 4_000))
+    told = instance_status(view(plan=None, forecast=None, times=window.read()))
+    assert told.promise is None
+    assert told.stages[0].memory.promised is None
+    assert (told.stages[0].times.decode[0].measured_ms, told.stages[0].times.decode[0].predicted_ms) == (
+        4.0,
+        None,
+    )
+    assert told.stages[1].times.decode == []
+
+
+def test_while_it_loads_bytes_are_told_and_a_loaded_worker_that_was_taken_over_is_ready() -> None:
+    progress = LoadingProgress()
+    report = worker_pb2.LoadProgress(phase="weights", bytes_loaded=3, bytes_total=8)
+    progress.hear(agent_pb2.StageProgress(stage=1, progress=report))
+    first, second = instance_status(view(workers=(), loading=progress, state="loading")).stages
+    assert (first.loading.phase, first.memory.used, first.pid) == ("starting", None, None)
+    assert (second.loading.bytes_loaded, second.loading.bytes_to_load) == (3, 8)
+    adopted = instance_status(view()).stages[0].loading
+    assert (adopted.phase, adopted.bytes_loaded) == ("ready", 10)
+
+
+def test_nodes_are_told_with_what_they_hold_and_the_head_s_comes_first() -> None:
+    standing = Standing("b", there("a", "b", "c"))
+    first, second, third = node_statuses(standing, [view()], VERSIONS)
+    assert [node.id for node in (first, second, third)] == ["b", "a", "c"]
+    assert (first.is_head, first.stages, second.stages, third.stages) == (
+        True,
+        ["twin-1/1"],
+        ["twin-1/0"],
+        [],
+    )
+    memory = second.memory
+    assert memory is not None
+    assert (memory.usable_bytes, memory.reserve_bytes) == (12 * 10**9, 4 * 10**9)
+    assert memory.utilization == 0.75
+    known = view()
+    assert known.forecast is not None
+    assert memory.promised_bytes == known.forecast.memory(0).total_bytes
+    assert (memory.used_bytes, memory.free_bytes) == (50, 5)
+    assert third.memory is not None
+    assert (third.memory.promised_bytes, third.memory.used_bytes, third.state) == (0, 0, "attending")
+    assert second.profile is not None
+    assert second.profile.rates[0].weights == "float32"
+    assert second.versions == {"mlx": "1"}
+
+
+def test_a_node_that_is_gone_or_left_out_says_why_and_one_that_came_back_is_no_ghost() -> None:
+    stands = there("a", "b").apply(Went("b", 1, "it was cut off", 2000.0))
+    held = {"a": Held("It was lost 4 times.", 3000.0)}
+    quarantined, gone = node_statuses(Standing("a", stands, held), [view()], VERSIONS)
+    assert (quarantined.state, quarantined.reason, quarantined.quarantined_until) == (
+        "quarantined",
+        "It was lost 4 times.",
+        3000,
+    )
+    assert (gone.state, gone.reason, gone.since, gone.memory) == ("gone", "it was cut off", 2000, None)
+    back = node_statuses(Standing("a", stands.apply(Came(member("b", 9)))), [view()], VERSIONS)
+    assert [(node.id, node.state) for node in back] == [("a", "attending"), ("b", "attending")]
+
+
+def test_a_machine_alone_without_a_profile_is_a_node_all_the_same() -> None:
+    (node,) = node_statuses(Standing("a"), [view(nodes=(("a",), ("a",)))], VERSIONS)
+    assert (node.id, node.is_head, node.memory, node.profile) == ("a", True, None, None)
+    assert (node.stages, node.versions) == (["twin-1/0", "twin-1/1"], VERSIONS)

@@ -1,0 +1,41 @@
+"""A head's address as a person types it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.host.addresses import HeadAddress, parse_head_address, whose
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mini.local", HeadAddress("mini.local", 50051)),
+        ("192.168.1.7:6000", HeadAddress("192.168.1.7", 6000)),
+        (" mini:6000 ", HeadAddress("mini", 6000)),
+        ("fe80::1", HeadAddress("fe80::1", 50051)),
+        ("[fe80::1%en0]:6000", HeadAddress("fe80::1%en0", 6000)),
+        ("[::1]", HeadAddress("::1", 50051)),
+    ],
+)
+def test_names_and_addresses_of_both_kinds_are_read(text: str, expected: HeadAddress) -> None:
+    assert parse_head_address(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a b", "mini:", "mini:0", "mini:65535", "mini:http", "[::1", "a:b:c"])
+def test_what_is_no_address_is_refused_with_the_value(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_head_address(text)
+    assert str(caught.value).startswith(f"{text!r} is no address of a head")
+
+
+def test_the_enrolment_port_is_the_one_after() -> None:
+    assert parse_head_address("mini:6000").enrolment == "mini:6001"
+    assert parse_head_address("::1").enrolment == "[::1]:50052"
+
+
+def test_one_machine_is_one_client_from_whichever_of_its_addresses() -> None:
+    assert whose("192.0.2.1") == whose("::ffff:192.0.2.1") != whose("192.0.2.2")
+    assert whose("2001:db8::1") == whose("2001:db8::ffff:1%eth0") != whose("2001:db8:0:1::1")
+    assert whose("testclient") == "testclient"

@@ -1,0 +1,194 @@
+"""Children: how their end is told, how they are ended, and what becomes of what they write."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlx_ring.core.environment import inherited_environment
+from mlx_ring.host.child import ChildProcess
+
+UNTIL_LIFELINE = "import os, sys; print('up', flush=True)\nwhile os.read(int(sys.argv[-1]), 1): pass\n"
+DEAF = """
+import signal
+from mlx_ring.host.process import tell_stacks_on_signal
+
+def hang():
+    print('up', flush=True)
+    while True:
+        signal.pause()
+
+tell_stacks_on_signal()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+hang()
+"""
+PATIENT = "import signal; print('up', flush=True); signal.pause()"
+
+
+class Heard(logging.Handler):
+    """What a child wrote, and when its first line came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.first = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        self.first.set()
+
+
+def with_child(
+    folder: Path,
+    code: str,
+    use: Callable[[ChildProcess, Heard], Awaitable[None]],
+    word: Callable[[str], str] = str,
+) -> None:
+    """Run `code` as a child's module (its last argument is the lifeline), and use it."""
+
+    async def run() -> None:
+        (folder / "child_under_test.py").write_text(code)
+        heard = Heard()
+        logging.getLogger("mlx_ring.host.child").addHandler(heard)
+        child = await ChildProcess.start(
+            "child_under_test",
+            [],
+            name="worker-1-0",
+            rank=0,
+            environment=inherited_environment({"PYTHONPATH": str(folder)}),
+            word=word,
+        )
+        try:
+            await use(child, heard)
+        finally:
+            await child.stop(grace_s=0.0)
+            logging.getLogger("mlx_ring.host.child").removeHandler(heard)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("", "exit code 0"),
+        ("raise SystemExit(3)", "exit code 3"),
+        ("raise ValueError('no such thing')", "exit code 1: ValueError: no such thing"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by signal 9 (SIGKILL)"),
+        ("import signal; signal.raise_signal(signal.SIGTERM)", "ended by signal 15 (SIGTERM)"),
+    ],
+)
+def test_the_end_is_told_with_its_reason(code: str, reason: str, tmp_path: Path) -> None:
+    async def use(child: ChildProcess, _heard: Heard) -> None:
+        assert await child.wait() == reason
+        assert child.exit_reason == reason
+
+    with_child(tmp_path, code, use)
+
+
+def test_a_child_that_obeys_is_ended_by_sigterm(tmp_path: Path) -> None:
+    async def use(child: ChildProcess, heard: Heard) -> None:
+        await heard.first.wait()
+        assert child.exit_reason == ""
+        assert await child.stop() == "ended by signal 15 (SIGTERM)"
+        assert not psutil.pid_exists(child.pid)
+
+    with_child(tmp_path, PATIENT, use)
+
+
+def test_a_child_that_ignores_sigterm_says_where_it_hangs_and_is_killed(tmp_path: Path) -> None:
+    async def use(child: ChildProcess, heard: Heard) -> None:
+        await heard.first.wait()
+        assert await child.stop(grace_s=0.1) == "ended by signal 9 (SIGKILL)"
+        assert not psutil.pid_exists(child.pid)
+        assert any(record.getMessage().endswith("in hang") for record in heard.records)
+
+    with_child(tmp_path, DEAF, use)
+
+
+def test_what_a_child_writes_is_logged_with_its_name_and_rank_also_from_below_python(tmp_path: Path) -> None:
+    async def use(child: ChildProcess, heard: Heard) -> None:
+        await child.wait()
+        assert [record.getMessage() for record in heard.records] == ["from C", "\ufffd broken"]
+        assert {record.__dict__["child_process"] for record in heard.records} == {"worker-1-0"}
+        assert {record.__dict__["child_rank"] for record in heard.records} == {"0"}
+
+    with_child(tmp_path, "import os; os.write(2, b'from C\\n'); os.write(1, b'\\xff broken')", use)
+
+
+def test_what_a_child_writes_can_be_put_in_other_words_or_left_out(tmp_path: Path) -> None:
+    async def use(child: ChildProcess, heard: Heard) -> None:
+        assert await child.wait() == "exit code 1: NEWS"
+        assert [record.getMessage() for record in heard.records] == ["NEWS"]
+
+    with_child(
+        tmp_path,
+        "print('news'); raise SystemExit('chatter')",
+        use,
+        lambda line: line.upper() if line == "news" else "",
+    )
+
+
+def test_a_line_that_is_tagged_already_passes_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "2026-01-01T00:00:00.000 INFO node=a process=worker-1-0 rank=0 epoch=1 x: done"
+
+    async def use(child: ChildProcess, heard: Heard) -> None:
+        await child.wait()
+        assert heard.records == []
+
+    with_child(tmp_path, f"print({line!r})", use)
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_a_line_longer_than_any_buffer_does_not_block_the_child(tmp_path: Path) -> None:
+    async def use(child: ChildProcess, heard: Heard) -> None:
+        assert await child.wait() == "exit code 0"
+        assert sum(record.getMessage().count("x") for record in heard.records) == 3 << 20
+
+    with_child(tmp_path, "print('x' * (3 << 20))", use)
+
+
+def test_a_ctrl_c_in_the_terminal_does_not_reach_the_child(tmp_path: Path) -> None:
+    async def use(child: ChildProcess, _heard: Heard) -> None:
+        assert await child.wait() == "exit code 0"
+
+    code = "import os; raise SystemExit(0 if os.getpgrp() == os.getpid() == os.getsid(0) else 1)"
+    with_child(tmp_path, code, use)
+
+
+def test_a_child_outlives_no_parent_even_a_killed_one(tmp_path: Path) -> None:
+    (tmp_path / "child_under_test.py").write_text(UNTIL_LIFELINE)
+    parent = """
+import asyncio, os
+from mlx_ring.host.child import ChildProcess
+async def run():
+    child = await ChildProcess.start("child_under_test", [], name="c", rank=None, environment=dict(os.environ))
+    print(child.pid, flush=True)
+    await child.wait()
+asyncio.run(run())
+"""
+
+    async def run() -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            parent,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=inherited_environment({"PYTHONPATH": str(tmp_path)}),
+        )
+        assert process.stdout is not None
+        child = psutil.Process(int(await process.stdout.readline()))
+        process.kill()
+        await process.wait()
+        _, alive = psutil.wait_procs([child], timeout=30)
+        assert not alive
+
+    asyncio.run(run())

@@ -1,0 +1,162 @@
+"""Limits of containers, read from made-up trees of control groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_ring.host.process import (
+    CpuQuota,
+    cpu_quota,
+    limited_cores,
+    limited_memory,
+    usable_cores,
+    usable_memory,
+)
+
+GB = 10**9
+UNLIMITED_V1 = str(9223372036854771712)
+
+
+def tree(root: Path, own: str, files: dict[str, str]) -> Path:
+    """A root with `/proc/self/cgroup` and files under `/sys/fs/cgroup`."""
+    for name, text in {
+        "proc/self/cgroup": own,
+        **{f"sys/fs/cgroup/{k}": v for k, v in files.items()},
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def version_2(where: Path, own: str, **groups: dict[str, str]) -> Path:
+    """Groups by name, `a__b` for `a/b`; the one at the root is called `root`."""
+    files = {"cgroup.controllers": "cpu memory"}
+    for group, entries in groups.items():
+        folder = "" if group == "root" else group.replace("__", "/") + "/"
+        files |= {folder + name.replace("_", ".", 1): text for name, text in entries.items()}
+    return tree(where, f"0::{own}", files)
+
+
+def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    found = limited_memory(16 * GB, 9 * GB, tmp_path)
+    assert (found.total_bytes, found.available_bytes, found.limited_by) == (16 * GB, 9 * GB, "the machine")
+    assert cpu_quota(tmp_path) is None
+
+
+def test_a_groups_memory_max_is_the_limit_and_is_named(tmp_path: Path) -> None:
+    root = version_2(
+        tmp_path, "/box", box={"memory_max": str(4 * GB), "memory_current": str(GB), "memory_stat": "anon 5"}
+    )
+    found = limited_memory(16 * GB, 9 * GB, root)
+    assert (found.total_bytes, found.available_bytes) == (4 * GB, 3 * GB)
+    assert found.limited_by == "the control group (/sys/fs/cgroup/box/memory.max)"
+
+
+def test_the_tightest_group_on_the_way_up_counts(tmp_path: Path) -> None:
+    root = version_2(
+        tmp_path,
+        "/pod/box",
+        pod={"memory_max": str(2 * GB), "memory_current": str(GB)},
+        pod__box={"memory_max": str(6 * GB), "memory_current": "0"},
+    )
+    found = limited_memory(16 * GB, 9 * GB, root)
+    assert (found.total_bytes, found.available_bytes) == (2 * GB, GB)
+
+
+def test_memory_high_counts_as_max_does(tmp_path: Path) -> None:
+    root = version_2(tmp_path, "/box", box={"memory_max": "max", "memory_high": str(3 * GB)})
+    assert limited_memory(16 * GB, 9 * GB, root).total_bytes == 3 * GB
+
+
+def test_pages_that_can_be_given_up_count_as_left(tmp_path: Path) -> None:
+    root = version_2(
+        tmp_path,
+        "/box",
+        box={
+            "memory_max": str(4 * GB),
+            "memory_current": str(3 * GB),
+            "memory_stat": f"anon 1\ninactive_file {GB}\nactive_file {GB}",
+        },
+    )
+    assert limited_memory(16 * GB, 9 * GB, root).available_bytes == 3 * GB
+
+
+def test_max_is_no_limit(tmp_path: Path) -> None:
+    root = version_2(
+        tmp_path, "/box", box={"memory_max": "max", "memory_high": "max", "cpu_max": "max 100000"}
+    )
+    assert limited_memory(16 * GB, 9 * GB, root).limited_by == "the machine"
+    assert cpu_quota(root) is None
+
+
+def test_a_limit_beyond_the_machine_is_none(tmp_path: Path) -> None:
+    root = version_2(tmp_path, "/box", box={"memory_max": str(64 * GB)})
+    assert limited_memory(16 * GB, 9 * GB, root).total_bytes == 16 * GB
+
+
+@pytest.mark.parametrize("own", ["/", "/docker/0123abcd", "/../../docker/0123abcd"])
+def test_in_a_container_the_root_of_what_is_mounted_is_its_own_group(own: str, tmp_path: Path) -> None:
+    root = version_2(tmp_path, own, root={"memory_max": str(2 * GB), "cpu_max": "150000 100000"})
+    assert limited_memory(16 * GB, 9 * GB, root).total_bytes == 2 * GB
+    assert cpu_quota(root) == CpuQuota(1.5, 0.1)
+
+
+@pytest.mark.parametrize("own", ["/docker/box", "/elsewhere/docker/box"])
+def test_version_1_is_read_by_controller_up_to_its_root(own: str, tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        f"4:memory:{own}\n3:cpu,cpuacct:/\n1:name=systemd:/\n0::/",
+        {
+            "memory/memory.limit_in_bytes": UNLIMITED_V1,
+            "memory/docker/memory.limit_in_bytes": str(3 * GB),
+            "memory/docker/memory.usage_in_bytes": str(2 * GB),
+            "memory/docker/memory.stat": f"total_inactive_file {GB}",
+            "memory/docker/box/memory.limit_in_bytes": str(5 * GB),
+            "cpu,cpuacct/cpu.cfs_quota_us": "250000",
+            "cpu,cpuacct/cpu.cfs_period_us": "100000",
+        },
+    )
+    found = limited_memory(16 * GB, 9 * GB, root)
+    assert (found.total_bytes, found.available_bytes) == (3 * GB, 2 * GB)
+    assert "memory.limit_in_bytes" in found.limited_by
+    assert cpu_quota(root) == CpuQuota(2.5, 0.1)
+
+
+def test_version_1_without_limits_is_the_machine(tmp_path: Path) -> None:
+    files = {
+        "memory/memory.limit_in_bytes": UNLIMITED_V1,
+        "cpu/cpu.cfs_quota_us": "-1",
+        "cpu/cpu.cfs_period_us": "100000",
+    }
+    root = tree(tmp_path, "4:memory:/\n3:cpu:/", files)
+    assert limited_memory(16 * GB, 9 * GB, root).total_bytes == 16 * GB
+    assert cpu_quota(root) is None
+
+
+def test_the_smallest_cpu_share_on_the_way_up_counts(tmp_path: Path) -> None:
+    root = version_2(
+        tmp_path, "/pod/box", pod={"cpu_max": "400000 100000"}, pod__box={"cpu_max": "600000 100000"}
+    )
+    assert cpu_quota(root) == CpuQuota(4.0, 0.1)
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("250000", 2), ("20000", 1), ("9900000", 8)])
+def test_a_share_of_the_cores_is_whole_ones_and_one_at_least(quota: str, cores: int, tmp_path: Path) -> None:
+    root = version_2(tmp_path, "/", root={"cpu_max": f"{quota} 100000"})
+    assert limited_cores(8, root) == cores
+
+
+@pytest.mark.parametrize("text", ["", "plenty", "1 2 3", "-5"])
+def test_rubbish_in_a_groups_files_limits_nothing(text: str, tmp_path: Path) -> None:
+    root = version_2(tmp_path, "/", root={"cpu_max": text, "memory_current": text, "memory_stat": text})
+    assert cpu_quota(root) is None
+    assert limited_memory(16 * GB, 9 * GB, root).total_bytes == 16 * GB
+
+
+def test_this_machine_has_memory_and_cores() -> None:
+    found = usable_memory()
+    assert found.total_bytes >= found.available_bytes > 0
+    assert usable_cores() >= 1

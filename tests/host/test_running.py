@@ -1,0 +1,174 @@
+"""Who of us runs on this machine, and how they are ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlx_ring.core.cluster_folders import running_folder
+from mlx_ring.host.running import (
+    Running,
+    arguments_digest,
+    end_running,
+    recorded,
+    running_here,
+    start_mark,
+)
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts starts from its boot")
+RUN = """
+import sys, time
+from pathlib import Path
+from mlx_ring.host.running import recorded
+with recorded(Path(sys.argv[1]), sys.argv[2], "http://here"):
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def started(state: Path, kind: str) -> Generator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(state), kind], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def write(state: Path, record: Running) -> None:
+    (running_folder(state) / f"{record.kind}-{record.pid}.json").write_text(json.dumps(asdict(record)))
+
+
+def test_who_runs_is_known_with_what_it_was_started_with(tmp_path: Path) -> None:
+    with started(tmp_path, "head") as process:
+        (found,) = running_here(tmp_path)
+        assert (found.kind, found.pid, found.url) == ("head", process.pid, "http://here")
+        assert found.arguments == arguments_digest([str(tmp_path), "head"])
+
+
+def test_an_agent_is_known_again_by_whatever_address_it_goes_to_the_head() -> None:
+    agents = {arguments_digest(["join", head, "--listen", "[::]"]) for head in ("10.0.0.1:50051", "a:50051")}
+    assert len(agents) == 1
+    assert arguments_digest(["join", "--listen", "[::]"]) in agents
+    assert arguments_digest(["join", "a", "--listen", "10.0.0.2"]) not in agents
+    assert arguments_digest(["serve", "demo"]) != arguments_digest(["serve", "demo-moe"])
+
+
+def test_what_was_killed_is_forgotten(tmp_path: Path) -> None:
+    with started(tmp_path, "head") as process:
+        process.kill()
+        process.wait()
+        assert list(running_folder(tmp_path).iterdir())
+        assert running_here(tmp_path) == []
+        assert not list(running_folder(tmp_path).iterdir())
+
+
+def test_head_and_agent_are_ended_and_a_second_time_nothing_is(tmp_path: Path) -> None:
+    with started(tmp_path, "agent") as agent, started(tmp_path, "head") as head:
+        assert end_running(tmp_path) == [
+            f"The head is ended (process {head.pid}).",
+            f"The agent is ended (process {agent.pid}).",
+        ]
+        assert (head.wait(), agent.wait()) == (-signal.SIGTERM, -signal.SIGTERM)
+        assert end_running(tmp_path) == []
+
+
+@linux
+def test_a_process_is_known_again_after_the_clock_was_set(tmp_path: Path) -> None:
+    with started(tmp_path, "agent") as process:
+        (record,) = running_here(tmp_path)
+        # What Linux says of the start moves with the clock.
+        before = replace(record, started_s=record.started_s - 3600)
+        write(tmp_path, before)
+        assert running_here(tmp_path) == [before]
+        assert end_running(tmp_path) == [f"The agent is ended (process {process.pid})."]
+
+
+@linux
+def test_a_process_of_an_earlier_boot_is_another(tmp_path: Path) -> None:
+    with started(tmp_path, "agent"):
+        (record,) = running_here(tmp_path)
+        write(tmp_path, replace(record, start_mark=f"another-boot {record.start_mark.split()[1]}"))
+        assert running_here(tmp_path) == []
+
+
+def test_where_nothing_but_the_clock_tells_the_start_it_may_differ_by_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unmarked(_pid: int) -> str:
+        return ""
+
+    monkeypatch.setattr("mlx_ring.host.running.start_mark", unmarked)
+    with started(tmp_path, "agent"):
+        (record,) = running_here(tmp_path)
+        write(tmp_path, replace(record, started_s=record.started_s - 1))
+        assert len(running_here(tmp_path)) == 1
+        write(tmp_path, replace(record, started_s=record.started_s - 3600))
+        assert running_here(tmp_path) == []
+
+
+def test_a_start_is_read_behind_whatever_name_a_process_has(tmp_path: Path) -> None:
+    program = tmp_path / "a) (b 1 2 3"
+    program.symlink_to(sys.executable)
+    process = subprocess.Popen([program, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert start_mark(process.pid) == start_mark(process.pid)
+        assert not start_mark(process.pid) or int(start_mark(process.pid).split()[1]) > 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@linux
+def test_a_process_that_has_got_the_number_of_an_old_one_is_left_alone(tmp_path: Path) -> None:
+    with started(tmp_path, "agent") as process:
+        (record,) = running_here(tmp_path)
+        boot, ticks = record.start_mark.split()
+        other = replace(record, start_mark=f"{boot} {int(ticks) - 1}")
+        write(tmp_path, other)
+        assert end_running(tmp_path) == []
+        assert process.poll() is None
+
+
+def test_a_process_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        record = Running("agent", process.pid, psutil.Process(process.pid).create_time(), "")
+        running_folder(tmp_path).mkdir()
+        (running_folder(tmp_path) / "agent-1.json").write_text(json.dumps(asdict(record)))
+        assert end_running(tmp_path) == []
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_notes_that_cannot_be_read_are_forgotten(tmp_path: Path) -> None:
+    running_folder(tmp_path).mkdir()
+    for number, text in enumerate(("", "null", "[]", '{"pid": 1}', "\x00")):
+        (running_folder(tmp_path) / f"head-{number}.json").write_text(text)
+    assert running_here(tmp_path) == []
+
+
+def test_a_process_that_ends_by_itself_leaves_no_note(tmp_path: Path) -> None:
+    with recorded(tmp_path, "agent"):
+        (note,) = running_folder(tmp_path).iterdir()
+        assert json.loads(note.read_text())["pid"] == os.getpid()
+    assert not list(running_folder(tmp_path).iterdir())

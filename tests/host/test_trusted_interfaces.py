@@ -1,0 +1,55 @@
+"""What an owner names, found among a machine's interfaces."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.host.trusted_interfaces import OwnAddress, TrustedInterface, find_trusted, source_address
+
+INTERFACES = {
+    "lo": [OwnAddress("127.0.0.1", "255.0.0.0"), OwnAddress("::1")],
+    "eth0": [OwnAddress("192.168.1.7", "255.255.255.0"), OwnAddress("fd00::7")],
+    "thunder0": [OwnAddress("fe80::9"), OwnAddress("10.0.8.2", "255.255.255.252")],
+    "six0": [OwnAddress("fd08::2")],
+    "tunnel0": [OwnAddress("100.64.3.4", "255.255.255.255")],
+}
+CABLE = TrustedInterface("thunder0", "10.0.8.2", "10.0.8.0/30")
+
+
+@pytest.mark.parametrize("named", ["thunder0", "10.0.8.2", "10.0.8.0/30"])
+def test_an_interface_is_found_by_its_name_its_address_or_its_network(named: str) -> None:
+    assert find_trusted([named], INTERFACES) == (CABLE,)
+
+
+def test_a_network_that_is_named_is_the_one_in_which_others_are_reached() -> None:
+    assert find_trusted(["100.64.0.0/10"], INTERFACES) == (
+        TrustedInterface("tunnel0", "100.64.3.4", "100.64.0.0/10"),
+    )
+
+
+def test_what_is_named_first_comes_first_and_once() -> None:
+    found = find_trusted(["thunder0", "eth0", "10.0.8.0/24"], INTERFACES)
+    assert [one.name for one in found] == ["thunder0", "eth0", "thunder0"]
+    assert find_trusted(["eth0", "eth0"], INTERFACES) == find_trusted(["eth0"], INTERFACES)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        (
+            "thunder1",
+            r"names thunder1, and this machine has no such interface that is up: it has eth0, lo, six0",
+        ),
+        ("10.1.0.0/16", "no such interface"),
+        ("six0", "six0, which has no IPv4 address: MLX's collectives know no other"),
+        ("fd08::/64", "has no IPv4 address"),
+    ],
+)
+def test_what_is_not_there_or_has_no_ipv4_address_is_refused(named: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        find_trusted([named], INTERFACES)
+
+
+def test_a_way_to_this_machine_s_loopback_leaves_by_it() -> None:
+    assert source_address("127.0.0.1") == "127.0.0.1"

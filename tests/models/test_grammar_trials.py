@@ -1,0 +1,120 @@
+"""Hostile grammars: each is refused by itself, and costs no more than it may."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from mlx_ring.core.errors import ServingError
+from mlx_ring.core.types import Grammar
+from mlx_ring.models import grammar_trials
+from mlx_ring.models.grammar_trials import GrammarTrials
+
+GOOD = Grammar("json_schema", '{"type": "integer"}')
+
+
+def patterns_together() -> Grammar:
+    """Small, and beyond llguidance's own limits: it takes minutes, and memory without end."""
+    chance = random.Random(1)
+    words = ["".join(chance.choices("abcdefghij", k=9)) for _ in range(501)]
+    schema = {
+        "type": "string",
+        "allOf": [{"pattern": f"{words[at]}.*{words[at + 1]}"} for at in range(500)],
+    }
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def references(count: int) -> Grammar:
+    deep: dict[str, Any] = {
+        f"d{at}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{(at + 1) % count}"}}}
+        for at in range(count)
+    }
+    return Grammar("json_schema", json.dumps({"$defs": deep, "$ref": "#/$defs/d0"}))
+
+
+@pytest.fixture
+def children() -> Callable[[], list[psutil.Process]]:
+    """The processes for trials that have come since the test began."""
+
+    def now() -> list[psutil.Process]:
+        return [each for each in psutil.Process().children() if grammar_trials.__name__ in each.cmdline()]
+
+    before = now()
+    return lambda: [each for each in now() if each not in before]
+
+
+def test_one_that_takes_too_long_is_refused_and_the_next_is_answered() -> None:
+    trials = GrammarTrials(cpu_s=0.5)
+    assert trials.problem(GOOD) == ""
+    assert "more than 0.5 s" in trials.problem(patterns_together())
+    assert trials.problem(GOOD) == ""
+
+
+def test_references_thousands_deep_end_no_process(children: Callable[[], list[psutil.Process]]) -> None:
+    trials = GrammarTrials()
+    assert trials.problem(references(3000)) == ""
+    assert len(children()) == 1
+
+
+def test_what_is_wrong_is_told_in_one_sentence() -> None:
+    problem = GrammarTrials().problem(Grammar("json_schema", '{"not": {}}'))
+    assert '"not"' in problem
+    assert "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar("json_schema", '{"$ref": "#"}'), Grammar("regex", r"[^\s\S]")],
+    ids=["a reference to itself", "a letter that is none"],
+)
+def test_one_under_which_nothing_can_begin_is_refused(grammar: Grammar) -> None:
+    assert (
+        GrammarTrials().problem(grammar)
+        == "No answer can match this schema: nothing is allowed at its start."
+    )
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", ""),
+        Grammar("json_schema", '{"anyOf": [{"$ref": "#"}, {"type": "null"}]}'),
+        Grammar("lark", 'start: "" | <|call|>'),
+    ],
+    ids=["nothing at all", "one way out", "a model's own token"],
+)
+def test_one_that_allows_an_end_or_one_way_is_taken(grammar: Grammar) -> None:
+    assert GrammarTrials().problem(grammar) == ""
+
+
+def test_the_process_ends_with_who_asks(children: Callable[[], list[psutil.Process]]) -> None:
+    trials = GrammarTrials()
+    assert trials.problem(GOOD) == ""
+    (child,) = children()
+    del trials
+    gc.collect()
+    assert not child.is_running()
+
+
+def test_a_process_that_was_killed_meanwhile_is_made_again(
+    children: Callable[[], list[psutil.Process]],
+) -> None:
+    trials = GrammarTrials()
+    assert trials.problem(GOOD) == ""
+    (child,) = children()
+    child.kill()
+    psutil.wait_procs([child])
+    assert trials.problem(GOOD) == ""
+
+
+def test_a_process_that_cannot_start_is_the_server_s_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ServingError, match="code 1"):
+        GrammarTrials().problem(GOOD)

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[reportUnknownVariableType] - untyped
+from tests.worker.random_models import QWEN3, write_random_model
+
+from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe
+from mlx_ring.models.model_folder import read_model_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_random_model(tmp_path / "model", QWEN3)
+
+
+def change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_a_folder_tells_what_its_files_say(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    model = read_model_folder(folder)
+    assert (model.model_type, model.num_layers, model.hidden_size, model.vocab_size) == ("qwen3", 5, 64, 320)
+    assert model.context_length == 4096
+    assert model.eos_token_ids == {1, 2, 3}
+    assert model.quantization is None
+    assert model.weight_bytes == sum(entry.nbytes for entry in model.tensors) > 0
+    assert {entry.dtype for entry in model.tensors} == {"F32"}
+
+
+def test_a_nested_text_configuration_counts(folder: Path) -> None:
+    config = {"model_type": "gemma3", "text_config": {**QWEN3, "eos_token_id": None}, "eos_token_id": 7}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = read_model_folder(folder)
+    assert (model.num_layers, model.context_length, model.eos_token_ids) == (5, 4096, {7})
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "vocabulary", "context"),
+    [
+        ("n_layer", "n_embd", "vocab_size", "n_positions"),
+        ("n_layers", "d_model", "vocab_size", "max_seq_len"),
+        ("num_transformer_layers", "model_dim", "vocab_size", "max_context_length"),
+        ("num_layers", "hidden_size", "padded_vocab_size", "seq_length"),
+        ("num_hidden_layers", "hidden_size", "vocab_size", "model_max_length"),
+    ],
+)
+def test_sizes_go_by_several_names(
+    folder: Path, layers: str, hidden: str, vocabulary: str, context: str
+) -> None:
+    config = {"model_type": "any", layers: 7, hidden: 48, vocabulary: 99, context: 640}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = read_model_folder(folder)
+    assert (model.num_layers, model.hidden_size, model.vocab_size, model.context_length) == (7, 48, 99, 640)
+
+
+def test_truth_values_are_no_numbers(folder: Path) -> None:
+    change(folder / "config.json", num_hidden_layers=True, eos_token_id=[True, [2], None, 3])
+    model = read_model_folder(folder)
+    assert model.eos_token_ids == {3}
+    with pytest.raises(ModelCorrupt, match="num_hidden_layers as True"):
+        _ = model.num_layers
+
+
+def test_the_digest_is_that_of_the_model_not_of_its_place(folder: Path, tmp_path: Path) -> None:
+    again = write_random_model(tmp_path / "again", QWEN3)
+    assert read_model_folder(again).digest == read_model_folder(folder).digest
+    change(again / "config.json", rope_theta=5.0)
+    assert read_model_folder(again).digest != read_model_folder(folder).digest
+
+
+def test_no_folder_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="There is no folder"):
+        read_model_folder(tmp_path / "nowhere")
+
+
+def test_a_folder_without_configuration_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"has no config\.json"):
+        read_model_folder(tmp_path)
+
+
+def test_a_folder_without_weights_is_said(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelCorrupt, match="has no weights"):
+        read_model_folder(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 200, -1])
+def test_a_truncated_file_is_found_before_anything_loads(folder: Path, kept: int) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept])
+    with pytest.raises(ModelCorrupt, match=r"model\.safetensors .*truncated"):
+        read_model_folder(folder)
+
+
+def test_a_file_that_is_no_safetensors_is_found(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"not json")
+    with pytest.raises(ModelCorrupt, match=r"header of .* cannot be read"):
+        read_model_folder(folder)
+
+
+def test_a_link_to_nothing_is_said(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "fetched_once")
+    with pytest.raises(ModelCorrupt, match=r"model\.safetensors cannot be read: No such file"):
+        read_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shape": [6400]},
+        {"shape": [1 << 62, 4]},
+        {"shape": [-8, -8]},
+        {"dtype": "F16"},
+        {"data_offsets": [256, 0]},
+        {"data_offsets": None},
+    ],
+)
+def test_a_tensor_whose_bytes_do_not_fit_its_shape_is_named(folder: Path, fields: dict[str, Any]) -> None:
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    header["model.norm.weight"].update(fields)
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[begin:])
+    with pytest.raises(ModelCorrupt, match=r"tensor 'model\.norm\.weight'"):
+        read_model_folder(folder)
+
+
+def test_a_missing_piece_of_an_index_is_named(folder: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelCorrupt, match=r"names model-00001-of-00002\.safetensors, which is not there"):
+        read_model_folder(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00", '{"hidden_size": 3}'])
+def test_a_configuration_that_cannot_be_read_is_said(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ModelCorrupt, match=r"config\.json"):
+        read_model_folder(folder)
+
+
+def test_a_count_of_layers_that_is_none_is_said(folder: Path) -> None:
+    change(folder / "config.json", num_hidden_layers="five")
+    with pytest.raises(ModelCorrupt, match="num_hidden_layers as 'five'"):
+        _ = read_model_folder(folder).num_layers
+
+
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        ("config.json", {"model_file": "canary.py"}),
+        ("config.json", {"auto_map": {"AutoModelForCausalLM": "canary.Model"}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["canary.Tokenizer", None]}}),
+    ],
+)
+def test_a_folder_that_wants_its_code_run_is_refused_and_nothing_runs(
+    folder: Path, file: str, fields: dict[str, Any]
+) -> None:
+    written = folder / "written"
+    (folder / "canary.py").write_text(f"open({str(written)!r}, 'w').write('ran')\n")
+    if not (folder / file).exists():
+        (folder / file).write_text("{}")
+    change(folder / file, **fields)
+    with pytest.raises(ModelUnsafe, match="never run"):
+        read_model_folder(folder)
+    assert not written.exists()
+
+
+def test_loading_a_tokenizer_runs_no_code_of_its_folder(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    written = folder / "written"
+    (folder / "canary.py").write_text(f"open({str(written)!r}, 'w').write('ran')\n")
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        path.write_text("{}")
+    change(path, auto_map={"AutoTokenizer": ["canary.Tokenizer", None]})
+    with contextlib.suppress(ValueError, OSError):
+        load_tokenizer(folder)
+    assert not written.exists()

@@ -1,0 +1,157 @@
+"""Where a model comes from: the package, the disk, the hub's cache, the hub itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from tests.core.fake_hub import COMMIT, find_elsewhere, running_hub
+
+from mlx_ring.cli.startup import largest_fitting
+from mlx_ring.core.environment import inherited_environment
+from mlx_ring.core.errors import ModelNotFound, PlanError
+from mlx_ring.models.hub import check_memory
+from mlx_ring.models.model_source import builtin_names, find_model, list_local_models
+
+PRIVATE = "someone/private"
+
+
+@pytest.fixture
+def hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
+    """A hub's address, and what it was asked for."""
+    with running_hub(tiny_model) as running:
+        yield running
+
+
+def put_in_cache(cache: Path, model: Path, name: str) -> Path:
+    """A snapshot as the hub's client leaves it."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    for path in model.iterdir():
+        (snapshot / path.name).write_bytes(path.read_bytes())
+    return snapshot
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "hub").mkdir()
+    return tmp_path / "hub"
+
+
+def test_both_demos_come_with_the_package() -> None:
+    assert builtin_names() == ["demo", "demo-moe"]
+    assert find_model("demo").kind == "built-in"
+
+
+def test_a_folder_is_taken_by_its_path_and_named_after_itself(tiny_model: Path) -> None:
+    model = find_model(str(tiny_model))
+    assert (model.name, model.kind, model.folder.num_layers) == ("tiny", "folder", 5)
+
+
+def test_a_built_in_name_wins_over_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert find_model("demo").kind == "built-in"
+    with pytest.raises(ModelNotFound, match=r"no config\.json"):
+        find_model("./demo")
+
+
+def test_a_complete_snapshot_is_served_without_asking_anybody(cache: Path, tiny_model: Path) -> None:
+    snapshot = put_in_cache(cache, tiny_model, "someone/tiny")
+    model = find_model("someone/tiny")
+    assert (model.name, model.kind, model.folder.path) == ("someone/tiny", "hub", snapshot)
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_an_incomplete_snapshot_is_not_listed(missing: str, cache: Path, tiny_model: Path) -> None:
+    snapshot = put_in_cache(cache, tiny_model, "someone/tiny")
+    put_in_cache(cache, tiny_model, "someone/whole")
+    (snapshot / missing).unlink()
+    assert [model.name for model in list_local_models()] == ["demo", "demo-moe", "someone/whole"]
+
+
+def test_a_snapshot_that_wants_to_run_code_is_not_listed(cache: Path, tiny_model: Path) -> None:
+    snapshot = put_in_cache(cache, tiny_model, "someone/tiny")
+    config = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "mine.Model"}}))
+    assert [model.name for model in list_local_models()] == ["demo", "demo-moe"]
+
+
+def test_only_what_is_needed_is_fetched_and_the_second_time_nothing(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    endpoint, asked = hub
+    first = find_elsewhere("someone/tiny", endpoint, tmp_path)
+    assert first.returncode == 0, first.stderr
+    fetched = {path.name for path in Path(first.stdout.strip()).iterdir()}
+    assert fetched >= {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert not [name for name in fetched if name.endswith((".py", ".bin", ".md"))]
+    asked.clear()
+    second = find_elsewhere("someone/tiny", endpoint, tmp_path)
+    assert second.stdout == first.stdout
+    assert asked == []
+
+
+def test_only_who_serves_alone_must_have_the_memory_for_what_is_fetched(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    code = (
+        "import sys; from mlx_ring.core import room; from mlx_ring.host.process import UsableMemory; "
+        "room.usable_memory = lambda: UsableMemory(1, 1, 'it'); from mlx_ring.models.model_source import find_model; "
+        "find_model(sys.argv[1], must_fit=sys.argv[2] == 'alone')"
+    )
+
+    def find(how: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", code, "someone/tiny", how],
+            env=inherited_environment({"HF_ENDPOINT": hub[0], "HF_HOME": str(tmp_path)}),
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stderr
+
+    assert "of memory for its weights" in find("alone")
+    assert not any(path.endswith("safetensors") for path in hub[1])
+    assert "Error" not in find("among several")
+
+
+def test_a_model_that_the_hub_has_not_is_told_apart_from_no_network(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    unknown = find_elsewhere(PRIVATE, hub[0], tmp_path)
+    assert f"The hub has no model {PRIVATE}, or it is private" in unknown.stderr
+    offline = find_elsewhere(PRIVATE, "http://127.0.0.1:9", tmp_path)
+    assert "is not on this machine and cannot be fetched" in offline.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "a/b/c", "../x", "x" * 300, "demo ", "~nobody-has-this-name/x", "x\0y"]
+)
+def test_what_is_neither_name_nor_folder_nor_id_is_refused_with_the_built_in_names(name: str) -> None:
+    with pytest.raises(ModelNotFound, match="demo, demo-moe"):
+        find_model(name)
+
+
+def test_weights_beyond_the_memory_are_refused_with_both_numbers() -> None:
+    check_memory("small", 1)
+    with pytest.raises(PlanError, match=r"huge needs 1000000\.0 GB .* this machine has \d"):
+        check_memory("huge", 10**15)
+
+
+def test_what_would_fit_grows_with_the_memory() -> None:
+    assert largest_fitting(1 << 30) is None
+    sizes = [model.weight_bytes for free in range(3, 200) if (model := largest_fitting(free << 30))]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == 7
+    assert all(size < free << 30 for size, free in zip(sizes, range(3, 200), strict=False))

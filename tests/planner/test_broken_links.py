@@ -1,0 +1,79 @@
+"""Plans for machines that do not all reach each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.planner.clusters import NODES, cluster_of, model_of, node_of
+
+from mlx_ring.core.errors import PlanError
+from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.plan import AIMS, Aim, Plan
+from mlx_ring.planner.profiles import UNREACHABLE, ClusterProfile, LinkProfile, NodeProfile
+from mlx_ring.planner.replicas import place_replicas
+from mlx_ring.planner.stage_costs import Demand
+
+SMALL = Demand(context_tokens=1024, sequences=1)
+AUTO = Wish(SMALL)
+QUICK = LinkProfile(0.1e-3, 1.2e9)
+
+
+def broken(cluster: ClusterProfile, *pairs: tuple[str, str]) -> ClusterProfile:
+    return replace(cluster, links=dict(cluster.links) | dict.fromkeys(map(frozenset, pairs), UNREACHABLE))
+
+
+def neighbours(plan: Plan) -> set[frozenset[str]]:
+    names = [stage.node for stage in plan.stages]
+    return {frozenset(pair) for pair in zip(names, [*names[1:], names[0]], strict=True)}
+
+
+def test_a_machine_that_another_does_not_reach_is_left_out_with_the_reason() -> None:
+    cluster = broken(cluster_of(node_of("a", 2), node_of("b", 2), node_of("c", 2), link=QUICK), ("a", "b"))
+    plan = place(model_of(28), cluster, AUTO)
+    assert len(plan.stages) == 2
+    assert frozenset("ab") not in neighbours(plan)
+    (left,) = plan.left_out
+    assert left.why == f"it and {'b' if left.node == 'a' else 'a'} do not reach each other"
+
+
+def test_where_only_machines_that_do_not_reach_each_other_have_room_the_error_names_them() -> None:
+    cluster = broken(cluster_of(node_of("a", 2), node_of("b", 2)), ("b", "a"))
+    with pytest.raises(PlanError, match=r"these do not reach each other: a and b\. Mend the network"):
+        place(model_of(28), cluster, AUTO)
+
+
+def test_a_fixed_order_over_a_broken_link_is_refused_by_name() -> None:
+    cluster = broken(cluster_of(node_of("a"), node_of("b"), node_of("c")), ("b", "c"))
+    with pytest.raises(PlanError, match="strategy uniform b would hand over to c"):
+        place(model_of(28), cluster, Wish(SMALL, strategy="uniform"))
+
+
+def test_a_slow_link_is_gone_around() -> None:
+    cluster = cluster_of(*(node_of(name, 1.6) for name in "abc"), link=QUICK)
+    slow = replace(cluster, links={frozenset("ab"): LinkProfile(30e-3, 1e6)})
+    assert len(place(model_of(28), slow, AUTO).stages) == 2
+    assert frozenset("ab") not in neighbours(place(model_of(28), slow, AUTO))
+
+
+def test_replicas_are_put_on_machines_that_reach_each_other() -> None:
+    wish = Wish(Demand(context_tokens=1024, sequences=4), aim="throughput")
+    cluster = broken(cluster_of(*(node_of(name, 2) for name in "abcd"), link=QUICK), ("a", "b"))
+    plans = place_replicas(model_of(28), cluster, wish, 2)
+    assert [len(plan.stages) for plan in plans] == [2, 2]
+    assert not any(frozenset("ab") in neighbours(plan) for plan in plans)
+
+
+@given(nodes=NODES, data=st.data(), aim=st.sampled_from(AIMS))
+def test_no_plan_by_auto_uses_a_broken_link(nodes: list[NodeProfile], data: st.DataObject, aim: Aim) -> None:
+    names = [node.name for node in nodes]
+    pairs = data.draw(st.lists(st.tuples(st.sampled_from(names), st.sampled_from(names)), max_size=4))
+    cluster = broken(cluster_of(*nodes), *((one, other) for one, other in pairs if one != other))
+    try:
+        plan = place(model_of(12), cluster, Wish(SMALL, aim=aim))
+    except PlanError:
+        return
+    assert not any(cluster.links.get(pair) == UNREACHABLE for pair in neighbours(plan))
+    assert plan.prediction.token_s < float("inf")

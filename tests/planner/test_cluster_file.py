@@ -1,0 +1,104 @@
+"""Clusters as people write them down."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.planner.cluster_file import known_machines, known_profile, read_cluster
+
+CLUSTER = """
+machines:
+  - {name: studio, machine: m2-max-mac-studio-64}
+  - m4-mac-mini-16
+  - {name: box, memory_gb: 24, bandwidth_gb_s: 936, tflops: 71, reserve: 0.2}
+links:
+  - {between: [studio, box], round_trip_ms: 0.3, gbit_s: 10}
+usual_link: {round_trip_ms: 0.6, gbit_s: 1}
+"""
+
+
+def test_machines_are_known_ones_or_described() -> None:
+    cluster = read_cluster(CLUSTER, "cluster.yaml")
+    studio, mini, box = cluster.nodes
+    assert (studio.name, studio.bandwidth) == ("studio", 400e9)
+    assert (mini.name, round(mini.memory_bytes / 2**30, 2)) == ("m4-mac-mini-16", 10.72)
+    assert box.usable_bytes == int(24 * 2**30 * 0.8)
+    assert cluster.link("box", "studio").seconds(1.25e9) == pytest.approx(1.00015)
+    assert cluster.link("box", "m4-mac-mini-16").round_trip_s == pytest.approx(0.6e-3)
+    assert cluster.link("box", "box").bandwidth > 1e9
+
+
+def test_a_machine_states_what_may_be_used_or_what_is_left() -> None:
+    text = """
+    machines:
+      - {name: a, machine: m4-mac-mini-16, gpu_memory_utilization: 0.5}
+      - {name: b, machine: m4-mac-mini-16, reserve: 0.2}
+      - {name: c, memory_gb: 10, bandwidth_gb_s: 1, tflops: 1, memory_utilization: 0.7}
+      - {name: d, memory_gb: 10, bandwidth_gb_s: 1, tflops: 1}
+    """
+    nodes = read_cluster(text, "cluster.yaml").nodes
+    assert [round(node.usable_bytes / node.memory_bytes, 3) for node in nodes] == [0.5, 0.8, 0.7, 0.9]
+
+
+def test_every_known_machine_can_be_named_with_every_size() -> None:
+    for machine in known_machines().values():
+        for gigabytes in machine.gb:
+            assert (
+                0.5 * gigabytes
+                < known_profile(f"{machine.name}-{gigabytes}").memory_bytes / 2**30
+                < gigabytes
+            )
+
+
+def test_links_and_interfaces_are_trusted_where_the_file_says_so() -> None:
+    machine = "{name: %s, memory_gb: 8, bandwidth_gb_s: 100, tflops: 4%s}"
+    interface, numbers = ", trusted_interface: en5", "round_trip_ms: 1, gbit_s: 1"
+    cluster = read_cluster(
+        f"machines: [{machine % ('a', interface)}, {machine % ('b', interface)}, {machine % ('c', '')}]\n"
+        f"links: [{{between: [b, c], {numbers}, trusted: true}}, {{between: [a, c], {numbers}}}]",
+        "cluster.yaml",
+    )
+    a, b, c = cluster.nodes
+    assert (cluster.trusts(a, b), cluster.trusts(b, c), cluster.trusts(a, c)) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("machines: [", "neither YAML nor JSON"),
+        ("machines: []", "a list `machines`"),
+        ("- a", "host 0 is 'a'; it must have fields"),
+        ("machines: [m9-mac-mini-16]", "m9-mac-mini-16 is not known"),
+        ("machines: [m4-mac-mini-17]", "known are m4-mac-mini-16, m4-mac-mini-24"),
+        ("machines: [3]", "a machine is 3"),
+        ("machines: [{name: a, memory: 3}]", "no field memory;"),
+        ("machines: [{memory_gb: 3}]", "no `name`"),
+        ("machines: [{machine: m4-mac-mini-16, memory_gb: 3}]", "memory_gb beside `machine`, which says it"),
+        ("machines: [{machine: m4-mac-mini-16, reserve: 1}]", "reserve of m4-mac-mini-16 is 1; it must be"),
+        ("machines: [{machine: m4-mac-mini-16, reserve: x}]", "reserve of m4-mac-mini-16 is 'x'; it must be"),
+        ("machines: [{machine: m4-mac-mini-16, memory_utilization: 2}]", "memory_utilization of m4-mac-mini"),
+        (
+            "machines: [{machine: m4-mac-mini-16, memory_utilization: 0.5, reserve: 0.5}]",
+            "has both reserve and the share",
+        ),
+        ("machines: [{name: a, memory_gb: -3, bandwidth_gb_s: 1, tflops: 1}]", "memory_gb is -3"),
+        ("machines: [{name: a, memory_gb: many, bandwidth_gb_s: 1, tflops: 1}]", "memory_gb is 'many'"),
+        ("machines: [m4-mac-mini-16, m4-mac-mini-16]", "the machine m4-mac-mini-16 twice"),
+        ("machines: [m4-mac-mini-16]\nlinks: [{between: [a, b]}]", "must be `between` two of m4-mac-mini-16"),
+        ("machines: [m4-mac-mini-16]\nusual_link: {gbit_s: 1}", "round_trip_ms is None"),
+        ("machines: [m4-mac-mini-16]\nusual_link: fast", "a link is 'fast'"),
+        (
+            "machines: [{machine: m4-mac-mini-16, trusted_interface: true}]",
+            "is True; it must be an interface's name",
+        ),
+        (
+            "machines: [m4-mac-mini-16]\nusual_link: {round_trip_ms: 1, gbit_s: 1, trusted: 'yes'}",
+            "trusted of a link is 'yes'; it must be true or false",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_told(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(text, "cluster.yaml")
+    assert sentence in str(caught.value)

@@ -1,0 +1,114 @@
+"""Machines that may compute for a part of the time, against a clock that is turned by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.planner.clusters import cluster_of, model_of, node_of
+from tests.profiles import made_up_profile
+
+from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.cpu_quota import ProcessorGrant, lone_stream
+from mlx_ring.planner.forecast import Forecast
+from mlx_ring.planner.measured import measured_node
+from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.planner.stage_costs import Demand
+
+GRANTS = st.builds(ProcessorGrant, st.floats(0.05, 0.95), st.sampled_from([0.01, 0.1]))
+MOMENTS = 8
+
+
+def by_the_clock(grant: ProcessorGrant, moment_s: float, computing_s: float) -> float:
+    """Seconds until so much is computed, period by period, by who begins at a moment of one and finds all of its quota."""
+    quota = grant.share * grant.period_s
+    now, period_ends = moment_s, grant.period_s
+    while (usable := min(quota, period_ends - now)) < computing_s:
+        computing_s -= usable
+        now, period_ends = period_ends, period_ends + grant.period_s
+    return now + computing_s - moment_s
+
+
+@given(GRANTS, st.floats(0.001, 0.3))
+def test_a_step_lasts_as_long_as_the_clock_says(grant: ProcessorGrant, computing_s: float) -> None:
+    moments = [(number + 0.5) / MOMENTS * grant.period_s for number in range(MOMENTS)]
+    found = [by_the_clock(grant, moment, computing_s) for moment in moments]
+    # Who is done with the last of a quota may by a rounding take a little of the next.
+    slack = grant.period_s if any(_is_at_an_end(grant, moment, computing_s) for moment in moments) else 1e-9
+    assert grant.clock_s(np.array([computing_s]))[0] == pytest.approx(np.mean(found), abs=slack)
+
+
+def _is_at_an_end(grant: ProcessorGrant, moment_s: float, computing_s: float) -> bool:
+    quota = grant.share * grant.period_s
+    quotas = (computing_s - min(quota, grant.period_s - moment_s)) / quota
+    return abs(quotas - round(quotas)) < 1e-9
+
+
+@given(GRANTS)
+def test_a_short_step_is_done_at_full_speed_and_a_long_one_by_the_share(grant: ProcessorGrant) -> None:
+    short, long = 1e-3 * grant.share * grant.period_s, 1000 * grant.period_s
+    assert grant.clock_s(np.array([short]))[0] == pytest.approx(short, rel=0.05)
+    assert grant.clock_s(np.array([long]))[0] == pytest.approx(long / grant.share, rel=0.01)
+
+
+def test_a_stage_that_may_not_keep_up_makes_the_pace() -> None:
+    assert lone_stream([2.0, 1.0], [2.0, 5.0], 0.5) == ([2.0, 2.5], 5.0)
+
+
+def test_stages_that_wait_for_each_other_long_enough_are_not_held_up() -> None:
+    assert lone_stream([2.0, 1.0], [2.5, 3.0], 0.5) == ([2.0, 1.0], 3.5)
+
+
+def test_stages_of_one_machine_have_its_share_together() -> None:
+    times, around = lone_stream([2.0, 1.0, 1.0], [4.0, 4.0, 1.0], 0.0, ["a", "a", "b"])
+    assert around == sum(times) == 8.0
+    assert times == [4.0, 3.0, 1.0]
+
+
+def granted(name: str, share: float, period_s: float = 0.1) -> NodeProfile:
+    node = node_of(name, gb_s=100)
+    return NodeProfile(
+        node.name,
+        node.memory_bytes,
+        node.bandwidth,
+        node.flops,
+        reserve_share=0.0,
+        grant=ProcessorGrant(share, period_s),
+    )
+
+
+def test_forecast_and_plan_agree_about_machines_with_a_share() -> None:
+    nodes = [granted("a", 0.6), granted("b", 0.2)]
+    demand = Demand(4096, 1)
+    plan = place(model_of(28), cluster_of(*nodes), Wish(demand, strategy="uniform"))
+    ranges = [LayerRange(0, 14), LayerRange(14, 28)]
+    forecast = Forecast(model_of(28), demand, cluster_of(*nodes), list(zip(nodes, ranges, strict=True)))
+    assert forecast.token_s(2048) == pytest.approx(plan.prediction.token_s)
+    assert [forecast.decode_s(stage, 1, 2048) for stage in (0, 1)] == [
+        pytest.approx(stage.token_s) for stage in plan.stages
+    ]
+
+
+def test_alone_a_machine_with_a_share_takes_all_of_its_time() -> None:
+    whole = place(model_of(28), cluster_of(node_of("a", gb_s=100)), Wish(Demand(4096, 1)))
+    part = place(model_of(28), cluster_of(granted("a", 0.5)), Wish(Demand(4096, 1)))
+    assert part.prediction.token_s == pytest.approx(2 * whole.prediction.token_s)
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({}, None),
+        ({"cpu_share": 0.5, "cpu_period_s": 0.1, "blas_threads": 1}, 0.5),
+        ({"cpu_share": 0.5, "cpu_period_s": 0.1, "blas_threads": 2}, None),
+        ({"cpu_share": 1.5, "cpu_period_s": 0.1, "blas_threads": 1}, None),
+        ({"cpu_share": 0.5, "cpu_period_s": 0.1, "device": "gpu"}, None),
+    ],
+)
+def test_a_share_counts_where_threads_that_compute_get_less_than_all(
+    changes: dict[str, object], share: float | None
+) -> None:
+    grant = measured_node(made_up_profile(**changes), "a").grant
+    assert (None if grant is None else grant.share) == share

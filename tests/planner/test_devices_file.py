@@ -1,0 +1,170 @@
+"""Files of devices, and MLX's hostfiles."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.planner.cluster_file import load_content, read_cluster
+from mlx_ring.planner.devices_file import DevicesFile, estimated_cluster, read_devices
+
+PROTOTYPE = """
+{"devices":[
+  {"device_id":"studio","hostname":"studio.local","port":50051,"role":"coordinator","capabilities":{"memory_gb":48,"gpu_cores":30}},
+  {"device_id":"mini","hostname":"mini.local","port":50052,"role":"worker","capabilities":{"memory_gb":16,"gpu_cores":10}}],
+ "model":{"name":"Qwen3-1.7B-8bit","provider":"mlx-community"},
+ "sharding":{"strategy":"custom","custom_proportions":[0.7,0.3]}}
+"""
+HOSTFILE = """
+[{"ssh":"127.0.0.1","ips":["192.168.5.2"],"rdma":[null,"rdma_en3"]},
+ {"ssh":"mini1@192.168.5.1","ips":["192.168.5.1"],"rdma":["rdma_en3",null]}]
+"""
+
+
+def read(text: str) -> DevicesFile:
+    return read_devices(load_content(text, "cluster.json"), "cluster.json")
+
+
+def test_a_prototypes_file_is_read_whole() -> None:
+    file = read(PROTOTYPE)
+    assert [(device.name, device.ssh, device.memory_gb) for device in file.devices] == [
+        ("studio", "studio.local", 48),
+        ("mini", "mini.local", 16),
+    ]
+    assert file.coordinator.name == "studio"
+    assert (file.model, file.strategy, file.proportions) == (
+        "mlx-community/Qwen3-1.7B-8bit",
+        "custom",
+        (0.7, 0.3),
+    )
+    assert file.notes == ("mini: port 50052 does nothing, for nodes take a free one.",)
+
+
+def test_yaml_says_the_same() -> None:
+    text = """
+    devices:
+      - {hostname: studio.local}
+      - {device_id: mini, hostname: mini.local, role: coordinator, address: 10.0.0.2, program: /opt/mlx-ring}
+    model: demo
+    sharding: {strategy: memory_proportional}
+    serve: {port: 8200}
+    """
+    file = read(text)
+    assert [device.is_coordinator for device in file.devices] == [False, True]
+    assert (file.devices[0].name, file.model, file.strategy) == ("studio.local", "demo", "memory")
+    assert file.serve == {"port": 8200}
+
+
+def test_a_hostfile_gives_ssh_and_the_interface_for_tensors() -> None:
+    file = read(HOSTFILE)
+    assert [(device.ssh, device.address, device.is_coordinator) for device in file.devices] == [
+        ("127.0.0.1", "192.168.5.2", True),
+        ("mini1@192.168.5.1", "192.168.5.1", False),
+    ]
+    assert file.notes == ("rdma does nothing here: `serve` takes it from --hostfile.",)
+
+
+def test_a_plan_without_the_machines_goes_by_memory_and_cores() -> None:
+    cluster = estimated_cluster(read(PROTOTYPE), "cluster.json")
+    assert cluster == read_cluster(PROTOTYPE, "cluster.json")
+    studio, mini = cluster.nodes
+    assert studio.memory_bytes / 2**30 == pytest.approx(36.0)
+    assert mini.memory_bytes / 2**30 == pytest.approx(10.72)
+    assert (mini.bandwidth, mini.flops) == (120e9, 4.2e12), "an M4 has these"
+
+
+def test_a_device_states_its_share_of_memory_itself_or_among_its_capabilities() -> None:
+    beside = with_device(gpu_memory_utilization=0.5)
+    within = with_device(capabilities={"memory_gb": 16, "gpu_cores": 10, "memory_utilization": 0.5})
+    for text in (beside, within):
+        assert [device.memory_utilization for device in read(text).devices] == [None, 0.5]
+        studio, mini = read_cluster(text, "cluster.json").nodes
+        assert mini.usable_bytes == pytest.approx(0.5 * mini.memory_bytes, abs=1)
+        assert studio.usable_bytes == pytest.approx(0.95 * studio.memory_bytes, abs=1), "as without"
+
+
+def test_a_share_under_serve_is_that_of_every_device_without_its_own() -> None:
+    text = with_device(memory_utilization=1)
+    file = read(json.dumps({**json.loads(text), "serve": {"memory-utilization": 0.6, "port": 8200}}))
+    assert [device.memory_utilization for device in file.devices] == [0.6, 1.0]
+    assert file.serve == {"port": 8200}
+
+
+def changed(**changes: Any) -> str:
+    return json.dumps({**json.loads(PROTOTYPE), **changes})
+
+
+def with_device(**changes: Any) -> str:
+    first, second = json.loads(PROTOTYPE)["devices"]
+    return changed(devices=[first, {**second, **changes}])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[]", "a hostfile without hosts"),
+        ("[{ips: [a]}]", "host 0 has no `ssh`"),
+        ("[{ssh: a, ips: b}]", "ips of a is 'b'"),
+        ("[{ssh: a, port: 2}]", "a host has the field port, which is none; fields are ips, rdma, ssh"),
+        ("[{ssh: a, rdma: [x]}]", "a list of 1 with null at place 0, its own"),
+        ("[a]", "host 0 is 'a'; it must have fields"),
+        ("devices: []", "`devices` must be a list"),
+        ("devices: [{device_id: a}]", "the device a has no `hostname`"),
+        (changed(extra=1), "the file has the field extra"),
+        (with_device(role="chief"), "the role of mini is 'chief'"),
+        (with_device(role="coordinator"), "2 coordinators, studio and mini"),
+        (with_device(device_id="studio"), "names the device studio twice"),
+        (with_device(port=0), "the port of mini is 0"),
+        (with_device(port="x"), "the port of mini is 'x'"),
+        (with_device(hostname=["a"]), "hostname is ['a']; it must be a text"),
+        (with_device(capabilities={"memory_gb": -1}), "memory_gb is -1"),
+        (
+            with_device(gpu_memory_utilization=1.5),
+            "gpu_memory_utilization of mini is 1.5; it must be a number",
+        ),
+        (with_device(capabilities={"memory_utilization": 0}), "memory_utilization of mini is 0; it must be"),
+        (
+            with_device(memory_utilization=0.5, capabilities={"memory_utilization": 0.5}),
+            "the share of memory of mini stands there twice",
+        ),
+        (changed(serve={"gpu-memory-utilization": 90}), "gpu-memory-utilization of `serve` is 90; it must"),
+        (with_device(capabilities={"cores": 1}), "capabilities of mini has the field cores"),
+        (changed(model={}), "`model` has no `name`"),
+        (changed(model={"provider": "a", "name": "b/c"}), "provider is a, and its name b/c has one already"),
+        (changed(sharding={"strategy": "best"}), "the strategy is best; it must be one of auto,"),
+        (changed(sharding={"strategy": "custom"}), "for each of the 2 devices; 0 are there"),
+        (
+            changed(sharding={"strategy": "custom", "custom_proportions": [1, "a"]}),
+            "must be a list of numbers above 0",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_told(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    assert sentence in str(caught.value)
+    assert str(caught.value).startswith("cluster.json")
+
+
+def test_planning_needs_memory_and_cores() -> None:
+    with pytest.raises(ConfigError, match="mini needs `capabilities` with memory_gb and gpu_cores"):
+        read_cluster(with_device(capabilities={}), "cluster.json")
+
+
+def test_proportions_beside_another_strategy_are_told_to_do_nothing() -> None:
+    file = read(changed(sharding={"strategy": "uniform", "custom_proportions": [0.7, 0.3]}))
+    assert file.proportions == ()
+    assert file.notes[-1] == "custom_proportions does nothing with the strategy uniform."
+
+
+def test_what_one_device_alone_does_not_need_is_told() -> None:
+    alone = json.loads(changed(sharding={"strategy": "uniform"}))
+    alone["devices"] = [{"hostname": "a", "port": 50061, "address": "10.0.0.1"}]
+    assert read(json.dumps(alone)).notes == (
+        "a is the only device: port and address and `sharding` do nothing.",
+    )
+    alone["devices"], alone["sharding"] = [{"hostname": "a"}], {}
+    assert read(json.dumps(alone)).notes == ()

@@ -1,0 +1,118 @@
+"""What is expected of stages that are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.planner.clusters import cluster_of, model_of, node_of, shared_model
+
+from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.forecast import Forecast
+from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.profiles import LOCAL, LinkProfile
+from mlx_ring.planner.stage_costs import Demand
+
+DEMAND = Demand(context_tokens=4096, sequences=2)
+
+
+def forecast_of(*counts: int) -> Forecast:
+    nodes = [node_of(name, gb_s=100.0 * (place + 1)) for place, name in enumerate("abc"[: len(counts)])]
+    ends = [sum(counts[: place + 1]) for place in range(len(counts))]
+    ranges = [LayerRange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    return Forecast(model_of(sum(counts)), DEMAND, cluster_of(*nodes), list(zip(nodes, ranges, strict=True)))
+
+
+def test_it_expects_what_the_plan_did() -> None:
+    nodes = [node_of("a", gb_s=100), node_of("b", gb_s=200)]
+    plan = place(model_of(28), cluster_of(*nodes), Wish(DEMAND, strategy="uniform"))
+    forecast = forecast_of(14, 14)
+    for number, stage in enumerate(plan.stages):
+        assert forecast.decode_s(number, 1, DEMAND.context_tokens // 2) == pytest.approx(stage.token_s)
+        memory = forecast.memory(number)
+        assert memory.weight_bytes == stage.weight_bytes
+        assert memory.total_bytes == stage.memory_bytes
+        assert memory.kv_bytes > 0
+        assert memory.working_bytes > 0
+    assert forecast.token_s(DEMAND.context_tokens // 2) == pytest.approx(plan.prediction.token_s)
+
+
+@given(st.integers(1, 16), st.integers(0, 8192), st.integers(1, 2048))
+@settings(deadline=None)
+def test_more_rows_longer_contexts_and_larger_chunks_never_take_less(
+    rows: int, context: int, tokens: int
+) -> None:
+    forecast = forecast_of(10, 18)
+    for stage in range(len(forecast)):
+        once = forecast.decode_s(stage, rows, context)
+        assert 0 < once <= forecast.decode_s(stage, rows + 1, context)
+        assert once <= forecast.decode_s(stage, rows, context + 512)
+        chunk = forecast.chunk_s(stage, tokens, context)
+        assert forecast.decode_s(stage, 1, context) <= chunk <= forecast.chunk_s(stage, tokens + 1, context)
+
+
+def test_one_stage_has_no_hops() -> None:
+    forecast = forecast_of(28)
+    assert forecast.token_s(100) == forecast.decode_s(0, 1, 100)
+    assert forecast_of(14, 14).token_s(100) > sum(
+        forecast_of(14, 14).decode_s(stage, 1, 100) for stage in (0, 1)
+    )
+
+
+def shared_forecast(shares: tuple[float, ...], *, at_once: int) -> Forecast:
+    """All layers on ranks of one machine that has room for so many workers."""
+    node = replace(node_of("a", 64), workers_at_once=at_once)
+    model = shared_model(24)
+    stages = [(node, LayerRange(0, 24))]
+    return Forecast(model, DEMAND, cluster_of(node), stages, [[(node, share) for share in shares]])
+
+
+def test_two_ranks_with_a_core_each_take_half_and_their_sums() -> None:
+    alone, two = shared_forecast((1.0,), at_once=2), shared_forecast((1.0, 1.0), at_once=2)
+    sums_s = 24 * 2 * 2 * LOCAL.collective_seconds(4096 * 2 / 2)
+    assert two.decode_s(0, 1, 0) == pytest.approx(alone.decode_s(0, 1, 0) / 2 + sums_s, rel=0.05)
+    assert two.token_s(0) == two.decode_s(0, 1, 0)
+    assert alone.chunk_s(0, 512, 0) / 2 < two.chunk_s(0, 512, 0) < alone.chunk_s(0, 512, 0)
+
+
+def test_ranks_that_share_a_core_are_no_quicker_than_one() -> None:
+    alone = shared_forecast((1.0,), at_once=1)
+    assert shared_forecast((1.0, 1.0), at_once=1).decode_s(0, 1, 0) > alone.decode_s(0, 1, 0)
+
+
+def test_the_rank_with_most_counts_and_each_is_promised_its_own_memory() -> None:
+    even, uneven = (shared_forecast(shares, at_once=2) for shares in ((1.0, 1.0), (3.0, 1.0)))
+    assert uneven.decode_s(0, 1, 0) > 1.2 * even.decode_s(0, 1, 0)
+    three, one = uneven.memory_of_ranks(0)
+    assert three.kv_bytes == 3 * one.kv_bytes
+    assert uneven.memory(0).total_bytes == three.total_bytes + one.total_bytes
+
+
+@given(st.integers(1, 16), st.integers(0, 4096), st.integers(1, 1024))
+@settings(deadline=None, max_examples=40)
+def test_ranks_take_no_less_for_more_rows_longer_contexts_and_larger_chunks(
+    rows: int, context: int, tokens: int
+) -> None:
+    forecast = shared_forecast((0.5, 0.25, 0.25), at_once=3)
+    once = forecast.decode_s(0, rows, context)
+    assert 0 < once <= forecast.decode_s(0, rows + 1, context)
+    assert once <= forecast.decode_s(0, rows, context + 512)
+    chunk = forecast.chunk_s(0, tokens, context)
+    assert forecast.decode_s(0, 1, context) <= chunk <= forecast.chunk_s(0, tokens + 1, context)
+
+
+def test_a_hop_to_several_ranks_carries_the_activations_to_each() -> None:
+    nodes = [node_of(name) for name in "ab"]
+    model, cluster = shared_model(12), cluster_of(*nodes, link=LinkProfile(1e-3, 1e6))
+    stages = [
+        (node, layers) for node, layers in zip(nodes, (LayerRange(0, 6), LayerRange(6, 12)), strict=True)
+    ]
+    single = Forecast(model, DEMAND, cluster, stages)
+    both = Forecast(model, DEMAND, cluster, stages, [[(nodes[0], 1.0)], [(nodes[1], 1.0)] * 2])
+    hops = [
+        forecast.token_s(0) - sum(forecast.decode_s(stage, 1, 0) for stage in (0, 1))
+        for forecast in (single, both)
+    ]
+    assert hops[1] - hops[0] == pytest.approx(4096 * 2 / 1e6)

@@ -1,0 +1,79 @@
+"""Sizes by configuration and by headers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_ring.models.model_folder import read_model_config
+from mlx_ring.models.model_source import builtin_names, describe_model
+from mlx_ring.planner.model_sizes import WeightFormat, profile_folder
+
+QWEN3_14B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 17408,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_30B_A3B: dict[str, Any] = {
+    **QWEN3_14B,
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def profile_of(config: dict[str, Any], folder: Path, bits: int | None = None) -> Any:
+    (folder / "config.json").write_text(json.dumps(config))
+    read = read_model_config(folder / "config.json")
+    return profile_folder(read, "model", None if bits is None else WeightFormat(bits))
+
+
+def test_a_configuration_gives_the_published_size(tmp_path: Path) -> None:
+    """14.8 billion parameters of two bytes; in 4 bits the files have 8.3 GB."""
+    assert profile_of(QWEN3_14B, tmp_path).weight_bytes == pytest.approx(2 * 14.77e9, rel=0.01)
+    assert profile_of(QWEN3_14B, tmp_path, 4).weight_bytes == pytest.approx(8.31e9, rel=0.01)
+
+
+def test_of_experts_a_token_reads_some(tmp_path: Path) -> None:
+    """30.5 billion parameters, of which a token passes 3.3, embedding included."""
+    profile = profile_of(QWEN3_30B_A3B, tmp_path)
+    assert profile.weight_bytes == pytest.approx(2 * 30.5e9, rel=0.01)
+    active = sum(layer.read_bytes for layer in profile.layers) + profile.head_bytes + profile.embedding_bytes
+    assert active == pytest.approx(2 * 3.35e9, rel=0.03)
+
+
+def test_sliding_layers_hold_a_window(tmp_path: Path) -> None:
+    config = {**QWEN3_14B, "sliding_window": 1024, "sliding_window_pattern": 6, "num_hidden_layers": 12}
+    layers = profile_of(config, tmp_path).layers
+    assert [layer.kv_bytes_per_token > 0 for layer in layers] == [False] * 5 + [True] + [False] * 5 + [True]
+    assert layers[0].kv_bytes_per_sequence == 1024 * layers[5].kv_bytes_per_token
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_headers_and_configuration_agree(name: str) -> None:
+    folder = describe_model(name).folder
+    by_headers = profile_folder(folder, name)
+    by_config = profile_folder(folder, name, WeightFormat(16))
+    assert by_headers.weight_bytes == pytest.approx(folder.weight_bytes, rel=0.01)
+    assert by_headers.weight_bytes == pytest.approx(by_config.weight_bytes, rel=0.01)
+    for one, other in zip(by_headers.layers, by_config.layers, strict=True):
+        assert one.read_bytes == pytest.approx(other.read_bytes, rel=0.02)

@@ -1,0 +1,149 @@
+"""The search against trying everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_ring.planner.search import (
+    Piece,
+    Way,
+    has_way,
+    in_order,
+    quickest_way,
+    steadiest_costs,
+)
+from mlx_ring.planner.stage_costs import Table
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[Table], Table]:
+    layers, nodes = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32)))
+    tables: list[Table] = []
+    for _ in range(nodes):
+        table = numbers.integers(1, 40, (layers + 1, layers + 1)).astype(float)
+        table[numbers.random(table.shape) < draw(st.sampled_from([0.0, 0.3, 0.7]))] = np.inf
+        table[np.tril_indices(layers + 1)] = np.inf
+        tables.append(table)
+    hops = (
+        np.full((nodes, nodes), 3.0)
+        if draw(st.booleans())
+        else numbers.integers(1, 9, (nodes, nodes)).astype(float)
+    )
+    hops[numbers.random(hops.shape) < draw(st.sampled_from([0.0, 0.2, 0.6]))] = np.inf
+    return tables, hops
+
+
+def every_way(tables: Sequence[Table], orders: Iterator[tuple[int, ...]]) -> Iterator[tuple[Piece, ...]]:
+    layers = len(tables[0]) - 1
+    for order in orders:
+        for inner in combinations(range(1, layers), len(order) - 1):
+            yield tuple(
+                Piece(node, first, end)
+                for node, (first, end) in zip(order, pairwise((0, *inner, layers)), strict=True)
+            )
+
+
+def orders(nodes: int, stages: range) -> Iterator[tuple[int, ...]]:
+    for count in stages:
+        yield from permutations(range(nodes), count)
+
+
+def times(tables: Sequence[Table], pieces: tuple[Piece, ...]) -> list[float]:
+    return [float(tables[piece.node][piece.first, piece.end]) for piece in pieces]
+
+
+def around(hops: Table, pieces: tuple[Piece, ...]) -> float:
+    places = [piece.node for piece in pieces]
+    if len(places) == 1:
+        return 0.0
+    return sum(float(hops[one, other]) for one, other in zip(places, [*places[1:], places[0]], strict=True))
+
+
+def same(way: Way | None, cost: float) -> bool:
+    return way is None if np.isinf(cost) else way is not None and way.cost == pytest.approx(cost)
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_the_quickest_way_is_the_best_of_all(problem: tuple[list[Table], Table]) -> None:
+    tables, hops = problem
+    nodes = len(tables)
+    costs = {
+        pieces: sum(times(tables, pieces)) + around(hops, pieces)
+        for pieces in every_way(tables, orders(nodes, range(1, nodes + 1)))
+    }
+    way = quickest_way(tables, hops)
+    assert same(way, min(costs.values(), default=np.inf))
+    if way is not None:
+        assert costs[way.pieces] == pytest.approx(way.cost)
+        for node, cost in enumerate(way.with_node):
+            having = [cost for pieces, cost in costs.items() if any(piece.node == node for piece in pieces)]
+            assert cost == pytest.approx(min(having, default=np.inf))
+
+
+@given(
+    problem=problems(),
+    factors=st.lists(st.floats(0.2, 5), min_size=4, max_size=4),
+    stages=st.none() | st.integers(1, 4),
+    knows_least=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_quickest_way_minds_what_every_machine_needs_before_the_next_token(
+    problem: tuple[list[Table], Table], factors: list[float], stages: int | None, *, knows_least: bool
+) -> None:
+    tables, hops = problem
+    paces = [table * factor for table, factor in zip(tables, factors, strict=False)]
+    stages = stages and min(stages, len(tables))
+    numbers = range(1, len(tables) + 1) if stages is None else range(stages, stages + 1)
+    costs = {
+        pieces: max(sum(times(tables, pieces)) + around(hops, pieces), *times(paces, pieces))
+        for pieces in every_way(tables, orders(len(tables), numbers))
+    }
+    least = min(costs.values(), default=np.inf)
+    known = least if knows_least and np.isfinite(least) else 0.0
+    way = quickest_way(tables, hops, paces, stages=stages, least=known)
+    assert (way is None) == np.isinf(least)
+    if way is not None:
+        assert costs[way.pieces] == pytest.approx(way.cost)
+        assert way.cost <= 1.001 * least
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_there_is_a_way_where_one_is_found(problem: tuple[list[Table], Table]) -> None:
+    tables, hops = problem
+    assert has_way(tables, hops) == (quickest_way(tables, hops) is not None)
+
+
+@given(problems())
+@settings(max_examples=100, deadline=None)
+def test_the_bounds_of_sets_are_those_of_the_ways_around_through_all_of_each(
+    problem: tuple[list[Table], Table],
+) -> None:
+    tables, hops = problem
+    expected: dict[int, float] = {}
+    for pieces in every_way(tables, orders(len(tables), range(1, len(tables) + 1))):
+        cost = max(times(tables, pieces)) + around(np.where(np.isfinite(hops), 0.0, np.inf), pieces)
+        members = sum(1 << piece.node for piece in pieces)
+        if np.isfinite(cost):
+            expected[members] = min(cost, expected.get(members, np.inf))
+    assert steadiest_costs(tables, hops, len(tables)) == pytest.approx(expected)
+
+
+@given(problems())
+@settings(max_examples=100, deadline=None)
+def test_in_order_takes_every_machine_and_the_best_cut(problem: tuple[list[Table], Table]) -> None:
+    tables, _ = problem
+    every = tuple(range(len(tables)))
+    costs = {pieces: max(times(tables, pieces)) for pieces in every_way(tables, iter([every]))}
+    way = in_order(tables)
+    assert same(way, min(costs.values(), default=np.inf))
+    if way is not None:
+        assert costs[way.pieces] == pytest.approx(way.cost)

@@ -1,0 +1,302 @@
+"""Machines that compute layers together: what a rank takes, which way is best, and when it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from tests.planner.clusters import NODES, cluster_of, model_of, node_of, shared_model, trusting
+
+from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import LayerRange
+from mlx_ring.models.tensor_shares import share_out
+from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
+from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import UNREACHABLE, ClusterProfile, LinkProfile, NodeProfile
+from mlx_ring.planner.rank_costs import Rings
+from mlx_ring.planner.replicas import place_replicas
+from mlx_ring.planner.stage_costs import Demand, StageTables
+from mlx_ring.planner.tensor_groups import SharedModel, alone, fitting_group, group_of
+from mlx_ring.planner.tensor_search import Promise, SharedLayers
+
+QUICK, SLOW = LinkProfile(20e-6, 5e9), LinkProfile(0.5e-3, 1.1e8)
+SMALL = Demand(context_tokens=1024, sequences=1)
+PAIR = (node_of("a"), node_of("b"))
+
+
+def wish(**options: Any) -> Wish:
+    given_options: dict[str, Any] = {"demand": SMALL, **options}
+    return Wish(**given_options)
+
+
+def weight(plan: Plan, asked: Wish) -> float:
+    return Promise(asked.demand, asked.aim, asked.prompt_tokens).cost(plan.prediction)
+
+
+def test_a_large_dense_model_is_shared_over_quick_links_and_not_over_slow_ones() -> None:
+    model = shared_model(40)
+    together = place(model, trusting(*PAIR, link=QUICK), wish())
+    assert together.kind == "tensor"
+    assert [(rank.node, rank.share) for rank in together.stages[0].ranks] == [("a", 0.5), ("b", 0.5)]
+    assert together.remarks[0].startswith("a+b compute every layer together: ")
+    apart = place(model, trusting(*PAIR, link=SLOW), wish())
+    assert apart.kind == "single"
+    assert apart.prediction.token_s > 1.5 * together.prediction.token_s
+    assert apart.remarks[-1].startswith("If a+b computed every layer together, it would be ")
+
+
+def test_without_a_trusted_interface_nothing_is_shared_and_the_plan_says_what_is_missed() -> None:
+    plan = place(shared_model(40), cluster_of(*PAIR, link=QUICK), wish())
+    assert plan.kind == "single"
+    assert plan.remarks[-1].endswith("no interface between these machines is trusted.")
+    slow = place(shared_model(40), cluster_of(*PAIR, link=SLOW), wish())
+    assert not any("trusted" in remark for remark in slow.remarks)
+
+
+def test_a_model_that_cannot_be_split_is_not_and_the_plan_says_so() -> None:
+    model = replace(shared_model(40), shared=None)
+    plan = place(model, trusting(*PAIR, link=QUICK), wish())
+    assert plan.kind == "single"
+    assert plan.remarks[-1].endswith("but the model's layers cannot be split.")
+
+
+def test_what_cannot_be_served_is_not_planned_and_the_plan_says_so() -> None:
+    plan = place(shared_model(40), trusting(*PAIR, link=QUICK), wish(shares_layers=False))
+    assert plan.kind == "single"
+    assert "leaves a process no group" in plan.remarks[-1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "changes", "options", "sentence"),
+    [
+        (PAIR[:1], {}, {"strategy": "tensor"}, "there is one; `serve --tp N`"),
+        (PAIR, {}, {"strategy": "hybrid"}, "choose the strategy tensor"),
+        (PAIR, {"shared": None}, {"strategy": "tensor"}, "cannot be split; that is done for Llama"),
+        (PAIR, {}, {"strategy": "tensor", "shares_layers": False}, "cannot be served"),
+        (PAIR, {}, {"strategy": "tensor", "demand": Demand(32_768, 4000)}, "does not fit into the 32.0 GB"),
+    ],
+)
+def test_a_strategy_that_shares_layers_is_refused_where_it_cannot_be(
+    nodes: tuple[NodeProfile, ...], changes: dict[str, Any], options: dict[str, Any], sentence: str
+) -> None:
+    model = replace(shared_model(), **changes)
+    with pytest.raises(PlanError, match=sentence):
+        place(model, trusting(*nodes, link=QUICK), wish(**options))
+
+
+def test_the_strategy_tensor_names_machines_without_a_trusted_interface_between_them() -> None:
+    cluster = trusting(*PAIR, link=QUICK)
+    cluster = replace(cluster, nodes=(*cluster.nodes, node_of("c")))
+    with pytest.raises(PlanError, match="cannot be had with a and c: "):
+        place(shared_model(), cluster, wish(strategy="tensor"))
+    hybrid = place(shared_model(), cluster, wish(strategy="hybrid"))
+    assert sorted([rank.node for rank in stage.ranks] for stage in hybrid.stages) == [["a", "b"], ["c"]]
+
+
+def test_shares_go_by_speed_and_no_further_than_memory() -> None:
+    model = shared_model(40)
+    slow, quick = node_of("slow", gb_s=100), node_of("quick", gb_s=300)
+    plan = place(model, trusting(slow, quick, link=QUICK), wish(strategy="tensor"))
+    assert [rank.share for rank in plan.stages[0].ranks] == pytest.approx([0.25, 0.75], abs=0.02)
+    full = replace(quick, memory_bytes=3 * 10**9)
+    less = place(model, trusting(slow, full, link=QUICK), wish(strategy="tensor"))
+    held = less.stages[0].ranks[1]
+    assert held.memory_bytes <= held.usable_bytes
+    assert 0.2 < held.share < 0.4
+
+
+@given(
+    NODES,
+    st.sampled_from(["auto", "tensor", "hybrid"]),
+    st.sampled_from(["latency", "throughput"]),
+    st.sampled_from([QUICK, LinkProfile(0.2e-3, 1e9), SLOW]),
+    st.integers(1, 8),
+    st.integers(256, 32_768),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_rank_has_more_than_its_memory_and_shares_are_such_as_can_be_made(
+    nodes: list[NodeProfile], strategy: Any, aim: Any, link: LinkProfile, sequences: int, context: int
+) -> None:
+    model = shared_model(12)
+    asked = wish(strategy=strategy, aim=aim, demand=Demand(context, sequences))
+    try:
+        plan = place(model, trusting(*nodes, link=link), asked)
+    except PlanError:
+        reject()
+    ranks = [rank for stage in plan.stages for rank in stage.ranks]
+    assert all(rank.memory_bytes <= rank.usable_bytes for rank in ranks)
+    assert [layer for stage in plan.stages for layer in range(stage.layers.start, stage.layers.end)] == list(
+        range(12)
+    )
+    names = [rank.node for rank in ranks]
+    assert sorted(names + [left.node for left in plan.left_out]) == sorted(node.name for node in nodes)
+    assert model.shared is not None
+    for stage in plan.stages:
+        assert sum(rank.share for rank in stage.ranks) == pytest.approx(1)
+        if stage.is_shared:
+            share_out(model.shared, [rank.share for rank in stage.ranks])
+        # Norms are whole on each rank, and numbers of bytes are rounded.
+        whole = sum(model.layers[layer].weight_bytes for layer in range(stage.layers.start, stage.layers.end))
+        assert sum(rank.weight_bytes for rank in stage.ranks) >= whole - 8 * len(model.layers)
+
+
+@given(
+    NODES,
+    st.sampled_from(["latency", "throughput"]),
+    st.sampled_from([QUICK, LinkProfile(0.2e-3, 1e9), SLOW]),
+)
+@settings(max_examples=30, deadline=None)
+def test_auto_is_no_worse_than_any_candidate(nodes: list[NodeProfile], aim: Any, link: LinkProfile) -> None:
+    model, cluster = shared_model(12), trusting(*nodes, link=link)
+    asked = wish(aim=aim, demand=Demand(2048, 4))
+    try:
+        best = weight(place(model, cluster, asked), asked)
+    except PlanError:
+        best = float("inf")
+    others: list[dict[str, Any]] = [{"shares_layers": False}, {"strategy": "tensor"}, {"strategy": "hybrid"}]
+    for changes in others:
+        try:
+            other = weight(place(model, cluster, replace(asked, **changes)), asked)
+        except PlanError:
+            continue
+        assert best <= other * (1 + 1e-9)
+
+
+def divisions(places: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    """Every way to have some of the machines, one or more in each stage, in every order."""
+    yield []
+    for size in range(1, len(places) + 1):
+        for first in combinations(places, size):
+            rest = tuple(place for place in places if place not in first)
+            for others in divisions(rest):
+                yield [first, *others]
+
+
+def told_in_full(
+    shared: SharedModel, cluster: ClusterProfile, division: list[tuple[int, ...]], ends: tuple[int, ...]
+) -> float:
+    """Seconds of an answer with these stages, or infinity."""
+    rings, stages = Rings(cluster, 8192), list[GroupStage]()
+    for members, first, end in zip(division, ends, ends[1:], strict=False):
+        nodes = [cluster.nodes[place] for place in members]
+        ring = rings.among(members)
+        if len(members) == 1:
+            group = alone(shared, nodes[0])
+        elif ring is None:
+            return float("inf")
+        else:
+            group = fitting_group(shared, [cluster.nodes[place] for place in ring.nodes], ring, first, end)
+        if group is None or not group.fits(first, end):
+            return float("inf")
+        stages.append(GroupStage(group, LayerRange(first, end)))
+    return Promise(shared.demand, "latency", 1).cost(GroupPipeline(cluster, stages).prediction(1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tiny_clusters_get_the_best_of_all_ways(seed: int) -> None:
+    """Three machines, four layers: every division, order and cut."""
+    model, layers = shared_model(4), 4
+    speeds = [(60, 200, 90), (100, 100, 100), (50, 400, 400), (300, 80, 120), (90, 90, 500), (200, 210, 20)]
+    room = [(4, 4, 4), (0.7, 0.7, 0.7), (0.6, 0.6, 4), (0.5, 0.6, 0.9), (2, 0.7, 0.5), (0.6, 0.7, 4)]
+    nodes = [
+        node_of(name, memory, gb_s=speed)
+        for name, speed, memory in zip("abc", speeds[seed], room[seed], strict=True)
+    ]
+    link = [LinkProfile(20e-6, 5e9), LinkProfile(0.1e-3, 1e9), LinkProfile(1e-3, 1e8)][seed % 3]
+    cluster = trusting(*nodes, link=link)
+    shared = SharedModel(model, SMALL, model.shared)
+    best = min(
+        told_in_full(shared, cluster, division, (0, *inner, layers))
+        for division in divisions((0, 1, 2))
+        if division
+        for inner in combinations(range(1, layers), len(division) - 1)
+    )
+    asked = wish(prompt_tokens=1)
+    assert weight(place(model, cluster, asked), asked) <= best * 1.01
+
+
+def test_hybrid_finds_the_two_pairs_that_have_a_quick_link() -> None:
+    nodes = [node_of(name, 4) for name in "abcd"]
+    links = {frozenset("ac"): replace(QUICK, trusted=True), frozenset("bd"): replace(QUICK, trusted=True)}
+    cluster = replace(cluster_of(*nodes, link=SLOW), links=links)
+    plan = place(shared_model(40, layer_bytes=250_000_000), cluster, wish())
+    assert plan.kind == "hybrid"
+    assert sorted([rank.node for rank in stage.ranks] for stage in plan.stages) == [["a", "c"], ["b", "d"]]
+
+
+def test_a_rank_that_has_everything_takes_what_a_stage_does() -> None:
+    model, node = shared_model(12), node_of("a")
+    tables = StageTables(model, SMALL)
+    whole = alone(SharedModel(model, SMALL, model.shared), node)
+    for first, end in ((0, 12), (0, 5), (5, 12), (3, 4)):
+        assert whole.stage_seconds(first, end, 3, 512).steady == pytest.approx(
+            tables.stage_seconds(node, first, end, 3, 512).steady
+        )
+        costs = whole.members[0].costs
+        assert costs.memory_bytes(first, end) == pytest.approx(tables.memory(node)[first, end], abs=2)
+        assert costs.weight_bytes(first, end) == tables.weight_bytes(node, first, end)
+        assert whole.prefill_seconds(first, end, 700) == pytest.approx(
+            tables.prefill_seconds(node, first, end, 700)
+        )
+
+
+def test_a_pipeline_without_sharing_is_told_as_plans_tell_it() -> None:
+    model, cluster = model_of(28), cluster_of(node_of("a"), node_of("b", gb_s=300), link=QUICK)
+    asked = wish(strategy="balanced", demand=Demand(2048, 4))
+    plan = place(model, cluster, asked)
+    shared = SharedModel(model, asked.demand, None)
+    stages = [
+        GroupStage(alone(shared, node), stage.layers)
+        for node, stage in zip(cluster.nodes, plan.stages, strict=True)
+    ]
+    told = GroupPipeline(cluster, stages).prediction(asked.prompt_tokens)
+    assert told.token_s == pytest.approx(plan.prediction.token_s)
+    assert told.tokens_per_s == pytest.approx(plan.prediction.tokens_per_s)
+    assert told.first_token_s == pytest.approx(plan.prediction.first_token_s)
+
+
+def test_ranks_hold_their_heads_and_rows_and_all_of_what_is_whole() -> None:
+    model = shared_model(12)
+    shared = SharedModel(model, Demand(1000, 1), model.shared)
+    ring = Rings(trusting(*PAIR, link=QUICK), 8192).among((0, 1))
+    assert ring is not None
+    three, one = group_of(shared, PAIR, (0.75, 0.25), ring).members
+    assert three.costs.kv_bytes(0, 12) == 3 * one.costs.kv_bytes(0, 12)
+    norms, inner = 12 * model.layers[0].whole_bytes, (2, 10)
+    whole = 8 * model.layers[0].weight_bytes
+    assert three.costs.weight_bytes(*inner) + one.costs.weight_bytes(*inner) == pytest.approx(
+        whole + norms * 8 // 12, abs=16
+    )
+    embedding_and_head = one.costs.weight_bytes(0, 12) - 12 * one.costs.weight_bytes(2, 3)
+    assert embedding_and_head == pytest.approx(model.embedding_bytes + model.head_bytes / 4, rel=0.01)
+
+
+def test_replicas_and_sharing_are_weighed_by_the_tokens_of_all() -> None:
+    model, cluster = shared_model(12), trusting(*PAIR, link=QUICK)
+    asked = wish(aim="throughput", demand=Demand(1024, 2))
+
+    def speed(count: int | None) -> float:
+        return sum(plan.prediction.tokens_per_s for plan in place_replicas(model, cluster, asked, count))
+
+    assert speed(None) * 1.02 >= max(speed(1), speed(2))
+
+
+def test_what_fits_only_where_layers_are_shared_is_planned_without_replicas() -> None:
+    model = shared_model(1, layer_bytes=6_000_000_000)
+    cluster = trusting(node_of("a", 5), node_of("b", 5), link=QUICK)
+    asked = wish(aim="throughput", demand=Demand(1024, 2))
+    (plan,) = place_replicas(model, cluster, asked, None)
+    assert plan.kind == "tensor"
+
+
+def test_no_group_has_machines_that_do_not_reach_each_other() -> None:
+    cluster = replace(trusting(*PAIR, link=QUICK), links={frozenset("ab"): UNREACHABLE})
+    search = SharedLayers(shared_model(), cluster, Promise(SMALL, "latency", 1024))
+    assert not search.is_possible
+    assert search.tensor() is None

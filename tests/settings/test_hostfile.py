@@ -1,0 +1,165 @@
+"""MLX's hostfiles, in each of their forms, and what they may not say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.rpc.rdma import as_json, part_of
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.hostfile import load_hostfile, read_hostfile
+from mlx_ring.settings.named_group import named_addresses, named_machines, with_named_group
+
+PAIR: list[dict[str, object]] = [
+    {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en2"]},
+    {"ssh": "b", "ips": ["10.0.0.2"], "rdma": ["rdma_en3", None]},
+]
+
+
+def test_the_form_with_fields_gives_backend_variables_and_the_matrix_as_mlx_reads_it() -> None:
+    file = read_hostfile({"backend": "jaccl", "envs": ["A=1=2"], "hosts": PAIR}, "x")
+    assert [(host.ssh, host.ips) for host in file.hosts] == [("a", ("10.0.0.1",)), ("b", ("10.0.0.2",))]
+    assert (file.backend, file.variables) == ("jaccl", {"A": "1=2"})
+    assert file.rdma is not None
+    assert as_json(file.rdma) == [[None, "rdma_en2"], ["rdma_en3", None]]
+
+
+def test_a_ring_of_jaccl_is_a_backend_with_a_variable_and_may_leave_those_apart_that_are_no_neighbours() -> (
+    None
+):
+    rows: list[list[object]] = [
+        [None, "rdma_en2", None, "rdma_en3"],
+        ["rdma_en2", None, "rdma_en3", None],
+        [None, "rdma_en2", None, "rdma_en3"],
+        ["rdma_en2", None, "rdma_en3", None],
+    ]
+    hosts = [{"ssh": f"m{place}", "ips": ["10.0.0.1"], "rdma": row} for place, row in enumerate(rows)]
+    file = read_hostfile({"backend": "jaccl-ring", "hosts": hosts}, "x")
+    assert (file.backend, file.variables) == ("jaccl", {"MLX_JACCL_RING": "1"})
+    assert file.rdma is not None
+    assert as_json(part_of(file.rdma, (0, 1))) == [[None, "rdma_en2"], ["rdma_en2", None]]
+
+
+def test_several_cables_are_a_list_of_devices() -> None:
+    rows = [[None, ["rdma_en2", "rdma_en4"]], [["rdma_en3", "rdma_en5"], None]]
+    file = read_hostfile([{"ssh": f"m{place}", "rdma": row} for place, row in enumerate(rows)], "x")
+    assert file.rdma is not None
+    assert as_json(file.rdma) == rows
+
+
+WRONG: list[tuple[object, str]] = [
+    ([], "x is a hostfile without hosts"),
+    ([["127.0.0.1"]], "'127.0.0.1' is no place to listen; it must be such as 127.0.0.1:32323"),
+    ([["::1:80"]], "'::1:80' is no place to listen"),
+    ([["127.0.0.1:70000"]], "'127.0.0.1:70000' is no place to listen"),
+    ([[]], "a rank has no address"),
+    ([{"ips": []}], "host 0 has no `ssh`"),
+    ([{"ssh": "a", "port": 2}], "a host has the field port, which is none; fields are ips, rdma, ssh"),
+    ([{"ssh": "a"}, ["b:1"]], "host 1 is .*; it must have fields"),
+    ({"hosts": []}, r"hosts is \[\]; it must be a list with one or more hosts"),
+    (
+        {"hosts": PAIR, "backend": "gloo"},
+        "backend is 'gloo'; it must be one of ring, mpi, nccl, jaccl, jaccl-ring",
+    ),
+    ({"hosts": PAIR, "envs": ["A"]}, "envs has 'A'; it must be a list of texts such as NAME=value"),
+    (
+        {"hosts": PAIR, "tcp": 1},
+        "the hostfile has the field tcp, which is none; fields are backend, envs, hosts",
+    ),
+    ([PAIR[0], {"ssh": "b"}], "rdma of b is None; it must be a list of 2 with null at place 1"),
+    ([{"ssh": "a", "rdma": ["rdma_en1"]}], "a list of 1 with null at place 0, its own"),
+    (
+        [PAIR[0], {"ssh": "b", "rdma": ["en3", None]}],
+        "rdma of b names 'en3', which is no RDMA device; those are called rdma_en2 and the like",
+    ),
+    (
+        [PAIR[0], {"ssh": "b", "rdma": [None, None]}],
+        "rdma connects b to a by none, and a to b by rdma_en2; `mlx.distributed_config",
+    ),
+    (
+        [{"ssh": "a", "rdma": [None, None]}, {"ssh": "b", "rdma": [None, None]}],
+        "rdma lists no device from a to b; every two hosts must be connected",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), WRONG)
+def test_what_is_wrong_is_named(content: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_hostfile(content, "x")
+
+
+def test_a_file_that_cannot_be_read_or_is_none_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.json"
+    with pytest.raises(ConfigError, match=r"hosts\.json cannot be read"):
+        load_hostfile(file)
+    file.write_text('{"devices": []}')
+    with pytest.raises(ConfigError, match="is no hostfile"):
+        load_hostfile(file)
+
+
+# ---- what `serve --hostfile` makes of it
+
+
+def settings(tmp_path: Path, content: object, **more: object) -> Settings:
+    file = tmp_path / "hosts.json"
+    file.write_text(json.dumps(content))
+    return Settings(hostfile=file, **more)  # pyright: ignore[reportArgumentType] - values as they come
+
+
+HERE = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "localhost"}]
+RING = [["127.0.0.1:5001", "127.0.0.1:5002"], ["127.0.0.1:5003"]]
+
+
+def test_there_are_as_many_ranks_as_hosts_at_the_ports_that_the_file_names(tmp_path: Path) -> None:
+    found = with_named_group(settings(tmp_path, RING))
+    assert (found.tp, found.backend) == (2, "auto")
+    assert named_addresses(found) == ("127.0.0.1:5001,127.0.0.1:5002", "127.0.0.1:5003")
+    assert with_named_group(settings(tmp_path, RING, link="ring")).stages == 2
+    free = with_named_group(settings(tmp_path, {"backend": "mpi", "hosts": HERE}))
+    assert (free.tp, free.backend, named_addresses(free)) == (2, "mpi", ())
+
+
+def test_a_cluster_takes_devices_and_the_backend_of_a_file_and_no_ranks(tmp_path: Path) -> None:
+    given = settings(tmp_path, {"backend": "jaccl", "hosts": PAIR}, nodes=2, tp=2)
+    found = with_named_group(given)
+    assert (found.tp, found.backend, named_addresses(found)) == (2, "jaccl", ())
+    machines = named_machines(found)
+    assert machines is not None
+    assert machines.rdma == (((), ("rdma_en2",)), (("rdma_en3",), ()))
+    assert with_named_group(given.model_copy(update={"tp": 1})).backend == "auto", "nothing is joined"
+    planned = given.model_copy(update={"tp": 1, "strategy": "tensor"})
+    assert with_named_group(planned).backend == "jaccl", "the plan joins them"
+    assert named_machines(settings(tmp_path, RING)) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "said"),
+    [
+        (PAIR, {"model": "m"}, r"names a, b, and `serve`.*mlx-ring cluster start -c .*hosts\.json --model m"),
+        ([*HERE, {"ssh": "127.0.0.1", "ips": ["192.0.2.7"]}], {}, "names 127.0.0.1, and"),
+        (
+            {"backend": "jaccl", "hosts": [{"ssh": "127.0.0.1", "rdma": [None]}]},
+            {},
+            "rdma leads to other machines",
+        ),
+        (HERE, {"tp": 3}, "names 2 ranks, and 3 are asked for"),
+        (RING, {"nodes": 2}, "names workers of this machine, and --nodes is 2"),
+        (HERE, {"nodes": 2}, "tells neither `rdma` nor `backend`"),
+        (
+            {"hosts": PAIR, "envs": ["A=1"]},
+            {"nodes": 2},
+            "has A under `envs`, which reaches no other machine",
+        ),
+        (RING, {"more_models": "b"}, "names ports for one group of workers, and there would be 2"),
+        (RING, {"stages": 2, "tp": 2}, "names ports for one group of workers, and there would be 2"),
+    ],
+)
+def test_hosts_that_do_not_fit_are_refused(
+    content: object, more: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        with_named_group(settings(tmp_path, content, **more))

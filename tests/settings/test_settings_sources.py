@@ -1,0 +1,187 @@
+"""Where a setting's value comes from, and what is told of one that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.settings_sources import (
+    check_values,
+    load_settings,
+    names_in_dotenv,
+    names_in_environment,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"MLX_RING_{name.upper()}", raising=False)
+    monkeypatch.delenv("MLX_RING_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def message(**flags: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(flags)
+    return str(caught.value)
+
+
+def test_without_any_source_the_defaults_serve_the_demo_on_this_machine() -> None:
+    settings = load_settings({})
+    assert (settings.model, settings.host, settings.port, settings.stages) == ("demo", "127.0.0.1", 8100, 1)
+
+
+def test_a_flag_wins_over_the_environment_that_over_dotenv_and_that_over_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "ring.yaml"
+    file.write_text("port: 1\nstages: 1\nhost: file\nmodel: file\n")
+    (tmp_path / ".env").write_text("MLX_RING_PORT=2\nMLX_RING_STAGES=2\nMLX_RING_HOST=dotenv\n")
+    monkeypatch.setenv("MLX_RING_PORT", "3")
+    monkeypatch.setenv("MLX_RING_STAGES", "3")
+    settings = load_settings({"port": "4", "host": None}, config=file)
+    assert (settings.port, settings.stages, settings.host, settings.model) == (4, 3, "dotenv", "file")
+
+
+@pytest.mark.parametrize("source", ["flag", "environment", "dotenv", "yaml", "json"])
+def test_each_source_alone_is_heard(source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags: dict[str, object] = {}
+    config: Path | None = None
+    match source:
+        case "flag":
+            flags["max_num_seqs"] = "7"
+        case "environment":
+            monkeypatch.setenv("MLX_RING_MAX_NUM_SEQS", "7")
+        case "dotenv":
+            (tmp_path / ".env").write_text("OTHER=1\nMLX_RING_MAX_NUM_SEQS='7'\n")
+        case "yaml":
+            config = tmp_path / "ring.yml"
+            config.write_text("max-num-seqs: 7\n")
+        case _:
+            config = tmp_path / "ring.json"
+            config.write_text(json.dumps({"max_num_seqs": 7}))
+    assert load_settings(flags, config=config).max_num_seqs == 7
+
+
+def test_the_environment_may_name_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ring.yaml").write_text("port: 9\n")
+    monkeypatch.setenv("MLX_RING_CONFIG", "ring.yaml")
+    assert load_settings({}).port == 9
+
+
+def test_a_file_may_have_the_names_that_the_command_line_takes_too(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("pipeline-parallel-size: 2\nenable_prefix_caching: off\n")
+    settings = load_settings({}, config=path)
+    assert (settings.stages, settings.prefix_cache) == (2, "off")
+    path.write_text("stages: 2\npipeline-parallel-size: 3\n")
+    with pytest.raises(ConfigError, match="'stages' twice, under two spellings"):
+        load_settings({}, config=path)
+
+
+def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_RING_PORT", "")
+    assert load_settings({}).port == 8100
+
+
+def test_the_sentence_says_where_the_value_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLX_RING_PORT", "x")
+    assert message().startswith("MLX_RING_PORT is x;")
+    monkeypatch.delenv("MLX_RING_PORT")
+    (tmp_path / ".env").write_text("MLX_RING_PORT=y\n")
+    assert message().startswith(f"MLX_RING_PORT in {tmp_path / '.env'} is y;")
+    (tmp_path / ".env").unlink()
+    (tmp_path / "ring.yaml").write_text("port: [1]\n")
+    monkeypatch.setenv("MLX_RING_CONFIG", "ring.yaml")
+    assert message().startswith("'port' in ring.yaml is [1];")
+
+
+def test_several_bad_values_are_told_together() -> None:
+    assert message(port="a", stages="b").count("it must be") == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("prot: 1\n", "the key 'prot', which is no setting; did you mean port?"),
+        ("devices: []\n", "the key 'devices', which is no setting"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2\n", "twice"),
+        ("- 1\n", "must hold names and values, not list"),
+        ("a: [\n", "is no valid YAML or JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused_by_name(content: str, part: str, tmp_path: Path) -> None:
+    file = tmp_path / "ring.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_settings({}, config=file)
+    assert part in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml does not exist"):
+        load_settings({}, config=tmp_path / "none.yaml")
+
+
+def test_a_misspelt_variable_is_refused_and_the_right_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_RING_PROT", "1")
+    assert message() == "MLX_RING_PROT is no setting; did you mean MLX_RING_PORT?"
+
+
+def test_a_variable_of_mlx_itself_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_RING_VERBOSE", "1")
+    assert load_settings({}).port == 8100
+
+
+def test_which_settings_a_folder_has_is_known_without_heeding_them(tmp_path: Path) -> None:
+    assert names_in_dotenv(tmp_path) == ()
+    (tmp_path / ".env").write_text("MLX_RING_PORT=1\nMODEL_REPO=demo\nEDITOR=vi\n")
+    assert names_in_dotenv(tmp_path) == ("MLX_RING_PORT", "MODEL_REPO")
+
+
+def test_which_settings_the_environment_has_is_known_without_heeding_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLX_RING_PORT", "none")
+    assert "MLX_RING_PORT" in names_in_environment()
+
+
+def test_values_for_a_server_elsewhere_are_checked_with_nothing_that_is_given_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLX_RING_PORT", "none")
+    check_values({"blas": "off", "weights_limit": "2GB"}, " there")
+    with pytest.raises(ConfigError, match=r"^log-level there is loud; it must be debug, info, warning or"):
+        check_values({"log_level": "loud"}, " there")
+
+
+def test_a_prototypes_env_file_works_with_a_line_of_log_for_each_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ".env").write_text(
+        "MODEL_REPO=demo-moe\nAPI_PORT=8200\nKV_CACHE_MAX_SIZE=none\nLOG_LEVEL=DEBUG\nMLX_RING_LOG_LEVEL=error\n"
+    )
+    settings = load_settings({})
+    assert (settings.model, settings.port, settings.log_level) == ("demo-moe", 8200, "error")
+    assert [record.message for record in caplog.records] == [
+        f"MODEL_REPO in {tmp_path / '.env'} is read as MLX_RING_MODEL=demo-moe.",
+        f"API_PORT in {tmp_path / '.env'} is read as MLX_RING_PORT=8200.",
+        f"KV_CACHE_MAX_SIZE=none in {tmp_path / '.env'} changes nothing here.",
+    ]
+
+
+def test_an_old_name_says_where_its_bad_value_stands(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("API_PORT=x\n")
+    assert message().startswith(f"API_PORT in {tmp_path / '.env'} is x; it must be a whole number")
+
+
+def test_old_names_in_the_environment_are_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_PORT", "8200")
+    monkeypatch.setenv("RANK", "1")
+    assert load_settings({}).port == 8100

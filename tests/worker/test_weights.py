@@ -1,0 +1,161 @@
+"""A stage holds its share of the weights, in memory too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
+from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
+from tests.conformance.families import configuration
+from tests.worker.random_models import QWEN3, write_random_model
+
+from mlx_ring.core.errors import ModelCorrupt
+from mlx_ring.core.types import LayerRange
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.worker.weights import load_stage
+
+BIG: dict[str, Any] = {
+    **QWEN3,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 6,
+    "vocab_size": 8192,
+}
+"""334 million parameters: 1.3 GB in float32."""
+MEASURE = """
+import json, sys
+from pathlib import Path
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.core.types import LayerRange
+from mlx_ring.worker.weights import load_stage
+shares = []
+start, end = int(sys.argv[2]), int(sys.argv[3])
+load_stage(read_model_folder(Path(sys.argv[1])), LayerRange(start, end), "float32", lambda _, total: shares.append(total))
+peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(json.dumps([shares[-1], int(peak.split()[1]) * 1024]))
+"""
+
+
+def write_big_model(folder: Path, dtype: mx.Dtype) -> Path:
+    """One array at a time is made; values do not matter here."""
+    from mlx_lm.models.qwen3 import Model, ModelArgs  # a big import for one test
+
+    folder.mkdir()
+    parameters: Any = tree_flatten(Model(ModelArgs.from_dict(BIG)).parameters(), destination={})
+    mx.save_safetensors(
+        str(folder / "model.safetensors"),
+        {name: mx.zeros(value.shape, dtype) for name, value in parameters.items()},
+    )
+    (folder / "config.json").write_text(json.dumps(BIG))
+    return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32 on disk", "bfloat16 on disk"])
+def test_peak_memory_stays_at_the_share(tmp_path: Path, dtype: mx.Dtype) -> None:
+    folder = write_big_model(tmp_path / "big", dtype)
+    for start, end in ((0, 6), (0, 3), (3, 6)):
+        printed = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(folder), str(start), str(end)],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        share, peak = json.loads(printed)
+        print(f"layers [{start}, {end}): share {share / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")  # noqa: T201
+        assert peak <= 1.05 * share + 150e6
+
+
+def save(folder: Path, model: Any) -> None:
+    weights: Any = tree_flatten(model.parameters(), destination={})
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+def test_a_quantized_model_in_pieces_equals_the_whole(tmp_path: Path, bits: int, tied: bool) -> None:  # noqa: FBT001
+    config = {**QWEN3, "tie_word_embeddings": tied, "quantization": {"group_size": 32, "bits": bits}}
+    plain = {**config}
+    del plain["quantization"]
+    folder = write_random_model(tmp_path / "model", plain)
+    model: Any = load_model(folder)[0]
+    nn.quantize(model, group_size=32, bits=bits)
+    save(folder, model)
+    (folder / "config.json").write_text(json.dumps(config))
+    whole: Any = load_model(folder)[0]
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    hidden: mx.array | None = None
+    for start, end in ((0, 2), (2, 5)):
+        stage = load_stage(read_model_folder(folder), LayerRange(start, end), "float32", lambda _d, _t: None)
+        hidden = stage.forward(tokens, hidden, stage.make_layer_caches(), None)
+    assert hidden is not None
+    assert mx.array_equal(hidden, whole(tokens))
+
+
+def test_scales_of_quantized_weights_take_the_stages_dtype(tmp_path: Path) -> None:
+    config = {**QWEN3, "quantization": {"group_size": 32, "bits": 4}}
+    folder = write_random_model(tmp_path / "model", QWEN3)
+    model: Any = load_model(folder)[0]
+    nn.quantize(model, group_size=32, bits=4)
+    model.set_dtype(mx.bfloat16)
+    save(folder, model)
+    (folder / "config.json").write_text(json.dumps(config))
+    stage = load_stage(read_model_folder(folder), LayerRange(1, 3), "float32", lambda _d, _t: None)
+    flat: Any = tree_flatten(stage.model.parameters(), destination={})
+    assert {value.dtype for name, value in flat.items() if name.endswith("scales")} == {mx.float32}
+
+
+def test_what_a_model_keeps_in_float32_is_not_narrowed(tmp_path: Path) -> None:
+    folder = write_random_model(tmp_path / "model", configuration("deepseek_v3"))
+    stage = load_stage(read_model_folder(folder), LayerRange(2, 4), "bfloat16", lambda _d, _t: None)
+    flat: Any = tree_flatten(stage.model.parameters(), destination={})
+    kept = {name for name, value in flat.items() if value.dtype == mx.float32}
+    assert kept == {name for name in flat if name.endswith("e_score_correction_bias")} != set()
+
+
+def test_progress_is_told_in_bytes_up_to_the_share(tmp_path: Path) -> None:
+    folder = read_model_folder(write_random_model(tmp_path / "model", QWEN3))
+    told: list[tuple[int, int]] = []
+    load_stage(folder, LayerRange(1, 3), "float32", lambda done, total: told.append((done, total)))
+    layers = [entry for entry in folder.tensors if ".layers.1." in entry.name or ".layers.2." in entry.name]
+    assert told[0][0] == 0
+    assert told[-1] == (told[-1][1], sum(entry.nbytes for entry in layers))
+    assert told == sorted(told)
+
+
+def test_a_count_of_layers_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
+    folder = read_model_folder(write_random_model(tmp_path / "model", QWEN3))
+    planned = replace(folder, config={**folder.config, "num_hidden_layers": 4})
+    with pytest.raises(ModelCorrupt, match="tells of 4 layers, and its model has 5"):
+        load_stage(planned, LayerRange(2, 4), "float32", lambda _d, _t: None)
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "shape"])
+def test_weights_that_are_not_the_configurations_are_refused_with_one_sentence(
+    tmp_path: Path, change: str
+) -> None:
+    folder = write_random_model(tmp_path / "model", QWEN3)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    if change == "missing":
+        del weights["model.norm.weight"]
+    elif change == "extra":
+        weights["model.surplus"] = mx.zeros((2,))
+    else:
+        weights["model.norm.weight"] = mx.zeros((3,))
+    mx.eval(weights)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    with pytest.raises(ModelCorrupt, match="cannot be loaded") as raised:
+        load_stage(read_model_folder(folder), LayerRange(0, 5), "float32", lambda _d, _t: None)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 400
