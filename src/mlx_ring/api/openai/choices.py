@@ -11,7 +11,7 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.errors import trouble_of
+from mlx_ring.api.errors import error_body
 from mlx_ring.api.generation import Answer, Generation, performance, usage
 from mlx_ring.api.service import Answering
 from mlx_ring.api.sse import Json, event, json_bytes
@@ -138,4 +138,4 @@ def around_choice(body: Json, *, usage_chunk: bool) -> tuple[bytes, bytes]:
 
 def failure_event(error: Exception) -> bytes:
     """An error in mid-stream, which SDKs raise."""
-    return event(format_error(trouble_of(error), "/v1", ""))
+    return event(error_body(error, "/v1", ""))
