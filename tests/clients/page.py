@@ -16,8 +16,9 @@ Set your client's address, key and model. `URL` is the address that `serve` prin
 `--api-key`, or any text if the server requires none. `MODEL` is an id from `GET /v1/models`. OpenAI clients use `URL/v1`; Anthropic and
 Ollama clients use `URL`.
 
-`make clients` generates this page. It runs each client, in the given version and in its own environment, against the
-demo model on two stages, with an API key and a model id that contains a slash. It writes the page if all checks pass. *Errors*: a wrong key, an
+`make clients` generates this page. It runs each client, in the given version and in its own environment,
+against the demo model on two stages. The server requires an API key, and the model id contains a slash. The page is written if
+all checks pass. *Errors*: a wrong key, an
 unknown model, or a field out of bounds raises the client's own exception for it. After each client, the server must become
 idle: cancelled requests must not run on.
 
