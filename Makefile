@@ -6,14 +6,16 @@ ARGS ?=
 # Tests run in several processes. All tests of a file run in the same one, so that they share fixtures.
 # More than four processes would fill a laptop's memory with servers.
 SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Tests that start no processes. tests/process_marks.py marks the others.
+FAST := -m "not conformance and not processes"
 # Tests start hundreds of processes. Without bytecode files, each would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check conformance architectures clients bench protos docs format clean
+.PHONY: help setup demo test test-fast check conformance architectures clients bench protos docs format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # One stamp file each, so that a second `make` starts at once.
 .venv/.ready-run: pyproject.toml uv.lock scripts/setup
@@ -32,6 +34,9 @@ demo: .venv/.ready-run ## install, and serve the demo model over two stages (ARG
 test: .venv/.ready-dev ## install, and run the tests (ARGS="-k scheduler"; ARGS="-n 0" for one process)
 	$(BIN)/pytest -m "not conformance" $(SIDE_BY_SIDE) $(ARGS)
 	@echo "Not included: conformance tests of every architecture and client (make conformance)."
+
+test-fast: .venv/.ready-dev ## run the tests that start no processes
+	$(BIN)/pytest $(FAST) $(SIDE_BY_SIDE) $(ARGS)
 
 check: .venv/.ready-dev ## check lint, format, types, import contracts and generated files
 	$(BIN)/ruff check
