@@ -12,7 +12,7 @@ FAST := -m "not conformance and not processes"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check conformance architectures clients bench protos docs format clean
+.PHONY: help setup demo test test-fast check english conformance architectures clients bench protos docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ check: .venv/.ready-dev ## check lint, format, types, import contracts and gener
 	$(BIN)/python scripts/generate_protos.py --check
 	$(BIN)/python scripts/generate_settings_table.py --check
 	$(BIN)/python scripts/generate_dashboard.py --check
+
+english: .venv/.ready-dev ## check the English of docs, docstrings, messages and names (ARGS="--summary src/mlx_ring/api")
+	$(BIN)/python scripts/check_english.py $(ARGS)
 
 conformance: architectures clients ## test every architecture and every client
 
