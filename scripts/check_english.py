@@ -46,7 +46,7 @@ BANNED: Mapping[str, str] = {
     r"hear(s|d|ing)?": "receive, record",
     r"gone": "removed, ended, lost",
     r"beg[aiu]n(s|ning)? alike": "share a prefix",
-    r"(make|makes|making|made) (way|room)": "be evicted, be unloaded, free memory",
+    r"(make|makes|making|made) way": "be evicted, be unloaded, free memory",
     r"(give|gives|giving|gave|given) way": "yield, be shed, be preempted",
     r"(go|goes|going|went) on": "continue",
     r"(put|puts|putting) back": "preempt, restore, return",
@@ -63,7 +63,7 @@ BANNED: Mapping[str, str] = {
     r"youngest|eldest": "newest, oldest",
     r"park(s|ed|ing)?": "retain",
     r", for (it|they|there|nobody|nothing|no one|what|who|those|these|this|that) ": ", because",
-    r"nobody (is|was|has|asks|asked|waits|else)": "no client, no process, nothing",
+    r"nobody is (asked|told)": "no client, no process, nothing",
     r"(is|are|was|were|be) asked for (the )?longest": "least recently used",
 }  # fmt: skip
 """Patterns of words and phrases, each with what to write. A space stands for any white space."""
@@ -99,17 +99,28 @@ BANNED_NAMES: Mapping[str, str] = {
     "parked": "retained",
     "put_back": "preempt",
     "take_back": "rollback",
-    "giving_way": "load shedding",
-    "kept_lines": "log buffer",
-    "flights": "in flight",
-    "asking": "request",
-    "asked": "request",
-    "staying": "keep alive",
-    "handover": "token feedback",
-    "pacing": "chunk size",
-    "conversation": "chat",
 }
 """Words of names in lower case, each with what to write."""
+
+BANNED_FILES: Mapping[str, str] = {
+    "asking": "request",
+    "asked": "request",
+    "conversation": "chat",
+    "fewest_tokens": "token_bounds",
+    "flights": "in_flight",
+    "front": "server",
+    "giving_way": "load shedding",
+    "handover": "token_feedback",
+    "here": "single_node",
+    "kept_lines": "log_buffer",
+    "kv_plan": "kv_manager",
+    "looks": "snapshot",
+    "pace": "rates",
+    "pacing": "chunk_size",
+    "staying": "keep_alive",
+    "wanted": "content_negotiation",
+}
+"""Names of files and folders, each with what to write."""
 
 OPENERS = frozenset({"What", "Whether", "Who", "Of"})
 NO_VERBS = frozenset({
@@ -328,6 +339,9 @@ def check_file(path: Path, root: Path) -> Iterator[Finding]:
     name = path.relative_to(root).as_posix()
     source = path.read_text(encoding="utf-8")
     yield from _check_name(name, 1, path.stem)
+    for part in (path.parent.name, path.stem):
+        if part in BANNED_FILES:
+            yield Finding(name, 1, "name", f"{part} -> {BANNED_FILES[part]}")
     yield from check_python(name, source) if path.suffix == ".py" else check_other(name, source)
 
 

@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+Figures = dict[str, int | float]
+Lists = dict[str, list[str]]
 HERE = Path(__file__).resolve().parent.parent
 OPENERS = ("What", "Whether", "Who", "Of")
 MOST_LINES = 450
@@ -241,7 +243,7 @@ def recipe_files(root: Path) -> dict[str, list[str]]:
     }
 
 
-def measure(root: Path) -> tuple[dict[str, int | float], dict[str, list[str]]]:
+def measure(root: Path) -> tuple[Figures, Lists]:
     """Return the figures that reading a checkout's sources gives, and for some of them what they count."""
     sources = read_sources(root)
     others = [source for source in sources if not source.is_entry]
@@ -262,7 +264,7 @@ def measure(root: Path) -> tuple[dict[str, int | float], dict[str, list[str]]]:
     for opener in OPENERS:
         lists[f"docstrings that open with {opener}"] = [place for place, word in openings if word == opener]
     lengths = sorted(length for source in sources for length in source.function_lengths)
-    figures: dict[str, int | float] = {
+    figures: Figures = {
         "files": len(sources),
         "files other than __init__.py": sum(source.path.name != "__init__.py" for source in sources),
         "code lines": sum(source.code_lines for source in sources),
@@ -299,7 +301,7 @@ def _further(loaded: Sequence[list[str]], cycles: Iterable[list[str]]) -> list[s
     return _joined(cycle for cycle in cycles if cycle not in loaded)
 
 
-def _trace(root: Path) -> tuple[dict[str, int | float], dict[str, list[str]]]:
+def _trace(root: Path) -> tuple[Figures, Lists]:
     """Return how many files a chat crosses, and which."""
     sys.path.insert(0, str(HERE))
     # MLX is loaded for this alone.

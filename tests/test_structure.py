@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripts.measure_structure import measure
+from scripts.measure_structure import Figures, Lists, measure
 from tests.chat_trace import ChatTrace, trace_chat
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ SMALL_FILES: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[dict[str, int | float], dict[str, list[str]]]:
+def measured() -> tuple[Figures, Lists]:
     return measure(ROOT)
 
 
@@ -39,9 +39,7 @@ def trace(tiny_model: Path) -> ChatTrace:
 
 
 @pytest.mark.parametrize("figure", LIMITS)
-def test_the_sources_keep_within_the_limit(
-    measured: tuple[dict[str, int | float], dict[str, list[str]]], figure: str
-) -> None:
+def test_the_sources_keep_within_the_limit(measured: tuple[Figures, Lists], figure: str) -> None:
     figures, lists = measured
     allowed, _ = LIMITS[figure]
     found = [line for line in lists.get(figure, ()) if line.split()[-1] not in SMALL_FILES]
@@ -50,7 +48,7 @@ def test_the_sources_keep_within_the_limit(
 
 
 def test_every_small_file_on_the_list_is_there_and_small(
-    measured: tuple[dict[str, int | float], dict[str, list[str]]],
+    measured: tuple[Figures, Lists],
 ) -> None:
     small = {line.split()[-1] for line in measured[1]["files under 40 lines"]}
     assert set(SMALL_FILES) <= small
