@@ -1,21 +1,23 @@
-# `make demo` serves the demo model from nothing; `make test` runs the tests. `make help` lists the rest.
-# Everything is set up inside the checkout (.uv, .venv); no root, no uv on the PATH.
+# `make demo` serves the demo model; `make test` runs the tests; `make help` lists all targets.
+# Everything is installed inside the checkout (.uv, .venv), without root and without uv on the PATH.
 
 BIN := .venv/bin
 ARGS ?=
-# Tests run in several processes, a file's tests in one of them, so that what they set up serves all of them.
-# More than four would fill a laptop's memory with servers.
+# Tests run in several processes. All tests of a file run in the same one, so that they share fixtures.
+# More than four processes would fill a laptop's memory with servers.
 SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-# Tests start hundreds of processes. Where nothing compiled may be kept, each would compile all that it imports again.
+# Tests that start no processes. tests/process_marks.py marks the others.
+FAST := -m "not conformance and not processes"
+# Tests start hundreds of processes. Without bytecode files, each would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check conformance architectures clients bench protos docs format clean
+.PHONY: help setup demo test test-fast check english conformance architectures clients bench protos docs format clean
 
-help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# A stamp each, so that a second `make` starts at once.
+# One stamp file each, so that a second `make` starts at once.
 .venv/.ready-run: pyproject.toml uv.lock scripts/setup
 	@scripts/setup
 	@touch $@
@@ -24,16 +26,19 @@ help: ## this list
 	@scripts/setup --dev
 	@touch $@ .venv/.ready-run
 
-setup: .venv/.ready-dev ## set up .venv with all that the tests and checks need
+setup: .venv/.ready-dev ## install .venv with everything for tests and checks
 
-demo: .venv/.ready-run ## set up from nothing, serve the demo model over two stages (ARGS="--port 8200")
+demo: .venv/.ready-run ## install, and serve the demo model over two stages (ARGS="--port 8200")
 	@$(BIN)/mlx-ring serve demo --stages 2 $(ARGS)
 
-test: .venv/.ready-dev ## set up and run the tests (ARGS="-k scheduler", ARGS="-n 0" for one process)
+test: .venv/.ready-dev ## install, and run the tests (ARGS="-k scheduler"; ARGS="-n 0" for one process)
 	$(BIN)/pytest -m "not conformance" $(SIDE_BY_SIDE) $(ARGS)
-	@echo "Not run here: the conformance runs over every architecture and every client (make conformance)."
+	@echo "Not included: conformance tests of every architecture and client (make conformance)."
 
-check: .venv/.ready-dev ## lint, format, types, import contracts, generated code
+test-fast: .venv/.ready-dev ## run the tests that start no processes
+	$(BIN)/pytest $(FAST) $(SIDE_BY_SIDE) $(ARGS)
+
+check: .venv/.ready-dev ## check lint, format, types, import contracts and generated files
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
@@ -42,29 +47,32 @@ check: .venv/.ready-dev ## lint, format, types, import contracts, generated code
 	$(BIN)/python scripts/generate_settings_table.py --check
 	$(BIN)/python scripts/generate_dashboard.py --check
 
-conformance: architectures clients ## every architecture and every client
+english: .venv/.ready-dev ## check the English of docs, docstrings, messages and names (ARGS="--summary src/mlx_ring/api")
+	$(BIN)/python scripts/check_english.py $(ARGS)
 
-architectures: .venv/.ready-dev ## cut every architecture and compare with the whole; rewrites docs/architectures.md
+conformance: architectures clients ## test every architecture and every client
+
+architectures: .venv/.ready-dev ## compare every architecture, split and whole; write docs/architectures.md
 	$(BIN)/pytest -m conformance --ignore tests/clients --write-table $(ARGS)
 	$(BIN)/pytest tests/end_to_end/test_equality.py --thorough
 
-clients: .venv/.ready-dev ## run real clients, each in an environment of its own; rewrites docs/clients.md (ARGS="-k litellm")
+clients: .venv/.ready-dev ## test real clients, each in its own environment; write docs/clients.md (ARGS="-k litellm")
 	$(BIN)/pytest tests/clients -m conformance --write-table $(ARGS)
 
-bench: .venv/.ready-dev ## compare with mlx-lm on this machine, side by side
+bench: .venv/.ready-dev ## compare with mlx-lm on this machine
 	$(BIN)/python bench/compare.py $(ARGS)
 
-protos: .venv/.ready-dev ## generate the messages' code from the protos
+protos: .venv/.ready-dev ## generate Python code from the protos
 	$(BIN)/python scripts/generate_protos.py
 
-docs: .venv/.ready-dev ## write the table of settings and the Grafana dashboard
+docs: .venv/.ready-dev ## generate the settings table and the Grafana dashboard
 	$(BIN)/python scripts/generate_settings_table.py
 	$(BIN)/python scripts/generate_dashboard.py
 
-format: .venv/.ready-dev ## format, and mend what ruff can mend
+format: .venv/.ready-dev ## format, and apply ruff's fixes
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-clean: ## remove what was set up and built
+clean: ## remove installed and built files
 	rm -rf .uv .venv .clients .debian dist build logs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests bench scripts -name __pycache__ -type d -prune -exec rm -rf {} +

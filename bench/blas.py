@@ -1,17 +1,16 @@
-"""Stock MLX beside MLX on the fast BLAS, on a Linux CPU.
+"""Compare stock MLX with MLX on OpenBLAS, on a Linux CPU.
 
     python bench/blas.py [--rounds 3] [--threads 1] [--core-type native]
 
-Both run in processes of their own, in turn; medians over the rounds. Every run prints matrix
-products, products with one and with four rows, and prefill and decode of a Qwen3 of 285 M
-parameters with random weights through mlx-lm's own `generate_step`. Pin it to a core (`taskset`)
-for one thread, and compare ratios: absolute numbers belong to the machine and the minute.
+Each variant runs in its own process, in turn; results are medians over the rounds. Measures matrix products with
+many, one and four rows, and prefill and decode of a Qwen3 with 285 M random parameters in mlx-lm's own `generate_step`.
+With one thread, pin it to a core (`taskset`). Compare the ratios, because absolute numbers depend on the machine's load.
 """
 
 from __future__ import annotations
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# (the stubs of mlx leave `eval` and its trees without types)
+# (mlx's stubs do not type `eval` and its trees)
 import argparse
 import json
 import os
@@ -53,7 +52,7 @@ QWEN3 = {
     "tie_word_embeddings": True,
 }
 
-# Larger than any cache together, so that each product reads its weights from memory.
+# Together larger than any cache, so that each product reads its weights from memory.
 WEIGHT_COPIES = 8
 WEIGHT_SHAPE = (3072, 1024)
 
@@ -78,16 +77,16 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--core-type", help="OPENBLAS_CORETYPE to measure with; 'native' unsets it")
-    parser.add_argument("--bfloat16", action="store_true", help="also stock MLX in bfloat16")
+    parser.add_argument("--core-type", help="set OPENBLAS_CORETYPE; 'native' unsets it")
+    parser.add_argument("--bfloat16", action="store_true", help="also measure stock MLX in bfloat16")
     parser.add_argument("--measure", choices=[STOCK, FAST, STOCK_BFLOAT16], help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def _measure_apart(variant: str, arguments: argparse.Namespace) -> Measurements:
-    """Measure in a process of its own, because a BLAS once in place stays."""
+    """Measure in a separate process, because an installed BLAS cannot be removed."""
     command = [sys.executable, __file__, "--measure", variant, "--threads", str(arguments.threads)]
-    environment = dict(os.environ)  # noqa: TID251 - what a child inherits, with one change
+    environment = dict(os.environ)  # noqa: TID251 - the child's environment, with one change
     if arguments.core_type:
         environment["OPENBLAS_CORETYPE"] = arguments.core_type
     if arguments.core_type == "native":
@@ -98,7 +97,7 @@ def _measure_apart(variant: str, arguments: argparse.Namespace) -> Measurements:
 
 def _measure(variant: str, threads: int) -> Measurements:
     if variant == FAST:
-        from mlx_ring.worker.platform.blas import install_fast_blas
+        from mlx_ring.worker.blas import install_fast_blas
 
         print(install_fast_blas(threads), file=sys.stderr)
     import mlx.core as mx
@@ -146,7 +145,7 @@ def _measure_model(dtype: mx.Dtype) -> Measurements:
 
 
 def _generate_seconds(model: nn.Module, prompt_tokens: int, tokens: int) -> tuple[float, float]:
-    """Seconds until the first token, and the median between tokens, with mlx-lm's own loop."""
+    """Return the seconds until the first token and the median between tokens, in mlx-lm's own loop."""
     import mlx.core as mx
     from mlx_lm.generate import generate_step
 
@@ -159,7 +158,7 @@ def _generate_seconds(model: nn.Module, prompt_tokens: int, tokens: int) -> tupl
 
 
 def _median_seconds(work: Callable[[], None]) -> float:
-    """Seconds for `work`, which runs until it has taken two seconds in total, at most 41 times."""
+    """Return the median seconds of `work`, repeated for two seconds but at most 41 times."""
     work()
     seconds: list[float] = []
     while len(seconds) < 41 and sum(seconds) < 2:
@@ -174,7 +173,7 @@ def _medians(results: list[Measurements]) -> Measurements:
 
 
 def _print_table(medians: dict[str, Measurements]) -> None:
-    """Every measurement of every variant, and the fast BLAS over each other one."""
+    """Print all measurements of all variants, and the ratio of the fast BLAS to each other variant."""
     others = [variant for variant in medians if variant != FAST]
     columns = [*medians, *(f"{FAST} / {other}" for other in others)]
     print(f"{'':34}" + "".join(f"{column:>18}" for column in columns))

@@ -1,11 +1,12 @@
-"""What the plan of a cluster says beside what the cluster then takes: milliseconds of a decode step, by stage and around.
+"""Compare a cluster plan's predictions with measurements: milliseconds per decode step, by stage and in total.
 
     python bench/cluster_predictions.py [--rounds 3] [--tokens 32] [--json FILE]
 
-Hosts of network namespaces with less memory and less of the processors each (control groups; root), two and then three of them, and
-three strategies, which cut differently. Machines are measured once, when they join, before anything is loaded; nothing is fitted to
-what they do then. What is foretold is the table that `serve` prints. A core that is granted in part is granted in periods,
-of ten milliseconds and of a hundred, as containers have it: a step that is short beside them takes less than its part says.
+Runs two and then three hosts in network namespaces, each with less memory and CPU time than the one before (control groups;
+needs root), with three strategies that split differently. Machines are measured once, when they join and before
+anything is loaded; nothing is fitted to later measurements. Predictions are taken from the table that `serve` prints.
+CPU time is granted in periods of 10 ms and 100 ms, as in containers. A step that is shorter than a period takes less
+time than its share suggests.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ SHAPE = Shape(
 LIMITS = ((8 * GIB, 0.6), (6 * GIB, 0.4), (4 * GIB, 0.25))
 STRATEGIES = ("uniform", "memory", "balanced")
 CONTEXT = 256
-"""Tokens that are promised; half of them are counted to be behind a token."""
+"""Promised context in tokens; predictions assume half of it."""
 _BOUND = 0.3
 
 
 @dataclass(frozen=True)
 class Row:
-    """One stage, or the whole way around."""
+    """Prediction and measurement of one stage, or of the whole pipeline."""
 
     period_ms: int
-    """In which processors' time is granted."""
+    """Period of the CPU quota."""
     nodes: int
     strategy: str
     part: str
     predicted_ms: float
     measured_ms: float
-    """The median of the rounds."""
+    """Median of the rounds."""
     rounds: list[float]
 
     @property
@@ -67,7 +68,7 @@ class Row:
 
 
 def measure(cluster: LanCluster, server: Server, tokens: int) -> tuple[list[float], float]:
-    """Milliseconds of each stage's decode steps, as it timed them, and from token to token."""
+    """Return the milliseconds of each stage's decode steps, as the stage timed them, and between tokens."""
     body = {
         "prompt": list(range(100, 100 + CONTEXT // 2 - tokens // 2)),
         "max_tokens": tokens,
@@ -106,7 +107,7 @@ def rows_of(
 def print_row(row: Row) -> None:
     rounds = " ".join(f"{value:.1f}" for value in row.rounds)
     print(
-        f"{row.period_ms:6} {row.nodes:5} {row.strategy:9} {row.part:16} {row.predicted_ms:8.1f} {row.measured_ms:8.1f} {row.ratio:6.2f}  "
+        f"{row.period_ms:6} {row.nodes:5} {row.strategy:9} {row.part:16} {row.predicted_ms:9.1f} {row.measured_ms:8.1f} {row.ratio:6.2f}  "
         f"{'' if row.holds else 'beyond 30 %':12} ({rounds})  load {psutil.getloadavg()[0]:.1f}",
         flush=True,
     )
@@ -115,22 +116,24 @@ def print_row(row: Row) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens per answer")
     parser.add_argument("--nodes", type=int, nargs="+", choices=(2, 3), default=(2, 3))
     parser.add_argument(
-        "--periods-ms", type=int, nargs="+", default=(10, 100), help="in which processors' time is granted"
+        "--periods-ms", type=int, nargs="+", default=(10, 100), help="periods of the CPU quota"
     )
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument(
-        "--layers", type=int, default=SHAPE.layers, help="of the model; fewer show that it runs"
+        "--layers", type=int, default=SHAPE.layers, help="layers of the model; use few to check that it runs"
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this file too")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     quieten_grpc()
     shape = replace(SHAPE, layers=options.layers)
     model = make(shape)
     print(f"{shape.parameters / 1e6:.0f} M random parameters in float32, machines with {LIMITS}")
-    print(f"{'period':6} {'nodes':5} {'strategy':9} {'part':16} {'foretold':>8} {'measured':>8} {'ratio':>6}")
+    print(
+        f"{'period':6} {'nodes':5} {'strategy':9} {'part':16} {'predicted':>9} {'measured':>8} {'ratio':>6}"
+    )
     rows: list[Row] = []
     for period_ms in options.periods_ms:
         limits = [(memory, cores, 1000 * period_ms) for memory, cores in LIMITS]

@@ -1,12 +1,11 @@
-"""Stock mlx-lm, one mlx-ring worker and two stages, side by side on this machine.
+"""Compare stock mlx-lm, one mlx-ring worker and two stages on this machine.
 
     python bench/compare.py [--repeats 3] [--prompt-tokens 128] [--new-tokens 32] [--json FILE]
 
-All answer the same prompts on the same random-weight model, in turn, so that whatever else the machine
-does touches all alike. Each worker has a core of its own where the system pins, and one BLAS thread. Ratios
-are medians over the rounds, except that of the fastest eight tokens, which is between the best of all rounds;
-absolute numbers belong to the machine and the minute. mlx-lm is measured inside its process, mlx-ring from
-outside over HTTP, the wire included.
+All answer the same prompts on the same random-weight model, in turn, so that other load affects all of them
+equally. Each worker has one BLAS thread and, where the system supports pinning, its own core. Ratios are medians
+over the rounds, except for the fastest eight tokens, which compares the best of all rounds. Absolute numbers
+depend on the machine's load. mlx-lm is measured inside its process, mlx-ring over HTTP.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ _KINDS: dict[str, tuple[Callable[[Path, list[int]], Contestant], int | None]] = 
     "one": (partial(Ring, stages=1), 4),
     "two": (partial(Ring, stages=2), 4),
 }
-"""What runs, and the bytes of a weight that it reads; None: as the file has it."""
+"""Contestant, and bytes that it reads per weight; None: as stored in the file."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A promise: `speed` of `better` over `speed` of `base` is at least `ratio`."""
+    """Minimum `ratio` of `better` to `base`, in the given `speed`."""
 
     better: str
     base: str
@@ -59,7 +58,7 @@ _TARGETS = [
 
 @dataclass
 class Entry:
-    """A contestant and what was measured of it."""
+    """Contestant and its measurements."""
 
     contestant: Contestant
     weight_bytes: int
@@ -96,7 +95,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--contestants", nargs="+", choices=list(_KINDS), default=list(_KINDS))
-    parser.add_argument("--json", type=Path, help="write the report to this file too")
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
     add_shape_arguments(parser)
     return parser.parse_args()
 
@@ -112,7 +111,7 @@ def _measure(entries: dict[str, Entry], arguments: argparse.Namespace, vocabular
         entry.contestant.run(list(range(_WARM_UP)), _WARM_UP)
     generator = random.Random(0)
     for number in range(arguments.repeats):
-        # A new prompt each round, so that no prefix cache answers for the model.
+        # A new prompt each round, so that no prompt is in the prefix cache.
         prompt = [generator.randrange(vocabulary) for _ in range(arguments.prompt_tokens)]
         for entry in entries.values():
             print(f"round {number + 1} of {arguments.repeats}: {entry.contestant.name}", file=sys.stderr)
@@ -170,7 +169,7 @@ def _print(report: dict[str, Any]) -> None:
         f" {report['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s\n"
     )
     print(
-        f"{'':24}{'load s':>9}{'prefill tok/s':>15}{'decode tok/s':>14}{'fastest 8':>11}{'of what memory allows':>24}"
+        f"{'':24}{'load s':>9}{'prefill tok/s':>15}{'decode tok/s':>14}{'fastest 8':>11}{'of bandwidth limit':>24}"
     )
     for row in report["contestants"].values():
         print(

@@ -1,4 +1,4 @@
-"""The programs that are compared: each runs in processes of its own and answers the same jobs."""
+"""Programs to compare. Each runs in its own processes and answers the same jobs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _WORKER = "mlx_ring.worker"
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second, seen from outside; `own_*` as the program itself reports them, where it does."""
+    """Tokens per second as a client sees them; `own_*` as the program reports them, if it does."""
 
     prefill: float
-    """Prompt tokens over the time to the first token."""
+    """Prompt tokens divided by the time to the first token."""
     decode: float
     decode_fastest: float
-    """Over the fastest eight tokens in a row: what the program can do when nothing else disturbs it."""
+    """Speed of the fastest eight consecutive tokens, which shows the program without disturbances."""
     own_prefill: float | None = None
     own_decode: float | None = None
 
@@ -44,7 +44,7 @@ class Speed:
 def _speed(
     prompt_tokens: int, arrivals_s: list[float], new_tokens: int, own: dict[str, float] | None = None
 ) -> Speed:
-    """The speed of an answer of `new_tokens` whose pieces arrived so many seconds after the request."""
+    """Return the speed of an answer of `new_tokens`, from the seconds at which its pieces arrived."""
     decode = (new_tokens - 1) / (arrivals_s[-1] - arrivals_s[0])
     spans = [later - earlier for earlier, later in zip(arrivals_s, arrivals_s[_WINDOW:], strict=False)]
     return Speed(
@@ -57,11 +57,11 @@ def _speed(
 
 
 class Contestant(Protocol):
-    """A model that answers one job at a time. Making one starts its processes, pinned to `cores` in turn."""
+    """Model that answers one job at a time. The constructor starts its processes, pinned to `cores` in turn."""
 
     name: str
     load_s: float
-    """From the start of the first process until the model can answer."""
+    """Seconds from the start of the first process until the model can answer."""
 
     def run(self, prompt: list[int], new_tokens: int) -> Speed: ...
 
@@ -69,7 +69,7 @@ class Contestant(Protocol):
 
 
 class Stock:
-    """mlx-lm in one process, with the BLAS that its wheel brings."""
+    """mlx-lm in one process, with its wheel's BLAS or with ours."""
 
     def __init__(self, model: Path, cores: list[int], *, dtype: str, fast_blas: bool = False) -> None:
         self.name = f"mlx-lm, {dtype}" + " with our BLAS" * fast_blas
@@ -99,7 +99,7 @@ class Stock:
 
 
 class Ring:
-    """`mlx-ring serve`, asked over HTTP; each worker is pinned to a core of its own, the head to none."""
+    """`mlx-ring serve` over HTTP. Each worker is pinned to its own core; the head is not pinned."""
 
     def __init__(self, model: Path, cores: list[int], *, stages: int) -> None:
         self.name = "mlx-ring, one worker" if stages == 1 else f"mlx-ring, {stages} stages"

@@ -1,13 +1,13 @@
-"""Writes a Llama that copies: whatever followed the present token before, it gives again. Nothing is trained.
+"""Write a Llama that copies: it repeats whatever followed the current token before. Nothing is trained.
 
     python bench/copying_model.py [--output FOLDER]
 
-Two attention heads do it (Olsson et al. 2022, arXiv:2209.11895, call them an induction head). The residual stream
-holds the token's own vector in one part; a head of layer 0 attends to the position before and writes that token's
-vector into a second part; a head of layer 1 looks for a position whose token before is the present one, and
-writes the token found there into a third part, which the output head reads. Position goes by rotary frequencies:
-the fast ones single out the distance of one, the slow ones leave content alone. Every other weight is random and
-full-sized, so that a pass costs what it costs, and speaks too softly to be heard.
+Two attention heads form an induction head (Olsson et al. 2022, arXiv:2209.11895). One part of the residual stream
+holds the token's own vector. A head of layer 0 attends to the previous position and writes that token's vector into a
+second part. A head of layer 1 attends to a position whose previous token equals the current one, and writes the token
+found there into a third part, which the output head reads. The fast rotary frequencies select the distance of one;
+the slow ones leave content unchanged. All other weights are random and have their full size, so that a pass has its
+real cost. They are too small to change the output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Matrix = np.ndarray[Any, np.dtype[np.float32]]
 
 _ROPE_BASE = 1e12
 _FIRST_SLOW_PAIR = 24
-"""From this pair of dimensions on, 4,000 positions turn a vector by less than an eighth of a radian."""
+"""First pair of dimensions in which 4,000 positions rotate a vector by less than an eighth of a radian."""
 _WHISPER = 1e-5
 _POSITION_SHARPNESS = 30.0
 _CONTENT_SHARPNESS = 80.0
@@ -36,7 +36,7 @@ _LOGIT_SCALE = 2.0
 
 @dataclass(frozen=True)
 class CopyingShape:
-    """117 M parameters."""
+    """Sizes of the model: 117 M parameters."""
 
     layers: int = 8
     hidden: int = 1024
@@ -66,7 +66,7 @@ class CopyingShape:
 
 
 def make_copying(shape: CopyingShape | None = None, *, output: Path | None = None) -> Path:
-    """The model's folder; made unless it is there already."""
+    """Return the model's folder; create it if it does not exist."""
     shape = shape or CopyingShape()
     folder = output or CACHE / f"copying-{shape.hidden}x{shape.layers}-{shape.seed}"
     if (folder / "model.safetensors").is_file():
@@ -138,7 +138,7 @@ def _layer(shape: CopyingShape, random: np.random.Generator) -> dict[str, Matrix
 def _attend_to_the_token_before(
     weights: dict[str, Matrix], shape: CopyingShape, constant: int, scale: float
 ) -> None:
-    """The same query and key everywhere, a step apart: their product is largest at a distance of one."""
+    """Set equal queries and keys, rotated by one step: their product is largest at a distance of one."""
     half = shape.head_dim // 2
     angles = _ROPE_BASE ** (-np.arange(half) / half)
     size = scale * np.sqrt(_POSITION_SHARPNESS * np.sqrt(shape.head_dim))
@@ -152,7 +152,7 @@ def _attend_to_the_token_before(
 def _attend_to_equal_content(
     weights: dict[str, Matrix], shape: CopyingShape, own: slice, before: slice, scale: float
 ) -> None:
-    """The query is the token's own vector, the key that of the token before, in the slow dimensions."""
+    """Set the query to the token's own vector and the key to the previous token's, in the slow dimensions."""
     half = shape.head_dim // 2
     slow = np.concatenate(
         [np.arange(_FIRST_SLOW_PAIR, half), np.arange(half + _FIRST_SLOW_PAIR, shape.head_dim)]

@@ -1,4 +1,4 @@
-"""`mlx-ring serve` with layers given to each stage: `python cut_server.py 3,9 serve MODEL --stages 2 ...`."""
+"""Run `mlx-ring serve` with a given number of layers per stage: `python cut_server.py 3,9 serve MODEL --stages 2 ...`."""
 
 from __future__ import annotations
 

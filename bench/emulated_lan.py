@@ -1,6 +1,6 @@
-"""Hosts on a LAN of their own whose delay and rate can be changed while it runs: network namespaces and a switch of ours.
+"""Emulated LAN of network namespaces and a switch, whose delay and rate can be changed while it runs.
 
-Needs root, iproute2 and a C compiler. All of it is removed afterwards, also when this process is killed.
+Needs root, iproute2 and a C compiler. Everything is removed afterwards, even if this process is killed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -51,17 +51,17 @@ with socket.create_connection((sys.argv[1], 9)) as connection:
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace with a loopback and `eth0`."""
+    """Network namespace with a loopback and `eth0`."""
 
     namespace: str
     address: str
 
     def command(self, *arguments: str) -> list[str]:
-        """What runs `arguments` in this host."""
+        """Return the command that runs `arguments` in this host."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
     def sent_bytes(self) -> int:
-        """That have left it so far."""
+        """Return the number of bytes sent so far."""
         path = "/sys/class/net/eth0/statistics/tx_bytes"
         return int(
             subprocess.run(self.command("cat", path), capture_output=True, text=True, check=True).stdout
@@ -69,14 +69,14 @@ class Host:
 
 
 class Lan:
-    """Hosts 10.78.0.1, 10.78.0.2 and so on."""
+    """LAN with the hosts 10.78.0.1, 10.78.0.2 and so on."""
 
     def __init__(self, hosts: Sequence[Host], switch: subprocess.Popen[str]) -> None:
         self.hosts = hosts
         self._switch = switch
 
     def set(self, *, round_trip_ms: float, mbit_s: float) -> None:
-        """What every way between two hosts takes from now on; 0 is nothing, and without bound."""
+        """Set the delay and rate between all hosts; 0 is no delay, or no limit."""
         commands, answers = _pipes(self._switch)
         commands.write(f"{round_trip_ms * 500} {mbit_s}\n")
         commands.flush()
@@ -84,7 +84,7 @@ class Lan:
             raise SystemExit("The switch has ended.")
 
     def round_trip_ms(self, times: int = 200) -> float:
-        """Of one byte from the first host to the second and back: the median."""
+        """Return the median round trip of one byte from the first host to the second."""
         one, other = self.hosts[:2]
         echo = subprocess.Popen(
             other.command(sys.executable, "-c", _ECHO),
@@ -94,20 +94,22 @@ class Lan:
         )
         try:
             _pipes(echo)[1].readline()
-            asked = one.command(sys.executable, "-c", _ASK, other.address, str(times))
-            told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=_WAIT_S).stdout
+            command = one.command(sys.executable, "-c", _ASK, other.address, str(times))
+            output = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=_WAIT_S
+            ).stdout
         finally:
             echo.kill()
             echo.wait()
-        return 1e3 * statistics.median(map(float, told.split()))
+        return 1e3 * statistics.median(map(float, output.split()))
 
 
 @contextlib.contextmanager
-def emulated_lan(count: int) -> Iterator[Lan]:
-    """So many hosts. Ends the program with a sentence where they cannot be made."""
+def emulated_lan(count: int) -> Generator[Lan]:
+    """Create the given number of hosts, or exit with an error message."""
     for tool in ("ip", "cc"):
         if shutil.which(tool) is None:
-            raise SystemExit(f"{tool} is not installed: no LAN can be emulated.")
+            raise SystemExit(f"{tool} is not installed; an emulated LAN needs it.")
     if os.geteuid() != 0:
         raise SystemExit("An emulated LAN needs root: network namespaces and TAP devices.")
     run = f"rbench{os.getpid():x}{secrets.token_hex(1)}"
@@ -128,13 +130,13 @@ def emulated_lan(count: int) -> Iterator[Lan]:
 
 
 @contextlib.contextmanager
-def _switch(program: Path, hosts: Sequence[Host]) -> Iterator[subprocess.Popen[str]]:
+def _switch(program: Path, hosts: Sequence[Host]) -> Generator[subprocess.Popen[str]]:
     command = [str(program), *(host.namespace for host in hosts)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as switch:
         commands, answers = _pipes(switch)
         if answers.readline() != "ready\n":
             raise SystemExit("The switch did not start: TAP devices may not be allowed here.")
-        # Others that want the processor must not lengthen the delay.
+        # Other processes must not add to the delay.
         with contextlib.suppress(OSError):
             os.sched_setscheduler(switch.pid, os.SCHED_FIFO, os.sched_param(50))
         yield switch
@@ -142,7 +144,7 @@ def _switch(program: Path, hosts: Sequence[Host]) -> Iterator[subprocess.Popen[s
 
 
 @contextlib.contextmanager
-def _removed_afterwards(names: Sequence[str]) -> Iterator[None]:
+def _removed_afterwards(names: Sequence[str]) -> Generator[None]:
     watcher = subprocess.Popen(
         ["sh", "-c", _REMOVE, "watcher", *names],
         stdin=subprocess.PIPE,
@@ -157,7 +159,7 @@ def _removed_afterwards(names: Sequence[str]) -> Iterator[None]:
 
 
 def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
-    """To the process and from it."""
+    """Return the pipes to the process and from it."""
     if process.stdin is None or process.stdout is None:
         raise ValueError(process.args)
     return process.stdin, process.stdout

@@ -1,11 +1,11 @@
-"""What a grammar costs a decode step: with it and without, in turn, on the same model in the same run.
+"""Measure the cost of grammars in a decode step: with and without, in turn, on the same model in the same run.
 
     python bench/grammars.py                 # a vocabulary of 151,936 tokens; about two minutes
     python bench/grammars.py --vocabulary 3072 --rounds 5
 
-One stage in this process, as a worker drives it: the next step is there while one is under way. Rows draw at temperature 1; those
-with a grammar write JSON under a schema. Arms: no row has a grammar, one has, all have. The model is small and
-random, so that what is told is the time that a step takes longer, not a share of it.
+Runs one stage in this process the way a worker does: the next step is queued while one runs. Rows are sampled at
+temperature 1, and those with a grammar write JSON under a schema. No row, one row, or all rows have a grammar. The
+model is small and random, so compare the additional time per step, not its share.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _GRAMMAR = 1
 
 
 def write_tokenizer(file: Path, vocabulary: int) -> None:
-    """Byte pairs of letters by chance, as many as a real vocabulary has."""
+    """Write a tokenizer of random byte pairs with a vocabulary of realistic size."""
     chance = random.Random(1)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {letter: at for at, letter in enumerate(letters)}
@@ -101,7 +101,7 @@ def make_folder(target: Path, vocabulary: int) -> Path:
 
 
 class Arm:
-    """A stage with rows of which the first `under` have a grammar."""
+    """Stage whose first `under` rows have a grammar."""
 
     def __init__(self, folder: Path, rows: int, under: int) -> None:
         from mlx_ring.worker.grammars import GrammarCompiler  # MLX must load after the BLAS
@@ -128,7 +128,7 @@ class Arm:
         self.seconds(_WARM)
 
     def seconds(self, steps: int) -> float:
-        """What one of so many decode steps takes, each there before the one before it is answered."""
+        """Return the seconds per decode step, each queued before the previous one is answered."""
         started = time.perf_counter()
         for _ in range(steps):
             want = step_pb2.Want(where=step_pb2.Want.LAST, what=step_pb2.Want.TOKEN)
@@ -158,7 +158,7 @@ class Arm:
         return step_pb2.Row(sequence=row, tokens=step_pb2.Tokens(ids=[row, 7, 8]), wants=[want])
 
     @staticmethod
-    def _open(row: int, has_grammar: bool) -> step_pb2.CacheOperation:  # noqa: FBT001 - told by who calls
+    def _open(row: int, has_grammar: bool) -> step_pb2.CacheOperation:  # noqa: FBT001 - an internal flag
         opened = step_pb2.Open(
             sequence=row,
             seed=row,
@@ -172,7 +172,7 @@ class Arm:
 
 
 def _prepare(grammars: GrammarCompiler) -> None:
-    """As a head does before a step names it."""
+    """Compile the grammar, as a head requests before the first step that uses it."""
     answer = Future[BaseException | None]()
     grammar = step_pb2.Grammar(kind="json_schema", text=json.dumps(SCHEMA))
     grammars.prepare(worker_pb2.PrepareGrammar(id=_GRAMMAR, grammar=grammar), answer.set_result)
@@ -199,7 +199,9 @@ def main() -> None:
     choose_blas("auto", 1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_folder(Path(scratch), options.vocabulary)
-        print(f"{options.vocabulary} tokens; milliseconds a step, medians of {options.rounds} rounds in turn")
+        print(
+            f"{options.vocabulary} tokens; milliseconds per step, medians of {options.rounds} interleaved rounds"
+        )
         for rows in options.rows:
             arms = {under: Arm(folder, rows, under) for under in sorted({0, 1, rows})}
             times: dict[int, list[float]] = {under: [] for under in arms}
@@ -209,9 +211,9 @@ def main() -> None:
             free = statistics.median(times[0])
             for under, taken in times.items():
                 more = statistics.median(now - then for now, then in zip(taken, times[0], strict=True))
-                each = f"{more * 1e3 / under:6.0f} us a token more" if under else ""
+                each = f"{more * 1e3 / under:6.0f} us more per token" if under else ""
                 print(
-                    f"{rows:3} rows, {under:2} with a grammar: {statistics.median(taken):7.2f} (free {free:7.2f}) {each}"
+                    f"{rows:3} rows, {under:2} with a grammar: {statistics.median(taken):7.2f} (without {free:7.2f}) {each}"
                 )
 
 

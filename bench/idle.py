@@ -1,9 +1,9 @@
-"""How much processor time an idle server takes: head, agent and workers together.
+"""Measure the CPU time of an idle server: head, agent and workers.
 
     python bench/idle.py [--stages 2] [--tp 1] [--seconds 20]
 
-Starts `mlx-ring serve` on the built-in demo, answers one request so that everything is warm, then
-lets it idle and adds up what every process of it was given.
+Starts `mlx-ring serve` with the built-in demo, sends one request to warm it up, and then adds up the CPU time of
+all its processes while it is idle.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _answer_once() -> None:
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
         try:
-            if httpx.get(f"{url}/health/ready").status_code == httpx.codes.OK:
+            if httpx.get(f"{url}/health/ready").is_success:
                 break
         except httpx.TransportError:
             pass
@@ -60,17 +60,17 @@ def _answer_once() -> None:
 
 
 def _measure(head: psutil.Process, seconds: float) -> dict[str, float]:
-    """Processor seconds that each process took in that time."""
+    """Return the CPU seconds that each process used in that time."""
     processes = [head, *head.children(recursive=True)]
-    before = [_taken(process) for process in processes]
+    before = [_cpu_seconds(process) for process in processes]
     time.sleep(seconds)
     return {
-        f"{_role(process)} {process.pid}": _taken(process) - start
+        f"{_role(process)} {process.pid}": _cpu_seconds(process) - start
         for process, start in zip(processes, before, strict=True)
     }
 
 
-def _taken(process: psutil.Process) -> float:
+def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
 

@@ -1,8 +1,8 @@
-"""What it costs when a row joins, leaves, is cut, forked or parked, beside mlx-lm's batch cache.
+"""Measure the cost of a row that joins, leaves, is trimmed, forked or retained, compared with mlx-lm's batch cache.
 
     python bench/kv_rows.py [--rows 8] [--tokens 2048] [--layers 8]
 
-Keys and values of made-up layers; milliseconds, and how much the peak of memory rose over what was held.
+Uses keys and values of artificial layers. Prints milliseconds and the rise of peak memory over the memory in use.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def main() -> None:
     print(
         f"{rows} rows of {tokens} tokens in {layers} layers: {store.nbytes / 1e6:.0f} MB held, a row is {own / 1e6:.0f} MB"
     )
-    print(f"{'':44}{'ms':>9}{'rise of the peak, MB':>23}")
+    print(f"{'':44}{'ms':>9}{'rise of peak, MB':>23}")
     _measure("one more token for every row", lambda: _append(store, dict.fromkeys(range(rows), 1)))
     _measure_join(store, rows + 1)
     _measure("one more token for every row", lambda: _append(store, dict.fromkeys(range(rows + 1), 1)))
-    _measure("a row is cut by 4 tokens", lambda: store.trim(2, tokens - 2))
+    _measure("a row is trimmed by 4 tokens", lambda: store.trim(2, tokens - 2))
     store.open(100, 4 * tokens)
     _measure("a row is forked", lambda: store.fork(3, 100, tokens))
-    _measure("a row is parked", lambda: store.park(1))
+    _measure("a row is retained", lambda: store.park(1))
     store.open(101, 4 * tokens)
-    _measure("a parked row is taken over", lambda: store.fork(1, 101, tokens, take=True))
+    _measure("a retained row is reused", lambda: store.fork(1, 101, tokens, take=True))
     _measure("a row leaves", lambda: store.free(4))
     rest = [sequence for sequence in range(rows + 1) if sequence not in (1, 4)]
     _measure("the step after it", lambda: _append(store, dict.fromkeys(rest, 1)))
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _append(store: KVStore, work: dict[int, int]) -> int:
-    """Feed so many tokens to each sequence; in how many passes."""
+    """Feed the given number of tokens to each sequence, and return the number of passes."""
     batches = store.batches(list(work.items()))
     for batch in batches:
         shape = (len(batch.rows), _HEADS, max(batch.counts), _WIDTH)
@@ -88,7 +88,7 @@ def _each(caches: list[BatchKVCache], change: Callable[[BatchKVCache], None]) ->
 
 
 def _measure_join(store: KVStore, rows: int) -> None:
-    """Steps with one row more, until all share a pass: the slots grow meanwhile."""
+    """Measure the steps with one more row until all rows share a pass; slots grow meanwhile."""
     steps: list[tuple[float, float]] = []
     passes = 2
     while passes > 1:

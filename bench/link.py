@@ -1,10 +1,10 @@
-"""What a link costs: two stages on two hosts, one stream's decode speed with 0.3 ms and 10 Gbit/s between them over without.
+"""Measure the cost of a link: decode speed of one stream over two hosts, with 0.3 ms and 10 Gbit/s relative to no delay.
 
     python bench/link.py [--rounds 5] [--round-trip-ms 0.3] [--gbit-s 10] [--tokens 128] [--json FILE]
 
-The hosts are network namespaces with a switch of ours between them, whose delay changes from arm to arm while one and the same
-cluster serves: joined by token, over mutual TLS, with as many layers on each. The delay is added to what the switch takes
-itself. Each worker has a core of its own and one BLAS thread; head, agent and load generator share the core of stage 0.
+The hosts are network namespaces, connected by a switch whose delay changes between measurements while one cluster keeps
+serving. The hosts join by token, use mutual TLS, and have equally many layers. The delay is added to the switch's own.
+Each worker has its own core and one BLAS thread; the head, the agent and the load generator share the core of stage 0.
 Needs root.
 """
 
@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from random_model import Shape, make
 from servers import clean_environment
 
 SHAPE = Shape(layers=14, vocabulary=4096, dtype="float32")
-"""Qwen3-0.6B's layers, half of them, and a small vocabulary: 224 M parameters, the fewest that count and so the shortest step."""
+"""Half of Qwen3-0.6B's layers and a small vocabulary: 224 M parameters, which gives the shortest realistic step."""
 _TARGET = 0.95
 _PROMPT = 32
 _WAIT_S = 600
@@ -39,10 +39,10 @@ _PROGRAM = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
 
 @dataclass(frozen=True)
 class Round:
-    """Both arms, one after the other."""
+    """Decode speeds with and without the delay, measured in turn."""
 
     without: float
-    """Tokens a second."""
+    """Tokens per second."""
     with_delay: float
 
     @property
@@ -51,13 +51,13 @@ class Round:
 
     @property
     def added_ms(self) -> float:
-        """That a token takes longer."""
+        """Additional milliseconds per token."""
         return 1e3 / self.with_delay - 1e3 / self.without
 
 
 @contextlib.contextmanager
-def cluster(hosts: Sequence[Host], model: Path, folder: Path) -> Iterator[str]:
-    """A head on the first host and a member on the second; the address to ask at."""
+def cluster(hosts: Sequence[Host], model: Path, folder: Path) -> Generator[str]:
+    """Start a head on the first host and a member on the second; yield the server's address."""
     one, two = hosts
     plain = ("--blas-threads", "1", "--log-level", "warning")
     serve = [
@@ -83,8 +83,8 @@ def cluster(hosts: Sequence[Host], model: Path, folder: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _process(host: Host, command: Sequence[str], output: int) -> Iterator[subprocess.Popen[str]]:
-    """A program in a host; Ctrl-C ends it."""
+def _process(host: Host, command: Sequence[str], output: int) -> Generator[subprocess.Popen[str]]:
+    """Run a program in a host, and stop it with SIGINT at the end."""
     process = subprocess.Popen(host.command(*clean_environment(), *command), stdout=output, text=True)
     try:
         yield process
@@ -98,7 +98,7 @@ def _process(host: Host, command: Sequence[str], output: int) -> Iterator[subpro
 
 
 def pin_all(hosts: Sequence[Host], pinned: Sequence[int]) -> None:
-    """Everything on a host to a core of the host's own."""
+    """Pin all processes of each host to that host's own core."""
     for host, core in zip(hosts, pinned, strict=False):
         listed = subprocess.run(
             ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True
@@ -110,7 +110,7 @@ def pin_all(hosts: Sequence[Host], pinned: Sequence[int]) -> None:
 
 
 def decode_speed(host: Host, url: str, tokens: int, number: int, core: int | None) -> float:
-    """Tokens a second of one stream, after its first."""
+    """Return the tokens per second of one stream after its first token."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         command = [*_PROGRAM, "bench", "--url", url, "--requests", "1", "--concurrency", "1", "--warmup", "0"]
         command += ["--prompt-tokens", str(_PROMPT), "--output-tokens", str(tokens), "--seed", str(number)]
@@ -129,7 +129,7 @@ def decode_speed(host: Host, url: str, tokens: int, number: int, core: int | Non
 
 
 def measure(lan: Lan, url: str, options: argparse.Namespace, core: int | None) -> Iterator[Round]:
-    """Rounds of both arms; the arm that goes first changes from round to round."""
+    """Measure both configurations per round; alternate which one is first."""
     arms = {False: (0.0, 0.0), True: (options.round_trip_ms, 1e3 * options.gbit_s)}
     decode_speed(lan.hosts[0], url, options.tokens, 0, core)
     for number in range(1, options.rounds + 1):
@@ -195,10 +195,10 @@ def _print(
     print(
         f"measured: {added_ms:.3f} ms more a token; {each[0]:.0f} bytes a token there and {each[1]:.0f} back in all"
     )
-    told = " ".join(f"{made.ratio:.3f}" for made in rounds)
+    listed = " ".join(f"{made.ratio:.3f}" for made in rounds)
     print(
         f"decode with {options.round_trip_ms:g} ms and {options.gbit_s:g} Gbit/s over without: {ratio:.3f}  "
-        f"target >= {_TARGET}: {'met' if ratio >= _TARGET else 'missed'}  ({told}; load {psutil.getloadavg()[0]:.1f})"
+        f"target >= {_TARGET}: {'met' if ratio >= _TARGET else 'missed'}  ({listed}; load {psutil.getloadavg()[0]:.1f})"
     )
     if options.json:
         figures = {

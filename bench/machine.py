@@ -1,4 +1,4 @@
-"""Cores, threads and memory bandwidth of the machine that measures."""
+"""Cores, threads and memory bandwidth of this machine."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ ONE_THREAD = [
     f"{name}=1"
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 ]
-"""Settings for `env`: one BLAS thread for each process."""
+"""Arguments of `env` that give each process one BLAS thread."""
 _ARRAY_BYTES = 512 << 20
 
 
 def cores() -> list[int]:
-    """Cores to pin to, the last first because the first takes most interrupts; none where pinning is not offered."""
+    """Return the cores for pinning, or none if the system cannot pin. The first core is last: it handles most interrupts."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     return sorted(os.sched_getaffinity(0), reverse=True)
 
 
 def pin(pid: int, core: int) -> None:
-    """Pins every thread of a process to one core; threads started later inherit it."""
+    """Pin every thread of a process to one core; later threads inherit it."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(task.name), {core})
 
 
 def read_bandwidth(core: int | None) -> float:
-    """Bytes a second that one thread reads from memory, the best of several passes over 512 MiB."""
+    """Return the bytes per second that one thread reads from memory: the best of several passes over 512 MiB."""
     before = os.sched_getaffinity(0) if core is not None else None
     if core is not None:
         os.sched_setaffinity(0, {core})

@@ -1,11 +1,11 @@
-"""How the rows of `engine.py` are measured: who runs where, what is asked of them, and what a ratio is held to."""
+"""Measuring for the rows of `engine.py`: placement on cores, load, and targets for ratios."""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ _TIMEOUT_S = 1200.0
 
 @dataclass
 class Ratio:
-    """One line of the table."""
+    """Line of the table."""
 
     row: str
     what: str
@@ -47,7 +47,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Bench:
-    """How much is measured, and where it runs."""
+    """Options of a run: number of rounds, sizes and cores."""
 
     rounds: int
     quick: bool
@@ -59,7 +59,7 @@ class Bench:
 
     @property
     def other(self) -> int | None:
-        """The core beside the first worker's."""
+        """The core next to the first worker's."""
         return self.cores[1] if len(self.cores) > 1 else None
 
     @property
@@ -69,7 +69,7 @@ class Bench:
 
 
 def load(server: Server, jobs: Sequence[Job], concurrency: int | None, **options: Any) -> list[Record]:
-    """Send jobs and follow them. Any error ends the bench."""
+    """Send jobs and record their events. Any error ends the benchmark."""
 
     async def run() -> list[Record]:
         client = BenchClient(server.url, api_key=None, timeout_s=_TIMEOUT_S)
@@ -97,7 +97,7 @@ def summary_of(records: Sequence[Record]) -> Summary:
 
 
 def decode_speed(record: Record) -> float:
-    """Tokens per second after the first."""
+    """Return the tokens per second after the first token."""
     return (record.output_tokens - 1) / (record.arrivals_s[-1] - record.arrivals_s[0])
 
 
@@ -107,8 +107,8 @@ def jobs_of(number: int, requests: int, prompt: int, output: int, vocabulary: in
 
 
 @contextmanager
-def running(*servers: Callable[[], Server]) -> Iterator[list[Any]]:
-    """Contestants, all of them started before any is asked, and all of them ended."""
+def running(*servers: Callable[[], Server]) -> Generator[list[Any]]:
+    """Start all contestants before the first request, and stop all of them at the end."""
     started: list[Server] = []
     try:
         for start in servers:
@@ -120,13 +120,13 @@ def running(*servers: Callable[[], Server]) -> Iterator[list[Any]]:
             server.stop()
 
 
-def either_first(
+def in_both_orders(
     bench: Bench, one: Callable[[], Server], other: Callable[[], Server]
 ) -> Iterator[tuple[int, Any, Any]]:
-    """Each round's number and both contestants, all rounds with the one started first and then all with the other.
+    """Yield each round's number and both contestants: first all rounds with `one` started first, then with `other`.
 
-    Which of two alike servers starts first is some per cent slower: it has other pages of memory. Each turn's first
-    round, numbered 0, warms up and does not count.
+    Of two equal servers, the one started first is some per cent slower, because it gets other pages of memory. Round 0
+    of each order warms up and does not count.
     """
     for swapped in (False, True):
         starts = (other, one) if swapped else (one, other)
@@ -137,8 +137,8 @@ def either_first(
 
 
 def note_round(number: int, values: dict[str, float]) -> None:
-    told = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-    print(f"  round {number + 1}: {told}", file=sys.stderr)
+    listed = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    print(f"  round {number + 1}: {listed}", file=sys.stderr)
 
 
 def ttft(record: Record) -> float:

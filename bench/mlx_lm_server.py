@@ -1,4 +1,4 @@
-"""`mlx_lm.server` with the BLAS that our workers use: only the library's place differs from the stock program."""
+"""Run `mlx_lm.server` with the BLAS of mlx-ring's workers; everything else is the stock program."""
 
 from __future__ import annotations
 

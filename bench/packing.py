@@ -1,15 +1,15 @@
-"""What compressing activations on their way takes and saves: those of a real model, between its first stage and its second.
+"""Measure the cost and savings of activation compression, on a real model between its first and second stage.
 
     python bench/packing.py [--model demo] [--tokens 512]
 
-Prints, for each dtype and for a decode step and a chunk, the share that is left, the speed of packing and unpacking, and
-up to which throughput of a link it pays.
+Prints for each dtype, for a decode step and a chunk: the compressed share, the speed of packing and unpacking, and the
+link throughput up to which compression is faster.
 """
 
 from __future__ import annotations
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# (mlx-lm has no types, and mlx's stubs leave containers open)
+# (mlx-lm is untyped, and mlx's stubs leave containers open)
 import argparse
 import time
 from typing import Any
@@ -29,7 +29,7 @@ _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 
 
 def activations(model: Any, tokens: list[int]) -> mx.array:
-    """`(tokens, hidden)` in the middle of the model."""
+    """Return the activations `(tokens, hidden)` in the middle of the model."""
     inner = model.model
     hidden = inner.embed_tokens(mx.array([tokens]))
     for layer in inner.layers[: len(inner.layers) // 2]:
@@ -38,7 +38,7 @@ def activations(model: Any, tokens: list[int]) -> mx.array:
 
 
 def seconds(work: Any) -> float:
-    """The best of several times."""
+    """Return the shortest of several durations."""
     best = float("inf")
     for _ in range(_REPEATS):
         started = time.perf_counter()

@@ -1,10 +1,10 @@
-"""What the planner says of this machine, beside what its server then takes: milliseconds of a decode step, by stage.
+"""Compare the planner's predictions for this machine with measurements: milliseconds per decode step, by stage.
 
     python bench/predictions.py [--rounds 3] [--tokens 48] [--weights 4-bit ...] [--json FILE]
 
-A random model is served whole and in three cuts, in float32, in 8 and in 4 bits. Before each of them the machine is measured, with
-one BLAS thread on the core of the first worker; nothing is fitted to what the server does. A last profile tells how steady
-the machine was.
+Serves a random model whole and in three splits, in float32, 8 bits and 4 bits. Before each run the machine is profiled
+with one BLAS thread on the first worker's core; nothing is fitted to the server's measurements. A final profile shows
+how steady the machine was.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ SHAPE = Shape(
 )
 CUTS = ((12,), (6, 6), (3, 9), (9, 3))
 PROMPTS = (64, 1500)
-"""Tokens of context: the second of the whole model alone."""
+"""Tokens of context; the second value is for the whole model only."""
 _FLAGS = ("--prefix-cache", "off", "--draft-tokens", "0")
 _BOUND = 0.3
 _FEW = 4
-"""Tokens of the answer that the longer one is compared with."""
+"""Tokens of the shorter answer, which is subtracted from the longer one."""
 _BITS = {"float32": 0, "8-bit": 8, "4-bit": 4}
-"""0: not quantized."""
+"""Bits per weight; 0: not quantized."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One stage, or the whole way around."""
+    """Prediction and measurement of one stage, or of the whole pipeline."""
 
     model: str
     cut: tuple[int, ...]
@@ -58,10 +58,10 @@ class Row:
     part: str
     predicted_ms: float
     measured_ms: float
-    """The median of the rounds."""
+    """Median of the rounds."""
     rounds: list[float]
     processor_ms: float | None
-    """Of the worker, by step: where others use the machine too, nearer to what it would take alone."""
+    """CPU time of the worker per step; on a busy machine, closer to the duration without other load."""
 
     @property
     def ratio(self) -> float:
@@ -73,15 +73,15 @@ class Row:
 
 
 def profile_here(core: int | None) -> MachineProfile:
-    """As a worker on that core would find it."""
+    """Profile this machine as a worker on the given core does."""
     pin_self(core)
     command = [*clean_environment(), sys.executable, "-m", "mlx_ring.worker.profile", "--blas-threads", "1"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return MachineProfile.from_json(told)
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return MachineProfile.from_json(output)
 
 
 def predict(model: ModelProfile, profile: MachineProfile, cut: Sequence[int], context: int) -> Plan:
-    """The planner's plan for this cut, with a machine for each stage; a stream has half of what it may hold behind it."""
+    """Plan this split with one machine per stage; a stream's context is half full."""
     nodes = tuple(measured_node(profile, f"stage {stage}") for stage in range(len(cut)))
     wish = Wish(Demand(2 * context, 1), strategy="custom", counts=tuple(cut))
     return place(model, ClusterProfile(nodes, usual_link=LOCAL), wish)
@@ -90,7 +90,7 @@ def predict(model: ModelProfile, profile: MachineProfile, cut: Sequence[int], co
 def measure(
     folder: Path, cut: Sequence[int], prompt: int, rounds: int, tokens: int, pinned: Sequence[int]
 ) -> Iterator[list[float]]:
-    """By round: milliseconds of each stage's decode steps, as it timed them, from token to token, and of each worker's processor."""
+    """Measure milliseconds per round: each stage's decode steps as it timed them, between tokens, and CPU time per worker."""
     shared = pinned[0] if pinned else None
     head = shared if len(cut) > 1 else (pinned[1] if len(pinned) > 1 else None)
     pin_self(head)
@@ -104,7 +104,7 @@ def measure(
             )
             after = server.worker_cpu_s()
             each = [mean / 1e3 for mean in decode_means_us(server)]
-            # Both read a prompt; what the longer answer took more is its further steps.
+            # Both requests prefill a prompt; the difference is the additional decode steps.
             used = [
                 1e3 * (last - 2 * middle + first) / (tokens - _FEW)
                 for first, middle, last in zip(before, between, after, strict=True)
@@ -125,14 +125,16 @@ def rows_of(
         found = list(measure(folder, cut, prompt, options.rounds, options.tokens, pinned))
         columns = [list(column) for column in zip(*found, strict=True)]
         used = [statistics.median(column) for column in columns[len(parts) + 1 :]]
-        for part, told, rounds, processor in zip(
+        for part, predicted_ms, rounds, processor in zip(
             [*parts, "token to token"],
             [*predicted, 1e3 * plan.prediction.token_s],
             columns[: len(parts) + 1],
             [*used, None],
             strict=True,
         ):
-            row = Row(name, tuple(cut), context, part, told, statistics.median(rounds), rounds, processor)
+            row = Row(
+                name, tuple(cut), context, part, predicted_ms, statistics.median(rounds), rounds, processor
+            )
             print_row(row)
             yield row
 
@@ -142,7 +144,7 @@ def print_row(row: Row) -> None:
     rounds = " ".join(f"{value:.1f}" for value in row.rounds)
     processor = "" if row.processor_ms is None else f"{row.processor_ms:.2f}"
     print(
-        f"{row.model:8} {cut:5} {row.context:5} {row.part:16} {row.predicted_ms:8.2f} {row.measured_ms:8.2f} "
+        f"{row.model:8} {cut:5} {row.context:7} {row.part:16} {row.predicted_ms:9.2f} {row.measured_ms:8.2f} "
         f"{row.ratio:6.2f} {processor:>9}  {'' if row.holds else 'beyond 30 %':12} ({rounds})",
         flush=True,
     )
@@ -150,12 +152,12 @@ def print_row(row: Row) -> None:
 
 def print_profile(when: str, profile: MachineProfile) -> None:
     rates = {rate.weights: rate for rate in profile.rates}
-    told = ", ".join(
+    listed = ", ".join(
         f"{name} {rates[name].bandwidth / 1e9:.2f} GB/s" for name in ("float32", "8-bit", "4-bit")
     )
     costs = profile.costs
     print(
-        f"profile {when}: {told}; {1e9 * rates['float32'].row_s:.0f} ns a row; step {1e3 * costs.step_s:.2f} ms, "
+        f"profile {when}: {listed}; {1e9 * rates['float32'].row_s:.0f} ns per row; step {1e3 * costs.step_s:.2f} ms, "
         f"layer {1e3 * costs.layer_s:.2f} ms, draw {1e3 * costs.draw_s:.2f} ms; load {psutil.getloadavg()[0]:.1f}",
         flush=True,
     )
@@ -164,8 +166,8 @@ def print_profile(when: str, profile: MachineProfile) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
-    parser.add_argument("--json", type=Path, help="write the rows to this file too")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per answer")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--weights", nargs="+", choices=list(_BITS), default=list(_BITS))
     options = parser.parse_args()
     models = {name: quantized(SHAPE, bits) if bits else make(SHAPE) for name, bits in _BITS.items()}
@@ -173,7 +175,7 @@ def main() -> None:
     core = pinned[0] if pinned else None
     print(f"{SHAPE.parameters / 1e6:.0f} M random parameters, cores {pinned}")
     print(
-        f"{'weights':8} {'cut':5} {'behind':>5} {'part':16} {'foretold':>8} {'measured':>8} {'ratio':>6} {'processor':>9}"
+        f"{'weights':8} {'cut':5} {'context':>7} {'part':16} {'predicted':>9} {'measured':>8} {'ratio':>6} {'CPU':>9}"
     )
     rows: list[Row] = []
     for name in options.weights:

@@ -1,9 +1,9 @@
-"""Writes a Qwen3 with seeded random weights as an ordinary Hugging Face folder, tensor by tensor.
+"""Write a Qwen3 with seeded random weights as a Hugging Face folder, tensor by tensor.
 
     python bench/random_model.py [--layers 8] [--hidden 1024] [--dtype bfloat16] [--seed 0] ...
 
-The folder goes to a cache (or `--output`) and is reused while its settings are the same; its path is printed.
-The tokenizer is the demo model's, padded to the vocabulary so that every id has a text of its own.
+The folder is written to a cache (or `--output`), and is reused if its settings are the same. Prints its path. The
+tokenizer is the demo model's, padded to the vocabulary so that every id has its own text.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CACHE = Path.home() / ".cache" / "mlx-ring" / "bench"
 DEMO = Path(__file__).parents[1] / "src" / "mlx_ring" / "builtin_models" / "demo"
 _SPREAD = 0.02
 _BLOCK = 1 << 22
-"""Numbers made at a time; bounds memory whatever the model's size."""
+"""Numbers generated at a time, which limits memory for any size of model."""
 BYTES = {"bfloat16": 2, "float32": 4}
 _SAFETENSORS_NAME = {"bfloat16": "BF16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3's sizes. The defaults make 281 M parameters, most of a small model's layers and a real vocabulary."""
+    """Sizes of a Qwen3. The defaults give 281 M parameters: most of a small model's layers, and a real vocabulary."""
 
     layers: int = 8
     hidden: int = 1024
@@ -51,7 +51,7 @@ class Shape:
         return sum(math.prod(shape) for _, shape in self.tensors())
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes in the order of the file; the embedding is tied to the head."""
+        """Yield names and shapes in the order of the file; the embedding is tied to the output head."""
         yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
         for layer in range(self.layers):
             for name, shape in self._layer().items():
@@ -94,7 +94,7 @@ class Shape:
 
 
 def make(shape: Shape, *, output: Path | None = None, tokenizer: Path = DEMO) -> Path:
-    """The model's folder; made unless it is there already."""
+    """Return the model's folder; create it if it does not exist."""
     said = json.dumps(asdict(shape), sort_keys=True).encode()
     digest = hashlib.sha256(said + (tokenizer / "tokenizer.json").read_bytes()).hexdigest()[:12]
     folder = output or CACHE / f"qwen3-{shape.parameters // 1_000_000}m-{digest}"
@@ -126,7 +126,7 @@ def write_tokenizer(source: Path, folder: Path, vocabulary: int) -> None:
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]]) -> None:
-    """Whole float32 tensors, as `_write_weights` does it block by block."""
+    """Write whole float32 tensors in the format that `_write_weights` writes block by block."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     end = 0
     for name, tensor in tensors.items():
@@ -145,7 +145,7 @@ def _encoded_header(header: dict[str, Any]) -> bytes:
 
 
 def _write_weights(path: Path, shape: Shape) -> None:
-    """Writes the safetensors format: header length, JSON header, then the tensors' bytes."""
+    """Write the safetensors format: header length, JSON header, then the tensors' bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     end = 0
     for name, dimensions in shape.tensors():
@@ -177,7 +177,7 @@ def _encoded(numbers: np.ndarray[Any, np.dtype[np.float32]], dtype: str) -> byte
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each size, so that other benchmarks take the same ones."""
+    """Add a flag for each size, which other benchmarks share."""
     for name, default in asdict(Shape()).items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(default, int):

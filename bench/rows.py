@@ -1,9 +1,9 @@
-"""The rows of `engine.py`: what is compared with what."""
+"""Rows of `engine.py`: the comparisons."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +18,7 @@ from measuring import (
     Bench,
     Ratio,
     decode_speed,
-    either_first,
+    in_both_orders,
     jobs_of,
     load,
     note_round,
@@ -38,11 +38,11 @@ FLOAT = Shape(layers=8, hidden=1024, vocabulary=4096, dtype="float32")
 DEEP = Shape(layers=16, hidden=768, intermediate=2304, heads=12, kv_heads=6, vocabulary=4096, dtype="float32")
 _PLAIN = ("--prefix-cache", "off", "--draft-tokens", "0")
 _HOP_US = 300.0
-"""Between processes of this machine, one way, with what waking them takes."""
+"""One-way delay between processes of this machine, including their wake-up."""
 
 
 def row_loop(bench: Bench) -> list[Ratio]:
-    """One stage, one stream, over mlx-lm's own loop."""
+    """Compare one stage and one stream with mlx-lm's own loop."""
     model, tokens = make(FLOAT), 48 if bench.quick else 128
     loop = Stock(model, bench.one, dtype="float32", fast_blas=True)
     pin_self(bench.other)
@@ -61,12 +61,12 @@ def row_loop(bench: Bench) -> list[Ratio]:
 
 
 def row_server(bench: Bench) -> list[Ratio]:
-    """One stage, eight streams, over mlx_lm.server."""
+    """Compare one stage and eight streams with mlx_lm.server."""
     model, tokens, requests = make(FLOAT), 32 if bench.quick else 64, 8 if bench.quick else 16
     pin_self(bench.other)
     speed: list[float] = []
     first: list[float] = []
-    for number, ring, theirs in either_first(
+    for number, ring, theirs in in_both_orders(
         bench,
         lambda: RingServer(model, *_PLAIN, cores=bench.one, head_core=bench.other),
         lambda: MlxLmServer(model, core=bench.shared),
@@ -92,11 +92,11 @@ def row_server(bench: Bench) -> list[Ratio]:
 
 
 def row_streams(bench: Bench) -> list[Ratio]:
-    """Two stages over one, eight streams, bound by computation."""
+    """Compare two stages with one: eight streams, compute-bound."""
     tokens, requests = (24, 8) if bench.quick else (64, 8)
     ratios: list[float] = []
     limits: list[float] = []
-    told: list[float] = []
+    of_simulation: list[float] = []
     with _one_and_two(bench) as (one, two):
         for number in range(bench.rounds + 1):
             jobs = jobs_of(number, requests, 16, tokens, FLOAT.vocabulary)
@@ -110,14 +110,14 @@ def row_streams(bench: Bench) -> list[Ratio]:
             )
             ratios.append(double / single)
             limits.append(double / single / limit)
-            told.append(double / predicted)
+            of_simulation.append(double / predicted)
     return [
         Ratio("streams", "8 streams, two stages over one", ratios[1:], at_least=1.8),
         Ratio("streams", "  of the cut's own limit", limits[1:], at_least=0.92),
         Ratio(
             "streams",
             "  over the simulated scheduler, with these stages",
-            told[1:],
+            of_simulation[1:],
             at_least=0.9,
             at_most=1.1,
         ),
@@ -125,10 +125,10 @@ def row_streams(bench: Bench) -> list[Ratio]:
 
 
 def row_prompt(bench: Bench) -> list[Ratio]:
-    """Time to the first token of a long prompt, in float32: reading a prompt is bound by computation as it is.
+    """Compare the time to first token of a long prompt on one and two stages, in float32, where prefill is compute-bound.
 
-    Of the last layer a chunk that samples nothing needs keys and values alone. In a model of 8 layers that would make the second
-    stage lighter by a seventh, whatever the cut; this one has 16, as many as half of a small model that is in use.
+    In the last layer, a chunk without sampling needs only keys and values. With 8 layers this would make the second
+    stage lighter by a seventh, whatever the split. This model has 16, about half of a small production model.
     """
     length = 1000 if bench.quick else 4000
     ratios: list[float] = []
@@ -142,7 +142,7 @@ def row_prompt(bench: Bench) -> list[Ratio]:
 
 
 def row_stream(bench: Bench) -> list[Ratio]:
-    """Two stages over one, one stream."""
+    """Compare two stages with one: one stream."""
     tokens = 32 if bench.quick else 96
     ratios: list[float] = []
     with _one_and_two(bench) as (one, two):
@@ -155,7 +155,7 @@ def row_stream(bench: Bench) -> list[Ratio]:
 
 
 def row_prefix(bench: Bench) -> list[Ratio]:
-    """The same long beginning twice."""
+    """Send two prompts with the same long prefix."""
     length = 500 if bench.quick else 2000
     pin_self(bench.other)
     ratios: list[float] = []
@@ -167,13 +167,13 @@ def row_prefix(bench: Bench) -> list[Ratio]:
             first, second = load(ring, list(make_jobs(workload, FLOAT.vocabulary)), 1)
             note_round(number, {"first s": ttft(first), "second": ttft(second)})
             if second.cached_tokens < length:
-                raise SystemExit(f"Only {second.cached_tokens} tokens came from the cache.")
+                raise SystemExit(f"Only {second.cached_tokens} tokens came from the prefix cache.")
             ratios.append(ttft(second) / ttft(first))
     return [Ratio("prefix", f"{length} tokens again, TTFT over the first", ratios, at_most=0.1)]
 
 
 def row_lookup(bench: Bench) -> list[Ratio]:
-    """Prompt look-up on and off."""
+    """Compare prompt lookup on and off."""
     tokens = 48 if bench.quick else 128
     pin_self(bench.other)
     copying, plain = make_copying(), make(FLOAT)
@@ -183,7 +183,7 @@ def row_lookup(bench: Bench) -> list[Ratio]:
         ("text that does not", plain, 0.95, {"temperature": 1.0}, False),
     ):
         ratios: list[float] = []
-        for number, with_drafts, without in either_first(
+        for number, with_drafts, without in in_both_orders(
             bench,
             lambda model=model: RingServer(
                 model, "--draft-tokens", "8", cores=bench.one, head_core=bench.other
@@ -193,7 +193,7 @@ def row_lookup(bench: Bench) -> list[Ratio]:
             ),
         ):
             text = random.Random(number).sample(range(FLOAT.vocabulary), 300)
-            # A text and its beginning again is what an edit looks like.
+            # A text followed by its own beginning resembles an edit.
             job = Job(number, [*text, *text[:16]] if repeats else text, tokens, 0.0)
             fast, slow = (
                 decode_speed(load(server, [job], 1, **options)[0]) for server in (with_drafts, without)
@@ -206,7 +206,7 @@ def row_lookup(bench: Bench) -> list[Ratio]:
 
 
 def row_latency(bench: Bench) -> list[Ratio]:
-    """Running streams while a long prompt comes in, over the same tokens of the same streams without it."""
+    """Compare running streams during a long prefill with the same tokens of the same streams without it."""
     length, tokens = (600, 150) if bench.quick else (8000, 1200)
     pin_self(bench.other)
     ratios: list[float] = []
@@ -239,8 +239,8 @@ def row_latency(bench: Bench) -> list[Ratio]:
 
 
 @contextmanager
-def _one_and_two(bench: Bench, model: Path | None = None) -> Iterator[list[Any]]:
-    """The same model on one stage and on two; quantized unless given."""
+def _one_and_two(bench: Bench, model: Path | None = None) -> Generator[list[Any]]:
+    """Serve the same model on one stage and on two; quantized by default."""
     model = model or quantized()
     pin_self(bench.shared)
     with running(
@@ -255,23 +255,23 @@ def _one_and_two(bench: Bench, model: Path | None = None) -> Iterator[list[Any]]
 
 
 def quantized(shape: Shape = FLOAT, bits: int = 4) -> Path:
-    """The random model with quantized weights, group size 64, everything else in float32."""
+    """Return the random model with quantized weights, group size 64, and everything else in float32."""
     folder = CACHE / f"{make(shape).name}-{bits}bit"
     if not (folder / "config.json").is_file():
-        from mlx_lm import convert  # MLX is wanted for this alone
+        from mlx_lm import convert
 
         convert(str(make(shape)), str(folder), quantize=True, q_bits=bits, q_group_size=64, dtype="float32")
     return folder
 
 
 def decode_means_us(server: RingServer) -> list[float]:
-    """What a decode step took on each stage, as the stages have timed it."""
+    """Return the mean duration of a decode step on each stage, as the stages timed it."""
     steps = httpx.get(f"{server.url}/cluster/status", trust_env=False).json()["step_times"]
     return [stage["decode_compute_us"] for stage in steps]
 
 
 def _steady_speed(records: Sequence[Record]) -> float:
-    """Output tokens a second while all streams were running: from the last first token to the first end."""
+    """Return the output tokens per second while all streams ran: from the last first token to the first end."""
     begin = max(record.arrivals_s[0] for record in records)
     end = min(record.arrivals_s[-1] for record in records)
     tokens = sum(
@@ -292,14 +292,14 @@ def _p95(summary: Summary) -> float:
 def _gaps_meanwhile(
     streams: Sequence[Record], prompt: Record, alone: Sequence[Record]
 ) -> tuple[list[float], list[float]]:
-    """Seconds between tokens while the prompt was read, and between the same tokens of streams that ran alone."""
+    """Return the seconds between tokens during the prefill, and between the same tokens without it."""
     begin, end = prompt.sent_s, prompt.arrivals_s[0]
     busy: list[float] = []
     quiet: list[float] = []
     for record, other in zip(streams, alone, strict=True):
         if len(record.arrivals_s) != len(other.arrivals_s):
             raise SystemExit(
-                "A stream came in other pieces the second time, so that its tokens cannot be compared."
+                "A stream arrived in different pieces the second time, so its tokens cannot be compared."
             )
         pairs = zip(pairwise(record.arrivals_s), pairwise(other.arrivals_s), strict=True)
         for (earlier, later), (earlier_alone, later_alone) in pairs:
@@ -307,7 +307,7 @@ def _gaps_meanwhile(
                 busy.append(later - earlier)
                 quiet.append(later_alone - earlier_alone)
     if not busy:
-        raise SystemExit("The streams had ended before the long prompt came; give them more tokens.")
+        raise SystemExit("The streams ended before the long prompt arrived. Give them more tokens.")
     return busy, quiet
 
 

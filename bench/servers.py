@@ -1,4 +1,4 @@
-"""Servers under load: `mlx-ring serve` and `mlx_lm.server`, each pinned, each in processes of its own."""
+"""Servers under load: `mlx-ring serve` and `mlx_lm.server`, each pinned and in its own processes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _LIMIT_S = 600
 _STOP_LIMIT_S = 20
 _WORKER = "mlx_ring.worker"
 _SLOWING = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "LD_PRELOAD")
-"""Settings of the machine that make OpenBLAS choose slower kernels: dropped for every contestant alike."""
+"""Variables that make OpenBLAS choose slower kernels; removed for every contestant."""
 
 
 def clean_environment() -> list[str]:
-    """A command's beginning: without what slows OpenBLAS down, and with one thread of it."""
+    """Return a command prefix that removes the variables that slow OpenBLAS down, and sets one thread."""
     return ["env", *(part for name in _SLOWING for part in ("-u", name)), *ONE_THREAD]
 
 
 class Server:
-    """A server process; made ready by `__init__`, ended by `stop`."""
+    """Server process. The constructor waits until it is ready; `stop` ends it."""
 
     def __init__(self, name: str, command: Sequence[str], port: int, ready_path: str) -> None:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.target: Target | None = None
-        """What a load needs to know, where the server does not say it itself."""
+        """Target of the load, if the server does not report it itself."""
         self._output = tempfile.NamedTemporaryFile(prefix="mlx-ring-bench-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
             [*clean_environment(), *command], stdout=self._output, stderr=subprocess.STDOUT
@@ -55,7 +55,7 @@ class Server:
         return self._process.pid
 
     def processes(self) -> list[psutil.Process]:
-        """All that belongs to it."""
+        """Return the process and its children."""
         return [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
 
     def stop(self) -> None:
@@ -63,7 +63,7 @@ class Server:
             family = self.processes()
             self._process.send_signal(signal.SIGINT)
             _, left = psutil.wait_procs(family, _STOP_LIMIT_S)
-            for process in left:  # ranks under mlx.launch stay when it ends
+            for process in left:  # ranks under mlx.launch outlive it
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self._process.wait()
@@ -95,7 +95,7 @@ class RingServer(Server):
         cores: Sequence[int],
         head_core: int | None,
     ) -> None:
-        """With `counts` each stage has so many layers; the server cuts as it likes otherwise. A stage has so many ranks."""
+        """Start the server with `counts` layers per stage, or the server's own split, and the given `ranks` per stage."""
         port = free_port()
         stages = len(counts) or stages
         self._logs = tempfile.TemporaryDirectory(prefix="mlx-ring-bench-")
@@ -120,11 +120,11 @@ class RingServer(Server):
                 pin(process.pid, head_core)
 
     def worker_cpu_s(self) -> list[float]:
-        """CPU seconds that each stage's worker has used."""
+        """Return the CPU seconds that each stage's worker has used."""
         return [sum(worker.cpu_times()[:2]) for worker in self._workers]
 
     def head_cpu_s(self) -> float:
-        """CPU seconds that the head has used."""
+        """Return the CPU seconds that the head has used."""
         times = psutil.Process(self.pid).cpu_times()
         return times.user + times.system
 

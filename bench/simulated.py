@@ -1,4 +1,4 @@
-"""The engine's own scheduler by the clock, with stages of given times."""
+"""Simulation of the engine's scheduler with stages of given durations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WARM, _STEPS = 10, 100
 
 
 def steady_throughput(stages: Sequence[MeasuredCost], *, streams: int, hop_us: float) -> float:
-    """Output tokens a second of so many streams that all run.
+    """Return the output tokens per second of the given number of running streams.
 
-    `hop_us` is the time between stages, and between head and stages, one way.
+    `hop_us` is the one-way delay between stages, and between the head and stages.
     """
     ranks = [RankId(stage, 0) for stage in range(len(stages))]
     policy = Policy(prefix_cache=False, draft_tokens=0, max_num_seqs=streams)
@@ -28,15 +28,15 @@ def steady_throughput(stages: Sequence[MeasuredCost], *, streams: int, hop_us: f
     step_s = sum(stage.decode_us for stage in stages) / 1e6
     begin_s, end_s = _WARM * step_s, (_WARM + _STEPS) * step_s
     outcome = Simulation(scheduler, times, len(stages)).run(
-        [(0.0, _coming(scheduler, number)) for number in range(1, streams + 1)], until_s=end_s
+        [(0.0, _arrival(scheduler, number)) for number in range(1, streams + 1)], until_s=end_s
     )
     return outcome.tokens_per_s(begin_s, end_s)
 
 
-def _coming(scheduler: Scheduler, number: int) -> Callable[[float], None]:
-    asked = GenerateRequest(str(number), (number,), SamplingParams())
+def _arrival(scheduler: Scheduler, number: int) -> Callable[[float], None]:
+    request = GenerateRequest(str(number), (number,), SamplingParams())
 
-    def come(now: float) -> None:
-        scheduler.add(make_sequence(number, asked, _LIMITS, now))
+    def arrive(now: float) -> None:
+        scheduler.add(make_sequence(number, request, _LIMITS, now))
 
-    return come
+    return arrive

@@ -1,16 +1,16 @@
-"""mlx-lm's own loop, in a process of its own: reads jobs as JSON lines, answers with seconds.
+"""Run mlx-lm's own loop: read jobs as JSON lines, and write the measured seconds.
 
     python bench/stock.py MODEL float32|stored [fast-blas]
 
-With `fast-blas` it computes with the library that our workers use, otherwise with what its wheel brings.
+With `fast-blas` it uses the BLAS of mlx-ring's workers, otherwise the one in MLX's wheel.
 
-Prefill ends at the first token and decode is what follows, as mlx-lm counts its own tokens per second.
+Prefill ends at the first token, and decode is the rest, as in mlx-lm's own tokens per second.
 """
 
 from __future__ import annotations
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# (the stubs of mlx leave `eval` and its trees without types)
+# (mlx's stubs do not type `eval` and its trees)
 import json
 import sys
 import time

@@ -1,14 +1,14 @@
-"""Rows of `engine.py` for workers that share every layer: decode, prefill, and mlx_lm.server under `mlx.launch` beside them.
+"""Rows of `engine.py` for tensor parallelism: decode, prefill, and a comparison with mlx_lm.server under `mlx.launch`.
 
-Bound by computation: weights of 4 bits with float32 activations, which two cores with a memory of one still compute twice as fast.
-The output head, of 32,768 tokens, is a fifth of the model. A worker that waits for the other's sum keeps its core busy, and the
-head that takes the answer out has the first worker's core, in all arms alike.
+They use 4-bit weights and float32 activations, which are compute-bound: two cores that share memory bandwidth are still
+twice as fast. The output head, with 32,768 tokens, is a fifth of the model. A worker that waits in an all-reduce keeps its
+core busy. In all configurations, the head shares the first worker's core.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,14 +20,14 @@ TENSOR = Shape(layers=8, hidden=1024, vocabulary=32768, dtype="float32")
 _PLAIN = ("--prefix-cache", "off", "--draft-tokens", "0")
 _PROMPT = 512
 _LAUNCH_PROMPT = 64
-"""Shorter: mlx_lm.server reads 512 tokens of this model in three minutes."""
+"""Shorter prompt, because mlx_lm.server takes three minutes for 512 tokens of this model."""
 
 
 def rows(quantized: Callable[[Shape], Any]) -> dict[str, Callable[[Bench], list[Ratio]]]:
-    """By name; `quantized` makes the model."""
+    """Return the rows by name; `quantized` creates the model."""
 
     def row_tensor(bench: Bench) -> list[Ratio]:
-        """Two ranks over one: one stream, and a prompt of 512 tokens."""
+        """Compare two ranks with one: one stream, and a prompt of 512 tokens."""
         tokens = 32 if bench.quick else 96
         decode: list[float] = []
         prefill: list[float] = []
@@ -52,7 +52,7 @@ def rows(quantized: Callable[[Shape], Any]) -> dict[str, Callable[[Bench], list[
         ]
 
     def row_launch(bench: Bench) -> list[Ratio]:
-        """Two ranks over two of mlx_lm.server under `mlx.launch`: one stream."""
+        """Compare two ranks with two of mlx_lm.server under `mlx.launch`: one stream."""
         model, tokens = quantized(TENSOR), 32 if bench.quick else 96
         decode: list[float] = []
         prefill: list[float] = []
@@ -89,7 +89,7 @@ def rows(quantized: Callable[[Shape], Any]) -> dict[str, Callable[[Bench], list[
 
 
 @contextmanager
-def _one_and_two(bench: Bench, model: Any) -> Iterator[list[Any]]:
+def _one_and_two(bench: Bench, model: Any) -> Generator[list[Any]]:
     pin_self(bench.shared)
     with running(
         *(
@@ -103,8 +103,8 @@ def _one_and_two(bench: Bench, model: Any) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def paused(server: Server) -> Iterator[None]:
-    """Nothing of the server runs meanwhile: ranks of mlx_lm.server use a core each while they have nothing to do."""
+def paused(server: Server) -> Generator[None]:
+    """Stop the server's processes meanwhile, because idle ranks of mlx_lm.server each use a core."""
     processes = server.processes()
     with ExitStack() as resumed:
         for process in processes:

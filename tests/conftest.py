@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tests import alone
+from tests import alone, process_marks
 from tests.once import once
 from tests.other_python import other_python
 
 from mlx_ring.core.environment import quieten_grpc
 from mlx_ring.worker.platform.blas import install_fast_blas
 
-pytest_collection_modifyitems = alone.pytest_collection_modifyitems
-pytest_runtest_protocol = alone.pytest_runtest_protocol
 collect_ignore = [] if other_python() else ["end_to_end/test_cluster_other_python.py"]
 """What cannot be tried on this machine at all is not collected, and the run's first lines say so."""
 quieten_grpc()
@@ -30,6 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fail-on-skip", action="store_true", help="a skipped test fails the run")
     parser.addoption("--thorough", action="store_true", help="more of what is tried at random")
     parser.addoption("--write-table", action="store_true", help="the conformance run writes what it finds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(alone)
+    config.pluginmanager.register(process_marks)
 
 
 def pytest_report_header() -> list[str]:

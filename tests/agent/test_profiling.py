@@ -12,6 +12,7 @@ import pytest
 from mlx_ring.agent.profiling import ProfileOptions, measure_machine
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck
 
+pytestmark = pytest.mark.processes
 QUICK = ProfileOptions(seconds=0.1, memory_share=0.05)
 WRITE = "import sys; out = sys.argv[sys.argv.index('--output') + 1]; open(out, 'w').write({!r})"
 

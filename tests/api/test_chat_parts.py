@@ -280,6 +280,7 @@ def test_what_tools_have_replaced_is_refused_and_names_them(field: str) -> None:
     assert "'tools'" in message
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -104,6 +104,7 @@ def caller() -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.mark.processes
 def test_a_streamed_call_is_put_together_and_parsed(caller: openai.OpenAI) -> None:
     with caller.chat.completions.stream(
         model="twin", messages=[{"role": "user", "content": "Weather?"}], tools=[WEATHER]
@@ -117,6 +118,7 @@ def test_a_streamed_call_is_put_together_and_parsed(caller: openai.OpenAI) -> No
     assert message.content in (None, "")
 
 
+@pytest.mark.processes
 def test_a_call_and_its_result_go_back_as_history(caller: openai.OpenAI) -> None:
     asked: Any = {"role": "user", "content": "Weather?"}
     answer = caller.chat.completions.create(model="twin", messages=[asked], tools=[WEATHER])

@@ -12,29 +12,30 @@ PAGE = ROOT / "docs" / "clients.md"
 _INTRODUCTION = """\
 # Clients
 
-Point the client that you have at mlx-ring. `URL` is what `serve` prints, such as `http://127.0.0.1:8100`; `KEY` is one of
-`--api-key`, or any word where the server asks for none; `MODEL` is an id that `GET /v1/models` lists. OpenAI's clients want `URL/v1`,
-Anthropic's and Ollama's `URL`.
+Set your client's address, key and model. `URL` is the address that `serve` prints, such as `http://127.0.0.1:8100`. `KEY` is one of
+`--api-key`, or any text if the server requires none. `MODEL` is an id from `GET /v1/models`. OpenAI clients use `URL/v1`; Anthropic and
+Ollama clients use `URL`.
 
-`make clients` makes this page: it runs each client, in the versions named and in environments of their own, against the
-demo model on two stages with a key and an id that has a slash in it, and writes the page when every check has passed. *Errors*: what is refused (a wrong key, an
-unknown model, a field out of bounds) is raised as the client's own class for it. After each client the server must come to
-rest: what was cancelled is computed no longer.
+`make clients` generates this page. It runs each client, in the given version and in its own environment,
+against the demo model on two stages. The server requires an API key, and the model id contains a slash. The page is written if
+all checks pass. *Errors*: a wrong key, an
+unknown model, or a field out of bounds raises the client's own exception for it. After each client, the server must become
+idle: cancelled requests must not run on.
 
 | client | version | how | tried |
 | --- | --- | --- | --- |
 """
 
 _DIFFERENCES = """
-## Where suites expect otherwise
+## Differences from conformance suites
 
-Of `llm-comply`'s tests these end otherwise here, on purpose:
+These tests of `llm-comply` fail on purpose:
 
-- images are refused by name (400): the models are of text;
-- a request without `model` is answered by the one that is served, where the suite wants 400.
+- Images are rejected by name (400), because only text models are supported.
+- A request without `model` is answered by the served model; the suite expects 400.
 
-A test of these that passes fails the run, so that the list stays true. Three more it leaves out by itself, because they are for
-models by certain names.
+If one of them passes, the run fails, so that this list stays accurate. The suite skips three more tests, which are for models with
+certain names.
 """
 
 

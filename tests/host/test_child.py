@@ -192,3 +192,25 @@ asyncio.run(run())
         assert not alive
 
     asyncio.run(run())
+
+
+def test_a_deaf_child_is_killed_by_a_task_that_was_cancelled(tmp_path: Path) -> None:
+    """Cleanup runs in tasks that were cancelled, where not every Python's `asyncio.timeout` tells a timeout."""
+
+    async def use(child: ChildProcess, heard: Heard) -> None:
+        await heard.first.wait()
+
+        async def wait_and_clean_up() -> str:
+            try:
+                await child.wait()
+            finally:
+                await child.stop(grace_s=0.1)
+            return ""
+
+        cleaning = asyncio.create_task(wait_and_clean_up())
+        await asyncio.sleep(0)
+        cleaning.cancel()
+        await asyncio.wait((cleaning,))
+        assert child.exit_reason == "ended by signal 9 (SIGKILL)"
+
+    with_child(tmp_path, DEAF, use)

@@ -228,6 +228,7 @@ class Supervisor:
         self._watchers: set[asyncio.Event] = set()
         self._serial = count()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stops: set[asyncio.Task[int]] = set()
         self.revoked: tuple[str, ...] = ()
         """Serials of certificates that workers refuse; told with each question."""
 
@@ -319,7 +320,16 @@ class Supervisor:
         self._tell()
 
     async def stop(self, instance: str = "") -> int:
-        """End the workers of an instance, or all; returns how many, once each is verified dead."""
+        """End the workers of an instance, or all; return how many, once each is verified dead.
+
+        It goes on when the caller is cancelled, as by a head that is lost: a worker that ignores SIGTERM would stay.
+        """
+        stopping = asyncio.create_task(self._stop(instance), name=f"stop {instance}")
+        self._stops.add(stopping)
+        stopping.add_done_callback(self._stops.discard)
+        return await asyncio.shield(stopping)
+
+    async def _stop(self, instance: str) -> int:
         leaving = [worker for worker in self._workers if instance in ("", worker.instance)]
         self._workers = [worker for worker in self._workers if worker not in leaving]
         for worker in leaving:

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 _STOP_WAIT_S = 8.0
 _LOOK_WAIT_S = 3.0
+_LOOK_AGAIN_S = 1.0
 
 Planned = TypeVar("Planned")
 
@@ -361,15 +362,22 @@ class Cluster:
                 while not came.empty():
                     nodes.add(came.get_nowait())
                 await self._has_looked.wait()
-                await self._tend(nodes)
+                if silent := await self._tend(nodes) & self._control.membership.members.keys():
+                    # A busy machine may hold workers of an instance that is gone, and attends: it is asked until it answers.
+                    await asyncio.sleep(_LOOK_AGAIN_S)
+                    for node in silent:
+                        came.put_nowait(node)
 
-    async def _tend(self, nodes: AbstractSet[str]) -> None:
+    async def _tend(self, nodes: AbstractSet[str]) -> AbstractSet[str]:
+        """Return those that could not be asked what they hold."""
+        silent = nodes
         membership = self._control.membership
         sites = cluster_sites(self._control, membership, self._address.port)
         hello = make_hello(node=self._control.node)
         try:
             new = [site for site in sites if site.node in nodes]
             found = await asyncio.gather(*(site.link.look(hello, _LOOK_WAIT_S) for site in new))
+            silent = {site.node for site, event in zip(new, found, strict=True) if event is None}
             wanted = self._live.keys() | {
                 left.instance for of_model in self._left.values() for left in of_model
             }
@@ -379,6 +387,7 @@ class Cluster:
             log.warning("%s came, and was not made ready: %s", ", ".join(sorted(nodes)), error)
         finally:
             await _close(sites)
+        return silent
 
 
 @dataclass(frozen=True, slots=True)

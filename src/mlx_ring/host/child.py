@@ -109,19 +109,21 @@ class ChildProcess:
         """
         if not self._end.done():
             self._signal(signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    return await self.wait()
+            if await self._ends_within(grace_s):
+                return self._end.result()
             log.warning(
                 "%s (pid %d) did not end within %g s of SIGTERM: killing it.", self.name, self.pid, grace_s
             )
             if asks_where:
                 self._signal(SIGNAL)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LAST_WORDS_S):
-                        await self.wait()
+                await self._ends_within(_LAST_WORDS_S)
             self._signal(signal.SIGKILL)
         return await self.wait()
+
+    async def _ends_within(self, seconds: float) -> bool:
+        """Wait without `asyncio.timeout`: in a task that was cancelled before, Python 3.11.2's ends as another cancellation."""
+        await asyncio.wait((self._end,), timeout=seconds)
+        return self._end.done()
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

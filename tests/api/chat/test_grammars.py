@@ -352,6 +352,7 @@ def problem(conversation: Conversation, format_: ChatFormat) -> RequestError:
     return raised.value
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
@@ -385,6 +386,7 @@ def test_options_of_the_library_are_not_for_requests_to_set() -> None:
     assert "x-guidance" in str(problem(asked(Tool("f", parameters=schema)), JSON_TOOLS.format()))
 
 
+@pytest.mark.processes
 def test_of_grammars_that_were_tried_none_is_kept_whole() -> None:
     """Clients decide how long they are."""
     checks, grammar = GrammarChecks(), Grammar("json_schema", json.dumps({"description": "x" * (1 << 20)}))
@@ -393,6 +395,7 @@ def test_of_grammars_that_were_tried_none_is_kept_whole() -> None:
     assert len(repr(vars(checks))) < 10_000
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("depth", [150, 900])
 def test_a_schema_that_is_nested_without_end_is_refused(depth: int) -> None:
     schema: dict[str, Any] = {}

@@ -42,6 +42,7 @@ def test_marks_of_calls_are_shown_where_something_may_be_called() -> None:
     assert prepare(Conversation([USER], replace(use, choice="none"))).requests[0].shown_tokens == {259, 260}
 
 
+@pytest.mark.processes
 def test_a_model_that_may_call_none_of_its_tools_cannot_open_a_call() -> None:
     use = ToolUse([WEATHER])
     for choice, barred in (("none", ((261, -100.0),)), ("auto", ()), ("required", ())):

@@ -123,6 +123,7 @@ def test_a_prompt_is_answered_as_a_chat_and_raw_as_it_is(client: Client) -> None
     assert (pieces[-1].done, pieces[-1].done_reason, pieces[-1].eval_count) == (True, "length", 3)
 
 
+@pytest.mark.processes
 def test_a_format_is_asked_of_the_sampler_in_every_way_of_asking(api: Api) -> None:
     asked = {"format": "json", "stream": False, "options": {"num_predict": 1}}
     api.post("/api/chat", {"messages": MESSAGES} | asked)

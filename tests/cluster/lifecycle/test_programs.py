@@ -17,6 +17,7 @@ from mlx_ring.planner.devices_file import Device
 ALPINE = Python("/usr/bin/python3", "linux", "riscv64", "3.12", "musl", (0, 0))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("device", "pythons", "said"),
     [
@@ -46,6 +47,7 @@ def test_a_machine_that_nothing_can_be_sent_to_is_refused_with_what_to_do(
         make_ready(Place(device, "mini", is_here=False), store=store, tell=lambda _told: None)
 
 
+@pytest.mark.processes
 def test_interpreters_are_found_where_they_are_usually_put_and_broken_ones_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

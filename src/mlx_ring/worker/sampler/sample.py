@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import mlx.core as mx
 
 from mlx_ring.worker.sampler import draw
-from mlx_ring.worker.sampler.adjust import bar
+from mlx_ring.worker.sampler.sample import bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

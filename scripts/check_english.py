@@ -1,0 +1,403 @@
+"""Check the English of docs, docstrings, comments, help, messages, page texts and names.
+
+It reports, by file and line:
+
+- opener: a docstring that opens with What, Whether, Who or Of, or a function's docstring that opens with no verb
+- word: a word or phrase of `BANNED`, with what to write in its place
+- clause: a sentence that opens with a clause as its subject ("What waits is ...")
+- name: a class, function, parameter, field or file named after a word of `BANNED_NAMES`
+
+Text in backticks and code blocks is code and does not count. A string counts when it holds a space; the demo models' corpus
+does not count. `ALLOWED` lists what is right in its place, with the reason. codespell with a dictionary finds single words only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+PLACES = (
+    "src/mlx_ring",
+    "docs",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "Makefile",
+    "scripts",
+    "bench",
+)
+TEST_PLACES = ("tests",)
+OWN_FILE = "scripts/check_english.py"
+CORPUS = "scripts/demo_models/"
+"""Strings there are what a model learns from."""
+
+BANNED: Mapping[str, str] = {
+    r"told": "reported, set, given",
+    r"heed(s|ed|ing)?": "record, follow, observe",
+    r"hear(s|d|ing)?": "receive, record",
+    r"gone": "removed, ended, lost",
+    r"beg[aiu]n(s|ning)? alike": "share a prefix",
+    r"(make|makes|making|made) way": "be evicted, be unloaded, free memory",
+    r"(give|gives|giving|gave|given) way": "yield, be shed, be preempted",
+    r"(go|goes|going|went) on": "continue",
+    r"(put|puts|putting) back": "preempt, restore, return",
+    r"(take|takes|taking|took|taken) back": "roll back, undo",
+    r"thoughts?": "reasoning",
+    r"wish(es|ed|ing)?": "request",
+    r"tenants?": "KV reservations",
+    r"territor(y|ies)": "candidate nodes",
+    r"burden(s|ed)?": "load",
+    r"trouble(s|d)?": "error, problem",
+    r"news": "update",
+    r"(in|by|of) ([\w-]+'?s?|its|their|our|your|other|whose|these|those|own|plain) (own )?words": "API, format, terms",
+    r"thrice|whence|whither|hitherto|thereof|albeit|lest": "a plain word",
+    r"youngest|eldest": "newest, oldest",
+    r"park(s|ed|ing)?": "retain",
+    r", for (it|they|there|nobody|nothing|no one|what|who|those|these|this|that) ": ", because",
+    r"nobody is (asked|told)": "no client, no process, nothing",
+    r"(is|are|was|were|be) asked for (the )?longest": "least recently used",
+}  # fmt: skip
+"""Patterns of words and phrases, each with what to write. A space stands for any white space."""
+
+ALLOWED: Mapping[str, str] = {
+    r"410 Gone": "HTTP's name of the status",
+}
+"""Patterns of text in which nothing is banned, each with the reason."""
+
+BANNED_NAMES: Mapping[str, str] = {
+    "told": "documented, reported",
+    "heed": "record, on",
+    "hear": "on, receive",
+    "heard": "received",
+    "tell": "record, set, report",
+    "tells": "reports",
+    "wish": "request",
+    "wishes": "requests",
+    "seat": "rank placement",
+    "seats": "rank placements",
+    "arrangement": "placement",
+    "territory": "candidate nodes",
+    "territories": "candidate nodes",
+    "tenant": "KV reservation",
+    "tenants": "KV reservations",
+    "burden": "load",
+    "trouble": "error info",
+    "news": "update",
+    "thought": "reasoning",
+    "thoughts": "reasoning",
+    "gone": "lost, ended",
+    "park": "retain",
+    "parked": "retained",
+    "put_back": "preempt",
+    "take_back": "rollback",
+}
+"""Words of names in lower case, each with what to write."""
+
+BANNED_FILES: Mapping[str, str] = {
+    "asking": "request",
+    "asked": "request",
+    "conversation": "chat",
+    "fewest_tokens": "token_bounds",
+    "flights": "in_flight",
+    "front": "server",
+    "giving_way": "load shedding",
+    "handover": "token_feedback",
+    "here": "single_node",
+    "kept_lines": "log_buffer",
+    "kv_plan": "kv_manager",
+    "looks": "snapshot",
+    "pace": "rates",
+    "pacing": "chunk_size",
+    "staying": "keep_alive",
+    "wanted": "content_negotiation",
+}
+"""Names of files and folders, each with what to write."""
+
+OPENERS = frozenset({"What", "Whether", "Who", "Of"})
+NO_VERBS = frozenset({
+    *("A", "An", "The", "One", "Two", "Some", "Any", "All", "Every", "Each", "Both", "No", "None", "Nothing", "Nobody"),
+    *("This", "That", "These", "Those", "It", "Its", "Their", "They", "Our", "We", "There", "Here", "Such", "Other"),
+    *("Where", "Which", "How", "When", "Why", "Whose", "While", "If", "Unless", "Until", "Once", "Because"),
+    *("As", "At", "By", "For", "From", "In", "Into", "On", "Out", "To", "With", "Within", "Without", "Up", "Under", "Over"),
+    *("After", "Before", "Between", "Beside", "Behind", "Among", "Against", "During", "Since", "Than", "Then", "So"),
+    *("And", "Or", "But", "Not", "Only", "Also", "Like", "Per", "About", "Enough", "Much", "Many", "More", "Most", "Less"),
+    *("Is", "Are", "Has", "Does", "Can", "May", "Must", "Same", "True"),
+})  # fmt: skip
+_VERBS_IN_S = frozenset({"Bias", "Canvas", "Focus"})
+_VERBS_IN_ED = frozenset({"Feed", "Embed", "Proceed", "Need", "Seed", "Shed", "Speed", "Spread"})
+_VERBS_IN_ING = frozenset({"Bring", "Ping", "Ring", "String"})
+_CLAUSE = re.compile(r"(?:^|(?<=[.!;:])\s+|\n\s*\n)(?:What|Whatever|Who|Whoever)\s[^.?!]*(?=[.!]|$)")
+_CODE = re.compile(r"```.*?```|``[^`]*``|`[^`]*`|https?://\S+", re.DOTALL)
+_BANNED = [
+    (re.compile((r"\b" if words[0] != "," else "") + rf"(?:{words})".replace(" ", r"\s+") + r"\b", re.IGNORECASE), instead)
+    for words, instead in BANNED.items()
+]  # fmt: skip
+_ALLOWED = [re.compile(pattern) for pattern in ALLOWED]
+_PARTS_OF_NAME = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of prose and where it begins."""
+
+    line: int
+    text: str
+    is_docstring: bool = False
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """One place to write otherwise."""
+
+    path: str
+    line: int
+    kind: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.kind}: {self.what}"
+
+
+def check_text(path: str, piece: Text) -> Iterator[Finding]:
+    """Find banned words and clauses in a piece of prose."""
+    prose = _CODE.sub(_blank, piece.text)
+    for pattern in _ALLOWED:
+        prose = pattern.sub(_blank, prose)
+    for pattern, instead in _BANNED:
+        for found in pattern.finditer(prose):
+            words = " ".join(found[0].split())
+            yield Finding(path, _line(piece, found.start()), "word", f"“{words}” -> {instead}")
+    for found in _CLAUSE.finditer(prose):
+        # The opener of a docstring is reported as such.
+        if (found.start() or not piece.is_docstring) and prose[found.end() : found.end() + 1] != "?":
+            start = found.start() + len(found[0]) - len(found[0].lstrip())
+            yield Finding(path, _line(piece, start), "clause", f"“{' '.join(found[0].split()[:6])} …”")
+
+
+def _blank(found: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", "_", found[0])
+
+
+def _line(piece: Text, position: int) -> int:
+    return piece.line + piece.text.count("\n", 0, position)
+
+
+def check_python(path: str, source: str) -> Iterator[Finding]:
+    """Find all that is wrong in a Python file."""
+    tree = ast.parse(source)
+    for piece in (*_comments(source), *_strings(tree)):
+        if piece.is_docstring or not path.startswith(CORPUS):
+            yield from check_text(path, piece)
+    yield from _check_openers(path, tree)
+    for line, name in _names(tree):
+        yield from _check_name(path, line, name)
+
+
+def _comments(source: str) -> Iterator[Text]:
+    """Yield comments, those of consecutive lines together."""
+    begin, lines = 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT or token.string.startswith(("#!", "# noqa", "# fmt", "# pyright")):
+            continue
+        if lines and token.start[0] == begin + len(lines):
+            lines.append(token.string.lstrip("# "))
+            continue
+        if lines:
+            yield Text(begin, "\n".join(lines))
+        begin, lines = token.start[0], [token.string.lstrip("# ")]
+    if lines:
+        yield Text(begin, "\n".join(lines))
+
+
+def _strings(tree: ast.Module) -> Iterator[Text]:
+    """Yield docstrings and the strings that hold a space; values within an f-string as `_`."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    inner = {
+        id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.JoinedStr(values=values):
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "_" for part in values)
+            case ast.Constant(value=str(text)) if id(node) not in inner:
+                pass
+            case _:
+                continue
+        if " " in text.strip():
+            yield Text(node.lineno, text, is_docstring=id(node) in docstrings)
+
+
+def _check_openers(path: str, tree: ast.Module) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not _is_property(node)
+        for position, statement in enumerate(node.body):
+            text = _string_of(statement)
+            first = re.split(r"[\s,.:;]", text.strip(), maxsplit=1)[0]
+            if first in OPENERS:
+                yield Finding(path, statement.lineno, "opener", f"“{first}”")
+            elif position == 0 and is_function and text and not _opens_with_verb(text):
+                yield Finding(
+                    path,
+                    statement.lineno,
+                    "opener",
+                    f"“{' '.join(text.split()[:2])}” is no verb in the imperative",
+                )
+
+
+def _string_of(statement: ast.stmt) -> str:
+    match statement:
+        case ast.Expr(value=ast.Constant(value=str(text))):
+            return text
+        case _:
+            return ""
+
+
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def _opens_with_verb(text: str) -> bool:
+    """Return False for what is certainly no verb in the imperative: a particle, a plural, "Number of"."""
+    word, *others = re.split(r"[\s,.:;]", text.strip(), maxsplit=2)
+    if word in NO_VERBS or not word[:1].isupper() or (others and others[0] == "of"):
+        return False
+    ends = {"s": _VERBS_IN_S, "ed": _VERBS_IN_ED, "ing": _VERBS_IN_ING}
+    return word.endswith("ss") or all(not word.endswith(end) or word in verbs for end, verbs in ends.items())
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield what a module defines: classes, functions, parameters, fields and constants."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield node.lineno, name
+            case _:
+                pass
+
+
+def _check_name(path: str, line: int, name: str) -> Iterator[Finding]:
+    parts = [part.lower() for part in _PARTS_OF_NAME.findall(name)]
+    whole = f"_{'_'.join(parts)}_"
+    for banned, instead in BANNED_NAMES.items():
+        if f"_{banned}_" in whole:
+            yield Finding(path, line, "name", f"{name} -> {instead}")
+
+
+def check_other(path: str, source: str) -> Iterator[Finding]:
+    """Find banned words in a file of another kind: a page, a proto, Markdown, a script."""
+    for piece in _PROSE[Path(path).suffix](source):
+        yield from check_text(path, piece)
+
+
+def _whole(source: str) -> Iterator[Text]:
+    yield Text(1, source)
+
+
+def _remarks(source: str) -> Iterator[Text]:
+    """Yield the remarks behind `#`, as of a makefile."""
+    for number, line in enumerate(source.splitlines(), start=1):
+        if found := re.search(r"#+ (.*)", line):
+            yield Text(number, found[1])
+
+
+def _javascript(source: str) -> Iterator[Text]:
+    """Yield comments and strings that hold a space; of a template all of it."""
+    for found in re.finditer(r"//[^\n]*|/\*.*?\*/|\"[^\"\n]*\"|'[^'\n]*'|`[^`]*`", source, re.DOTALL):
+        if " " in found[0].strip("/* "):
+            yield Text(
+                1 + source.count("\n", 0, found.start()),
+                re.sub(r"\$\{[^}]*\}|`", "_", found[0].strip("/* \"'`")),
+            )
+
+
+def _proto(source: str) -> Iterator[Text]:
+    for number, line in enumerate(source.splitlines(), start=1):
+        if found := re.search(r"// ?(.*)", line):
+            yield Text(number, found[1])
+
+
+_PROSE = {".md": _whole, ".html": _whole, ".js": _javascript, ".proto": _proto, "": _remarks}
+
+
+def check_file(path: Path, root: Path) -> Iterator[Finding]:
+    """Check one file, as its kind needs."""
+    name = path.relative_to(root).as_posix()
+    source = path.read_text(encoding="utf-8")
+    yield from _check_name(name, 1, path.stem)
+    for part in (path.parent.name, path.stem):
+        if part in BANNED_FILES:
+            yield Finding(name, 1, "name", f"{part} -> {BANNED_FILES[part]}")
+    yield from check_python(name, source) if path.suffix == ".py" else check_other(name, source)
+
+
+def files_of(places: Iterable[str], root: Path) -> list[Path]:
+    """Return the files to check beneath these places, none of which is generated or another project's."""
+    found = [
+        path
+        for place in places
+        for path in ([root / place] if (root / place).is_file() else (root / place).rglob("*"))
+    ]
+    return sorted(
+        path
+        for path in found
+        if path.is_file()
+        and (path.suffix == ".py" or (path.suffix in _PROSE and (path.suffix or path.name == "Makefile")))
+        and "_pb2" not in path.name
+        and not {"vendor", "__pycache__"} & set(path.parts)
+        and path.relative_to(root).as_posix() != OWN_FILE
+    )
+
+
+def main() -> None:
+    """Run as the module's docstring says."""
+    parser = argparse.ArgumentParser(
+        description="Check the English of docs, docstrings, messages, pages and names."
+    )
+    parser.add_argument("places", nargs="*", help="files and folders; otherwise all but the tests")
+    parser.add_argument("--tests", action="store_true", help="check the tests too")
+    parser.add_argument(
+        "--kind", choices=("opener", "word", "clause", "name"), help="findings of one kind only"
+    )
+    parser.add_argument("--summary", action="store_true", help="print the number of findings of each file")
+    arguments = parser.parse_args()
+    places = arguments.places or [*PLACES, *(TEST_PLACES if arguments.tests else ())]
+    findings = [
+        finding
+        for path in files_of(
+            (Path(place).absolute().as_posix() if arguments.places else place for place in places), HERE
+        )
+        for finding in sorted(check_file(path, HERE))
+        if arguments.kind in (None, finding.kind)
+    ]
+    if arguments.summary:
+        for path, count in sorted(
+            Counter(finding.path for finding in findings).items(), key=lambda item: -item[1]
+        ):
+            print(f"{count:5} {path}")
+    else:
+        print(*findings, sep="\n")
+    kinds = Counter(finding.kind for finding in findings)
+    if findings:
+        sys.exit(
+            "The English of these places needs work: "
+            + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What the head does with nodes that come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlx_ring.cluster.agent_link import AgentLink, Source
+from mlx_ring.cluster.control import Control
+from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.membership import Came, Event, Membership
+from mlx_ring.head import multi_node as subject
+from mlx_ring.head.multi_node import Cluster
+from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+from mlx_ring.settings.config import Settings
+
+
+class BusyAgent:
+    """One that holds workers of an instance that is gone, and answers the second time that it is asked."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.stopped: asyncio.Queue[str] = asyncio.Queue()
+
+    async def look(self, _hello: object, _timeout_s: float) -> agent_pb2.AgentEvent | None:
+        self.looks += 1
+        held = worker_pb2.StageAssignment(instance="gone")
+        return (
+            None
+            if self.looks == 1
+            else agent_pb2.AgentEvent(
+                hello=hello_pb2.Hello(node="n2"),
+                workers=[agent_pb2.WorkerState(instance="gone", assignment=held, alive=True)],
+            )
+        )
+
+    async def stop(self, instance: str, _timeout_s: float) -> None:
+        self.stopped.put_nowait(instance)
+
+    async def close(self) -> None:
+        pass
+
+
+class Attended:
+    """The head's ports, as far as who comes is told."""
+
+    node = "n1"
+
+    def __init__(self) -> None:
+        there: Any = {"n2": SimpleNamespace(node="n2", came=1, links_port=0)}
+        self.membership = Membership(there)
+        self.watchers: list[Callable[[Event], None]] = []
+
+    @contextlib.contextmanager
+    def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:
+        self.watchers.append(watcher)
+        yield
+
+
+def test_a_node_that_does_not_answer_when_it_comes_is_asked_again_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, control = BusyAgent(), Attended()
+    site = Site(
+        "n2", cast("AgentLink", agent), is_local=False, hosts={"": "10.0.0.2"}, source=Source("model")
+    )
+
+    def sites(*_: object) -> list[Site]:
+        return [site]
+
+    async def take(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(subject, "cluster_sites", sites)
+    monkeypatch.setattr(subject, "_LOOK_AGAIN_S", 0.0)
+    settings = Settings.model_validate({"model": "demo", "state_dir": tmp_path})
+
+    async def offer(_served: object) -> Any:
+        raise AssertionError
+
+    async def run() -> str:
+        cluster: Any = Cluster(settings, [], cast("Control", control), HeadAddress("10.0.0.1", 50051), offer)
+        monkeypatch.setattr(cluster._surveys, "take", take)
+        cluster._has_looked.set()
+        tending = asyncio.create_task(cluster._tend_whoever_comes())
+        await asyncio.sleep(0)
+        control.watchers[0](Came(control.membership.members["n2"]))
+        try:
+            async with asyncio.timeout(30):
+                return await agent.stopped.get()
+        finally:
+            tending.cancel()
+
+    assert asyncio.run(run()) == "gone"
+    assert agent.looks == 2

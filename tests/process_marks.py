@@ -1,0 +1,121 @@
+"""Gives tests that start processes the mark `processes`, and fails any other test that starts one.
+
+The mark comes from code: from what a test and its fixtures name, and the functions of tests that they name in turn.
+A function or class of the product counts where its own module starts the process.
+A test that starts one deeper in the product carries the mark itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, cast
+
+import pytest
+
+_STARTERS = {
+    ("subprocess", "Popen"),
+    ("subprocess", "run"),
+    ("subprocess", "check_output"),
+    ("asyncio.subprocess", "create_subprocess_exec"),
+    ("multiprocessing.context", "DefaultContext.get_context"),
+    ("playwright.sync_api", "sync_playwright"),
+}
+"""Modules and names of what starts a process."""
+_EVENTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system"}
+"""Audit events of a start."""
+_HARMLESS = ("ldconfig", "gcc", "cc", "ld", "uname", "fc-list", "git")
+"""Programs that libraries ask about the machine."""
+_found: dict[CodeType, bool] = {}
+_started: list[str] = []
+"""Commands that the current test has started."""
+
+
+def _record_start(event: str, arguments: tuple[Any, ...]) -> None:
+    if event not in _EVENTS:
+        return
+    words = list(map(str, arguments[1] if event == "subprocess.Popen" else arguments))
+    if not words or Path(words[0]).name not in _HARMLESS:
+        _started.append(" ".join(words))
+
+
+sys.addaudithook(_record_start)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function and the functions inside it read."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _named(function: FunctionType) -> Iterator[object]:
+    """Yield what a function names: globals, and attributes of modules among them."""
+    names = _names(function.__code__)
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        yield value
+        if isinstance(value, ModuleType):
+            yield from (getattr(value, attribute, None) for attribute in names)
+
+
+def _may_follow(value: object, module: str | None) -> bool:
+    """Return true if what `value` names is looked at: all of the tests, and the product within one module."""
+    own = getattr(value, "__module__", None) or ""
+    return own.startswith("tests.") or (own.startswith("mlx_ring.") and module in {None, own})
+
+
+def _starts(value: object, module: str | None = None) -> bool:
+    """Return true if a function or class starts processes; `module` is the product's module that names it."""
+    if (getattr(value, "__module__", None), getattr(value, "__qualname__", None)) in _STARTERS:
+        return True
+    if not isinstance(value, type):
+        value = inspect.unwrap(cast("Any", value))
+    if not _may_follow(value, module):
+        return False
+    if isinstance(value, type):
+        return any(_starts(member, module) for member in vars(value).values())
+    if not isinstance(value, FunctionType):
+        return False
+    if value.__code__ not in _found:
+        inside = None if value.__module__.startswith("tests.") else value.__module__
+        _found[value.__code__] = False  # ends a recursion
+        _found[value.__code__] = any(_starts(named, inside) for named in _named(value))
+    return _found[value.__code__]
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    """Return true if a test or one of its fixtures starts a process."""
+    if not isinstance(item, pytest.Function):
+        return False
+    function = cast("Any", item).function
+    fixtures: Mapping[str, Sequence[pytest.FixtureDef[Any]]] = cast("Any", item)._fixtureinfo.name2fixturedefs
+    functions = [fixture.func for fixtures_of_name in fixtures.values() for fixture in fixtures_of_name]
+    inner = getattr(getattr(function, "hypothesis", None), "inner_test", None)
+    return any(map(_starts, [function, inner, *functions]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start processes, before `-m` chooses among them."""
+    for item in items:
+        if _starts_processes(item):
+            item.add_marker("processes")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Fail a test that has started a process without the mark, as itself or in its fixtures."""
+    result = yield
+    if _started and pyfuncitem.get_closest_marker("processes") is None:
+        pytest.fail(
+            f"This starts `{_started[0]}`: mark the test or its file with `processes`.", pytrace=False
+        )
+    return result
+
+
+def pytest_runtest_logstart() -> None:
+    """Forget what the test before has started."""
+    _started.clear()

@@ -1,0 +1,77 @@
+"""The checker of English finds what it should, where it is, and nothing in code."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+from scripts.check_english import check_other, check_python
+
+
+def _found(source: str) -> list[tuple[int, str, str]]:
+    findings = check_python("module.py", textwrap.dedent(source))
+    return [(finding.line, finding.kind, finding.what) for finding in sorted(findings)]
+
+
+@pytest.mark.parametrize(
+    "opener", ["What", "Whether", "Who", "Of", "The", "Returns", "Sending", "Number of", "`x` as"]
+)
+def test_a_function_docstring_without_a_verb_is_found(opener: str) -> None:
+    assert [kind for _, kind, _ in _found(f'def f():\n    """{opener} it."""\n')] == ["opener"]
+
+
+@pytest.mark.parametrize("opener", ["Return", "Embed", "Bring", "Pass", "Raise", "Express"])
+def test_a_verb_opens_a_function_docstring(opener: str) -> None:
+    assert _found(f'def f():\n    """{opener} it."""\n') == []
+
+
+def test_a_value_and_a_property_are_described_by_nouns() -> None:
+    source = '''
+        LIMIT = 3
+        """Number of requests."""
+
+        class Queue:
+            """A line of requests."""
+
+            @property
+            def length(self):
+                """Number of requests in it."""
+    '''
+    assert _found(source) == []
+
+
+def test_an_opener_of_a_value_is_found() -> None:
+    assert _found('LIMIT = 3\n"""Of requests."""\n') == [(2, "opener", "“Of”")]
+
+
+def test_a_phrase_is_found_across_lines_of_a_docstring() -> None:
+    [(line, kind, what)] = _found('def f():\n    """Keep it.\n\n    Others make\n    way then.\n    """\n')
+    assert (line, kind) == (4, "word")
+    assert what.startswith("“make way”")
+
+
+def test_a_phrase_is_found_in_comments_and_in_formatted_strings() -> None:
+    assert [line for line, _, _ in _found('# It was told\n# of it.\nerror = f"{1} is gone."\n')] == [1, 3]
+
+
+def test_code_and_single_words_are_not_prose() -> None:
+    assert _found('KEY = "told"\n"""Value of `told` and of ``gone``."""\n') == []
+
+
+def test_a_question_is_no_clause() -> None:
+    assert _found('TEXT = "What is new? Ask it."\n') == []
+    assert [kind for _, kind, _ in _found('TEXT = "It runs. What waits is taken first."\n')] == ["clause"]
+
+
+def test_names_are_checked_by_their_words() -> None:
+    assert [what for _, _, what in _found("class PlanWish:\n    toldness: int\n")] == ["PlanWish -> request"]
+
+
+def test_a_page_is_checked_in_strings_and_comments() -> None:
+    source = 'const told = "told";\n// It is gone.\nconst text = `it makes way`;\n'
+    assert [finding.line for finding in check_other("page.js", source)] == [2, 3]
+
+
+def test_a_document_is_checked_outside_code() -> None:
+    source = "It goes on.\n\n```sh\nit goes on\n```\n\nIt `goes on`, and is gone.\n"
+    assert sorted(finding.line for finding in check_other("page.md", source)) == [1, 7]
