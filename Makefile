@@ -12,7 +12,7 @@ FAST := -m "not conformance and not processes"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check english conformance architectures clients bench protos docs format clean
+.PHONY: help setup demo test test-fast test-oldest check english conformance architectures clients bench protos docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,13 @@ test: .venv/.ready-dev ## install, and run the tests (ARGS="-k scheduler"; ARGS=
 
 test-fast: .venv/.ready-dev ## run the tests that start no processes
 	$(BIN)/pytest $(FAST) $(SIDE_BY_SIDE) $(ARGS)
+
+.venv-oldest/.ready: .venv/.ready-dev scripts/setup_oldest
+	@scripts/setup_oldest
+	@touch $@
+
+test-oldest: .venv-oldest/.ready ## run the same on the lowest supported Python that this system's distribution ships
+	.venv-oldest/bin/pytest $(FAST) $(SIDE_BY_SIDE) $(ARGS)
 
 check: .venv/.ready-dev ## check lint, format, types, import contracts and generated files
 	$(BIN)/ruff check
@@ -74,5 +81,5 @@ format: .venv/.ready-dev ## format, and apply ruff's fixes
 	$(BIN)/ruff check --fix
 
 clean: ## remove installed and built files
-	rm -rf .uv .venv .clients .debian dist build logs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .uv .venv .venv-oldest .clients .debian dist build logs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests bench scripts -name __pycache__ -type d -prune -exec rm -rf {} +
