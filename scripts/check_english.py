@@ -106,7 +106,6 @@ BANNED_NAMES: Mapping[str, str] = {
 BANNED_FILES: Mapping[str, str] = {
     "asking": "request",
     "asked": "request",
-    "conversation": "chat",
     "fewest_tokens": "token_bounds",
     "flights": "in_flight",
     "front": "server",
@@ -342,7 +341,7 @@ def _javascript(source: str) -> Iterator[Text]:
         if " " in found[0].strip("/* "):
             yield Text(
                 1 + source.count("\n", 0, found.start()),
-                re.sub(r"\$\{[^}]*\}|`", "_", found[0].strip("/* \"'`")),
+                re.sub(r"\$\{[^}]*\}|`|<[^<>]*>", "|", found[0].strip("/* \"'`")),
             )
 
 
@@ -352,7 +351,14 @@ def _proto(source: str) -> Iterator[Text]:
             yield Text(number, found[1])
 
 
-_PROSE = {".md": _whole, ".html": _html, ".js": _javascript, ".proto": _proto, "": _remarks}
+_PROSE = {
+    ".md": _whole,
+    ".html": _html,
+    ".js": _javascript,
+    ".ts": _javascript,
+    ".proto": _proto,
+    "": _remarks,
+}
 
 
 def check_file(path: Path, root: Path) -> Iterator[Finding]:
