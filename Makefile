@@ -1,5 +1,5 @@
 # `make demo` serves the demo model; `make test` runs the tests; `make help` lists all targets.
-# Everything is installed inside the checkout (.uv, .venv), without root and without uv on the PATH.
+# Everything is installed inside the checkout (.uv, .venv, node_modules), without root, uv or node on the PATH.
 
 BIN := .venv/bin
 ARGS ?=
@@ -12,7 +12,7 @@ FAST := -m "not conformance and not processes"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check english conformance architectures clients bench protos docs format clean
+.PHONY: help setup demo test test-fast test-oldest check check-page english conformance architectures clients bench protos docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,13 @@ test: .venv/.ready-dev ## install, and run the tests (ARGS="-k scheduler"; ARGS=
 test-fast: .venv/.ready-dev ## run the tests that start no processes
 	$(BIN)/pytest $(FAST) $(SIDE_BY_SIDE) $(ARGS)
 
+.venv-oldest/.ready: .venv/.ready-dev scripts/setup_oldest
+	@scripts/setup_oldest
+	@touch $@
+
+test-oldest: .venv-oldest/.ready ## run the same on the lowest supported Python that this system's distribution ships
+	.venv-oldest/bin/pytest $(FAST) $(SIDE_BY_SIDE) $(ARGS)
+
 check: .venv/.ready-dev ## check lint, format, types, import contracts and generated files
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -46,6 +53,14 @@ check: .venv/.ready-dev ## check lint, format, types, import contracts and gener
 	$(BIN)/python scripts/generate_protos.py --check
 	$(BIN)/python scripts/generate_settings_table.py --check
 	$(BIN)/python scripts/generate_dashboard.py --check
+	@$(MAKE) --no-print-directory check-page
+
+node_modules/.ready: package.json package-lock.json scripts/npm | .venv/.ready-dev
+	@scripts/npm ci --silent
+	@touch $@
+
+check-page: node_modules/.ready ## check lint, format and types of the page's modules and styles
+	@scripts/npm run --silent check
 
 english: .venv/.ready-dev ## check the English of docs, docstrings, messages and names (ARGS="--summary src/mlx_ring/api")
 	$(BIN)/python scripts/check_english.py $(ARGS)
@@ -69,10 +84,11 @@ docs: .venv/.ready-dev ## generate the settings table and the Grafana dashboard
 	$(BIN)/python scripts/generate_settings_table.py
 	$(BIN)/python scripts/generate_dashboard.py
 
-format: .venv/.ready-dev ## format, and apply ruff's fixes
+format: .venv/.ready-dev node_modules/.ready ## format, and apply ruff's fixes
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+	@scripts/npm run --silent format
 
 clean: ## remove installed and built files
-	rm -rf .uv .venv .clients .debian dist build logs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .uv .venv node_modules .venv-oldest .clients .debian dist build logs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests bench scripts -name __pycache__ -type d -prune -exec rm -rf {} +

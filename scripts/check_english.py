@@ -5,6 +5,7 @@ It reports, by file and line:
 - opener: a docstring that opens with What, Whether, Who or Of, or a function's docstring that opens with no verb
 - word: a word or phrase of `BANNED`, with what to write in its place
 - clause: a sentence that opens with a clause as its subject ("What waits is ...")
+- long: a sentence of more than 25 words, or with two semicolons (only with `--kind long`)
 - name: a class, function, parameter, field or file named after a word of `BANNED_NAMES`
 
 Text in backticks and code blocks is code and does not count. A string counts when it holds a space; the demo models' corpus
@@ -105,7 +106,6 @@ BANNED_NAMES: Mapping[str, str] = {
 BANNED_FILES: Mapping[str, str] = {
     "asking": "request",
     "asked": "request",
-    "conversation": "chat",
     "fewest_tokens": "token_bounds",
     "flights": "in_flight",
     "front": "server",
@@ -122,6 +122,8 @@ BANNED_FILES: Mapping[str, str] = {
 }
 """Names of files and folders, each with what to write."""
 
+KINDS = ("opener", "word", "clause", "name")
+"""Kinds of findings that must not be."""
 OPENERS = frozenset({"What", "Whether", "Who", "Of"})
 NO_VERBS = frozenset({
     *("A", "An", "The", "One", "Two", "Some", "Any", "All", "Every", "Each", "Both", "No", "None", "Nothing", "Nobody"),
@@ -130,7 +132,7 @@ NO_VERBS = frozenset({
     *("As", "At", "By", "For", "From", "In", "Into", "On", "Out", "To", "With", "Within", "Without", "Up", "Under", "Over"),
     *("After", "Before", "Between", "Beside", "Behind", "Among", "Against", "During", "Since", "Than", "Then", "So"),
     *("And", "Or", "But", "Not", "Only", "Also", "Like", "Per", "About", "Enough", "Much", "Many", "More", "Most", "Less"),
-    *("Is", "Are", "Has", "Does", "Can", "May", "Must", "Same", "True"),
+    *("Is", "Are", "Has", "Does", "Can", "May", "Must", "Same", "True", "New", "Fewer", "Standard", "Special"),
 })  # fmt: skip
 _VERBS_IN_S = frozenset({"Bias", "Canvas", "Focus"})
 _VERBS_IN_ED = frozenset({"Feed", "Embed", "Proceed", "Need", "Seed", "Shed", "Speed", "Spread"})
@@ -142,6 +144,9 @@ _BANNED = [
     for words, instead in BANNED.items()
 ]  # fmt: skip
 _ALLOWED = [re.compile(pattern) for pattern in ALLOWED]
+_SENTENCE = re.compile(r"(?:[^.!?:|\n]|[.:](?=\S)|\n(?!\s*(?:\n|[-*#|>]|\d+\. |\w+: )))+")
+_WORD = re.compile(r"[\w'-]*[A-Za-z][\w'-]*")
+MOST_WORDS = 25
 _PARTS_OF_NAME = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
@@ -181,6 +186,12 @@ def check_text(path: str, piece: Text) -> Iterator[Finding]:
         if (found.start() or not piece.is_docstring) and prose[found.end() : found.end() + 1] != "?":
             start = found.start() + len(found[0]) - len(found[0].lstrip())
             yield Finding(path, _line(piece, start), "clause", f"“{' '.join(found[0].split()[:6])} …”")
+    for found in _SENTENCE.finditer(prose):
+        words = len(_WORD.findall(found[0]))
+        if words > MOST_WORDS or found[0].count(";") > 1:
+            start = found.start() + len(found[0]) - len(found[0].lstrip())
+            what = f"{words} words: “{' '.join(found[0].split()[:6])} …”"
+            yield Finding(path, _line(piece, start), "long", what)
 
 
 def _blank(found: re.Match[str]) -> str:
@@ -308,6 +319,15 @@ def _whole(source: str) -> Iterator[Text]:
     yield Text(1, source)
 
 
+def _html(source: str) -> Iterator[Text]:
+    """Yield the text between tags."""
+    yield Text(1, re.sub(r"<style.*?</style>|<script.*?</script>|<[^>]*>", _bar, source, flags=re.DOTALL))
+
+
+def _bar(found: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", "|", found[0])
+
+
 def _remarks(source: str) -> Iterator[Text]:
     """Yield the remarks behind `#`, as of a makefile."""
     for number, line in enumerate(source.splitlines(), start=1):
@@ -321,7 +341,7 @@ def _javascript(source: str) -> Iterator[Text]:
         if " " in found[0].strip("/* "):
             yield Text(
                 1 + source.count("\n", 0, found.start()),
-                re.sub(r"\$\{[^}]*\}|`", "_", found[0].strip("/* \"'`")),
+                re.sub(r"\$\{[^}]*\}|`|<[^<>]*>", "|", found[0].strip("/* \"'`")),
             )
 
 
@@ -331,7 +351,14 @@ def _proto(source: str) -> Iterator[Text]:
             yield Text(number, found[1])
 
 
-_PROSE = {".md": _whole, ".html": _whole, ".js": _javascript, ".proto": _proto, "": _remarks}
+_PROSE = {
+    ".md": _whole,
+    ".html": _html,
+    ".js": _javascript,
+    ".ts": _javascript,
+    ".proto": _proto,
+    "": _remarks,
+}
 
 
 def check_file(path: Path, root: Path) -> Iterator[Finding]:
@@ -370,9 +397,7 @@ def main() -> None:
     )
     parser.add_argument("places", nargs="*", help="files and folders; otherwise all but the tests")
     parser.add_argument("--tests", action="store_true", help="check the tests too")
-    parser.add_argument(
-        "--kind", choices=("opener", "word", "clause", "name"), help="findings of one kind only"
-    )
+    parser.add_argument("--kind", choices=(*KINDS, "long"), help="findings of one kind only")
     parser.add_argument("--summary", action="store_true", help="print the number of findings of each file")
     arguments = parser.parse_args()
     places = arguments.places or [*PLACES, *(TEST_PLACES if arguments.tests else ())]
@@ -382,7 +407,7 @@ def main() -> None:
             (Path(place).absolute().as_posix() if arguments.places else place for place in places), HERE
         )
         for finding in sorted(check_file(path, HERE))
-        if arguments.kind in (None, finding.kind)
+        if finding.kind in (KINDS if arguments.kind is None else (arguments.kind,))
     ]
     if arguments.summary:
         for path, count in sorted(

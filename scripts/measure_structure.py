@@ -42,7 +42,7 @@ _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _NO_CODE = frozenset({
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
 })  # fmt: skip
-_SOURCES = frozenset({".py", ".proto", ".js"})
+_SOURCES = frozenset({".py", ".proto", ".js", ".ts"})
 
 RECIPES: Mapping[str, tuple[str, ...]] = {
     "a setting: max_connections": (r"\bmax_connections\b",),

@@ -1,7 +1,7 @@
 """Find the source files that one chat request crosses, in a real head and in its real workers.
 
 `mlx-ring serve` runs with two stages and records calls (`call_recorder/`). A file counts when a function in it is called
-or resumed during each of several streamed chat completions, unless the same function also runs in every idle period.
+or resumed during each of several streamed chat completions, unless the same function also runs in most idle periods.
 Thus heartbeats and status reports do not count, and neither does what happens by chance during a single request. The idle
 periods are longer than a request. Code at module level (imports) does not count. A first chat warms everything up.
 """
@@ -13,6 +13,7 @@ import os
 import socket
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,8 @@ def _trace(chat: Callable[[int], None], head: Path, package: Path) -> ChatTrace:
     chats = [record(lambda number=number: chat(number)) for number in range(1, _CHATS + 1)]
 
     def crossed(path: Path) -> tuple[str, ...]:
-        background = frozenset[tuple[str, str]].intersection(*(calls[path] for calls in idle))
+        periods = Counter(call for calls in idle for call in calls[path])
+        background = {call for call, count in periods.items() if 2 * count > len(idle)}
         files = [frozenset(file for file, _ in calls[path] - background) for calls in chats]
         return tuple(sorted(frozenset[str].intersection(*files)))
 

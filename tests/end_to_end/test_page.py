@@ -103,27 +103,27 @@ def test_a_question_is_answered_retried_changed_and_kept(browser: Browser, serve
         ask(page, CAPITAL)
         answers = page.get_by_role("article", name="Answer")
         expect(answers).to_have_text(re.compile("The capital of France is Paris."))
-        expect(answers).to_have_text(re.compile(r"[\d.]+ tokens/s.*first after [\d.]+ m?s.*\d+ tokens"))
+        expect(answers).to_have_text(re.compile(r"[\d.]+ tokens/s.*first token after [\d.]+ m?s.*\d+ tokens"))
         page.get_by_role("button", name="Retry").click()
         expect(answers).to_have_count(1)
         expect(answers).to_have_text(re.compile("Paris"))
         page.get_by_role("button", name="Edit").click()
-        page.get_by_label("Change the question").fill("What is the capital of Italy?")
+        page.get_by_label("Edit the question").fill("What is the capital of Italy?")
         page.get_by_role("button", name="Ask again").click()
         expect(answers).to_have_text(re.compile("Rome"))
-        page.get_by_label("Thinking").select_option("on")
+        page.get_by_label("Reasoning").select_option("on")
         page.get_by_role("button", name="Parameters").click()
-        page.get_by_label("Most tokens").fill("many")
+        page.get_by_label("Max tokens").fill("many")
         ask(page, "What is 2 plus 3?")
-        expect(page.get_by_text("Most tokens is many; it should be a whole number")).to_be_visible()
-        page.get_by_label("Most tokens").fill("40")
+        expect(page.get_by_text("Max tokens is many. Enter a whole number")).to_be_visible()
+        page.get_by_label("Max tokens").fill("40")
         ask(page, "What is 2 plus 3?")
-        expect(answers.last.get_by_text("Thought")).to_be_visible()
+        expect(answers.last.get_by_text("Reasoning")).to_be_visible()
         expect(answers.last).to_have_text(re.compile("Retry"))
         page.reload()
         expect(answers).to_have_count(2)
         page.get_by_role("button", name="Delete all").click()
-        page.get_by_role("button", name="Delete them for good").click()
+        page.get_by_role("button", name="Delete permanently").click()
         expect(answers).to_have_count(0)
         assert page.evaluate("localStorage.getItem('mlx-ring.chats')") is None
         asked: list[Any] = [request.post_data_json for request in heard.requests if request.method == "POST"]
@@ -140,9 +140,8 @@ def test_an_answer_is_seen_as_it_comes_until_it_is_stopped(browser: Browser) -> 
         answer = page.get_by_role("article", name="Answer")
         expect(answer).to_contain_text(ALPHABET)
         page.get_by_role("link", name="Cluster").click()
-        expect(page.get_by_role("region", name="Requests").get_by_role("row").nth(1)).to_contain_text(
-            "answers"
-        )
+        request = page.get_by_role("region", name="Requests").get_by_role("row").nth(1)
+        expect(request).to_contain_text("decode")
         page.get_by_role("link", name="Chat").click()
         page.get_by_role("button", name="Stop").click()
         expect(answer).to_contain_text("Stopped.")
@@ -174,13 +173,13 @@ def test_what_is_written_or_clicked_at_a_bad_moment_does_no_harm(browser: Browse
         page.get_by_role("button", name="Send").dblclick()
         expect(answers.last).to_contain_text(ALPHABET)
         expect(stop).to_be_visible()
-        page.get_by_label("Change the question").fill("Three.")
+        page.get_by_label("Edit the question").fill("Three.")
         page.get_by_role("button", name="Ask again").click()
         expect(page.get_by_role("article", name="You")).to_have_text(re.compile("Three"))
         expect(answers).to_contain_text(ALPHABET)
         stop.click()
         page.get_by_role("button", name="Delete all").dblclick()
-        expect(page.get_by_role("button", name="Delete them for good")).to_be_visible()
+        expect(page.get_by_role("button", name="Delete permanently")).to_be_visible()
         page.get_by_role("button", name="Parameters").click()
         page.get_by_label("Temperature").fill("warm")
         asked = len(heard.requests)
@@ -217,7 +216,7 @@ def test_a_tool_is_called_and_the_answer_goes_on_with_its_result(browser: Browse
         call = page.get_by_role("region", name="Call of get_weather")
         expect(call).to_contain_text('"city": "Paris"')
         call.get_by_label("Result of get_weather").fill("sunny")
-        call.get_by_role("button", name="Give result").click()
+        call.get_by_role("button", name="Send result").click()
         expect(page.get_by_role("article", name="Result of get_weather")).to_contain_text("sunny")
         expect(page.get_by_role("article", name="Answer").last).to_contain_text("tokens/s")
         told = next(request.post_data_json for request in heard.requests[::-1] if request.method == "POST")
@@ -270,8 +269,8 @@ def test_a_server_that_is_gone_is_told_and_found_again(browser: Browser) -> None
     with contextlib.ExitStack() as cleanup:
         with twin_serving(TwinService()) as url:
             page, _ = cleanup.enter_context(opened(browser, url, view="cluster"))
-            expect(page.get_by_label("At a glance")).to_be_visible()
-        expect(page.get_by_role("alert")).to_contain_text("What is shown may be old.")
+            expect(page.get_by_label("Summary")).to_be_visible()
+        expect(page.get_by_role("alert")).to_contain_text("The values shown may be stale.")
         cleanup.enter_context(twin_serving(TwinService(), port=urlsplit(url).port or 0))
         expect(page.get_by_role("alert")).to_have_count(0)
         expect(page.get_by_role("status").filter(has_text="ready")).to_be_visible()
@@ -299,7 +298,7 @@ MARKDOWN = {
 }
 DRAW = """async ([base, texts]) => {
     const { h, render } = await import(new URL("vendor/preact.js", base));
-    const { Markdown } = await import(new URL("markdown.js", base));
+    const { Markdown } = await import(new URL("markdown/markdown.js", base));
     return texts.map((text) => {
         const place = document.createElement("div");
         render(h(Markdown, { text }), place);
@@ -344,7 +343,7 @@ def test_a_change_in_one_tab_is_seen_and_kept_by_the_others(browser: Browser) ->
         kept = one.get_by_label("Conversations").get_by_role("listitem")
         expect(kept).to_have_text([re.compile("Second"), re.compile("First")])
         one.get_by_role("button", name="Delete all").click()
-        one.get_by_role("button", name="Delete them for good").click()
+        one.get_by_role("button", name="Delete permanently").click()
         expect(other.get_by_role("article", name="Answer")).to_have_count(0)
         other.close(run_before_unload=False)
         one.reload()
@@ -352,9 +351,9 @@ def test_a_change_in_one_tab_is_seen_and_kept_by_the_others(browser: Browser) ->
         assert heard.complaints == []
 
 
-STANDING = """async ([base, state]) => {
-    const { standing } = await import(new URL("words.js", base));
-    return standing({ connection: "open", state }).notices.map((notice) => notice.text);
+STATUS = """async ([base, state]) => {
+    const { describeStatus } = await import(new URL("status.js", base));
+    return describeStatus({ connection: "open", state }).notices.map((notice) => notice.text);
 }"""
 
 
@@ -365,8 +364,8 @@ def test_of_two_machines_of_one_name_the_one_that_is_gone_is_named(browser: Brow
     ]
     state = {"draining": False, "time": 1, "cluster": {"nodes": nodes, "models": [], "instances": []}}
     with twin_serving(TwinService()) as url, opened(browser, url) as (page, _):
-        told = page.evaluate(STANDING, [f"{url}/page/{load_page().digest}/", state])
-    assert told == ["mini-2 is gone: it was cut off"]
+        told = page.evaluate(STATUS, [f"{url}/page/{load_page().digest}/", state])
+    assert told == ["mini-2 is disconnected: it was cut off"]
 
 
 def test_what_another_version_kept_or_tells_does_not_end_the_page(browser: Browser) -> None:
@@ -390,7 +389,7 @@ def test_what_another_version_kept_or_tells_does_not_end_the_page(browser: Brows
         )
         page.goto(f"{url}/#cluster")
         page.reload()
-        expect(page.get_by_role("alert").filter(has_text="of another version")).to_be_visible()
+        expect(page.get_by_role("alert").filter(has_text="another version")).to_be_visible()
         page.get_by_role("link", name="Chat").click()
         expect(page.get_by_role("article", name="Answer")).to_be_visible()
 
@@ -402,7 +401,7 @@ def test_an_answer_that_is_stopped_has_no_pace_that_nobody_has_measured(browser:
         answer = page.get_by_role("article", name="Answer")
         expect(answer).to_contain_text(ALPHABET)
         page.get_by_role("button", name="Stop").click()
-        expect(answer).to_contain_text("first after")
+        expect(answer).to_contain_text("first token after")
         expect(answer).not_to_contain_text("tokens/s")
 
 
@@ -457,13 +456,13 @@ def test_colours_follow_the_system_until_the_switch_says_otherwise(browser: Brow
         return page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
 
     with opened(browser, server.url, scheme="dark") as (page, _):
-        switch = page.get_by_role("button", name=re.compile("Colours"))
-        expect(switch).to_have_accessible_name("Colours: system. Change them.")
+        switch = page.get_by_role("button", name=re.compile("Theme"))
+        expect(switch).to_have_accessible_name("Theme: system. Change theme.")
         assert is_dark(page)
         switch.click()
         assert not is_dark(page)
         page.reload()
-        expect(switch).to_have_accessible_name("Colours: light. Change them.")
+        expect(switch).to_have_accessible_name("Theme: light. Change theme.")
         assert not is_dark(page)
         switch.click()
         assert is_dark(page)
@@ -477,18 +476,18 @@ def test_the_cluster_is_drawn_as_it_is_and_a_lost_worker_is_told(browser: Browse
             drawn = page.get_by_role("article").filter(has=page.get_by_role("heading", name=f"Stage {stage}"))
             expect(drawn).to_contain_text(layers)
             expect(drawn).to_contain_text("weights")
-            expect(drawn.get_by_role("img", name=re.compile("Memory of .* KV allowed"))).to_be_visible()
+            expect(drawn.get_by_role("img", name=re.compile("Memory of .* KV cache limit"))).to_be_visible()
             expect(drawn.get_by_role("img", name=re.compile("In the last second: computing"))).to_be_visible()
         expect(page.get_by_role("region", name="Machines")).to_contain_text("2 devices active on 1 machine")
         expect(page.get_by_role("img", name=re.compile("free of"))).to_be_visible()
-        expect(page.get_by_role("region", name="Requests")).to_contain_text("Nobody is asking")
-        expect(page.get_by_role("region", name="Cache")).to_contain_text("KV held")
+        expect(page.get_by_role("region", name="Requests")).to_contain_text("No requests")
+        expect(page.get_by_role("region", name="Cache")).to_contain_text("KV cache")
         expect(page.get_by_role("log")).to_contain_text("started worker-1-0")
         assert page.locator(".chart canvas").count() == 2
         assert heard.complaints == []
         epoch = page.get_by_text(re.compile(", epoch 1,"))
         expect(epoch).to_be_visible()
         server.one("mlx_ring.worker", "--stage", "1").kill()
-        expect(page.get_by_text(re.compile("demo (is being loaded|cannot answer)"))).to_be_visible()
+        expect(page.get_by_text(re.compile("demo is (loading|unavailable)"))).to_be_visible()
         expect(page.get_by_text(re.compile(", epoch 2,"))).to_be_visible()
         expect(page.get_by_role("status").filter(has_text="ready")).to_be_visible()

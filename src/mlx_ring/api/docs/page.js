@@ -1,178 +1,384 @@
-// Shows /openapi.json, and lets a person try each route. Nothing is loaded from elsewhere, and a key never enters a URL.
+// Shows /openapi.json and sends requests to its routes.
+// It loads nothing from other servers and puts no key into an address.
 
-const at = (id) => document.getElementById(id);
-const DEEPEST = 6;
-let api = null;
-let key = "";
+/**
+ * JSON schema, as far as this page shows it.
+ * @typedef {object} Schema
+ * @property {string} [$ref]
+ * @property {string} [type]
+ * @property {string} [description]
+ * @property {Schema[]} [anyOf]
+ * @property {Schema[]} [oneOf]
+ * @property {Schema} [items]
+ * @property {Record<string, Schema>} [properties]
+ * @property {string[]} [required]
+ * @property {unknown} [const]
+ * @property {unknown[]} [enum]
+ * @property {number} [minimum]
+ * @property {number} [maximum]
+ * @property {number} [exclusiveMinimum]
+ * @property {number} [exclusiveMaximum]
+ */
 
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value !== undefined) element.setAttribute(name, value);
-  }
-  element.append(...children.filter((child) => child !== null));
+/**
+ * Content of one media type; `x-each` is the schema of each event of a stream.
+ * @typedef {{ schema: Schema, example?: unknown, "x-each"?: Schema }} Content
+ */
+
+/** @typedef {{ name: string, in: string, required?: boolean, description?: string }} Parameter */
+
+/**
+ * @typedef {object} Operation
+ * @property {string[]} tags
+ * @property {string} summary
+ * @property {string} [description]
+ * @property {Parameter[]} [parameters]
+ * @property {{ content: Record<string, Content> }} [requestBody]
+ * @property {Record<string, { description: string, content?: Record<string, Content> }>} responses
+ */
+
+/** @typedef {{ path: string, method: string, operation: Operation }} Route */
+
+/**
+ * @typedef {object} OpenApi
+ * @property {{ title: string, version: string, description: string }} info
+ * @property {{ name: string }[]} tags
+ * @property {Record<string, Record<string, Operation>>} paths
+ * @property {{ schemas: Record<string, Schema> }} components
+ */
+
+const MAX_DEPTH = 6;
+/** @type {Record<string, Schema>} */
+let schemas = {};
+let apiKey = "";
+
+const title = elementById("title", HTMLElement);
+const description = elementById("description", HTMLElement);
+const problem = elementById("problem", HTMLElement);
+const routes = elementById("routes", HTMLElement);
+const keyForm = elementById("key-form", HTMLFormElement);
+const keyField = elementById("key", HTMLInputElement);
+
+// ---- elements
+
+/**
+ * @template {HTMLElement} T
+ * @param {string} id
+ * @param {new () => T} type
+ * @returns {T}
+ */
+function elementById(id, type) {
+  const element = document.getElementById(id);
+  if (!(element instanceof type)) throw new TypeError(`The page has no ${type.name} named ${id}.`);
   return element;
 }
 
-const headers = () => (key ? { authorization: `Bearer ${key}` } : {});
+/**
+ * Create an element. An attribute that is undefined is left out.
+ * @template {keyof HTMLElementTagNameMap} T
+ * @param {T} tag
+ * @param {Record<string, string | undefined>} [attributes]
+ * @param {(string | Node)[]} children
+ * @returns {HTMLElementTagNameMap[T]}
+ */
+function create(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/**
+ * Create a disclosure whose content is created when it first opens.
+ * @param {HTMLElement} summary
+ * @param {() => Node[]} createContent
+ * @param {string} [style] class
+ */
+function createDetails(summary, createContent, style) {
+  const details = create("details", { class: style }, summary);
+  details.addEventListener("toggle", () => {
+    if (details.open && details.childElementCount === 1) details.append(...createContent());
+  });
+  return details;
+}
+
+/**
+ * @param {string} text
+ * @param {() => void} onClick
+ */
+function createButton(text, onClick) {
+  const button = create("button", { type: "button" }, text);
+  button.addEventListener("click", onClick);
+  return button;
+}
+
+// ---- routes
 
 async function load() {
-  at("trouble").textContent = "";
-  const answer = await fetch("openapi.json", { headers: headers() });
-  at("key-form").hidden = answer.status !== 401;
-  if (!answer.ok) {
-    if (answer.status !== 401 || key) at("trouble").textContent = (await answer.json()).error.message;
+  problem.textContent = "";
+  const response = await fetch("openapi.json", { headers: keyHeaders() });
+  keyForm.hidden = response.status !== 401;
+  if (!response.ok) {
+    if (response.status !== 401 || apiKey) problem.textContent = (await response.json()).error.message;
     return;
   }
-  api = await answer.json();
-  at("title").textContent = `${api.info.title} ${api.info.version}`;
-  at("description").textContent = api.info.description;
-  at("routes").replaceChildren(...api.tags.flatMap((tag) => section(tag.name)));
+  /** @type {OpenApi} */
+  const api = await response.json();
+  schemas = api.components.schemas;
+  title.textContent = `${api.info.title} ${api.info.version}`;
+  description.textContent = api.info.description;
+  const found = Object.entries(api.paths).flatMap(([path, methods]) =>
+    Object.entries(methods).map(([method, operation]) => ({ path, method, operation })),
+  );
+  const sections = api.tags.flatMap(({ name }) => [
+    create("h2", {}, name),
+    ...found.filter(({ operation }) => operation.tags.includes(name)).map(createRoute),
+  ]);
+  routes.replaceChildren(...sections);
 }
 
-function section(tag) {
-  const found = [];
-  for (const [path, methods] of Object.entries(api.paths))
-    for (const [method, about] of Object.entries(methods))
-      if (about.tags.includes(tag)) found.push(route(path, method, about));
-  return [make("h2", {}, tag), ...found];
+/** @returns {Record<string, string>} */
+function keyHeaders() {
+  return apiKey ? { authorization: `Bearer ${apiKey}` } : {};
 }
 
-function route(path, method, about) {
-  const head = make("summary", {},
-    make("span", { class: `method ${method}` }, method.toUpperCase()),
-    make("code", {}, path), " ", make("span", { class: "dim" }, about.summary));
-  const box = make("details", { class: "route" }, head);
-  box.addEventListener("toggle", () => {
-    if (box.open && box.childElementCount === 1) box.append(...inside(path, method, about));
-  });
-  return box;
+/** @param {Route} route */
+function createRoute(route) {
+  const { path, method, operation } = route;
+  const summary = create(
+    "summary",
+    {},
+    create("span", { class: `method ${method}` }, method.toUpperCase()),
+    create("code", {}, path),
+    " ",
+    create("span", { class: "dim" }, operation.summary),
+  );
+  return createDetails(summary, () => describeRoute(route), "route");
 }
 
-function inside(path, method, about) {
-  const parts = about.description ? [make("p", {}, about.description)] : [];
-  const body = about.requestBody?.content["application/json"];
-  if (about.parameters) parts.push(make("h3", {}, "Parameters"), make("ul", { class: "fields" },
-    ...about.parameters.map((each) => make("li", {},
-      make("code", { class: each.required ? "needed" : "" }, each.name),
-      ` in ${each.in} `, make("span", { class: "dim" }, each.description ?? "")))));
-  if (body) parts.push(make("h3", {}, "Body"), fields(body.schema, 0));
-  parts.push(make("h3", {}, "Answers"), answers(about.responses), trial(path, method, about, body));
+/**
+ * @param {Route} route
+ * @returns {Node[]}
+ */
+function describeRoute(route) {
+  const { description: text, parameters, requestBody, responses } = route.operation;
+  const body = requestBody?.content["application/json"];
+  /** @type {HTMLElement[]} */
+  const parts = text ? [create("p", {}, text)] : [];
+  if (parameters) parts.push(create("h3", {}, "Parameters"), createParameters(parameters));
+  if (body) parts.push(create("h3", {}, "Body"), createFields(body.schema, 0));
+  parts.push(create("h3", {}, "Responses"), createResponses(responses), createTrial(route, body));
   return parts;
 }
 
-function answers(responses) {
-  return make("table", {}, ...Object.entries(responses).map(([status, about]) => make("tr", {},
-    make("td", {}, make("code", {}, status)),
-    make("td", {}, about.description, ...Object.entries(about.content ?? {}).map(([type, content]) =>
-      make("details", {}, make("summary", {}, make("code", {}, type)), fields(content["x-each"] ?? content.schema, 0)))))));
+/** @param {Parameter[]} parameters */
+function createParameters(parameters) {
+  const items = parameters.map(({ name, in: place, required = false, description: text = "" }) =>
+    create("li", {}, createName(name, required), ` in ${place} `, create("span", { class: "dim" }, text)),
+  );
+  return create("ul", { class: "fields" }, ...items);
 }
 
+/** @param {Operation["responses"]} responses */
+function createResponses(responses) {
+  const rows = Object.entries(responses).map(([status, { description: text, content = {} }]) => {
+    const bodies = Object.entries(content).map(([type, body]) =>
+      create(
+        "details",
+        {},
+        create("summary", {}, create("code", {}, type)),
+        createFields(body["x-each"] ?? body.schema, 0),
+      ),
+    );
+    return create("tr", {}, create("td", {}, create("code", {}, status)), create("td", {}, text, ...bodies));
+  });
+  return create("table", {}, ...rows);
+}
+
+// ---- schemas
+
+/** @param {Schema} schema */
+function refName(schema) {
+  return schema.$ref?.split("/").pop();
+}
+
+/**
+ * @param {Schema} schema
+ * @returns {Schema}
+ */
 function resolve(schema) {
-  const name = schema.$ref?.split("/").pop();
-  return name ? api.components.schemas[name] : schema;
+  const name = refName(schema);
+  return name ? (schemas[name] ?? {}) : schema;
 }
 
-function word(schema) {
-  const named = schema.$ref?.split("/").pop();
+/**
+ * Describe a schema's type in a few words.
+ * @param {Schema} schema
+ * @returns {string}
+ */
+function describeType(schema) {
   const inner = resolve(schema);
   const several = inner.anyOf ?? inner.oneOf;
-  if (several) return [...new Set(several.map(word))].join(" or ");
+  if (several) return [...new Set(several.map(describeType))].join(" or ");
   if (inner.const !== undefined) return JSON.stringify(inner.const);
   if (inner.enum) return inner.enum.map((each) => JSON.stringify(each)).join(" or ");
-  if (inner.type === "array") return inner.items ? `list of ${word(inner.items)}` : "list";
+  if (inner.type === "array") return inner.items ? `list of ${describeType(inner.items)}` : "list";
+  const name = refName(schema);
+  if (name && inner.type === "object") return name.split("__").pop() ?? name;
   const low = inner.minimum ?? inner.exclusiveMinimum;
   const high = inner.maximum ?? inner.exclusiveMaximum;
-  const range = low === undefined && high === undefined ? "" : ` ${number(low)}…${number(high)}`;
-  return (named && inner.type === "object" ? named.split("__").pop() : inner.type ?? "anything") + range;
+  const range = low === undefined && high === undefined ? "" : ` ${formatBound(low)}…${formatBound(high)}`;
+  return (inner.type ?? "anything") + range;
 }
 
-// What JavaScript would round is a power of two here, or one less.
-function number(bound) {
-  if (bound === undefined || Math.abs(bound) <= Number.MAX_SAFE_INTEGER) return bound ?? "";
+/**
+ * Format a bound. Those that JavaScript would round are powers of two, or one less.
+ * @param {number | undefined} bound
+ */
+function formatBound(bound) {
+  if (bound === undefined) return "";
+  if (Math.abs(bound) <= Number.MAX_SAFE_INTEGER) return String(bound);
   const power = `2^${Math.round(Math.log2(Math.abs(bound)))}`;
   return bound < 0 ? `-${power}` : `${power} - 1`;
 }
 
-// The objects that a value may hold, with their fields.
-function objects(schema) {
+/**
+ * Return the objects that a value may hold.
+ * @param {Schema} schema
+ * @returns {Schema[]}
+ */
+function findObjects(schema) {
   const inner = resolve(schema);
   if (inner.properties) return [inner];
   const several = inner.anyOf ?? inner.oneOf ?? (inner.items ? [inner.items] : []);
-  return several.flatMap(objects);
+  return several.flatMap(findObjects);
 }
 
-function fields(schema, depth) {
-  if (depth > DEEPEST) return make("span", {}, "…");
-  const found = objects(schema);
-  if (!found.length) return make("span", { class: "dim" }, word(schema));
-  return make("div", {}, ...found.map((object) => make("ul", { class: "fields" },
-    ...Object.entries(object.properties).map(([name, each]) => field(name, each, object.required ?? [], depth)))));
+/**
+ * @param {string} name
+ * @param {boolean} isRequired
+ */
+function createName(name, isRequired) {
+  return create("code", { class: isRequired ? "required" : undefined }, name);
 }
 
-function field(name, schema, required, depth) {
-  const line = [make("code", { class: required.includes(name) ? "needed" : "" }, name), " ",
-    make("span", { class: "dim" }, word(schema), schema.description ? `: ${schema.description}` : "")];
-  if (!objects(schema).length) return make("li", {}, ...line);
-  const box = make("details", {}, make("summary", {}, ...line));
-  box.addEventListener("toggle", () => {
-    if (box.open && box.childElementCount === 1) box.append(fields(schema, depth + 1));
+/**
+ * @param {Schema} schema
+ * @param {number} depth
+ * @returns {HTMLElement}
+ */
+function createFields(schema, depth) {
+  if (depth > MAX_DEPTH) return create("span", {}, "…");
+  const objects = findObjects(schema);
+  if (!objects.length) return create("span", { class: "dim" }, describeType(schema));
+  const lists = objects.map(({ properties = {}, required = [] }) => {
+    const fields = Object.entries(properties).map(([name, field]) =>
+      createField(name, field, required.includes(name), depth),
+    );
+    return create("ul", { class: "fields" }, ...fields);
   });
-  return make("li", {}, box);
+  return create("div", {}, ...lists);
 }
 
-function trial(path, method, about, body) {
-  const inputs = (about.parameters ?? []).map((each) =>
-    [each, make("input", { placeholder: each.name, "aria-label": each.name })]);
-  const text = body ? make("textarea", { spellcheck: "false", "aria-label": "body" }) : null;
-  if (text) text.value = JSON.stringify(body.example ?? {}, null, 2);
-  const out = make("pre", { hidden: "" });
-  let stop = null;
+/**
+ * @param {string} name
+ * @param {Schema} schema
+ * @param {boolean} isRequired
+ * @param {number} depth
+ */
+function createField(name, schema, isRequired, depth) {
+  const text = schema.description ? `: ${schema.description}` : "";
+  const line = [createName(name, isRequired), " ", create("span", { class: "dim" }, describeType(schema), text)];
+  if (!findObjects(schema).length) return create("li", {}, ...line);
+  return create(
+    "li",
+    {},
+    createDetails(create("summary", {}, ...line), () => [createFields(schema, depth + 1)]),
+  );
+}
+
+// ---- trying a route
+
+/**
+ * @param {Route} route
+ * @param {Content | undefined} body
+ */
+function createTrial({ path, method, operation }, body) {
+  const inputs = (operation.parameters ?? []).map((parameter) => ({
+    parameter,
+    input: create("input", { placeholder: parameter.name, "aria-label": parameter.name }),
+  }));
+  const text = body ? create("textarea", { spellcheck: "false", "aria-label": "body" }) : null;
+  if (text) text.value = JSON.stringify(body?.example ?? {}, null, 2);
+  const output = create("pre", { hidden: "" });
+  let abort = new AbortController();
   const send = async () => {
-    stop?.abort();
-    stop = new AbortController();
-    out.hidden = false;
-    out.textContent = "…";
+    abort.abort();
+    abort = new AbortController();
+    output.hidden = false;
+    output.textContent = "…";
     try {
-      const answer = await fetch(address(path, inputs), {
+      const response = await fetch(trialAddress(path, inputs), {
         method: method.toUpperCase(),
-        headers: { ...headers(), ...(text ? { "content-type": "application/json" } : {}) },
-        body: text?.value,
-        signal: stop.signal,
+        headers: { ...keyHeaders(), ...(text ? { "content-type": "application/json" } : {}) },
+        body: text?.value ?? null,
+        signal: abort.signal,
       });
-      out.textContent = `${answer.status} ${answer.statusText}\n\n`;
-      await show(answer, out);
+      output.textContent = `${response.status} ${response.statusText}\n\n`;
+      await showBody(response, output);
     } catch (error) {
-      out.append(`\n${error.message}`);
+      output.append(`\n${error instanceof Error ? error.message : error}`);
     }
   };
-  return make("div", {}, make("h3", {}, "Try it"), ...inputs.map(([, input]) => input), text,
-    make("div", {}, make("button", { type: "button", onclick: send }, "Send"), " ",
-      make("button", { type: "button", onclick: () => stop?.abort() }, "Stop")), out);
+  const buttons = [createButton("Send", send), " ", createButton("Stop", () => abort.abort())];
+  return create(
+    "div",
+    {},
+    create("h3", {}, "Try it"),
+    ...inputs.map(({ input }) => input),
+    ...(text ? [text] : []),
+    create("div", {}, ...buttons),
+    output,
+  );
 }
 
-function address(path, inputs) {
+/**
+ * Return the address of a trial, relative to this page.
+ * @param {string} path
+ * @param {{ parameter: Parameter, input: HTMLInputElement }[]} inputs
+ */
+function trialAddress(path, inputs) {
   const query = new URLSearchParams();
-  for (const [each, input] of inputs) {
-    if (each.in === "path") path = path.replace(`{${each.name}}`, input.value.split("/").map(encodeURIComponent).join("/"));
-    else if (input.value) query.set(each.name, input.value);
+  let address = path.slice(1);
+  for (const { parameter, input } of inputs) {
+    const { name, in: place } = parameter;
+    const segments = input.value.split("/").map(encodeURIComponent);
+    if (place === "path") address = address.replace(`{${name}}`, segments.join("/"));
+    else if (input.value) query.set(name, input.value);
   }
-  return path.slice(1) + (query.size ? `?${query}` : "") || ".";
+  return address + (query.size ? `?${query}` : "") || ".";
 }
 
-async function show(answer, out) {
-  if (answer.headers.get("content-type")?.startsWith("application/json")) {
-    out.append(JSON.stringify(await answer.json(), null, 2));
+/**
+ * Show a response's body as it arrives, JSON with indentation.
+ * @param {Response} response
+ * @param {HTMLElement} output
+ */
+async function showBody(response, output) {
+  if (response.headers.get("content-type")?.startsWith("application/json")) {
+    output.append(JSON.stringify(await response.json(), null, 2));
     return;
   }
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let part = await reader.read(); !part.done; part = await reader.read()) out.append(part.value);
+  if (!response.body) return;
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let part = await reader.read(); !part.done; part = await reader.read()) output.append(part.value);
 }
 
-at("key-form").addEventListener("submit", (event) => {
+keyForm.addEventListener("submit", (event) => {
   event.preventDefault();
-  key = at("key").value;
+  apiKey = keyField.value;
   load();
 });
 load();

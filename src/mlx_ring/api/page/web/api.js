@@ -1,9 +1,47 @@
-// Requests to this server, with the API key where it asks for one.
+// Requests to this server, with the API key if it requires one.
 
-const KEY = "mlx-ring.key";
+const STORED_KEY = "mlx-ring.key";
 
-/** What the server, or the way to it, answered instead of what was asked for. `message` is a sentence for people. */
+/** The key while the browser blocks storage: it lasts until the page closes. */
+let keyInMemory = "";
+
+/** The API key. It lasts as long as the tab and is sent only in the Authorization header. */
+export const apiKey = {
+  /** Return the key, or an empty string. */
+  get() {
+    try {
+      return sessionStorage.getItem(STORED_KEY) ?? keyInMemory;
+    } catch {
+      return keyInMemory;
+    }
+  },
+
+  /** @param {string} value */
+  set(value) {
+    keyInMemory = value;
+    try {
+      sessionStorage.setItem(STORED_KEY, value);
+    } catch {
+      // Storage is blocked: the key in memory serves.
+    }
+  },
+
+  forget() {
+    keyInMemory = "";
+    try {
+      sessionStorage.removeItem(STORED_KEY);
+    } catch {
+      // Storage is blocked: there was nothing to remove.
+    }
+  },
+};
+
+/** Failed request. `message` is a sentence for people. */
 export class ApiError extends Error {
+  /**
+   * @param {string} message
+   * @param {{ status?: number, code?: string | null, param?: string | null, retryAfterS?: number | null }} [details]
+   */
   constructor(message, { status = 0, code = null, param = null, retryAfterS = null } = {}) {
     super(message);
     this.status = status;
@@ -13,49 +51,48 @@ export class ApiError extends Error {
   }
 }
 
-/** In a browser that keeps nothing, the key until the page is left. */
-let held = "";
-
-/** The key lives as long as the tab, and goes nowhere but into the Authorization header. */
-export const key = {
-  get: () => stored(() => sessionStorage.getItem(KEY)) ?? held,
-  set: (value) => {
-    held = value;
-    stored(() => sessionStorage.setItem(KEY, value));
-  },
-  forget: () => {
-    held = "";
-    stored(() => sessionStorage.removeItem(KEY));
-  },
-};
-
-/** Ask this server; the answer is one that went well. */
+/**
+ * Send a request to this server and return its response. With a body it is a POST.
+ * @param {string} path
+ * @param {{ body?: unknown, signal?: AbortSignal, accept?: string }} [options]
+ * @returns {Promise<Response>}
+ * @throws {ApiError} if the server refuses the request or cannot be reached
+ */
 export async function request(path, { body, signal, accept = "application/json" } = {}) {
+  /** @type {Record<string, string>} */
   const headers = { accept };
-  if (key.get()) headers.authorization = `Bearer ${key.get()}`;
+  if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  const options = { headers, signal, cache: "no-store", redirect: "error", credentials: "same-origin" };
+  /** @type {RequestInit} */
+  const options = { headers, cache: "no-store", redirect: "error", credentials: "same-origin" };
+  if (signal) options.signal = signal;
   if (body !== undefined) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
-  const response = await reached(() => fetch(new URL(path, document.baseURI), options));
-  if (!response.ok) throw await refusal(response);
+  const response = await reportUnreachable(() => fetch(new URL(path, document.baseURI), options));
+  if (!response.ok) throw await readError(response);
   return response;
 }
 
-/** The server-sent events of a response, each `{event, data}`; comments are left out. */
-export async function* events(response, onBytes = () => {}) {
+/**
+ * Read the server-sent events of a response. Comments are skipped.
+ * @param {Response} response
+ * @param {() => void} [onBytes] called for every chunk, comments included
+ * @returns {AsyncGenerator<{ event: string, data: string }>}
+ */
+export async function* readEvents(response, onBytes = () => {}) {
+  if (!response.body) return;
   const reader = response.body.getReader();
   const decoder = new TextDecoder();
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reached(() => reader.read());
+      const { done, value } = await reportUnreachable(() => reader.read());
       if (done) return;
       onBytes();
       const blocks = (rest + decoder.decode(value, { stream: true })).split("\n\n");
-      rest = blocks.pop();
+      rest = blocks.pop() ?? "";
       for (const block of blocks) {
-        const told = readEvent(block);
-        if (told !== null) yield told;
+        const event = parseEvent(block);
+        if (event) yield event;
       }
     }
   } finally {
@@ -63,7 +100,8 @@ export async function* events(response, onBytes = () => {}) {
   }
 }
 
-function readEvent(block) {
+/** @param {string} block */
+function parseEvent(block) {
   let event = "message";
   const data = [];
   for (const line of block.split("\n")) {
@@ -73,36 +111,43 @@ function readEvent(block) {
   return data.length ? { event, data: data.join("\n") } : null;
 }
 
-async function reached(call) {
+/**
+ * @template T
+ * @param {() => Promise<T>} call
+ * @returns {Promise<T>}
+ */
+async function reportUnreachable(call) {
   try {
     return await call();
   } catch (error) {
-    if (error.name === "AbortError" || error instanceof ApiError) throw error;
-    throw new ApiError("The server does not answer: it has stopped, or the network is down.", { code: "unreachable" });
+    if (isAbort(error) || error instanceof ApiError) throw error;
+    throw new ApiError("Cannot reach the server. It has stopped, or the network is down.", { code: "unreachable" });
   }
 }
 
-async function refusal(response) {
-  let told = {};
+/**
+ * Return true if an error comes from an AbortController.
+ * @param {unknown} error
+ */
+export function isAbort(error) {
+  return error instanceof Error && error.name === "AbortError";
+}
+
+/** @param {Response} response */
+async function readError(response) {
+  /** @type {{ message?: string, code?: string | null, param?: string | null }} */
+  let error = {};
   try {
-    told = (await response.json()).error ?? {};
+    error = (await response.json()).error ?? {};
   } catch {
-    // Something in between answered, and not the server.
+    // A proxy answered, not the server: the status is all there is.
   }
-  const message = told.message ?? `The server answered ${response.status} ${response.statusText}.`.replace(" .", ".");
-  const retryAfter = Number(response.headers.get("retry-after"));
-  return new ApiError(message, {
+  const status = `${response.status} ${response.statusText}`.trim();
+  const retryAfterS = Number(response.headers.get("retry-after"));
+  return new ApiError(error.message ?? `The server answered ${status}.`, {
     status: response.status,
-    code: told.code ?? null,
-    param: told.param ?? null,
-    retryAfterS: retryAfter > 0 ? retryAfter : null,
+    code: error.code ?? null,
+    param: error.param ?? null,
+    retryAfterS: retryAfterS > 0 ? retryAfterS : null,
   });
-}
-
-function stored(call) {
-  try {
-    return call();
-  } catch {
-    return null;
-  }
 }

@@ -1,87 +1,115 @@
-// How the cluster stands, kept up to date for as long as somebody looks.
+// The cluster's state, kept up to date while the page is visible.
 
-import { ApiError, events, key, request } from "./api.js";
-import { patched } from "./patch.js";
+/** @import { ClusterState, LogLine, Pace, PatchOperation } from "./types.js" */
+
+import { ApiError, apiKey, readEvents, request } from "./api.js";
+import { applyPatch } from "./patch.js";
 
 const SILENCE_MS = 15_000;
 const HIDDEN_MS = 30_000;
-const WAITS_S = [0.5, 1, 2, 4, 8, 15];
-const POINTS = 300;
-const LINES = 300;
-const NOTHING = { state: null, lines: [], points: [], trouble: null, retryAt: null };
+const RETRY_DELAYS_S = [0.5, 1, 2, 4, 8, 15];
+const MAX_POINTS = 300;
+const MAX_LINES = 300;
 
 /**
- * One connection to `/cluster/events`. `now` holds what is known:
- *   connection: "connecting", "open", "lost", "locked" (a key is needed) or "resting" (nobody looks)
- *   state: the server's last word, null before the first; it stays while the connection is lost
- *   lines: of the head's log; points: one for each second, for charts
- *   trouble: why there is no connection; retryAt: when it is tried again, in the browser's milliseconds
+ * Pace at one moment, for charts. `pace` is null where a line must break.
+ * @typedef {{ time: number, pace: Record<string, Pace> | null }} Point
  */
-export class Live {
-  now = { connection: lacksKey() ? "locked" : "connecting", ...NOTHING };
+
+/**
+ * What is known now.
+ * @typedef {object} Snapshot
+ * @property {"connecting" | "open" | "lost" | "locked" | "paused"} connection "locked": a key is required;
+ *   "paused": the page is hidden
+ * @property {ClusterState | null} state last state of the server; it stays while the connection is lost
+ * @property {LogLine[]} lines of the head's log
+ * @property {Point[]} points one for each second
+ * @property {string | null} problem why there is no connection
+ * @property {number | null} retryAt time of the next attempt, in the browser's milliseconds
+ */
+
+const EMPTY = { state: null, lines: [], points: [], problem: null, retryAt: null };
+
+/** One connection to `/cluster/events`, which connects again by itself. */
+export class LiveCluster {
+  /** @type {Snapshot} */
+  now = { connection: lacksKey() ? "locked" : "connecting", ...EMPTY };
+  /** @type {Set<(now: Snapshot) => void>} */
   #listeners = new Set();
   #abort = new AbortController();
   #wake = () => {};
   #attempt = 0;
-  #atOnce = false;
-  #unseen = false;
+  #retriesAtOnce = false;
+  #isHidden = false;
 
+  /**
+   * Call a listener after every change. Return a function that unsubscribes it.
+   * @param {(now: Snapshot) => void} listener
+   */
   subscribe(listener) {
     this.#listeners.add(listener);
-    return () => this.#listeners.delete(listener);
+    return () => void this.#listeners.delete(listener);
   }
 
+  /** Connect, and pause while the page stays hidden. */
   start() {
-    let hiding = 0;
+    /** @type {ReturnType<typeof setTimeout> | undefined} */
+    let hiding;
     document.addEventListener("visibilitychange", () => {
       clearTimeout(hiding);
-      if (document.hidden) hiding = setTimeout(() => this.#rest(), HIDDEN_MS);
-      else this.#seen();
+      if (document.hidden) hiding = setTimeout(() => this.#pause(), HIDDEN_MS);
+      else this.#resume();
     });
     window.addEventListener("online", () => this.now.connection === "lost" && this.retry());
-    this.#keep();
+    this.#run();
   }
 
-  /** Try again at once. */
+  /** Connect again now. */
   retry() {
-    this.#atOnce = true;
+    this.#retriesAtOnce = true;
     this.#attempt = 0;
     this.#abort.abort();
     this.#wake();
   }
 
-  /** The key is another one now, or none: whatever was shown with the old one goes. */
+  /**
+   * Change the API key, or forget it with an empty string. Everything read with the old key is dropped.
+   * @param {string} value
+   */
   useKey(value) {
-    if (value) key.set(value);
-    else key.forget();
-    this.#tell({ connection: "connecting", ...NOTHING });
+    if (value) apiKey.set(value);
+    else apiKey.forget();
+    this.#update({ connection: "connecting", ...EMPTY });
     this.retry();
   }
 
-  /** Some request was told that a key is needed, or another one. */
-  lock(trouble) {
+  /**
+   * Ask for an API key, because the server refused a request without a valid one.
+   * @param {string} problem
+   */
+  lock(problem) {
     if (this.now.connection === "locked") return;
-    this.#tell({ connection: "locked", ...NOTHING, trouble });
+    this.#update({ connection: "locked", ...EMPTY, problem });
     this.#abort.abort();
   }
 
-  async #keep() {
-    if (this.now.connection === "locked") await this.#until(null);
-    for (;;) await this.#until(this.#next(await this.#watch()));
+  async #run() {
+    if (this.now.connection === "locked") await this.#sleep(null);
+    for (;;) await this.#sleep(this.#planRetry(await this.#connect()));
   }
 
-  /** Until the connection ends; gives what ended it. */
-  async #watch() {
+  /** Read events until the connection ends. Return the error that ended it, if any. */
+  async #connect() {
     const abort = new AbortController();
     this.#abort = abort;
     let alarm = setTimeout(() => abort.abort(), SILENCE_MS);
-    const heard = () => {
+    const onBytes = () => {
       clearTimeout(alarm);
       alarm = setTimeout(() => abort.abort(), SILENCE_MS);
     };
     try {
       const response = await request("cluster/events", { signal: abort.signal, accept: "text/event-stream" });
-      for await (const { event, data } of events(response, heard)) this.#hear(event, JSON.parse(data));
+      for await (const { event, data } of readEvents(response, onBytes)) this.#onEvent(event, JSON.parse(data));
       return null;
     } catch (error) {
       return error;
@@ -90,86 +118,116 @@ export class Live {
     }
   }
 
-  /** When to try again; null: not before somebody says so. */
-  #next(trouble) {
-    if (this.#atOnce) {
-      this.#atOnce = false;
+  /**
+   * Return the time of the next attempt. Null: wait until `retry` is called.
+   * @param {unknown} error
+   */
+  #planRetry(error) {
+    if (this.#retriesAtOnce) {
+      this.#retriesAtOnce = false;
       return Date.now();
     }
     if (this.now.connection === "locked") return null;
-    if (trouble instanceof ApiError && trouble.status === 401) {
-      this.#tell({ connection: "locked", ...NOTHING, trouble: key.get() ? trouble.message : null });
+    const apiError = error instanceof ApiError ? error : null;
+    if (apiError?.status === 401) {
+      this.#update({ connection: "locked", ...EMPTY, problem: apiKey.get() ? apiError.message : null });
       return null;
     }
-    if (this.#unseen) {
-      this.#tell({ connection: "resting" });
+    if (this.#isHidden) {
+      this.#update({ connection: "paused" });
       return null;
     }
-    const waitS = trouble?.retryAfterS ?? WAITS_S[Math.min(this.#attempt, WAITS_S.length - 1)];
+    const delayS = apiError?.retryAfterS ?? RETRY_DELAYS_S[this.#attempt] ?? RETRY_DELAYS_S.at(-1) ?? 0;
     this.#attempt += 1;
-    const retryAt = Date.now() + 1000 * waitS * (0.85 + 0.3 * Math.random());
-    const why = trouble instanceof ApiError ? trouble.message : "The connection to the server broke.";
-    this.#tell({ connection: "lost", trouble: why, retryAt, points: withGap(this.now.points) });
+    const retryAt = Date.now() + 1000 * delayS * (0.85 + 0.3 * Math.random());
+    const problem = apiError?.message ?? "The connection to the server broke.";
+    this.#update({ connection: "lost", problem, retryAt, points: withGap(this.now.points) });
     return retryAt;
   }
 
-  #until(at) {
+  /** @param {number | null} until */
+  #sleep(until) {
     return new Promise((done) => {
-      let timer = 0;
-      // What wakes this wait is heeded with it; who asks later asks the connection that is made then to be made again.
+      /** @type {ReturnType<typeof setTimeout> | undefined} */
+      let timer;
+      // A retry that wakes this sleep is done with it. A later one means the connection that is made then.
       const wake = () => {
         clearTimeout(timer);
-        this.#atOnce = false;
+        this.#retriesAtOnce = false;
         this.#wake = () => {};
-        done();
+        done(undefined);
       };
       this.#wake = wake;
-      if (this.#atOnce) wake();
-      else if (at !== null) timer = setTimeout(wake, Math.max(0, at - Date.now()));
+      if (this.#retriesAtOnce) wake();
+      else if (until !== null) timer = setTimeout(wake, Math.max(0, until - Date.now()));
     });
   }
 
-  /** A page that nobody sees asks for nothing after a while, and goes on when it is seen. */
-  #rest() {
-    this.#unseen = true;
+  #pause() {
+    this.#isHidden = true;
     this.#abort.abort();
   }
 
-  #seen() {
-    this.#unseen = false;
-    if (this.now.connection === "resting" || this.now.connection === "lost") this.retry();
+  #resume() {
+    this.#isHidden = false;
+    if (this.now.connection === "paused" || this.now.connection === "lost") this.retry();
   }
 
-  #hear(event, data) {
+  /**
+   * @param {string} event
+   * @param {any} data
+   */
+  #onEvent(event, data) {
     this.#attempt = 0;
-    if (event === "log") {
-      this.#tell({ lines: joined(this.now.lines, data).slice(-LINES) });
-      return;
-    }
+    if (event === "log") this.#update({ lines: joinLines(this.now.lines, data).slice(-MAX_LINES) });
+    else if (event === "state") this.#onState(data);
+    else if (event === "change" && this.now.state)
+      this.#onState(applyPatch(this.now.state, /** @type {PatchOperation[]} */ (data)));
+  }
+
+  /** @param {ClusterState} state */
+  #onState(state) {
     const before = this.now.state;
-    const state = event === "state" ? data : patched(before, data);
     const points = before && before.began !== state.began ? [] : this.now.points;
     const point = { time: state.time, pace: state.pace };
-    this.#tell({ connection: "open", state, points: [...points, point].slice(-POINTS), trouble: null, retryAt: null });
+    this.#update({
+      connection: "open",
+      state,
+      points: [...points, point].slice(-MAX_POINTS),
+      problem: null,
+      retryAt: null,
+    });
   }
 
-  #tell(change) {
+  /** @param {Partial<Snapshot>} change */
+  #update(change) {
     this.now = { ...this.now, ...change };
     for (const listener of this.#listeners) listener(this.now);
   }
 }
 
-/** The page says whether the server asks for a key: it need not be refused to learn that. */
-const lacksKey = () => document.documentElement.dataset.asks === "key" && !key.get();
-
-/** Whoever connects again is told all lines again, and so is who meets a server that counts from one again. */
-function joined(known, news) {
-  const last = known.at(-1);
-  return last && news[0].number <= last.number ? news : [...known, ...news];
+/** Return true if the HTML says that the server requires a key, and there is none: asking would only be refused. */
+function lacksKey() {
+  return document.documentElement.dataset.asks === "key" && !apiKey.get();
 }
 
-/** A chart draws no line over the time of which nothing is known. */
+/**
+ * Append new log lines. A server that starts again numbers its lines from one and sends them all.
+ * @param {LogLine[]} known
+ * @param {LogLine[]} added
+ */
+function joinLines(known, added) {
+  const last = known.at(-1);
+  const first = added.at(0);
+  return last && first && first.number <= last.number ? added : [...known, ...added];
+}
+
+/**
+ * Break the chart's line, because nothing is known of the time without a connection.
+ * @param {Point[]} points
+ * @returns {Point[]}
+ */
 function withGap(points) {
   const last = points.at(-1);
-  return last && last.pace ? [...points, { time: last.time + 0.5, pace: null }] : points;
+  return last?.pace ? [...points, { time: last.time + 0.5, pace: null }] : points;
 }

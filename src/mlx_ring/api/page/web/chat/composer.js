@@ -1,93 +1,152 @@
-// Where a question is written, and what goes with it.
+// The field for a question, with the choice of model, reasoning and parameters.
 
+/** @import { ChatModel } from "../models.js" */
+/** @import { Parameters } from "./parameters.js" */
+
+import { onSingleClick } from "../components.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
-import { onceClicked } from "../parts.js";
-import { ParameterPanel, summaryOf } from "./parameters.js";
+import { ParameterPanel, summarize } from "./parameters.js";
 
-const TALLEST = 0.4;
+/** Largest height of the field, as a share of the window's. */
+const MAX_HEIGHT = 0.4;
 
-/** `draft` is what was written and not sent before another view was looked at. */
-export function Composer({ ask, stop, isRunning, models, model, setModel, parameters, setParameters, problem, isOpen, setOpen, draft, keepDraft, focusOn }) {
-  const [text, setText] = useState(draft);
-  const field = useRef(null);
+/**
+ * @typedef {object} ComposerProps
+ * @property {(text: string) => boolean} ask returns false if nothing was sent
+ * @property {() => void} stop
+ * @property {boolean} isRunning
+ * @property {ChatModel[]} models
+ * @property {ChatModel | undefined} model
+ * @property {(id: string) => void} setModel
+ * @property {Parameters} parameters
+ * @property {(changed: Parameters) => void} setParameters
+ * @property {string | null} problem
+ * @property {boolean} isPanelOpen
+ * @property {(isOpen: boolean) => void} setPanelOpen
+ * @property {string} draft text that was not sent before the view changed
+ * @property {(text: string) => void} setDraft
+ * @property {string} focusKey the field takes the focus when it changes
+ */
+
+/**
+ * Render the composer.
+ * @param {ComposerProps} props
+ */
+export function Composer(props) {
+  const { isPanelOpen, setPanelOpen, parameters, setParameters, problem } = props;
   const hasTouch = matchMedia("(pointer: coarse)").matches;
+  const summary = summarize(parameters);
+  return html`<div class="composer">
+    ${isPanelOpen && html`<${ParameterPanel} parameters=${parameters} change=${setParameters} problem=${problem} />`}
+    <${QuestionForm} ...${props} hasTouch=${hasTouch} />
+    <div class="options">
+      <${ModelSelect} ...${props} />
+      <${EffortSelect} ...${props} />
+      <button
+        type="button"
+        class="quiet"
+        aria-expanded=${isPanelOpen}
+        aria-controls="parameters"
+        onClick=${() => setPanelOpen(!isPanelOpen)}
+      >Parameters${summary ? html`<span class="muted">: ${summary}</span>` : null}</button>
+      ${!hasTouch && html`<span class="hint">Enter sends, Shift+Enter inserts a line break</span>`}
+    </div>
+  </div>`;
+}
 
-  useEffect(() => grow(field.current), [text]);
-  // On a phone the keyboard would cover what is to be read.
-  useEffect(() => (hasTouch ? undefined : field.current.focus()), [focusOn]);
+/** @param {ComposerProps & { hasTouch: boolean }} props */
+function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouch }) {
+  const [text, setText] = useState(draft);
+  const field = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
 
-  const write = (changed) => {
-    keepDraft(changed);
+  useEffect(() => fitHeight(field.current), [text]);
+  useEffect(() => {
+    // A phone's keyboard would cover the conversation.
+    if (!hasTouch) field.current?.focus();
+  }, [focusKey]);
+
+  const write = (/** @type {string} */ changed) => {
+    setDraft(changed);
     setText(changed);
   };
   const send = () => {
     if (text.trim() && !isRunning && ask(text.trim())) write("");
   };
-  const onKeyDown = (event) => {
+  const onKeyDown = (/** @type {KeyboardEvent} */ event) => {
     if (event.key === "Escape" && isRunning) stop();
     if (event.key !== "Enter" || event.shiftKey || event.isComposing || hasTouch) return;
     event.preventDefault();
     send();
   };
-  const onSubmit = (event) => {
+  const onSubmit = (/** @type {SubmitEvent} */ event) => {
     event.preventDefault();
     send();
   };
-  const summary = summaryOf(parameters);
-  const efforts = models.find(({ id }) => id === model)?.efforts ?? [];
-
-  return html`<div class="composer">
-    ${isOpen && html`<${ParameterPanel} parameters=${parameters} change=${setParameters} problem=${problem} />`}
-    <form class="ask" onSubmit=${onSubmit}>
-      <label class="unseen" for="question">Your question</label>
-      <textarea
-        id="question"
-        ref=${field}
-        rows="1"
-        dir="auto"
-        placeholder="Ask something"
-        value=${text}
-        onInput=${(event) => write(event.target.value)}
-        onKeyDown=${onKeyDown}
-      ></textarea>
-      ${isRunning
-        ? html`<button type="button" class="primary" onClick=${onceClicked(stop)}>Stop</button>`
-        : html`<button type="submit" class="primary" disabled=${!text.trim()}>Send</button>`}
-    </form>
-    <div class="with">
-      ${models.length > 1 &&
-      html`<label><span class="unseen">Model</span>
-        <select value=${model} onChange=${(event) => setModel(event.target.value)}>
-          ${models.map(({ id, note }) => html`<option key=${id} value=${id} selected=${id === model}>${note ? `${id} (${note})` : id}</option>`)}
-        </select>
-      </label>`}
-      ${efforts.length > 0 &&
-      html`<label><span>Thinking</span>
-        <select value=${parameters.effort} onChange=${(event) => setParameters({ ...parameters, effort: event.target.value })}>
-          ${["", ...efforts].map((value) => html`<option key=${value} value=${value} selected=${value === parameters.effort}>${effortName(value, efforts)}</option>`)}
-        </select>
-      </label>`}
-      <button
-        type="button"
-        class="quiet"
-        aria-expanded=${isOpen}
-        aria-controls="parameters"
-        onClick=${() => setOpen(!isOpen)}
-      >Parameters${summary ? html`<span class="muted">: ${summary}</span>` : null}</button>
-      ${!hasTouch && html`<span class="hint">Enter sends, Shift+Enter begins a line</span>`}
-    </div>
-  </div>`;
+  const stopButton = html`<button type="button" class="primary" onClick=${onSingleClick(stop)}>Stop</button>`;
+  const sendButton = html`<button type="submit" class="primary" disabled=${!text.trim()}>Send</button>`;
+  return html`<form class="question" onSubmit=${onSubmit}>
+    <label class="visually-hidden" for="question">Your question</label>
+    <textarea
+      id="question"
+      ref=${field}
+      rows="1"
+      dir="auto"
+      placeholder="Ask something"
+      value=${text}
+      onInput=${(/** @type {any} */ event) => write(event.target.value)}
+      onKeyDown=${onKeyDown}
+    ></textarea>
+    ${isRunning ? stopButton : sendButton}
+  </form>`;
 }
 
-/** Of a model that can only be told to think or not, it is called that. */
-function effortName(value, efforts) {
-  if (!value) return "model's own";
-  if (value === "none") return "off";
-  return efforts.length === 2 ? "on" : value;
+/** @param {ComposerProps} props */
+function ModelSelect({ models, model, setModel }) {
+  if (models.length < 2) return null;
+  return html`<label><span class="visually-hidden">Model</span>
+    <select value=${model?.id} onChange=${(/** @type {any} */ event) => setModel(event.target.value)}>
+      ${models.map(
+        ({ id, note }) => html`<option key=${id} value=${id} selected=${id === model?.id}>
+          ${note ? `${id} (${note})` : id}
+        </option>`,
+      )}
+    </select>
+  </label>`;
 }
 
-/** As tall as its text, up to a part of the window. */
-function grow(field) {
+/** @param {ComposerProps} props */
+function EffortSelect({ model, parameters, setParameters }) {
+  const efforts = model?.efforts ?? [];
+  if (!efforts.length) return null;
+  const onChange = (/** @type {any} */ event) => setParameters({ ...parameters, effort: event.target.value });
+  return html`<label><span>Reasoning</span>
+    <select value=${parameters.effort} onChange=${onChange}>
+      ${["", ...efforts].map(
+        (effort) => html`<option key=${effort} value=${effort} selected=${effort === parameters.effort}>
+          ${effortLabel(effort, efforts)}
+        </option>`,
+      )}
+    </select>
+  </label>`;
+}
+
+/**
+ * Return the label of a reasoning effort. A model with a single effort reasons or does not.
+ * @param {string} effort
+ * @param {string[]} efforts
+ */
+function effortLabel(effort, efforts) {
+  if (!effort) return "default";
+  if (effort === "none") return "off";
+  return efforts.length === 2 ? "on" : effort;
+}
+
+/**
+ * Make the field as tall as its text, up to a part of the window.
+ * @param {HTMLTextAreaElement | null} field
+ */
+function fitHeight(field) {
+  if (!field) return;
   field.style.height = "auto";
-  field.style.height = `${Math.min(field.scrollHeight + 2, window.innerHeight * TALLEST)}px`;
+  field.style.height = `${Math.min(field.scrollHeight + 2, window.innerHeight * MAX_HEIGHT)}px`;
 }

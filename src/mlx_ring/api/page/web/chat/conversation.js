@@ -1,64 +1,130 @@
-// A conversation, and what becomes of it. Values in, values out.
+// A conversation and its changes, as pure functions.
 
-const TITLE = 60;
-const IDENTITY_BYTES = 8;
+/** @import { Completion, Figures, ToolCall } from "./completion.js" */
 
-/** messages: {role: "user", content}, {role: "tool", call, content}, or an answer, see `answer.js`, with `problem`. */
-export function begun() {
-  return { id: identity(), title: "", at: Date.now(), messages: [] };
+const MAX_TITLE = 60;
+const ID_BYTES = 8;
+
+/** @typedef {{ role: "user", content: string }} UserMessage */
+/** @typedef {{ role: "tool", call: string, name: string, content: string }} ToolMessage */
+
+/**
+ * The model's answer. `end` is a finish reason, "stopped", "error" or "unknown"; null while it streams.
+ * @typedef {Omit<Completion, "figures"> & {
+ *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null
+ * }} AnswerMessage
+ */
+
+/** @typedef {UserMessage | ToolMessage | AnswerMessage} Message */
+
+/** @typedef {{ id: string, title: string, at: number, messages: Message[] }} Conversation */
+
+/** @type {AnswerMessage} */
+export const EMPTY_ANSWER = {
+  role: "assistant",
+  content: "",
+  reasoning: "",
+  calls: [],
+  end: null,
+  figures: {},
+  problem: null,
+};
+
+/**
+ * Return an empty conversation.
+ * @returns {Conversation}
+ */
+export function newConversation() {
+  return { id: randomId(), title: "", at: Date.now(), messages: [] };
 }
 
-/** Not `crypto.randomUUID`, which pages of other machines without TLS have not. */
-function identity() {
-  const bytes = crypto.getRandomValues(new Uint8Array(IDENTITY_BYTES));
+/** Return a random id. Browsers deny `crypto.randomUUID` to pages of other machines without TLS. */
+function randomId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(ID_BYTES));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-export const isAnswer = (message) => message.role === "assistant";
+/**
+ * Return true if a message is the model's answer.
+ * @param {Message} message
+ * @returns {message is AnswerMessage}
+ */
+export function isAnswer(message) {
+  return message.role === "assistant";
+}
 
-/** With a message at its end; the first one of a person gives the title. */
+/**
+ * Append a message. The first question becomes the title.
+ * @param {Conversation} conversation
+ * @param {Message} message
+ * @returns {Conversation}
+ */
 export function withMessage(conversation, message) {
-  const title = conversation.title || (message.role === "user" ? titled(message.content) : "");
+  const title = conversation.title || (message.role === "user" ? titleOf(message.content) : "");
   return { ...conversation, title, at: Date.now(), messages: [...conversation.messages, message] };
 }
 
-function titled(text) {
-  const line = text.trim().split("\n")[0].trim();
-  return line.length <= TITLE ? line : `${line.slice(0, TITLE - 1).trimEnd()}…`;
+/** @param {string} text */
+function titleOf(text) {
+  const line = (text.trim().split("\n")[0] ?? "").trim();
+  return line.length <= MAX_TITLE ? line : `${line.slice(0, MAX_TITLE - 1).trimEnd()}…`;
 }
 
-/** With another answer at its end. */
+/**
+ * Replace the last message, which is an answer.
+ * @param {Conversation} conversation
+ * @param {AnswerMessage} answer
+ * @returns {Conversation}
+ */
 export function withAnswer(conversation, answer) {
   return { ...conversation, messages: [...conversation.messages.slice(0, -1), answer] };
 }
 
-/** Up to the last thing that was said to the model: what it answered is gone. */
-export function beforeAnswer(conversation) {
+/**
+ * Remove the answer after the last question or tool result.
+ * @param {Conversation} conversation
+ * @returns {Conversation}
+ */
+export function withoutAnswer(conversation) {
   const last = conversation.messages.findLastIndex((message) => !isAnswer(message));
   return { ...conversation, messages: conversation.messages.slice(0, last + 1) };
 }
 
-/** With a person's message changed; what came behind it is gone. */
-export function edited(conversation, place, content) {
-  const before = conversation.messages.slice(0, place);
-  return withMessage({ ...conversation, title: place === 0 ? "" : conversation.title, messages: before }, {
-    role: "user",
-    content,
-  });
+/**
+ * Change a question and remove the messages after it.
+ * @param {Conversation} conversation
+ * @param {number} place
+ * @param {string} content
+ * @returns {Conversation}
+ */
+export function withEdit(conversation, place, content) {
+  const messages = conversation.messages.slice(0, place);
+  const title = place === 0 ? "" : conversation.title;
+  return withMessage({ ...conversation, title, messages }, { role: "user", content });
 }
 
-/** Calls of the last answer that have no result yet. */
-export function openCalls(conversation) {
-  const last = conversation.messages.findLastIndex(isAnswer);
-  if (last < 0) return [];
-  const given = new Set(conversation.messages.slice(last + 1).map((message) => message.call));
-  return (conversation.messages[last].calls ?? []).filter((call) => !given.has(call.id));
+/**
+ * Return the calls of the last answer that have no result yet.
+ * @param {Conversation} conversation
+ * @returns {ToolCall[]}
+ */
+export function openCalls({ messages }) {
+  const last = messages.findLastIndex(isAnswer);
+  const answer = messages[last];
+  if (!answer || !isAnswer(answer)) return [];
+  const answered = new Set(messages.slice(last + 1).map((message) => message.role === "tool" && message.call));
+  return answer.calls.filter((call) => !answered.has(call.id));
 }
 
-/** As the server takes them. Answers that hold nothing are left out, and what a person then said twice is joined. */
+/**
+ * Return the messages of the request. Empty answers are left out, and the questions around them joined.
+ * @param {Conversation} conversation
+ * @param {string} system
+ */
 export function requestMessages(conversation, system) {
+  /** @type {Record<string, unknown>[]} */
   const messages = system.trim() ? [{ role: "system", content: system.trim() }] : [];
-  for (const message of conversation.messages.map(asked)) {
+  for (const message of conversation.messages.map(requestMessage)) {
     const last = messages.at(-1);
     if (message === null) continue;
     if (message.role === "user" && last?.role === "user") {
@@ -70,19 +136,18 @@ export function requestMessages(conversation, system) {
   return messages;
 }
 
-function asked(message) {
+/**
+ * @param {Message} message
+ * @returns {Record<string, unknown> | null}
+ */
+function requestMessage(message) {
   if (message.role === "tool") return { role: "tool", tool_call_id: message.call, content: message.content };
   if (!isAnswer(message)) return { role: "user", content: message.content };
-  const calls = (message.calls ?? []).map((call) => ({
-    id: call.id,
+  const calls = message.calls.map(({ id, name, arguments: given }) => ({
+    id,
     type: "function",
-    function: { name: call.name, arguments: call.arguments },
+    function: { name, arguments: given },
   }));
   if (calls.length) return { role: "assistant", content: message.content || null, tool_calls: calls };
   return message.content ? { role: "assistant", content: message.content } : null;
-}
-
-/** As plain text, to be copied. */
-export function asText(conversation) {
-  return conversation.messages.map((message) => `${message.role}:\n${message.content}`).join("\n\n");
 }

@@ -1,29 +1,34 @@
 // One message of a conversation.
 
-import { html, useEffect, useRef, useState } from "../vendor/preact.js";
-import { counted, duration, figures } from "../format.js";
-import { Markdown } from "../markdown.js";
-import { CopyButton, Notice } from "../parts.js";
+/** @import { ToolCall } from "./completion.js" */
+/** @import { AnswerMessage, ToolMessage, UserMessage as Question } from "./conversation.js" */
 
+import { CopyButton, Notice } from "../components.js";
+import { counted, duration, figures } from "../format.js";
+import { Markdown } from "../markdown/markdown.js";
+import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
+
+/** @type {Record<string, string>} */
 const ENDS = {
-  length: "The answer reached its limit of tokens, or the end of the context.",
+  length: "The answer reached the token limit or the end of the context.",
   stopped: "Stopped.",
-  unknown: "It was being written when the page was closed, or is in another tab.",
+  unknown: "The answer was incomplete when the page was closed, or another tab receives it.",
 };
 
-/** `edit` tells whether it was asked. */
+/**
+ * Render a question. `edit` returns false if nothing was sent.
+ * @param {{ message: Question, isRunning: boolean, edit: (text: string) => boolean }} props
+ */
 export function UserMessage({ message, isRunning, edit }) {
   const [isEditing, setEditing] = useState(false);
   if (isEditing) {
-    return html`<${Editor}
-      text=${message.content}
-      done=${(text) => {
-        if (text === null || edit(text)) setEditing(false);
-      }}
-    />`;
+    const done = (/** @type {string | null} */ text) => {
+      if (text === null || edit(text)) setEditing(false);
+    };
+    return html`<${Editor} text=${message.content} done=${done} />`;
   }
   return html`<article class="message user" aria-label="You">
-    <div class="said" dir="auto">${message.content}</div>
+    <div class="text" dir="auto">${message.content}</div>
     <footer>
       <${CopyButton} text=${() => message.content} what="question" />
       ${!isRunning && html`<button type="button" class="quiet" onClick=${() => setEditing(true)}>Edit</button>`}
@@ -31,24 +36,33 @@ export function UserMessage({ message, isRunning, edit }) {
   </article>`;
 }
 
+/**
+ * Render the form that changes a question. `done` gets null if it was cancelled.
+ * @param {{ text: string, done: (text: string | null) => void }} props
+ */
 function Editor({ text, done }) {
-  const field = useRef(null);
-  useEffect(() => field.current.focus(), []);
-  const send = () => done(field.current.value.trim() || null);
-  const onKeyDown = (event) => {
+  const field = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
+  // Before the first paint: whatever is typed next goes into this field.
+  useLayoutEffect(() => field.current?.focus(), []);
+  const send = () => done(field.current?.value.trim() || null);
+  const onSubmit = (/** @type {SubmitEvent} */ event) => {
+    event.preventDefault();
+    send();
+  };
+  const onKeyDown = (/** @type {KeyboardEvent} */ event) => {
     if (event.key === "Escape") done(null);
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
   };
-  return html`<form
-    class="message editor"
-    onSubmit=${(event) => {
-      event.preventDefault();
-      send();
-    }}
-  >
+  return html`<form class="message editor" onSubmit=${onSubmit}>
     <label>
-      <span class="muted">Change the question; what came after it is replaced.</span>
-      <textarea ref=${field} dir="auto" rows=${Math.min(12, text.split("\n").length + 1)} defaultValue=${text} onKeyDown=${onKeyDown}></textarea>
+      <span class="muted">Edit the question. The messages after it are replaced.</span>
+      <textarea
+        ref=${field}
+        dir="auto"
+        rows=${Math.min(12, text.split("\n").length + 1)}
+        defaultValue=${text}
+        onKeyDown=${onKeyDown}
+      ></textarea>
     </label>
     <footer>
       <button type="submit" class="primary">Ask again</button>
@@ -57,88 +71,118 @@ function Editor({ text, done }) {
   </form>`;
 }
 
-/** `retry` is there on the last answer only; `giveResult` where calls wait for results. */
-export function Answer({ message, isRunning, several, retry, openCalls, giveResult }) {
-  const isEmpty = !message.content && !message.reasoning && !message.calls.length;
+/**
+ * @typedef {object} AnswerProps
+ * @property {AnswerMessage} message
+ * @property {boolean} isRunning
+ * @property {boolean} showsModel
+ * @property {(() => void) | null} retry null on all answers but the last
+ * @property {ToolCall[]} openCalls calls without a result
+ * @property {(call: ToolCall, text: string) => void} addResult
+ */
+
+/**
+ * Render an answer.
+ * @param {AnswerProps} props
+ */
+export function Answer({ message, isRunning, showsModel, retry, openCalls, addResult }) {
+  const { content, reasoning, calls, problem } = message;
+  const isEmpty = !content && !reasoning && !calls.length;
+  const waiting = isEmpty ? html`<span class="muted">Waiting for the first token</span>` : null;
   return html`<article class="message answer" aria-label="Answer" aria-busy=${isRunning}>
-    ${message.reasoning && html`<${Reasoning} text=${message.reasoning} isRunning=${isRunning && !message.content} />`}
-    ${message.content && html`<${Markdown} text=${message.content} />`}
-    ${message.calls.map(
-      (call) => html`<${Call}
-        key=${call.id}
-        call=${call}
-        give=${!isRunning && openCalls.includes(call) ? (text) => giveResult(call, text) : null}
-      />`,
-    )}
-    ${isRunning && html`<p class="caret">${isEmpty ? html`<span class="muted">Waiting for the first token</span>` : null}<i aria-hidden="true"></i></p>`}
-    ${message.problem && html`<${Notice} tone="bad">${message.problem}</${Notice}>`}
-    ${!isRunning && html`<${Footing} message=${message} several=${several} retry=${retry} />`}
+    ${reasoning && html`<${Reasoning} text=${reasoning} />`}
+    ${content && html`<${Markdown} text=${content} />`}
+    ${calls.map((call) => {
+      const add = (/** @type {string} */ text) => addResult(call, text);
+      const isOpen = !isRunning && openCalls.includes(call);
+      return html`<${Call} key=${call.id} call=${call} addResult=${isOpen ? add : null} />`;
+    })}
+    ${isRunning && html`<p class="caret">${waiting}<i aria-hidden="true"></i></p>`}
+    ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
+    ${!isRunning && html`<${AnswerFooter} message=${message} showsModel=${showsModel} retry=${retry} />`}
   </article>`;
 }
 
-function Reasoning({ text, isRunning }) {
+/** @param {{ text: string }} props */
+function Reasoning({ text }) {
   return html`<details class="reasoning">
-    <summary>${isRunning ? "Thinking" : "Thought"} <span class="muted">${counted(text.trim().split(/\s+/).length, "word")}</span></summary>
+    <summary>Reasoning <span class="muted">${counted(text.trim().split(/\s+/).length, "word")}</span></summary>
     <${Markdown} text=${text} />
   </details>`;
 }
 
-function Call({ call, give }) {
+/** @param {{ call: ToolCall, addResult: ((text: string) => void) | null }} props */
+function Call({ call, addResult }) {
   const [result, setResult] = useState("");
+  const onSubmit = (/** @type {SubmitEvent} */ event) => {
+    event.preventDefault();
+    addResult?.(result);
+  };
   return html`<section class="call" aria-label=${`Call of ${call.name}`}>
-    <header><span class="muted">calls</span> <code>${call.name}</code> <${CopyButton} text=${() => call.arguments} what="arguments" /></header>
-    <pre tabindex="0"><code>${pretty(call.arguments)}</code></pre>
-    ${give &&
-    html`<form
-      class="row"
-      onSubmit=${(event) => {
-        event.preventDefault();
-        give(result);
-      }}
-    >
-      <label class="grow"><span class="unseen">Result of ${call.name}</span>
-        <input type="text" placeholder="its result" value=${result} onInput=${(event) => setResult(event.target.value)} autocomplete="off" />
+    <header>
+      <span class="muted">Call of</span> <code>${call.name}</code>
+      <${CopyButton} text=${() => call.arguments} what="arguments" />
+    </header>
+    <pre tabindex="0"><code>${indentJson(call.arguments)}</code></pre>
+    ${
+      addResult &&
+      html`<form class="row" onSubmit=${onSubmit}>
+      <label class="grow"><span class="visually-hidden">Result of ${call.name}</span>
+        <input
+          type="text"
+          placeholder="Result"
+          value=${result}
+          onInput=${(/** @type {any} */ event) => setResult(event.target.value)}
+          autocomplete="off"
+        />
       </label>
-      <button type="submit">Give result</button>
-    </form>`}
+      <button type="submit">Send result</button>
+    </form>`
+    }
   </section>`;
 }
 
-function pretty(text) {
+/** @param {string} text */
+function indentJson(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return text;
+    return text; // Arguments that still stream, or that are no JSON.
   }
 }
 
+/**
+ * Render a tool's result.
+ * @param {{ message: ToolMessage }} props
+ */
 export function ToolResult({ message }) {
   return html`<article class="message result" aria-label=${`Result of ${message.name}`}>
-    <span class="muted">result of</span> <code>${message.name}</code>
+    <span class="muted">Result of</span> <code>${message.name}</code>
     <pre tabindex="0"><code>${message.content}</code></pre>
   </article>`;
 }
 
-function Footing({ message, several, retry }) {
-  const said = ENDS[message.end];
+/** @param {Pick<AnswerProps, "message" | "showsModel" | "retry">} props */
+function AnswerFooter({ message, showsModel, retry }) {
+  const end = ENDS[message.end ?? ""];
   return html`<footer>
     ${message.content && html`<${CopyButton} text=${() => message.content} what="answer" />`}
     ${retry && html`<button type="button" class="quiet" onClick=${retry}>Retry</button>`}
-    ${several && message.model && html`<span class="muted">${message.model}</span>`}
-    <span class="figures">${costs(message).map((text) => html`<span key=${text}>${text}</span>`)}</span>
-    ${said && html`<span class="muted">${said}</span>`}
+    ${showsModel && message.model && html`<span class="muted">${message.model}</span>`}
+    <span class="figures">${describeFigures(message).map((text) => html`<span key=${text}>${text}</span>`)}</span>
+    ${end && html`<span class="muted">${end}</span>`}
   </footer>`;
 }
 
-/** Tokens per second, time to the first token, how many there were, and how many were cached. */
-function costs({ figures: told }) {
-  const costs = [];
-  if (told.tokensPerS) costs.push(`${figures(told.tokensPerS, 3)} tokens/s`);
-  if (told.firstTokenS !== null && told.firstTokenS !== undefined) costs.push(`first after ${duration(told.firstTokenS)}`);
-  if (told.tokens) costs.push(counted(told.tokens, "token"));
-  if (told.promptTokens) {
-    const cached = told.cachedTokens ? `, ${figures(told.cachedTokens, 5)} cached` : "";
-    costs.push(`prompt ${figures(told.promptTokens, 5)}${cached}`);
+/** @param {AnswerMessage} message */
+function describeFigures({ figures: { tokensPerS, firstTokenS, tokens, promptTokens, cachedTokens } }) {
+  const parts = [];
+  if (tokensPerS) parts.push(`${figures(tokensPerS, 3)} tokens/s`);
+  if (typeof firstTokenS === "number") parts.push(`first token after ${duration(firstTokenS)}`);
+  if (tokens) parts.push(counted(tokens, "token"));
+  if (promptTokens) {
+    const cached = cachedTokens ? `, ${figures(cachedTokens, 5)} cached` : "";
+    parts.push(`${counted(promptTokens, "prompt token")}${cached}`);
   }
-  return costs;
+  return parts;
 }

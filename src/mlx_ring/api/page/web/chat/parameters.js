@@ -1,90 +1,165 @@
-// What goes with every question: system prompt, sampling, tools. An empty field leaves it to the model.
+// Parameters of every request: system prompt, sampling, tools. An empty field uses the model's default.
 
+import { readStored, writeStored } from "../storage.js";
 import { html } from "../vendor/preact.js";
-import { kept } from "../parts.js";
 
-const KEPT = "mlx-ring.parameters";
+const STORED_PARAMETERS = "mlx-ring.parameters";
+
+/** Texts of the form's fields. */
 const EMPTY = { system: "", temperature: "", topP: "", maxTokens: "", seed: "", effort: "", tools: "" };
 
-/** name in the request, field, label, whole or not, least, most, what an empty field means */
+/** @typedef {typeof EMPTY} Parameters */
+
+/**
+ * Number in the form. `name` is its name in the request.
+ * @typedef {object} NumberField
+ * @property {string} name
+ * @property {keyof Parameters} field
+ * @property {string} label
+ * @property {boolean} isWhole
+ * @property {number} least
+ * @property {number} most
+ * @property {string} placeholder
+ */
+
+/** @type {NumberField[]} */
 const NUMBERS = [
-  ["temperature", "temperature", "Temperature", false, 0, 2, "model's own"],
-  ["top_p", "topP", "Top-p", false, 0, 1, "model's own"],
-  ["max_completion_tokens", "maxTokens", "Most tokens", true, 1, 2 ** 30, "server's limit"],
-  ["seed", "seed", "Seed", true, 0, Number.MAX_SAFE_INTEGER, "random"],
+  {
+    name: "temperature",
+    field: "temperature",
+    label: "Temperature",
+    isWhole: false,
+    least: 0,
+    most: 2,
+    placeholder: "default",
+  },
+  { name: "top_p", field: "topP", label: "Top-p", isWhole: false, least: 0, most: 1, placeholder: "default" },
+  {
+    name: "max_completion_tokens",
+    field: "maxTokens",
+    label: "Max tokens",
+    isWhole: true,
+    least: 1,
+    most: 2 ** 30,
+    placeholder: "server limit",
+  },
+  {
+    name: "seed",
+    field: "seed",
+    label: "Seed",
+    isWhole: true,
+    least: 0,
+    most: Number.MAX_SAFE_INTEGER,
+    placeholder: "random",
+  },
 ];
 
+/**
+ * Read the parameters that this browser stored.
+ * @returns {Parameters}
+ */
 export function readParameters() {
-  return { ...EMPTY, ...kept.read(KEPT) };
+  return { ...EMPTY, ...readStored(STORED_PARAMETERS) };
 }
 
-export function keepParameters(parameters) {
-  kept.write(KEPT, isEmpty(parameters) ? null : parameters);
+/**
+ * Store the parameters in this browser.
+ * @param {Parameters} parameters
+ */
+export function storeParameters(parameters) {
+  const isEmpty = Object.values(parameters).every((text) => !text);
+  writeStored(STORED_PARAMETERS, isEmpty ? null : parameters);
 }
 
-const isEmpty = (parameters) => Object.keys(EMPTY).every((name) => !parameters[name]);
-
-/** The request's fields. To be asked only where `problemOf` finds nothing. */
-export function fieldsOf(parameters) {
+/**
+ * Return the request's fields. `findProblem` must have found none.
+ * @param {Parameters} parameters
+ */
+export function requestFields(parameters) {
+  /** @type {Record<string, unknown>} */
   const fields = {};
-  for (const [name, field] of NUMBERS) if (parameters[field].trim()) fields[name] = Number(parameters[field]);
+  for (const { name, field } of NUMBERS) {
+    if (parameters[field].trim()) fields[name] = Number(parameters[field]);
+  }
   if (parameters.effort) fields.reasoning_effort = parameters.effort;
   if (parameters.tools.trim()) fields.tools = JSON.parse(parameters.tools);
   return fields;
 }
 
-/** Why no question can go out with these; null where one can. */
-export function problemOf(parameters) {
-  for (const [, field, label, isWhole, least, most] of NUMBERS) {
+/**
+ * Return why the parameters cannot be sent, or null.
+ * @param {Parameters} parameters
+ * @returns {string | null}
+ */
+export function findProblem(parameters) {
+  for (const { field, label, isWhole, least, most } of NUMBERS) {
     const text = parameters[field].trim();
     const value = Number(text);
-    const isRight = !text || (Number.isFinite(value) && value >= least && value <= most && (!isWhole || Number.isInteger(value)));
-    if (!isRight) return `${label} is ${text}; it should be ${isWhole ? "a whole number" : "a number"} from ${least} to ${most}.`;
+    const isInRange = Number.isFinite(value) && value >= least && value <= most;
+    if (text && !(isInRange && (!isWhole || Number.isInteger(value)))) {
+      return `${label} is ${text}. Enter a ${isWhole ? "whole number" : "number"} from ${least} to ${most}.`;
+    }
   }
-  return toolsProblem(parameters.tools);
+  return findToolsProblem(parameters.tools);
 }
 
-function toolsProblem(text) {
+/** @param {string} text */
+function findToolsProblem(text) {
   if (!text.trim()) return null;
   try {
-    return Array.isArray(JSON.parse(text)) ? null : "Tools should be a JSON list, as OpenAI's API takes it.";
+    return Array.isArray(JSON.parse(text)) ? null : "Tools must be a JSON list in the OpenAI API's format.";
   } catch (error) {
-    return `Tools are not valid JSON: ${error.message}.`;
+    return `Tools are not valid JSON: ${error instanceof Error ? error.message : error}.`;
   }
 }
 
-/** In a few words, what is not left to the model. */
-export function summaryOf(parameters) {
-  const set = NUMBERS.filter(([, field]) => parameters[field].trim()).map(
-    ([, field, label]) => `${label.toLowerCase()} ${parameters[field].trim()}`,
+/**
+ * Summarize the parameters that differ from the model's defaults.
+ * @param {Parameters} parameters
+ */
+export function summarize(parameters) {
+  const parts = NUMBERS.filter(({ field }) => parameters[field].trim()).map(
+    ({ field, label }) => `${label.toLowerCase()} ${parameters[field].trim()}`,
   );
-  if (parameters.system.trim()) set.unshift("system prompt");
-  if (parameters.tools.trim()) set.push("tools");
-  return set.join(", ");
+  if (parameters.system.trim()) parts.unshift("system prompt");
+  if (parameters.tools.trim()) parts.push("tools");
+  return parts.join(", ");
 }
 
+/**
+ * Render the form of parameters.
+ * @param {{ parameters: Parameters, change: (changed: Parameters) => void, problem: string | null }} props
+ */
 export function ParameterPanel({ parameters, change, problem }) {
+  /** @param {keyof Parameters} name */
   const field = (name) => ({
     value: parameters[name],
-    onInput: (event) => change({ ...parameters, [name]: event.target.value }),
+    onInput: (/** @type {any} */ event) => change({ ...parameters, [name]: event.target.value }),
   });
+  const hint = html`<span class="muted">Stored in this browser. Empty fields use the model's defaults.</span>`;
   return html`<section class="parameters" id="parameters" aria-label="Parameters">
     <label class="wide">
       <span>System prompt</span>
       <textarea rows="2" placeholder="none" ...${field("system")}></textarea>
     </label>
     ${NUMBERS.map(
-      ([name, key, label, isWhole, , , placeholder]) => html`<label key=${name}>
+      ({ name, field: key, label, isWhole, placeholder }) => html`<label key=${name}>
         <span>${label}</span>
-        <input type="text" inputmode=${isWhole ? "numeric" : "decimal"} placeholder=${placeholder} autocomplete="off" ...${field(key)} />
+        <input
+          type="text"
+          inputmode=${isWhole ? "numeric" : "decimal"}
+          placeholder=${placeholder}
+          autocomplete="off"
+          ...${field(key)}
+        />
       </label>`,
     )}
     <label class="wide">
-      <span>Tools, as a JSON list in OpenAI's form</span>
+      <span>Tools (JSON list in the OpenAI API's format)</span>
       <textarea rows="2" class="mono" spellcheck=${false} placeholder="none" ...${field("tools")}></textarea>
     </label>
     <p class="wide row">
-      ${problem ? html`<span class="problem" role="alert">${problem}</span>` : html`<span class="muted">Kept in this browser. Empty fields leave it to the model.</span>`}
+      ${problem ? html`<span class="problem" role="alert">${problem}</span>` : hint}
       <button type="button" class="quiet" onClick=${() => change({ ...EMPTY })}>Reset</button>
     </p>
   </section>`;

@@ -1,34 +1,82 @@
-// What is kept of earlier requests, and what it saved.
+// The KV cache, the prefix cache, speculative decoding and preemptions.
 
-import { html } from "../vendor/preact.js";
+/** @import { CacheStats, CacheWorker, PrefixCache } from "../types.js" */
+
 import { bytes, counted, figures, percent } from "../format.js";
+import { html } from "../vendor/preact.js";
 
+/** @typedef {import("preact").ComponentChildren} Children */
+
+/**
+ * Render the panel of caches.
+ * @param {{ cache: CacheStats }} props
+ */
 export function Cache({ cache }) {
-  const { prefix_cache: prefix, speculation } = cache;
+  const { prefix_cache: prefix, sequences, num_preemptions: preemptions } = cache;
+  const limit = totalLimit(cache.workers);
   return html`<section class="panel" aria-label="Cache">
     <header><h2>Cache</h2></header>
     <dl>
-      <dt>KV held</dt>
-      <dd>${bytes(cache.kv_bytes)}${limit(cache)}<span class="muted"> for ${counted(cache.sequences, "sequence")}, kept ones included</span></dd>
+      <dt>KV cache</dt>
+      <dd>
+        ${bytes(cache.kv_bytes)}${limit === null ? "" : ` of ${bytes(limit)}`}
+        <span class="muted"> for ${counted(sequences, "sequence")}, cached prefixes included</span>
+      </dd>
       <dt>Prefix cache</dt>
-      <dd>${prefix.enabled ? hits(prefix) : html`<span class="muted">${"queries" in prefix ? "off" : "nothing yet"}</span>`}</dd>
-      ${prefix.enabled &&
-      html`<dt>Kept for later</dt>
-        <dd>${counted(prefix.entries, "beginning")}<span class="muted"> of ${counted(prefix.entry_tokens, "token")}, ${figures(prefix.evictions, 5)} made way</span></dd>`}
-      <dt>Guessed tokens</dt>
-      <dd>${speculation?.draft_tokens ? html`${percent(speculation.acceptance)} right<span class="muted"> of ${figures(speculation.draft_tokens, 6)}</span>` : html`<span class="muted">none yet</span>`}</dd>
-      <dt>Put back</dt>
-      <dd>${counted(cache.num_preemptions, "time")}<span class="muted"> for want of memory</span></dd>
+      <dd>${prefix.enabled ? prefixHits(prefix) : muted("queries" in prefix ? "off" : "no data yet")}</dd>
+      ${prefix.enabled && html`<dt>Cached prefixes</dt><dd>${prefixEntries(prefix)}</dd>`}
+      <dt>Speculative decoding</dt>
+      <dd>${acceptance(cache)}</dd>
+      <dt>Preemptions</dt>
+      <dd>${figures(preemptions, 6)}${preemptions > 0 && muted(" because KV memory ran out")}</dd>
     </dl>
   </section>`;
 }
 
-function hits(prefix) {
-  if (!prefix.queries) return html`<span class="muted">nothing looked up yet</span>`;
-  return html`${percent(prefix.hits / prefix.queries)} of ${counted(prefix.queries, "prompt")} began alike<span class="muted">, ${percent(prefix.hit_tokens / Math.max(1, prefix.query_tokens))} of their tokens need not be read</span>`;
+/**
+ * Return the share of prompts that found a cached prefix, or null while none was looked up.
+ * @param {PrefixCache} prefix
+ */
+export function prefixHitRate({ queries = 0, hits = 0 }) {
+  return queries ? hits / queries : null;
 }
 
-function limit({ workers }) {
-  const all = workers.map((worker) => worker.limit_bytes).filter((bytesAllowed) => bytesAllowed);
-  return all.length === workers.length && all.length ? ` of ${bytes(all.reduce((sum, each) => sum + each, 0))}` : "";
+/** @param {PrefixCache} prefix */
+function prefixHits(prefix) {
+  const { queries = 0, query_tokens: tokens = 0, hit_tokens: hitTokens = 0 } = prefix;
+  if (!queries) return muted("no lookups yet");
+  const reused = percent(hitTokens / Math.max(1, tokens));
+  return html`${percent(prefixHitRate(prefix))} of ${counted(queries, "prompt")} hit<span class="muted">
+    , ${reused} of prompt tokens reused</span>`;
+}
+
+/** @param {PrefixCache} prefix */
+function prefixEntries({ entries = 0, entry_tokens: tokens = 0, evictions = 0 }) {
+  return html`${counted(entries, "prefix", "prefixes")}<span class="muted">
+    , ${counted(tokens, "token")}, ${figures(evictions, 5)} evicted</span>`;
+}
+
+/** @param {CacheStats} cache */
+function acceptance({ speculation }) {
+  if (!speculation?.draft_tokens) return muted("no drafts yet");
+  const drafts = figures(speculation.draft_tokens, 6);
+  return html`${percent(speculation.acceptance)} accepted<span class="muted"> of ${drafts} draft tokens</span>`;
+}
+
+/** @param {Children} text */
+function muted(text) {
+  return html`<span class="muted">${text}</span>`;
+}
+
+/**
+ * Return the workers' limits together, or null where one is unknown.
+ * @param {CacheWorker[]} workers
+ */
+function totalLimit(workers) {
+  let total = 0;
+  for (const { limit_bytes: limit } of workers) {
+    if (!limit) return null;
+    total += limit;
+  }
+  return total || null;
 }

@@ -1,41 +1,63 @@
-// The last minutes: tokens per second, and what each stage did.
+// Charts of the last minutes: tokens per second, and the compute time of each stage.
 
+/** @import { Point } from "../live.js" */
+/** @import { InstanceStatus, Pace } from "../types.js" */
+/** @import uPlot from "uplot" */
+
+import { figures, timeOfDay } from "../format.js";
 import { html, useEffect, useRef } from "../vendor/preact.js";
-import { figures } from "../format.js";
 
-const HEIGHT = 170;
+const HEIGHT_PX = 170;
 const SPAN_S = 300;
+const TICK_S = 60;
+/** Share of unfinished steps from which a stage's compute time is unknown: it counts only at a step's end. */
+const MAX_UNFINISHED = 0.5;
 
-/** `points` as `Live` has them; one chart of tokens, and one of stages for the instance with that name. */
-export function Charts({ points, instance, isOneOfMany, stages, theme }) {
+/**
+ * Line of a chart. `color` is a custom property.
+ * @typedef {object} Series
+ * @property {string} label
+ * @property {string} color
+ * @property {boolean} [isFilled]
+ * @property {string} [unit]
+ * @property {"y" | "right"} [scale]
+ */
+
+/**
+ * Render the charts. Compute time is that of the first instance.
+ * @param {{ points: Point[], instances: InstanceStatus[], theme: string }} props
+ */
+export function Charts({ points, instances, theme }) {
+  const instance = instances[0];
+  const stages = instance?.stages.map(({ stage }) => stage) ?? [];
   const times = points.map((point) => point.time);
-  const sum = (name) => points.map(({ pace }) => (pace ? total(pace, name) : null));
-  const share = (stage) =>
-    points.map(({ pace }) => {
-      const found = pace?.[instance]?.stages.find((each) => each.stage === stage);
-      // Of a step that takes longer than a look nothing is known before its end.
-      return found && found.under_way < 0.5 ? 100 * found.compute : null;
-    });
+  /** @param {"tokens_per_s" | "prompt_tokens_per_s"} name */
+  const totals = (name) => points.map(({ pace }) => (pace ? totalPace(pace, name) : null));
   const last = points.at(-1)?.pace ?? {};
+  const decode = figures(totalPace(last, "tokens_per_s"));
+  const prefill = figures(totalPace(last, "prompt_tokens_per_s"));
   return html`<div class="charts">
     <section class="panel" aria-label="Tokens per second">
       <header><h2>Tokens per second</h2></header>
       <${Chart}
         theme=${theme}
-        label=${`Tokens per second over five minutes; now ${figures(total(last, "tokens_per_s"))} generated, ${figures(total(last, "prompt_tokens_per_s"))} read of prompts`}
-        data=${[times, sum("tokens_per_s"), sum("prompt_tokens_per_s")]}
+        label=${`Tokens per second over five minutes. Now: decode ${decode}, prefill ${prefill}`}
+        data=${[times, totals("tokens_per_s"), totals("prompt_tokens_per_s")]}
         series=${[
-          { label: "generated", color: "--accent", fill: true },
-          { label: "read of prompts", color: "--muted", scale: "read" },
+          { label: "decode", color: "--accent", isFilled: true },
+          { label: "prefill", color: "--muted", scale: "right" },
         ]}
       />
     </section>
-    <section class="panel" aria-label="Time computing">
-      <header><h2>Time spent computing, by stage</h2>${isOneOfMany && html`<span class="muted">${instance}</span>`}</header>
+    <section class="panel" aria-label="Compute time">
+      <header>
+        <h2>Compute time by stage</h2>
+        ${instances.length > 1 && html`<span class="muted">${instance?.name}</span>`}
+      </header>
       <${Chart}
         theme=${theme}
         label="Share of each second that each stage computed, over five minutes"
-        data=${[times, ...stages.map(share)]}
+        data=${[times, ...stages.map((stage) => computeShares(points, instance?.name ?? "", stage))]}
         series=${stages.map((stage) => ({ label: `stage ${stage}`, color: `--stage-${stage % 8}`, unit: " %" }))}
         most=${100}
       />
@@ -43,80 +65,137 @@ export function Charts({ points, instance, isOneOfMany, stages, theme }) {
   </div>`;
 }
 
-/** Of all instances; null where nothing is known of any. */
-export function total(pace, name) {
+/**
+ * @param {Point[]} points
+ * @param {string} instance
+ * @param {number} stage
+ */
+function computeShares(points, instance, stage) {
+  return points.map(({ pace }) => {
+    const shares = pace?.[instance]?.stages.find((each) => each.stage === stage);
+    return shares && shares.under_way < MAX_UNFINISHED ? 100 * shares.compute : null;
+  });
+}
+
+/**
+ * Return a rate of all instances together, or null where none is known.
+ * @param {Record<string, Pace>} pace
+ * @param {"tokens_per_s" | "prompt_tokens_per_s"} name
+ */
+export function totalPace(pace, name) {
   const values = Object.values(pace)
     .map((each) => each[name])
-    .filter((value) => value !== null && value !== undefined);
+    .filter((value) => typeof value === "number");
   return values.length ? values.reduce((sum, value) => sum + value, 0) : null;
 }
 
+/**
+ * @param {{
+ *   data: uPlot.AlignedData, series: Series[], label: string, theme: string, most?: number | null
+ * }} props `most` is the top of the scale; null fits it to the data
+ */
 function Chart({ data, series, label, theme, most = null }) {
-  const place = useRef(null);
-  const chart = useRef(null);
+  const place = useRef(/** @type {HTMLElement | null} */ (null));
+  const chart = useRef(/** @type {uPlot | null} */ (null));
   const names = series.map((each) => each.label).join();
   useEffect(() => {
     const element = place.current;
-    const made = new window.uPlot(options(element, series, most), data, element);
-    chart.current = made;
-    const resized = new ResizeObserver(() => made.setSize({ width: element.clientWidth, height: HEIGHT }));
+    if (!element) return undefined;
+    const created = new window.uPlot(chartOptions(element, series, most), data, element);
+    chart.current = created;
+    const resized = new ResizeObserver(() => created.setSize({ width: element.clientWidth, height: HEIGHT_PX }));
     resized.observe(element);
     return () => {
       resized.disconnect();
-      made.destroy();
+      created.destroy();
       chart.current = null;
     };
   }, [theme, names]);
   useEffect(() => {
-    chart.current?.setData(data);
-    toLast(chart.current);
+    if (!chart.current) return;
+    chart.current.setData(data);
+    showLastValues(chart.current);
   }, [data]);
   return html`<div class="chart" role="img" aria-label=${label} ref=${place}></div>`;
 }
 
-/** Where nobody points, the legend tells the last values. */
-function toLast(chart) {
-  if (chart && (chart.cursor.left ?? -1) < 0) chart.setLegend({ idx: chart.data[0].length - 1 });
+/**
+ * Show the last values in the legend, unless the pointer is on the chart.
+ * @param {uPlot} chart
+ */
+function showLastValues(chart) {
+  if ((chart.cursor.left ?? -1) < 0) chart.setLegend({ idx: chart.data[0].length - 1 });
 }
 
-function options(element, series, most) {
+/**
+ * @param {HTMLElement} element
+ * @param {Series[]} series
+ * @param {number | null} most
+ * @returns {uPlot.Options}
+ */
+function chartOptions(element, series, most) {
   const style = getComputedStyle(element);
-  const color = (name) => style.getPropertyValue(name).trim();
-  const font = `11px ${style.fontFamily}`;
-  const axis = { stroke: color("--muted"), font, ticks: { show: false }, grid: { stroke: color("--line"), width: 1 } };
-  const value = (unit) => (_, number) => (number === null || number === undefined ? "–" : `${figures(number)}${unit}`);
-  const hasSecond = series.some((each) => each.scale);
+  const color = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
+  const isTwoSided = series.some((each) => each.scale === "right");
   return {
     width: element.clientWidth,
-    height: HEIGHT,
+    height: HEIGHT_PX,
     cursor: { y: false, points: { size: 6 } },
     legend: { live: true },
-    hooks: { setCursor: [toLast] },
+    hooks: { setCursor: [showLastValues] },
     scales: {
-      x: { range: (_, _least, last) => [last - SPAN_S, last] },
-      y: { range: (_, _least, highest) => [0, most ?? Math.max(10, (highest ?? 0) * 1.1)] },
-      read: { range: (_, _least, highest) => [0, Math.max(10, (highest ?? 0) * 1.1)] },
+      x: { range: (_, _first, last) => [last - SPAN_S, last] },
+      y: { range: (_, _least, highest) => [0, most ?? scaleTop(highest)] },
+      right: { range: (_, _least, highest) => [0, scaleTop(highest)] },
     },
-    axes: [
-      { ...axis, size: 28, space: 44, values: (_, ticks) => ticks.map(clock) },
-      { ...axis, size: 40, space: 34, stroke: hasSecond ? color(series[0].color) : axis.stroke },
-      ...(hasSecond ? [{ ...axis, scale: "read", side: 1, size: 44, space: 34, grid: { show: false } }] : []),
-    ],
+    axes: chartAxes(color, `11px ${style.fontFamily}`, isTwoSided ? series[0]?.color : undefined),
     series: [
-      { value: (_, at) => (at ? clock(at) : "–") },
-      ...series.map(({ label, color: name, fill, unit = "", scale = "y" }) => ({
-        label,
-        scale,
-        stroke: color(name),
-        fill: fill ? `${color(name)}26` : undefined,
-        width: 1.5,
-        points: { show: false },
-        value: value(unit),
-      })),
+      { value: (_, at) => (at ? timeOfDay(at, { withSeconds: false }) : "–") },
+      ...series.map((each) => chartSeries(each, color)),
     ],
   };
 }
 
-function clock(unixS) {
-  return new Date(unixS * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+/** @param {number | null} highest */
+function scaleTop(highest) {
+  return Math.max(10, (highest ?? 0) * 1.1);
+}
+
+/**
+ * @param {(name: string) => string} color
+ * @param {string} font
+ * @param {string | undefined} leftColor colour of the left scale, if there is a right one too
+ * @returns {uPlot.Axis[]}
+ */
+function chartAxes(color, font, leftColor) {
+  const grid = { stroke: color("--line"), width: 1 };
+  const axis = { stroke: color("--muted"), font, ticks: { show: false }, grid };
+  /** @type {uPlot.Axis} */
+  const time = {
+    ...axis,
+    size: 28,
+    space: 44,
+    incrs: [TICK_S, 2 * TICK_S, 5 * TICK_S],
+    values: (_, ticks) => ticks.map((tick) => timeOfDay(tick, { withSeconds: false })),
+  };
+  const left = { ...axis, size: 40, space: 34, stroke: leftColor ? color(leftColor) : axis.stroke };
+  const right = { ...axis, scale: "right", side: 1, size: 44, space: 34, grid: { show: false } };
+  return leftColor ? [time, left, right] : [time, left];
+}
+
+/**
+ * @param {Series} series
+ * @param {(name: string) => string} color
+ * @returns {uPlot.Series}
+ */
+function chartSeries({ label, color: name, isFilled = false, unit = "", scale = "y" }, color) {
+  return {
+    label,
+    scale,
+    stroke: color(name),
+    ...(isFilled ? { fill: `${color(name)}26` } : {}),
+    width: 1.5,
+    points: { show: false },
+    value: (_, number) => (typeof number === "number" ? `${figures(number)}${unit}` : "–"),
+  };
 }

@@ -1,59 +1,70 @@
-// The cluster as it is.
+// The cluster view.
 
-import { html } from "../vendor/preact.js";
+/** @import { Snapshot } from "../live.js" */
+/** @import { Status } from "../status.js" */
+/** @import { ClusterState } from "../types.js" */
+
+import { Notice } from "../components.js";
 import { bytes, duration, figures, percent } from "../format.js";
-import { Notice } from "../parts.js";
-import { nodeNames } from "../words.js";
-import { Cache } from "./cache.js";
-import { Charts, total } from "./charts.js";
+import { nodeNames } from "../status.js";
+import { html } from "../vendor/preact.js";
+import { Cache, prefixHitRate } from "./cache.js";
+import { Charts, totalPace } from "./charts.js";
 import { Logs } from "./logs.js";
 import { Machines } from "./machines.js";
 import { Pipeline } from "./pipeline.js";
 import { Requests } from "./requests.js";
 
-export function Cluster({ live, standing, theme }) {
-  const { state, points, lines } = live;
-  if (state === null) return html`<div class="cluster"><p class="muted waiting">Waiting for the server's first word.</p></div>`;
+/**
+ * Render the cluster view.
+ * @param {{ now: Snapshot, status: Status, theme: string }} props
+ */
+export function Cluster({ now: { state, points, lines }, status, theme }) {
+  if (state === null) {
+    return html`<div class="cluster"><p class="muted waiting">Waiting for the server.</p></div>`;
+  }
   const { cluster, cache, requests, pace } = state;
   const names = nodeNames(cluster);
-  const first = cluster.instances[0];
+  const hasSeveralModels = cluster.models.length > 1;
   return html`<div class="cluster">
-    ${standing.notices.map(({ tone, text }) => html`<${Notice} key=${text} tone=${tone}>${text}</${Notice}>`)}
-    <${Strip} state=${state} />
+    ${status.notices.map(({ tone, text }) => html`<${Notice} key=${text} tone=${tone}>${text}</${Notice}>`)}
+    <${Summary} state=${state} />
     ${cluster.instances.length === 0 && html`<section class="panel"><p class="muted">No model is loaded.</p></section>`}
     ${cluster.instances.map(
-      (instance) => html`<${Pipeline} key=${instance.name} instance=${instance} cluster=${cluster} cache=${cache} pace=${pace[instance.name]} names=${names} />`,
+      (instance) => html`<${Pipeline}
+        key=${instance.name}
+        instance=${instance}
+        cluster=${cluster}
+        cache=${cache}
+        pace=${pace[instance.name]}
+        names=${names}
+      />`,
     )}
-    <${Charts}
-      points=${points}
-      instance=${first?.name}
-      isOneOfMany=${cluster.instances.length > 1}
-      stages=${first ? first.stages.map((stage) => stage.stage) : []}
-      theme=${theme}
-    />
+    <${Charts} points=${points} instances=${cluster.instances} theme=${theme} />
     <${Machines} cluster=${cluster} names=${names} />
     <div class="halves">
-      <${Requests} requests=${requests} cache=${cache} several=${cluster.models.length > 1} />
+      <${Requests} requests=${requests} cache=${cache} showsModel=${hasSeveralModels} />
       <${Cache} cache=${cache} />
     </div>
     <${Logs} lines=${lines} />
-    <p class="muted about">mlx-ring ${state.version}, up for ${duration(Math.max(0, state.time - state.began))}</p>
+    <p class="muted about">
+      mlx-ring ${state.version}, uptime ${duration(Math.max(0, state.time - state.began))}
+    </p>
   </div>`;
 }
 
-/** The few numbers that say most. */
-function Strip({ state: { cache, cluster, pace } }) {
-  const { prefix_cache: prefix } = cache;
-  const device = cluster.devices.reduce((all, each) => all + each.device_memory_bytes, 0);
-  const figuresShown = [
-    ["tokens per second", figures(total(pace, "tokens_per_s"))],
+/** @param {{ state: ClusterState }} props */
+function Summary({ state: { cache, cluster, pace } }) {
+  const deviceBytes = cluster.devices.reduce((all, each) => all + each.device_memory_bytes, 0);
+  const entries = [
+    ["tokens per second", figures(totalPace(pace, "tokens_per_s"))],
     ["running", figures(cache.running, 5)],
     ["waiting", figures(cache.waiting, 5)],
-    ["prefix hits", prefix.queries ? percent(prefix.hits / prefix.queries) : "–"],
-    ["KV held", bytes(cache.kv_bytes)],
-    ["device memory", bytes(device)],
+    ["prefix cache hits", percent(prefixHitRate(cache.prefix_cache))],
+    ["KV cache", bytes(cache.kv_bytes)],
+    ["device memory", bytes(deviceBytes)],
   ];
-  return html`<dl class="strip" aria-label="At a glance">
-    ${figuresShown.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
+  return html`<dl class="summary" aria-label="Summary">
+    ${entries.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
   </dl>`;
 }

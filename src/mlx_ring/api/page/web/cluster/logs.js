@@ -1,46 +1,74 @@
-// The last lines of the head's log, and of what its own workers say.
+// The last lines of the head's log and of its workers' logs.
 
-import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
+/** @import { LogLine } from "../types.js" */
+
+import { CopyButton } from "../components.js";
 import { timeOfDay } from "../format.js";
-import { CopyButton } from "../parts.js";
+import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
 
-const WEIGHT = { DEBUG: 0, INFO: 1, WARNING: 2, ERROR: 3, CRITICAL: 4 };
-const NEAR_PX = 30;
+/** @type {Record<string, number>} */
+const SEVERITY = { DEBUG: 0, INFO: 1, WARNING: 2, ERROR: 3, CRITICAL: 4 };
+const LEVELS = [
+  ["DEBUG", "all levels"],
+  ["INFO", "info and above"],
+  ["WARNING", "warnings and above"],
+  ["ERROR", "errors"],
+];
+/** Distance from the end at which the log still follows new lines. */
+const NEAR_END_PX = 30;
 
+/** @param {string} level */
+const severity = (level) => SEVERITY[level] ?? 1;
+
+/**
+ * Render the log.
+ * @param {{ lines: LogLine[] }} props
+ */
 export function Logs({ lines }) {
-  const [least, setLeast] = useState("INFO");
-  const place = useRef(null);
+  const [minimum, setMinimum] = useState("INFO");
+  const scroller = useRef(/** @type {HTMLElement | null} */ (null));
   const follows = useRef(true);
-  const shown = lines.filter((line) => (WEIGHT[line.level] ?? 1) >= WEIGHT[least]);
+  const shown = lines.filter((line) => severity(line.level) >= severity(minimum));
   useLayoutEffect(() => {
-    if (follows.current && place.current) place.current.scrollTop = place.current.scrollHeight;
-  }, [lines, least]);
+    if (follows.current && scroller.current) scroller.current.scrollTop = scroller.current.scrollHeight;
+  }, [lines, minimum]);
   const onScroll = () => {
-    const { scrollTop, scrollHeight, clientHeight } = place.current;
-    follows.current = scrollHeight - scrollTop - clientHeight < NEAR_PX;
+    if (!scroller.current) return;
+    const { scrollTop, scrollHeight, clientHeight } = scroller.current;
+    follows.current = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
   };
+  const onChange = (/** @type {any} */ event) => setMinimum(event.target.value);
   return html`<section class="panel" aria-label="Log">
     <header>
       <h2>Log</h2>
-      <span class="muted">the last ${lines.length} lines of the head and its workers</span>
-      <label class="push"><span class="unseen">Least level</span>
-        <select value=${least} onChange=${(event) => setLeast(event.target.value)}>
-          ${[["DEBUG", "all"], ["INFO", "from info"], ["WARNING", "from warning"], ["ERROR", "errors"]].map(
-            ([level, name]) => html`<option key=${level} value=${level} selected=${level === least}>${name}</option>`,
+      <span class="muted">last ${lines.length} lines of the head and its workers</span>
+      <label class="push"><span class="visually-hidden">Minimum level</span>
+        <select value=${minimum} onChange=${onChange}>
+          ${LEVELS.map(
+            ([level, label]) => html`<option key=${level} value=${level} selected=${level === minimum}>
+              ${label}
+            </option>`,
           )}
         </select>
       </label>
-      <${CopyButton} text=${() => shown.map(asText).join("\n")} what="log" />
+      <${CopyButton} text=${() => shown.map(plainText).join("\n")} what="log" />
     </header>
-    <div class="log" tabindex="0" role="log" aria-live="off" ref=${place} onScroll=${onScroll}>
-      ${shown.length === 0 && html`<p class="muted">Nothing was logged${lines.length ? " of that level" : " yet"}.</p>`}
-      ${shown.map(
-        (line) => html`<p key=${line.number} class=${line.level.toLowerCase()}>
-          <time>${timeOfDay(line.unix_time_s)}</time> <b>${line.level === "INFO" ? "" : line.level.toLowerCase()}</b> <span class="muted">${line.process}</span> ${line.text}
-        </p>`,
-      )}
+    <div class="log" tabindex="0" role="log" aria-live="off" ref=${scroller} onScroll=${onScroll}>
+      ${shown.length === 0 && html`<p class="muted">${lines.length ? "No lines at this level." : "No lines yet."}</p>`}
+      ${shown.map((line) => html`<${Line} key=${line.number} line=${line} />`)}
     </div>
   </section>`;
 }
 
-const asText = (line) => `${new Date(line.unix_time_s * 1000).toISOString()} ${line.level} ${line.process} ${line.logger}: ${line.text}`;
+/** @param {{ line: LogLine }} props */
+function Line({ line: { level, unix_time_s: time, process, text } }) {
+  const label = level === "INFO" ? "" : level.toLowerCase();
+  return html`<p class=${level.toLowerCase()}>
+    <time>${timeOfDay(time)}</time> <b>${label}</b> <span class="muted">${process}</span> ${text}
+  </p>`;
+}
+
+/** @param {LogLine} line */
+function plainText({ unix_time_s: time, level, process, logger, text }) {
+  return `${new Date(time * 1000).toISOString()} ${level} ${process} ${logger}: ${text}`;
+}

@@ -1,107 +1,160 @@
-// The machines, and what their memory is used for.
+// The machines, what their memory is used for, and the links between them.
 
-import { html } from "../vendor/preact.js";
+/** @import { ClusterStatus, Device, Link, NodeMemory, NodeProfile, NodeStatus } from "../types.js" */
+
+import { Bar, Legend, stageFill } from "../components.js";
 import { bytes, counted, figures, rate } from "../format.js";
-import { Bar, Legend, stageStyle } from "../parts.js";
+import { html } from "../vendor/preact.js";
 
+/** @type {Record<NodeStatus["state"], string>} */
+const STATES = { attending: "", gone: "disconnected", quarantined: "quarantined" };
+
+/** @typedef {Map<string, string>} Names of nodes, by id */
+
+/**
+ * Render the panel of machines.
+ * @param {{ cluster: ClusterStatus, names: Names }} props
+ */
 export function Machines({ cluster, names }) {
   return html`<section class="panel" aria-label="Machines">
-    <header><h2>Machines</h2><span class="muted">${active(cluster)}</span></header>
-    <div class="machines">${cluster.nodes.map((node) => html`<${Machine} key=${node.id} node=${node} cluster=${cluster} name=${names.get(node.id)} />`)}</div>
+    <header><h2>Machines</h2><span class="muted">${countActive(cluster)}</span></header>
+    <div class="machines">
+      ${cluster.nodes.map(
+        (node) => html`<${Machine} key=${node.id} node=${node} cluster=${cluster} name=${names.get(node.id)} />`,
+      )}
+    </div>
     <${Legend}
       items=${[
         { name: "other programs", style: "others" },
-        { name: "kept for them", style: "reserve" },
+        { name: "reserved for them", style: "reserve" },
         { name: "free", style: "idle" },
       ]}
     />
-    <${Links} cluster=${cluster} names=${names} />
+    <${Links} links=${cluster.links} names=${names} />
   </section>`;
 }
 
-function active({ devices, nodes }) {
-  const alive = devices.filter((device) => device.alive);
-  const of = alive.length === devices.length ? "" : ` of ${devices.length}`;
-  return `${alive.length}${of} ${devices.length === 1 ? "device" : "devices"} active on ${counted(nodes.filter((node) => node.state !== "gone").length, "machine")}`;
+/** @param {ClusterStatus} cluster */
+function countActive({ devices, nodes }) {
+  const active = devices.filter((device) => device.alive).length;
+  const total = active === devices.length ? "" : ` of ${devices.length}`;
+  const machines = nodes.filter((node) => node.state !== "gone").length;
+  return `${active}${total} ${devices.length === 1 ? "device" : "devices"} active on ${counted(machines, "machine")}`;
 }
 
+/** @param {{ node: NodeStatus, cluster: ClusterStatus, name: string }} props */
 function Machine({ node, cluster, name }) {
-  const isHere = node.state !== "gone";
-  const workers = cluster.devices.filter((device) => device.node === node.id && isHere);
-  const { memory, profile } = node;
-  return html`<article class=${`machine ${node.state}`}>
-    <h3>${name} ${node.is_head && html`<span class="tag">head</span>`} ${node.state !== "attending" && html`<span class="state bad">${node.state}</span>`}</h3>
-    <p class="muted">${[node.address, profile && `${profile.device_name}, ${counted(profile.cores, "core")}`].filter(Boolean).join(", ") || "this machine"}</p>
-    ${node.reason && html`<p>${node.reason}</p>`}
+  const { memory, profile, reason, state } = node;
+  const workers = state === "gone" ? [] : cluster.devices.filter((device) => device.node === node.id);
+  const hardware = profile && `${profile.device_name}, ${counted(profile.cores, "core")}`;
+  return html`<article class=${`machine ${state}`}>
+    <h3>
+      ${name} ${node.is_head && html`<span class="tag">head</span>`}
+      ${state !== "attending" && html` <span class="state bad">${STATES[state]}</span>`}
+    </h3>
+    <p class="muted">${[node.address, hardware].filter(Boolean).join(", ") || "this machine"}</p>
+    ${reason && html`<p>${reason}</p>`}
     <${Memory} memory=${memory} workers=${workers} name=${name} />
     <p class="figures">
-      ${workers.length === 0 && html`<span class="muted">${node.state === "attending" ? "no layers here" : ""}</span>`}
+      ${workers.length === 0 && state === "attending" && html`<span class="muted">no layers</span>`}
       ${workers.map(
         (worker) => html`<span key=${`${worker.instance} ${worker.stage} ${worker.rank}`}>
-          <i class=${`swatch ${stageStyle(worker.stage)}`} aria-hidden="true"></i>stage ${worker.stage}, ${bytes(taken(worker))}${worker.alive ? "" : ", lost"}
+          <i class=${`swatch ${stageFill(worker.stage)}`} aria-hidden="true"></i>stage ${worker.stage}, ${" "}
+          ${bytes(memoryOf(worker))}${worker.alive ? "" : ", lost"}
         </span>`,
       )}
     </p>
-    ${profile && profile.rates.length > 0 && html`<p class="muted">${rates(profile)}</p>`}
+    ${profile && profile.rates.length > 0 && html`<p class="muted">${describeRates(profile)}</p>`}
   </article>`;
 }
 
-const rates = ({ rates: all }) =>
-  all.map(({ weights, bytes_per_s: read, flops }) => `${weights}: reads ${rate(read)}, ${figures(flops / 1e9)} GFLOP/s`).join("; ");
+/** @param {NodeProfile} profile */
+function describeRates({ rates }) {
+  return rates
+    .map(({ weights, bytes_per_s: read, flops }) => `${weights}: ${rate(read)}, ${figures(flops / 1e9)} GFLOP/s`)
+    .join("; ");
+}
 
-/** What a worker takes of its device's memory: of a machine's, its whole process. */
-const taken = (worker) => (worker.device === "gpu" ? worker.device_memory_bytes : worker.rss_bytes);
+/**
+ * Return what a worker takes of its device's memory. On a CPU this is the whole process.
+ * @param {Device} worker
+ */
+function memoryOf(worker) {
+  return worker.device === "gpu" ? worker.device_memory_bytes : worker.rss_bytes;
+}
 
+/** @param {{ memory: NodeMemory | null, workers: Device[], name: string }} props */
 function Memory({ memory, workers, name }) {
-  const { total, free, reserved } = known(memory, workers);
+  const { total, free, reserved } = knownMemory(memory, workers);
   if (!total) return null;
-  const used = workers.reduce((sum, worker) => sum + taken(worker), 0);
+  const used = workers.reduce((sum, worker) => sum + memoryOf(worker), 0);
   const others = free === null ? 0 : Math.max(0, total - free - used);
   const reserve = Math.max(0, Math.min(free ?? 0, reserved - others));
   const parts = [
     ...workers.map((worker) => ({
       name: `stage ${worker.stage} ${worker.instance} ${worker.rank}`,
-      value: taken(worker),
-      style: stageStyle(worker.stage),
-      title: `stage ${worker.stage}: ${bytes(taken(worker))}`,
+      value: memoryOf(worker),
+      style: stageFill(worker.stage),
+      title: `stage ${worker.stage}: ${bytes(memoryOf(worker))}`,
     })),
     { name: "other programs", value: others, style: "others", title: `other programs: ${bytes(others)}` },
-    { name: "kept for them", value: reserve, style: "reserve", title: `kept for them: ${bytes(reserve)}` },
+    { name: "reserved", value: reserve, style: "reserve", title: `reserved for other programs: ${bytes(reserve)}` },
   ];
-  const promised = memory?.promised_bytes ? `, ${bytes(memory.promised_bytes)} promised to plans` : "";
-  return html`<${Bar} parts=${parts} total=${total} label=${`Memory of ${name}: ${bytes(free)} free of ${bytes(total)}`} />
-    <p class="muted">${bytes(free)} free of ${bytes(total)}${promised}</p>`;
+  const planned = memory?.promised_bytes ? `, ${bytes(memory.promised_bytes)} planned` : "";
+  const freeText = `${bytes(free)} free of ${bytes(total)}`;
+  return html`<${Bar} parts=${parts} total=${total} label=${`Memory of ${name}: ${freeText}`} />
+    <p class="muted">${freeText}${planned}</p>`;
 }
 
-/** From the machine's profile; without one, as its workers find their device. What is free may be unknown: null. */
-function known(memory, workers) {
-  const limits = workers.map((worker) => worker.device_limit_bytes).filter(Boolean);
+/**
+ * Return a machine's memory, from its profile or else from its workers' devices. Free memory may be unknown.
+ * @param {NodeMemory | null} memory
+ * @param {Device[]} workers
+ */
+function knownMemory(memory, workers) {
+  const limits = workers.map((worker) => worker.device_limit_bytes ?? 0);
   const left = workers.map((worker) => worker.device_left_bytes).filter((count) => count !== null);
   const free = memory?.free_bytes ?? (left.length ? Math.min(...left) : null);
   const total = memory?.total_bytes ?? Math.max(0, ...limits);
   return { total, free: free === null ? null : Math.min(free, total), reserved: memory?.reserve_bytes ?? 0 };
 }
 
-function Links({ cluster, names }) {
-  if (!cluster.links.length) return null;
+/** @param {{ links: Link[], names: Names }} props */
+function Links({ links, names }) {
+  if (!links.length) return null;
   return html`<details>
-    <summary>All links (${cluster.links.length})</summary>
+    <summary>All links (${links.length})</summary>
     <div class="scroll" tabindex="0">
       <table>
-        <thead><tr><th>from</th><th>to</th><th class="right">round trip</th><th class="right">throughput</th><th>use</th></tr></thead>
+        <thead>
+          <tr>
+            <th>from</th>
+            <th>to</th>
+            <th class="right">round trip</th>
+            <th class="right">throughput</th>
+            <th>use</th>
+          </tr>
+        </thead>
         <tbody>
-          ${cluster.links.map(
-            (link) => html`<tr key=${`${link.from} ${link.to}`}>
-              <td>${names.get(link.from) ?? link.from}</td>
-              <td>${names.get(link.to) ?? link.to}</td>
-              ${link.problem
-                ? html`<td colspan="2" class="state bad">${link.problem}</td>`
-                : html`<td class="right">${figures(link.round_trip_us)} µs</td><td class="right">${rate(link.bytes_per_s)}</td>`}
-              <td class="muted">${link.carries_activations ? (link.compresses ? "activations, compressed" : "activations") : "none"}</td>
-            </tr>`,
-          )}
+          ${links.map((link) => html`<${LinkRow} key=${`${link.from} ${link.to}`} link=${link} names=${names} />`)}
         </tbody>
       </table>
     </div>
   </details>`;
+}
+
+/** @param {{ link: Link, names: Names }} props */
+function LinkRow({ link, names }) {
+  const use = link.carries_activations ? `activations${link.compresses ? ", compressed" : ""}` : "none";
+  return html`<tr>
+    <td>${names.get(link.from) ?? link.from}</td>
+    <td>${names.get(link.to) ?? link.to}</td>
+    ${
+      link.problem === null
+        ? html`<td class="right">${figures(link.round_trip_us)} µs</td>
+            <td class="right">${rate(link.bytes_per_s)}</td>`
+        : html`<td colspan="2" class="state bad">${link.problem}</td>`
+    }
+    <td class="muted">${use}</td>
+  </tr>`;
 }

@@ -1,170 +1,181 @@
-// An instance, drawn as tokens go through it: its stages, who computes them, and the ways between.
+// An instance as tokens pass through it: its stages, their ranks, and the links between them.
 
+/** @import { CacheStats, CacheWorker, ClusterStatus, Device, InstanceStatus, Link } from "../types.js" */
+/** @import { LoadingStatus, Pace, RankStatus, StageShares, StageStatus } from "../types.js" */
+
+import { Legend, stageColour, stageFill } from "../components.js";
+import { bytes, counted, duration, figures, rate } from "../format.js";
 import { html } from "../vendor/preact.js";
-import { bytes, counted, duration, figures, percent, rate } from "../format.js";
-import { Bar, Legend, stageStyle } from "../parts.js";
+import { Rank, StageTime } from "./stage-bars.js";
 
+/** @type {Record<string, string>} */
 const PHASES = {
-  starting: "Its worker is starting.",
-  fetch: "Its weights are being fetched.",
-  weights: "Its weights are being loaded.",
-  "warm-up": "It warms up.",
+  starting: "Starting the worker.",
+  fetch: "Fetching weights.",
+  weights: "Loading weights.",
+  "warm-up": "Warming up.",
 };
 
+const LEGEND = [
+  { name: "weights", style: "weights" },
+  { name: "KV cache", style: "kv" },
+  { name: "other", style: "working" },
+  { name: "KV cache limit", style: "room" },
+  { name: "computing", style: "compute" },
+  { name: "waiting for other stages", style: "link" },
+  { name: "unfinished step", style: "under-way" },
+  { name: "idle", style: "idle" },
+];
+
+/** @typedef {Map<string, string>} Names of nodes, by id */
+
+/**
+ * Render an instance.
+ * @param {{
+ *   instance: InstanceStatus, cluster: ClusterStatus, cache: CacheStats, pace: Pace | undefined, names: Names
+ * }} props
+ */
 export function Pipeline({ instance, cluster, cache, pace, names }) {
-  const told = cluster.models.flatMap((model) => model.instances).find((each) => each.instance === instance.name);
-  return html`<section class="panel pipeline" aria-label=${`Pipeline of ${instance.model}`}>
+  const { name, model, state, reason, stages } = instance;
+  const load = cluster.models.flatMap((each) => each.instances).find((each) => each.instance === name);
+  return html`<section class="panel pipeline" aria-label=${`Pipeline of ${model}`}>
     <header>
-      <h2>${instance.model}</h2>
-      <span class=${`state ${toneOf(instance.state)}`}>${instance.state === "ready" ? "ready" : instance.state}</span>
-      <span class="muted">${instance.name}, epoch ${instance.epoch}, ${counted(instance.layers, "layer")}</span>
-      ${told && html`<span class="muted">${figures(told.running, 4)} running, ${figures(told.waiting, 4)} waiting</span>`}
+      <h2>${model}</h2>
+      <span class=${`state ${{ ready: "good", loading: "busy", unavailable: "bad" }[state]}`}>${state}</span>
+      <span class="muted">${name}, epoch ${instance.epoch}, ${counted(instance.layers, "layer")}</span>
+      ${
+        load &&
+        html`<span class="muted">${figures(load.running, 4)} running, ${figures(load.waiting, 4)} waiting</span>`
+      }
     </header>
-    ${instance.state !== "ready" && instance.reason && html`<p>${instance.reason}</p>`}
-    <${Layers} instance=${instance} />
+    ${state !== "ready" && reason && html`<p>${reason}</p>`}
+    <${Layers} stages=${stages} />
     <div class="flow">
-      ${instance.stages.map((stage, place) => [
-        place > 0 && html`<${Way} key=${`way ${place}`} before=${instance.stages[place - 1]} after=${stage} links=${cluster.links} />`,
-        html`<${Stage}
-          key=${stage.stage}
-          stage=${stage}
-          devices=${cluster.devices.filter((device) => device.instance === instance.name && device.stage === stage.stage)}
-          limits=${cache.workers.filter((worker) => worker.instance === instance.name && worker.stage === stage.stage)}
-          shares=${pace?.stages.find((each) => each.stage === stage.stage)}
-          names=${names}
-        />`,
-      ])}
+      ${stages.map((stage, place) => {
+        const before = stages[place - 1];
+        return [
+          before &&
+            html`<${StageLink} key=${`link ${place}`} before=${before} after=${stage} links=${cluster.links} />`,
+          html`<${Stage}
+            key=${stage.stage}
+            stage=${stage}
+            devices=${ofStage(cluster.devices, name, stage)}
+            workers=${ofStage(cache.workers, name, stage)}
+            shares=${pace?.stages.find((each) => each.stage === stage.stage)}
+            names=${names}
+          />`,
+        ];
+      })}
     </div>
-    <${Legend}
-      items=${[
-        { name: "weights", style: "weights" },
-        { name: "KV held", style: "kv" },
-        { name: "other", style: "working" },
-        { name: "KV allowed", style: "room" },
-        { name: "computing", style: "compute" },
-        { name: "waiting for other stages", style: "link" },
-        { name: "in a step that is not done", style: "under-way" },
-        { name: "idle", style: "idle" },
-      ]}
-    />
-    <${Promise_} instance=${instance} />
+    <${Legend} items=${LEGEND} />
+    <${Remarks} instance=${instance} />
   </section>`;
 }
 
-const toneOf = (state) => ({ ready: "good", loading: "busy" })[state] ?? "bad";
+/**
+ * @template {{ instance: string, stage: number }} T
+ * @param {T[]} all
+ * @param {string} instance
+ * @param {StageStatus} stage
+ */
+function ofStage(all, instance, { stage }) {
+  return all.filter((each) => each.instance === instance && each.stage === stage);
+}
 
-/** All layers as a strip, in the colours of their stages. */
-function Layers({ instance }) {
-  return html`<div class="layers" role="img" aria-label=${instance.stages.map((stage) => `stage ${stage.stage} has layers ${stage.layers[0]} to ${stage.layers[1] - 1}`).join(", ")}>
-    ${instance.stages.map(
-      ({ stage, layers: [start, end] }) => html`<span key=${stage} class=${stageStyle(stage)} style=${{ flexGrow: end - start, flexBasis: 0 }}>
-        <b>${end - start > 1 ? `${start}–${end - 1}` : start}</b>
-      </span>`,
+/** @param {StageStatus} stage */
+function layerRange({ layers: [start, end] }) {
+  return `layers ${start} to ${end - 1}`;
+}
+
+/** @param {{ stages: StageStatus[] }} props */
+function Layers({ stages }) {
+  const label = stages.map((stage) => `stage ${stage.stage} has ${layerRange(stage)}`).join(", ");
+  return html`<div class="layers" role="img" aria-label=${label}>
+    ${stages.map(
+      ({ stage, layers: [start, end] }) => html`<span
+        key=${stage}
+        class=${stageFill(stage)}
+        style=${{ flexGrow: end - start, flexBasis: 0 }}
+      ><b>${end - start > 1 ? `${start}–${end - 1}` : start}</b></span>`,
     )}
   </div>`;
 }
 
-function Stage({ stage, devices, limits, shares, names }) {
-  const isLoading = stage.loading.phase in PHASES;
-  return html`<article class=${`stage ${stageStyle(stage.stage)}-edge`}>
+/**
+ * @param {{
+ *   stage: StageStatus, devices: Device[], workers: CacheWorker[], shares: StageShares | undefined, names: Names
+ * }} props
+ */
+function Stage({ stage, devices, workers, shares, names }) {
+  const { layers, ranks, loading, group, times } = stage;
+  const isOneOfMany = ranks.length > 1;
+  return html`<article class=${`stage ${stageColour(stage.stage)}`}>
     <h3>Stage ${stage.stage}</h3>
-    <p class="muted">layers ${stage.layers[0]} to ${stage.layers[1] - 1}, ${stage.layers[1] - stage.layers[0]} in all</p>
-    ${isLoading && html`<${Loading} loading=${stage.loading} />`}
-    ${stage.ranks.length === 0 && html`<p>${names.get(stage.node) ?? stage.node}</p>`}
-    ${stage.ranks.map(
-      (rank) => html`<${Rank}
+    <p class="muted">${layerRange(stage)}, ${layers[1] - layers[0]} in total</p>
+    ${loading.phase in PHASES && html`<${Loading} loading=${loading} />`}
+    ${ranks.length === 0 && html`<p>${names.get(stage.node) ?? stage.node}</p>`}
+    ${ranks.map(
+      (/** @type {RankStatus} */ rank) => html`<${Rank}
         key=${rank.rank}
         rank=${rank}
-        isOneOfMany=${stage.ranks.length > 1}
+        isOneOfMany=${isOneOfMany}
         device=${devices.find((device) => device.rank === rank.rank)}
-        limit=${limits.find((worker) => worker.rank === rank.rank)?.limit_bytes ?? 0}
+        kvLimit=${workers.find((worker) => worker.rank === rank.rank)?.limit_bytes ?? 0}
         node=${names.get(rank.node) ?? rank.node}
       />`,
     )}
-    ${stage.group && html`<p class="muted" title=${stage.group.why}>joined by ${stage.group.backend}</p>`}
-    ${shares && html`<${Time} shares=${shares} times=${stage.times} />`}
+    ${group && html`<p class="muted" title=${group.why}>MLX group: ${group.backend}</p>`}
+    ${shares && html`<${StageTime} shares=${shares} steps=${times.decode} />`}
   </article>`;
 }
 
+/** @param {{ loading: LoadingStatus }} props */
 function Loading({ loading }) {
   const isFetching = loading.phase === "fetch";
   const done = isFetching ? loading.bytes_fetched : loading.bytes_loaded;
   const total = isFetching ? loading.bytes_to_fetch : loading.bytes_to_load;
   return html`<p>
     ${PHASES[loading.phase]}
-    ${total > 0 && html`<progress value=${done} max=${total}></progress> <span class="muted">${bytes(done)} of ${bytes(total)}</span>`}
+    ${
+      total > 0 &&
+      html` <progress value=${done} max=${total}></progress>
+      <span class="muted">${bytes(done)} of ${bytes(total)}</span>`
+    }
   </p>`;
 }
 
-function Rank({ rank, isOneOfMany, device, limit, node }) {
-  const { weight_bytes: weights, kv_bytes: kv, device_bytes: held, peak_bytes: peak } = rank.used;
-  const parts = [
-    { name: "weights", value: weights, style: "weights", title: `weights: ${bytes(weights)}` },
-    { name: "KV held", value: kv, style: "kv", title: `KV held: ${bytes(kv)}` },
-    { name: "other", value: Math.max(0, held - weights - kv), style: "working", title: `other: ${bytes(Math.max(0, held - weights - kv))}` },
-    { name: "KV allowed", value: Math.max(0, limit - kv), style: "room", title: `KV allowed: ${bytes(limit)}` },
-  ];
-  return html`<div class="rank">
-    <p>
-      <b>${node}</b> ${isOneOfMany && html`<span class="muted">rank ${rank.rank}</span>`}
-      ${!rank.alive && html` <span class="state bad">worker lost</span>`}
-    </p>
-    ${device && html`<p class="muted">${[device.device, device.dtype, device.blas].filter(Boolean).join(", ")}, worker ${rank.pid}</p>`}
-    <${Bar} parts=${parts} label=${`Memory of ${node}: ${bytes(weights)} of weights, ${bytes(kv)} of KV, ${bytes(limit)} of KV allowed`} />
-    <p class="muted figures">
-      <span>weights ${bytes(weights)}</span><span>KV ${bytes(kv)}${limit ? ` of ${bytes(limit)}` : ""}</span>
-      <span title="held by MLX on its device now, and the most so far">device ${bytes(held)}, peak ${bytes(peak)}${device?.device_limit_bytes ? `, of ${bytes(device.device_limit_bytes)}` : ""}</span>
-    </p>
-  </div>`;
-}
-
-/** What the stage did in the last second, and how long its steps take. */
-function Time({ shares, times }) {
-  const idle = Math.max(0, 1 - shares.compute - shares.link - shares.under_way);
-  const decode = times.decode.filter((steps) => steps.measured_ms !== null).at(0);
-  const said = `computing ${percent(shares.compute)}, waiting for other stages ${percent(shares.link)}, in a step that is not done ${percent(shares.under_way)}, idle ${percent(idle)}`;
-  return html`<div class="time">
-    <${Bar}
-      parts=${[
-        { name: "computing", value: shares.compute, style: "compute" },
-        { name: "waiting for other stages", value: shares.link, style: "link" },
-        { name: "in a step that is not done", value: shares.under_way, style: "under-way" },
-      ]}
-      total=${1}
-      label=${`In the last second: ${said}`}
-    />
-    <p class="muted figures">
-      <span>${percent(shares.compute)} computing</span>
-      ${decode && html`<span>${duration(decode.measured_ms / 1000)} a step${decode.predicted_ms ? `, planned ${duration(decode.predicted_ms / 1000)}` : ""}</span>`}
-    </p>
-  </div>`;
-}
-
-/** From a stage to the next: what was measured of the link, where it leads to another machine. */
-function Way({ before, after, links }) {
-  const [source, target] = [before.ranks[0]?.node ?? before.node, after.ranks[0]?.node ?? after.node];
+/** @param {{ before: StageStatus, after: StageStatus, links: Link[] }} props */
+function StageLink({ before, after, links }) {
+  const source = before.ranks[0]?.node ?? before.node;
+  const target = after.ranks[0]?.node ?? after.node;
   const link = links.find((each) => each.from === source && each.to === target);
-  return html`<div class="way">
+  return html`<div class="stage-link">
     <i aria-hidden="true"></i>
-    <p>${source === target ? html`<span class="muted">same machine</span>` : link ? html`<${Measured} link=${link} />` : html`<span class="muted">not measured</span>`}</p>
+    <p>${source === target ? html`<span class="muted">same machine</span>` : measurement(link)}</p>
   </div>`;
 }
 
-function Measured({ link }) {
-  if (link.problem) return html`<span class="state bad">${link.problem}</span>`;
+/** @param {Link | undefined} link */
+function measurement(link) {
+  if (!link) return html`<span class="muted">not measured</span>`;
+  if (link.problem !== null) return html`<span class="state bad">${link.problem}</span>`;
   return html`<span>${duration(link.round_trip_us / 1e6)}</span><span>${rate(link.bytes_per_s)}</span>
     ${link.compresses && html`<span class="muted" title=${link.why}>compressed</span>`}`;
 }
 
-function Promise_({ instance: { stream, promise, left_out: leftOut, remarks } }) {
+/** @param {{ instance: InstanceStatus }} props */
+function Remarks({ instance: { stream, promise, left_out: leftOut, remarks } }) {
   const lines = [];
-  if (stream?.measured_tokens_per_s) {
-    const planned = stream.predicted_tokens_per_s ? `, planned ${figures(stream.predicted_tokens_per_s)}` : "";
-    lines.push(`A single stream gets ${figures(stream.measured_tokens_per_s)} tokens/s${planned}.`);
-  } else if (stream?.predicted_tokens_per_s) {
-    lines.push(`A single stream should get ${figures(stream.predicted_tokens_per_s)} tokens/s.`);
+  const { measured_tokens_per_s: measured = null, predicted_tokens_per_s: predicted = null } = stream ?? {};
+  const prediction = predicted ? ` (predicted: ${figures(predicted)})` : "";
+  if (measured) lines.push(`A single request decodes ${figures(measured)} tokens/s${prediction}.`);
+  else if (predicted) lines.push(`Predicted for a single request: ${figures(predicted)} tokens/s.`);
+  if (promise) {
+    const { sequences, context_tokens: tokens, strategy } = promise;
+    const by = strategy ? ` (${strategy})` : "";
+    lines.push(`Planned for ${counted(sequences, "sequence")} of ${figures(tokens, 7)} tokens${by}.`);
   }
-  if (promise) lines.push(`Planned for ${counted(promise.sequences, "sequence")} of ${figures(promise.context_tokens, 7)} tokens${promise.strategy ? ` (${promise.strategy})` : ""}.`);
   lines.push(...leftOut.map(({ node, why }) => `${node} has no layers: ${why}`), ...remarks);
-  return lines.length ? html`<ul class="remarks">${lines.map((line) => html`<li key=${line}>${line}</li>`)}</ul>` : null;
+  if (!lines.length) return null;
+  return html`<ul class="remarks">${lines.map((line) => html`<li key=${line}>${line}</li>`)}</ul>`;
 }

@@ -1,36 +1,55 @@
 // Requests that run or wait.
 
-import { html } from "../vendor/preact.js";
+/** @import { CacheStats, RequestStatus } from "../types.js" */
+
 import { counted, duration, figures, percent } from "../format.js";
+import { html } from "../vendor/preact.js";
 
-const STATES = { waiting: "waits", reading: "reads its prompt", answering: "answers" };
+/** @type {Record<RequestStatus["state"], string>} */
+const STATES = { waiting: "waiting", reading: "prefill", answering: "decode" };
 
-export function Requests({ requests, cache, several }) {
-  const hidden = cache.running + cache.waiting - requests.length;
+/**
+ * Render the table of requests.
+ * @param {{ requests: RequestStatus[], cache: CacheStats, showsModel: boolean }} props
+ */
+export function Requests({ requests, cache: { running, waiting }, showsModel }) {
+  const more = running + waiting - requests.length;
+  const table = html`<div class="scroll" tabindex="0">
+    <table>
+      <thead>
+        <tr>
+          <th>request</th>
+          ${showsModel && html`<th>model</th>`}
+          <th>state</th>
+          ${["prompt", "cached", "output", "age"].map((name) => html`<th key=${name} class="right">${name}</th>`)}
+        </tr>
+      </thead>
+      <tbody>
+        ${requests.map((request) => html`<${Row} key=${request.id} request=${request} showsModel=${showsModel} />`)}
+      </tbody>
+    </table>
+  </div>`;
   return html`<section class="panel" aria-label="Requests">
-    <header><h2>Requests</h2><span class="muted">${figures(cache.running, 5)} running, ${figures(cache.waiting, 5)} waiting</span></header>
-    ${requests.length === 0
-      ? html`<p class="muted">Nobody is asking anything just now.</p>`
-      : html`<div class="scroll" tabindex="0">
-          <table>
-            <thead>
-              <tr><th>request</th>${several && html`<th>model</th>`}<th>state</th><th class="right">prompt</th><th class="right">cached</th><th class="right">answer</th><th class="right">age</th></tr>
-            </thead>
-            <tbody>
-              ${requests.map(
-                (request) => html`<tr key=${request.id}>
-                  <td><code title=${request.id}>${request.id.replace(/^[a-z]+-/, "").slice(0, 8)}</code></td>
-                  ${several && html`<td title=${request.model}>${request.model.split("/").at(-1)}</td>`}
-                  <td>${STATES[request.state]}${request.state === "reading" ? ` (${percent(request.read_tokens / request.prompt_tokens)})` : ""}</td>
-                  <td class="right">${figures(request.prompt_tokens, 7)}</td>
-                  <td class="right">${figures(request.cached_tokens, 7)}</td>
-                  <td class="right">${figures(request.tokens, 7)}</td>
-                  <td class="right">${duration(request.age_s)}</td>
-                </tr>`,
-              )}
-            </tbody>
-          </table>
-        </div>`}
-    ${hidden > 0 && requests.length > 0 && html`<p class="muted">and ${counted(hidden, "more", "more")}</p>`}
+    <header>
+      <h2>Requests</h2>
+      <span class="muted">${figures(running, 5)} running, ${figures(waiting, 5)} waiting</span>
+    </header>
+    ${requests.length ? table : html`<p class="muted">No requests.</p>`}
+    ${more > 0 && requests.length > 0 && html`<p class="muted">and ${counted(more, "more", "more")}</p>`}
   </section>`;
+}
+
+/** @param {{ request: RequestStatus, showsModel: boolean }} props */
+function Row({ request, showsModel }) {
+  const { id, model, state, prompt_tokens: prompt, cached_tokens: cached, read_tokens: read } = request;
+  const progress = state === "reading" ? ` (${percent(read / prompt)})` : "";
+  return html`<tr>
+    <td><code title=${id}>${id.replace(/^[a-z]+-/, "").slice(0, 8)}</code></td>
+    ${showsModel && html`<td title=${model}>${model.split("/").at(-1)}</td>`}
+    <td>${STATES[state]}${progress}</td>
+    <td class="right">${figures(prompt, 7)}</td>
+    <td class="right">${figures(cached, 7)}</td>
+    <td class="right">${figures(request.tokens, 7)}</td>
+    <td class="right">${duration(request.age_s)}</td>
+  </tr>`;
 }

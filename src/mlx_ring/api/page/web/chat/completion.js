@@ -1,0 +1,128 @@
+// A streamed chat completion.
+
+/** @import { CompletionChunk, CompletionDelta, ToolCallDelta } from "../types.js" */
+
+import { ApiError, readEvents, request } from "../api.js";
+
+/** @typedef {{ id: string, name: string, arguments: string }} ToolCall */
+
+/**
+ * What an answer costs. Null where nothing is known yet.
+ * @typedef {object} Figures
+ * @property {number | null} firstTokenS time to first token, measured here where a person waits
+ * @property {number | null} tokensPerS as the server measured it
+ * @property {number | null} tokens
+ * @property {number | null} promptTokens
+ * @property {number | null} cachedTokens of the prompt
+ */
+
+/**
+ * An answer as far as it has arrived.
+ * @typedef {object} Completion
+ * @property {string} content
+ * @property {string} reasoning
+ * @property {ToolCall[]} calls
+ * @property {string | null} end "stop", "length" or "tool_calls"; null until the end
+ * @property {Figures} figures
+ */
+
+/**
+ * Request a chat completion. Yield the whole answer again with each chunk.
+ * @param {object} body fields of the request
+ * @param {AbortSignal} signal
+ * @returns {AsyncGenerator<Completion>}
+ * @throws {ApiError} if the server refuses the request or the stream breaks
+ */
+export async function* streamCompletion(body, signal) {
+  const meter = new Meter();
+  const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
+  const response = await request("v1/chat/completions", { body: streamed, signal, accept: "text/event-stream" });
+  /** @type {Completion} */
+  let answer = { content: "", reasoning: "", calls: [], end: null, figures: meter.figures() };
+  for await (const { data } of readEvents(response)) {
+    if (data === "[DONE]") return;
+    /** @type {CompletionChunk} */
+    const chunk = JSON.parse(data);
+    if (chunk.error) {
+      const { message = "The server ended the answer with an error.", code = null } = chunk.error;
+      throw new ApiError(message, { code });
+    }
+    for (const { delta = {}, finish_reason: end } of chunk.choices ?? []) {
+      if (delta.content || reasoningOf(delta) || delta.tool_calls) meter.markToken();
+      answer = extend(answer, delta, end ?? null);
+    }
+    meter.record(chunk);
+    answer = { ...answer, figures: meter.figures() };
+    yield answer;
+  }
+  throw new ApiError("The connection closed before the answer was complete.", { code: "unreachable" });
+}
+
+/**
+ * Return the delta's reasoning, for which servers have two names.
+ * @param {CompletionDelta} delta
+ */
+function reasoningOf(delta) {
+  return delta.reasoning_content ?? delta.reasoning ?? "";
+}
+
+/**
+ * @param {Completion} answer
+ * @param {CompletionDelta} delta
+ * @param {string | null} end
+ * @returns {Completion}
+ */
+function extend(answer, delta, end) {
+  return {
+    ...answer,
+    content: answer.content + (delta.content ?? ""),
+    reasoning: answer.reasoning + reasoningOf(delta),
+    calls: (delta.tool_calls ?? []).reduce(extendCalls, answer.calls),
+    end: end ?? answer.end,
+  };
+}
+
+/**
+ * @param {ToolCall[]} calls
+ * @param {ToolCallDelta} delta
+ */
+function extendCalls(calls, { index = 0, id, function: called = {} }) {
+  const before = calls[index] ?? { id: "", name: "", arguments: "" };
+  const copy = [...calls];
+  copy[index] = {
+    id: id ?? before.id,
+    name: before.name + (called.name ?? ""),
+    arguments: before.arguments + (called.arguments ?? ""),
+  };
+  return copy;
+}
+
+/** Measures an answer, and keeps the counts that the server sends. One chunk can hold several tokens. */
+class Meter {
+  #startedAt = performance.now();
+  /** @type {number | null} */
+  #firstTokenAt = null;
+  /** @type {CompletionChunk} */
+  #counts = {};
+
+  markToken() {
+    this.#firstTokenAt ??= performance.now();
+  }
+
+  /** @param {CompletionChunk} chunk */
+  record(chunk) {
+    if (chunk.usage) this.#counts = chunk;
+  }
+
+  /** @returns {Figures} */
+  figures() {
+    const { usage, performance: measured } = this.#counts;
+    return {
+      firstTokenS: this.#firstTokenAt === null ? null : (this.#firstTokenAt - this.#startedAt) / 1000,
+      tokensPerS: measured?.generation_tokens_per_second ?? null,
+      tokens: usage?.completion_tokens ?? null,
+      promptTokens: usage?.prompt_tokens ?? null,
+      cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? null,
+    };
+  }
+}

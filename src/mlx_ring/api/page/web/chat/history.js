@@ -1,0 +1,81 @@
+// The list of conversations.
+
+/** @import { Conversation } from "./conversation.js" */
+/** @import { ChatState, ChatStore } from "./store.js" */
+
+import { onSingleClick } from "../components.js";
+import { html, useState } from "../vendor/preact.js";
+
+/**
+ * Render the list of conversations. On a narrow screen it opens and closes.
+ * @param {{ now: ChatState, chats: ChatStore }} props
+ */
+export function History({ now, chats }) {
+  const [isOpen, setOpen] = useState(false);
+  const [isConfirming, setConfirming] = useState(false);
+  const count = now.conversations.length;
+  const closeAfter = (/** @type {() => void} */ act) => () => {
+    act();
+    setOpen(false);
+    setConfirming(false);
+  };
+  return html`<aside class=${`conversations${isOpen ? " open" : ""}`} aria-label="Conversations">
+    <div class="row">
+      <button type="button" onClick=${closeAfter(() => chats.startNew())}>New chat</button>
+      <button type="button" class="quiet narrow-only" aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>
+        ${count ? `History (${count})` : "History"}
+      </button>
+    </div>
+    <div class="history">
+      <ul>
+        ${now.conversations.map(
+          (conversation) => html`<${Entry}
+            key=${conversation.id}
+            conversation=${conversation}
+            isOpen=${conversation.id === now.open.id}
+            isRunning=${now.running.has(conversation.id)}
+            open=${closeAfter(() => chats.open(conversation.id))}
+            remove=${() => chats.delete(conversation.id)}
+          />`,
+        )}
+      </ul>
+      <p class="muted">Conversations are stored only in this browser.</p>
+      ${
+        count > 0 &&
+        !isConfirming &&
+        html`<p><button type="button" class="quiet" onClick=${() => setConfirming(true)}>Delete all</button></p>`
+      }
+      ${
+        count > 0 &&
+        isConfirming &&
+        html`<p>
+        <button type="button" class="danger" onClick=${onSingleClick(closeAfter(() => chats.deleteAll()))}>
+          Delete permanently
+        </button>
+        <button type="button" class="quiet" onClick=${() => setConfirming(false)}>Cancel</button>
+      </p>`
+      }
+    </div>
+  </aside>`;
+}
+
+/**
+ * @param {{
+ *   conversation: Conversation, isOpen: boolean, isRunning: boolean, open: () => void, remove: () => void
+ * }} props
+ */
+function Entry({ conversation, isOpen, isRunning, open, remove }) {
+  const title = conversation.title || "Untitled";
+  return html`<li class=${isOpen ? "current" : ""}>
+    <button type="button" class="title" aria-current=${isOpen ? "true" : null} onClick=${open}>
+      ${isRunning ? html`<i class="dot busy" role="img" aria-label="streaming"></i>` : null}${title}
+    </button>
+    <button
+      type="button"
+      class="quiet"
+      aria-label=${`Delete ${title}`}
+      title="Delete"
+      onClick=${onSingleClick(remove)}
+    >×</button>
+  </li>`;
+}

@@ -1,0 +1,298 @@
+// The conversations of this browser, and the answers that stream into them.
+
+/** @import { ToolCall } from "./completion.js" */
+/** @import { AnswerMessage, Conversation, Message } from "./conversation.js" */
+/** @import { Parameters } from "./parameters.js" */
+
+import { ApiError } from "../api.js";
+import { readStored, writeStored } from "../storage.js";
+import { streamCompletion } from "./completion.js";
+import {
+  EMPTY_ANSWER,
+  isAnswer,
+  newConversation,
+  openCalls,
+  requestMessages,
+  withAnswer,
+  withEdit,
+  withMessage,
+  withoutAnswer,
+} from "./conversation.js";
+import { requestFields } from "./parameters.js";
+
+const STORED_CHATS = "mlx-ring.chats";
+const MAX_CONVERSATIONS = 100;
+/** Longest time between two renders in a hidden tab, which gets no animation frames. */
+const RENDER_MS = 250;
+
+/**
+ * @typedef {object} ChatState
+ * @property {Conversation[]} conversations newest first
+ * @property {Conversation} open the conversation on the screen
+ * @property {Set<string>} running ids of conversations with an answer that streams
+ * @property {boolean} isStored false if the browser had no room for the last change
+ */
+
+/** @typedef {{ model: string | null, parameters: Parameters }} AskOptions */
+
+/** Conversations of this browser. */
+export class ChatStore {
+  /** Text in the composer that was not sent yet. */
+  draft = "";
+  /** @type {ChatState} */
+  now;
+  /** @type {Set<(now: ChatState) => void>} */
+  #listeners = new Set();
+  /** @type {Map<string, AbortController>} */
+  #running = new Map();
+  #onKeyRequired;
+
+  /** @param {(problem: string) => void} onKeyRequired called if the server refuses the API key */
+  constructor(onKeyRequired) {
+    this.#onKeyRequired = onKeyRequired;
+    const conversations = readConversations();
+    const open = conversations[0] ?? newConversation();
+    this.now = { conversations, open, running: new Set(), isStored: true };
+    // Closing the page cuts answers off: store what arrived. Nobody is there to read about the lost connection.
+    window.addEventListener("pagehide", () => {
+      if (this.#running.size) this.#store();
+      this.#running.clear();
+    });
+    window.addEventListener("storage", ({ key }) => {
+      if (key === STORED_CHATS || key === null) this.#onChangeInOtherTab();
+    });
+  }
+
+  /**
+   * Call a listener after every change. Return a function that unsubscribes it.
+   * @param {(now: ChatState) => void} listener
+   */
+  subscribe(listener) {
+    this.#listeners.add(listener);
+    return () => void this.#listeners.delete(listener);
+  }
+
+  /** Open an empty conversation. */
+  startNew() {
+    this.#update({ open: newConversation() });
+  }
+
+  /**
+   * Open a conversation.
+   * @param {string} id
+   */
+  open(id) {
+    const found = this.now.conversations.find((conversation) => conversation.id === id);
+    if (found) this.#update({ open: found });
+  }
+
+  /**
+   * Delete a conversation.
+   * @param {string} id
+   */
+  delete(id) {
+    this.stop(id);
+    const conversations = this.now.conversations.filter((conversation) => conversation.id !== id);
+    const open = this.now.open.id === id ? (conversations[0] ?? newConversation()) : this.now.open;
+    this.#update({ conversations, open });
+    this.#store();
+  }
+
+  /** Delete all conversations. */
+  deleteAll() {
+    for (const id of this.#running.keys()) this.stop(id);
+    this.#update({ conversations: [], open: newConversation() });
+    this.#store();
+  }
+
+  /**
+   * Ask a question in the open conversation.
+   * @param {string} text
+   * @param {AskOptions} options
+   */
+  ask(text, options) {
+    this.#answer(withMessage(this.now.open, { role: "user", content: text }), options);
+  }
+
+  /**
+   * Request the last answer again.
+   * @param {AskOptions} options
+   */
+  retry(options) {
+    this.#answer(withoutAnswer(this.now.open), options);
+  }
+
+  /**
+   * Change a question and ask it again.
+   * @param {number} place
+   * @param {string} text
+   * @param {AskOptions} options
+   */
+  edit(place, text, options) {
+    this.#answer(withEdit(this.now.open, place, text), options);
+  }
+
+  /**
+   * Add a tool's result. The model continues when every call has one.
+   * @param {ToolCall} call
+   * @param {string} text
+   * @param {AskOptions} options
+   */
+  addResult(call, text, options) {
+    const conversation = withMessage(this.now.open, { role: "tool", call: call.id, name: call.name, content: text });
+    if (openCalls(conversation).length) this.#put(conversation);
+    else this.#answer(conversation, options);
+  }
+
+  /** Stop the answer of a conversation. */
+  stop(id = this.now.open.id) {
+    this.#running.get(id)?.abort();
+  }
+
+  /**
+   * @param {Conversation} conversation
+   * @param {AskOptions} options
+   */
+  async #answer(conversation, { model, parameters }) {
+    const { id } = conversation;
+    const abort = new AbortController();
+    this.#running.get(id)?.abort();
+    this.#running.set(id, abort);
+    /** @type {AnswerMessage} */
+    let answer = { ...EMPTY_ANSWER, model };
+    const asked = withMessage(conversation, answer);
+    const render = throttle(() => this.#put(withAnswer(asked, answer)));
+    this.#put(asked);
+    this.#store();
+    try {
+      const messages = requestMessages(conversation, parameters.system);
+      const body = { ...(model ? { model } : {}), messages, ...requestFields(parameters) };
+      for await (const completion of streamCompletion(body, abort.signal)) {
+        answer = { ...answer, ...completion };
+        render.soon();
+      }
+    } catch (error) {
+      answer = { ...answer, ...this.#endOf(error, abort) };
+    }
+    render.cancel();
+    if (this.#running.get(id) === abort) {
+      this.#running.delete(id);
+      this.#put(withAnswer(asked, answer));
+      this.#store();
+    }
+  }
+
+  /**
+   * @param {unknown} error
+   * @param {AbortController} abort
+   */
+  #endOf(error, abort) {
+    if (abort.signal.aborted) return { end: "stopped" };
+    if (!(error instanceof ApiError)) {
+      console.error(error);
+      return { end: "error", problem: "The page could not read the answer." };
+    }
+    if (error.status === 401) this.#onKeyRequired(error.message);
+    return { end: "error", problem: error.message };
+  }
+
+  /**
+   * Replace a conversation. One that was deleted meanwhile stays deleted.
+   * @param {Conversation} conversation
+   */
+  #put(conversation) {
+    const isOpen = conversation.id === this.now.open.id;
+    const others = this.now.conversations.filter((other) => other.id !== conversation.id);
+    if (others.length === this.now.conversations.length && !isOpen) return;
+    const open = isOpen ? conversation : this.now.open;
+    this.#update({ conversations: sortNewestFirst([conversation, ...others]), open });
+  }
+
+  /** Take what another tab stored. Answers that stream in this tab continue. */
+  #onChangeInOtherTab() {
+    const running = this.now.conversations.filter(({ id }) => this.#running.has(id));
+    const others = readConversations().filter(({ id }) => !this.#running.has(id));
+    const conversations = sortNewestFirst([...running, ...others]);
+    const { open } = this.now;
+    const found = conversations.find(({ id }) => id === open.id);
+    this.#update({ conversations, open: found ?? (open.messages.length ? newConversation() : open) });
+  }
+
+  #store() {
+    let conversations = this.now.conversations.slice(0, MAX_CONVERSATIONS);
+    // Without room for all, the oldest are dropped.
+    while (!writeStored(STORED_CHATS, conversations.length ? conversations : null)) {
+      if (conversations.length < 2) return this.#update({ isStored: false });
+      conversations = conversations.slice(0, Math.floor(conversations.length / 2));
+    }
+    return this.#update({ isStored: true });
+  }
+
+  /** @param {Partial<ChatState>} change */
+  #update(change) {
+    this.now = { ...this.now, ...change, running: new Set(this.#running.keys()) };
+    for (const listener of this.#listeners) listener(this.now);
+  }
+}
+
+/** @param {Conversation[]} conversations */
+function sortNewestFirst(conversations) {
+  return conversations.sort((one, two) => two.at - one.at);
+}
+
+/**
+ * Read the stored conversations. What another version of the page stored in another form is left out.
+ * @returns {Conversation[]}
+ */
+function readConversations() {
+  const stored = readStored(STORED_CHATS);
+  return Array.isArray(stored) ? stored.filter(isConversation).map(endAnswers) : [];
+}
+
+/**
+ * @param {any} value
+ * @returns {value is Conversation}
+ */
+function isConversation(value) {
+  if (typeof value?.id !== "string" || !Array.isArray(value.messages)) return false;
+  return value.messages.every(
+    (/** @type {any} */ message) => typeof message?.role === "string" && typeof message.content === "string",
+  );
+}
+
+/**
+ * Mark answers without an end: the page was closed while they streamed, or another tab still receives them.
+ * @param {Conversation} conversation
+ * @returns {Conversation}
+ */
+function endAnswers(conversation) {
+  /** @type {(message: Message) => Message} */
+  const ended = (message) =>
+    isAnswer(message) ? { ...EMPTY_ANSWER, ...message, end: message.end ?? "unknown" } : message;
+  return { ...conversation, messages: conversation.messages.map(ended) };
+}
+
+/**
+ * Limit renders to one for each animation frame.
+ * @param {() => void} render
+ */
+function throttle(render) {
+  let frame = 0;
+  /** @type {ReturnType<typeof setTimeout> | undefined} */
+  let timer;
+  const cancel = () => {
+    cancelAnimationFrame(frame);
+    clearTimeout(timer);
+    frame = 0;
+  };
+  const run = () => {
+    cancel();
+    render();
+  };
+  const soon = () => {
+    if (frame) return;
+    frame = requestAnimationFrame(run);
+    timer = setTimeout(run, RENDER_MS);
+  };
+  return { soon, cancel };
+}

@@ -1,0 +1,105 @@
+// The messages of a conversation.
+
+/** @typedef {import("preact").ComponentChildren} Children */
+/** @import { ToolCall } from "./completion.js" */
+/** @import { Conversation, Message } from "./conversation.js" */
+
+import { html, useEffect, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
+import { isAnswer, openCalls } from "./conversation.js";
+import { Answer, ToolResult, UserMessage } from "./message.js";
+
+/** Distance from the end at which the thread still follows new text. */
+const NEAR_END_PX = 60;
+
+/**
+ * @typedef {object} ThreadProps
+ * @property {Conversation} conversation
+ * @property {boolean} isRunning
+ * @property {boolean} showsModel
+ * @property {(place: number, text: string) => boolean} edit
+ * @property {() => void} retry
+ * @property {(call: ToolCall, text: string) => void} addResult
+ * @property {Children} empty shown without messages
+ */
+
+/**
+ * Render the messages. The thread follows new text while its end is visible.
+ * @param {ThreadProps} props
+ */
+export function Thread({ conversation, isRunning, showsModel, edit, retry, addResult, empty }) {
+  const { scroller, isBehind, scrollToEnd, onScroll } = useFollowing(conversation);
+  const { id, messages } = conversation;
+  const calls = openCalls(conversation);
+  return html`<div class="thread" ref=${scroller} onScroll=${onScroll}>
+    <div class="messages">
+      ${messages.length ? null : empty}
+      ${messages.map((message, place) => {
+        const isLast = place === messages.length - 1;
+        const key = `${id}/${place}`;
+        if (isAnswer(message)) {
+          return html`<${Answer}
+            key=${key}
+            message=${message}
+            isRunning=${isRunning && isLast}
+            showsModel=${showsModel}
+            retry=${isLast && !isRunning ? retry : null}
+            openCalls=${calls}
+            addResult=${addResult}
+          />`;
+        }
+        if (message.role !== "user") return html`<${ToolResult} key=${key} message=${message} />`;
+        return html`<${UserMessage}
+          key=${key}
+          message=${message}
+          isRunning=${isRunning}
+          edit=${(/** @type {string} */ text) => edit(place, text)}
+        />`;
+      })}
+    </div>
+    ${isBehind && html`<button type="button" class="to-end" onClick=${scrollToEnd}>Scroll to end</button>`}
+    <p class="visually-hidden" role="status">${isRunning ? "The answer is streaming." : endText(messages.at(-1))}</p>
+  </div>`;
+}
+
+/**
+ * Keep the end in view while the conversation grows, unless the person scrolled up.
+ * @param {Conversation} conversation
+ */
+function useFollowing(conversation) {
+  const scroller = useRef(/** @type {HTMLElement | null} */ (null));
+  const follows = useRef(true);
+  const [isBehind, setBehind] = useState(false);
+  const scrollToEnd = () => {
+    if (scroller.current) scroller.current.scrollTop = scroller.current.scrollHeight;
+  };
+  useLayoutEffect(() => {
+    follows.current = true;
+    scrollToEnd();
+  }, [conversation.id, conversation.messages.length]);
+  useLayoutEffect(() => {
+    if (follows.current) scrollToEnd();
+  }, [conversation]);
+  useEffect(() => {
+    if (!scroller.current) return undefined;
+    // The composer grows, or a phone shows its keyboard: the end stays in view.
+    const resized = new ResizeObserver(() => follows.current && scrollToEnd());
+    resized.observe(scroller.current);
+    return () => resized.disconnect();
+  }, []);
+  const onScroll = () => {
+    if (!scroller.current) return;
+    const { scrollTop, scrollHeight, clientHeight } = scroller.current;
+    follows.current = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
+    setBehind(!follows.current);
+  };
+  return { scroller, isBehind, scrollToEnd, onScroll };
+}
+
+/**
+ * Return what a screen reader announces at the end. Problems are alerts of their own.
+ * @param {Message | undefined} message
+ */
+function endText(message) {
+  if (!message || !isAnswer(message) || message.problem || message.end === "unknown") return "";
+  return message.end === "stopped" ? "The answer was stopped." : "The answer is complete.";
+}

@@ -1,0 +1,136 @@
+// Components that several views share.
+
+/** @typedef {import("preact").ComponentChildren} Children */
+
+import { html, useEffect, useRef, useState } from "./vendor/preact.js";
+
+const CONFIRMATION_MS = 1600;
+
+/**
+ * Render a button that copies `text()` and confirms it.
+ * @param {{ text: () => string, what: string }} props
+ */
+export function CopyButton({ text, what }) {
+  const [label, setLabel] = useState("Copy");
+  const timer = useRef(0);
+  useEffect(() => () => clearTimeout(timer.current), []);
+  const onClick = async () => {
+    setLabel((await copy(text())) ? "Copied" : "Not copied");
+    clearTimeout(timer.current);
+    timer.current = window.setTimeout(() => setLabel("Copy"), CONFIRMATION_MS);
+  };
+  return html`<button
+    type="button"
+    class="quiet"
+    onClick=${onClick}
+    aria-label=${label === "Copy" ? `Copy ${what}` : label}
+  >${label}</button>`;
+}
+
+/** @param {string} text */
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return copyBySelection(text);
+  }
+}
+
+/**
+ * Copy without the clipboard API, which browsers deny to pages of other machines without TLS.
+ * @param {string} text
+ */
+function copyBySelection(text) {
+  const field = document.createElement("textarea");
+  field.value = text;
+  field.className = "visually-hidden";
+  document.body.append(field);
+  field.select();
+  try {
+    return document.execCommand("copy");
+  } finally {
+    field.remove();
+  }
+}
+
+/**
+ * Ignore the second click of a double click, because another button may have taken the first one's place.
+ * @param {() => void} act
+ */
+export function onSingleClick(act) {
+  return (/** @type {MouseEvent} */ event) => {
+    if (event.detail < 2) act();
+  };
+}
+
+/**
+ * Render a sentence about a problem or an operation in progress.
+ * @param {{ tone?: "bad" | "busy" | "note", children?: Children, action?: Children }} props
+ */
+export function Notice({ tone = "note", children, action }) {
+  return html`<div class="notice ${tone}" role=${tone === "bad" ? "alert" : "status"}>
+    <p>${children}</p>
+    ${action}
+  </div>`;
+}
+
+/**
+ * Part of a bar; `style` is a class.
+ * @typedef {{ name: string, value: number, style: string, title?: string }} BarPart
+ */
+
+/**
+ * Render a bar of several parts, in their order. The rest of `total` stays empty.
+ * @param {{ parts: BarPart[], total?: number, label: string }} props
+ */
+export function Bar({ parts, total = 0, label }) {
+  const sum = parts.reduce((all, part) => all + part.value, 0);
+  const whole = Math.max(total, sum) || 1;
+  return html`<div class="bar" role="img" aria-label=${label}>
+    ${parts
+      .filter((part) => part.value > 0)
+      .map(
+        ({ name, value, style, title }) => html`<span
+          key=${name}
+          class=${style}
+          style=${{ width: `${(100 * value) / whole}%` }}
+          title=${title ?? name}
+        ></span>`,
+      )}
+  </div>`;
+}
+
+/**
+ * Render what the colours of bars mean; `style` is a class.
+ * @param {{ items: { name: string, style: string }[] }} props
+ */
+export function Legend({ items }) {
+  return html`<ul class="legend">
+    ${items.map(({ name, style }) => html`<li key=${name}><i class=${style} aria-hidden="true"></i>${name}</li>`)}
+  </ul>`;
+}
+
+/**
+ * Return the class that sets a stage's colour.
+ * @param {number} stage
+ */
+export const stageColour = (stage) => `stage-${stage % 8}`;
+
+/**
+ * Return the classes of an area filled with a stage's colour.
+ * @param {number} stage
+ */
+export const stageFill = (stage) => `stage-fill ${stageColour(stage)}`;
+
+/** Render the logo: a ring of stages. */
+export function Ring({ size = 24 }) {
+  return html`<svg class="ring" width=${size} height=${size} viewBox="0 0 32 32" aria-hidden="true">
+    <g fill="none" stroke-width="5">
+      <path class="ring-1" d="M16 4a12 12 0 0 1 10.4 6" />
+      <path class="ring-2" d="M27.6 13a12 12 0 0 1-7.6 14.3" />
+      <path class="ring-0" d="M16.5 28a12 12 0 0 1-12.5-12" />
+      <path class="ring-3" d="M4.5 12.6a12 12 0 0 1 8-8.1" />
+    </g>
+  </svg>`;
+}

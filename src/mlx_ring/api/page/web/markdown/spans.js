@@ -1,0 +1,207 @@
+// Markdown within a line: emphasis, code, links.
+
+import { h } from "../vendor/preact.js";
+
+/** @typedef {import("preact").VNode<any>} Element */
+
+/**
+ * Parsed element and the index of the first character after it.
+ * @typedef {[element: Element, next: number]} Span
+ */
+
+const MAX_DEPTH = 8;
+/** Longest link in characters: no link is searched for beyond. */
+const MAX_LINK = 2048;
+const MAX_TICKS = 16;
+const ESCAPABLE = /[\\`*_{}[\]()#+\-.!|>~<]/;
+const BARE_LINK = /^https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]}*_]/;
+const SAFE_PROTOCOLS = ["http:", "https:", "mailto:"];
+
+/** @typedef {(string | Element)[]} Content */
+
+/** @type {[mark: string, element: (inner: Content) => Element][]} */
+const EMPHASIS = [
+  ["***", (inner) => h("strong", null, h("em", null, inner))],
+  ["**", (inner) => h("strong", null, inner)],
+  ["__", (inner) => h("strong", null, inner)],
+  ["~~", (inner) => h("s", null, inner)],
+  ["*", (inner) => h("em", null, inner)],
+  ["_", (inner) => h("em", null, inner)],
+];
+
+/**
+ * Parse the Markdown within a line or paragraph.
+ * @param {string} text
+ * @param {number} [depth]
+ * @returns {Content}
+ */
+export function parseSpans(text, depth = 0) {
+  /** @type {Content} */
+  const content = [];
+  /** Marks that nothing closes: they are not searched for again. @type {Set<string>} */
+  const unclosed = new Set();
+  let plain = "";
+  let place = 0;
+  while (place < text.length) {
+    const span = depth < MAX_DEPTH ? parseSpan(text, place, depth, unclosed) : null;
+    if (span) {
+      if (plain) content.push(plain);
+      plain = "";
+      content.push(span[0]);
+      place = span[1];
+    } else if (text[place] === "\\" && ESCAPABLE.test(text.charAt(place + 1))) {
+      plain += text[place + 1];
+      place += 2;
+    } else {
+      plain += text[place];
+      place += 1;
+    }
+  }
+  if (plain) content.push(plain);
+  return content;
+}
+
+/**
+ * Parse the element that starts here. Return null without one.
+ * @param {string} text
+ * @param {number} place
+ * @param {number} depth
+ * @param {Set<string>} unclosed
+ * @returns {Span | null}
+ */
+function parseSpan(text, place, depth, unclosed) {
+  switch (text[place]) {
+    case "`":
+      return parseCodeSpan(text, place);
+    case "[":
+      return parseLink(text, place, depth);
+    case "<":
+      return parseAngledLink(text, place);
+    case "h":
+      return parseBareLink(text, place);
+    case "\n":
+      return / {2}$/.test(text.slice(Math.max(0, place - 2), place)) ? [h("br", null), place + 1] : null;
+    case "*":
+    case "_":
+    case "~":
+      return parseEmphasis(text, place, depth, unclosed);
+    default:
+      return null;
+  }
+}
+
+/**
+ * @param {string} text
+ * @param {number} place
+ * @returns {Span | null}
+ */
+function parseCodeSpan(text, place) {
+  const ticks = /^`+/.exec(text.slice(place, place + MAX_TICKS))?.[0] ?? "";
+  const start = place + ticks.length;
+  const end = text.indexOf(ticks, start);
+  if (end < 0) return null;
+  const code = text.slice(start, end).replaceAll("\n", " ");
+  return [h("code", null, code.length > 2 ? code.replace(/^ (.*) $/, "$1") : code), end + ticks.length];
+}
+
+/**
+ * @param {string} text
+ * @param {number} place
+ * @param {number} depth
+ * @param {Set<string>} unclosed
+ * @returns {Span | null}
+ */
+function parseEmphasis(text, place, depth, unclosed) {
+  for (const [mark, element] of EMPHASIS) {
+    if (unclosed.has(mark) || !text.startsWith(mark, place)) continue;
+    const start = place + mark.length;
+    if (start >= text.length || /\s/.test(text.charAt(start))) continue;
+    if (mark.startsWith("_") && /\w/.test(text.charAt(place - 1))) continue;
+    const end = findClosingMark(text, start, mark);
+    if (end > 0) return [element(parseSpans(text.slice(start, end), depth + 1)), end + mark.length];
+    unclosed.add(mark);
+  }
+  return null;
+}
+
+/**
+ * Return the index of the closing mark, or -1. It follows a character that is no space; `_` is not inside a word.
+ * @param {string} text
+ * @param {number} start
+ * @param {string} mark
+ */
+function findClosingMark(text, start, mark) {
+  for (let end = text.indexOf(mark, start + 1); end > 0; end = text.indexOf(mark, end + 1)) {
+    const isBehindText = !/[\s\\]/.test(text.charAt(end - 1));
+    const isLonger = mark.length === 1 && (text[end + 1] === mark || text[end - 1] === mark);
+    const isInWord = mark.startsWith("_") && /\w/.test(text.charAt(end + mark.length));
+    if (isBehindText && !isLonger && !isInWord) return end;
+  }
+  return -1;
+}
+
+// ---- links
+
+/**
+ * @param {string} text
+ * @param {number} place
+ * @param {number} depth
+ * @returns {Span | null}
+ */
+function parseLink(text, place, depth) {
+  const near = text.slice(place, place + MAX_LINK);
+  const middle = near.indexOf("](");
+  const end = middle < 0 ? -1 : near.indexOf(")", middle);
+  if (end < 0 || near.slice(0, end).includes("\n")) return null;
+  const [address = ""] = near
+    .slice(middle + 2, end)
+    .trim()
+    .split(/\s+/);
+  const target = safeTarget(address);
+  if (!target) return null;
+  return [linkElement(target, parseSpans(near.slice(1, middle), depth + 1)), place + end + 1];
+}
+
+/**
+ * @param {string} text
+ * @param {number} place
+ * @returns {Span | null}
+ */
+function parseAngledLink(text, place) {
+  const [whole = "", address = ""] = /^<(https?:\/\/[^\s<>]+)>/.exec(text.slice(place, place + MAX_LINK)) ?? [];
+  const target = safeTarget(address);
+  return target ? [linkElement(target, [address]), place + whole.length] : null;
+}
+
+/**
+ * @param {string} text
+ * @param {number} place
+ * @returns {Span | null}
+ */
+function parseBareLink(text, place) {
+  if (!text.startsWith("http", place) || /\w/.test(text.charAt(place - 1))) return null;
+  const [address = ""] = BARE_LINK.exec(text.slice(place, place + MAX_LINK)) ?? [];
+  const target = safeTarget(address);
+  return target ? [linkElement(target, [address]), place + address.length] : null;
+}
+
+/**
+ * Return an address of the web or of mail, or null for any other, because a model may write any.
+ * @param {string} address
+ */
+function safeTarget(address) {
+  try {
+    const url = new URL(address);
+    return SAFE_PROTOCOLS.includes(url.protocol) ? url.href : null;
+  } catch {
+    return null;
+  }
+}
+
+/**
+ * @param {string} href
+ * @param {Content} content
+ */
+function linkElement(href, content) {
+  return h("a", { href, target: "_blank", rel: "noopener noreferrer nofollow" }, content);
+}

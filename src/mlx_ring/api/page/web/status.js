@@ -1,0 +1,152 @@
+// The cluster's status as sentences.
+
+/** @import { ClusterState, ClusterStatus, InstanceStatus, ModelStatus, StageStatus } from "./types.js" */
+/** @import { Snapshot } from "./live.js" */
+
+import { bytes, counted, percent } from "./format.js";
+
+/** @typedef {"good" | "busy" | "bad"} Tone */
+/** @typedef {{ tone: "note" | "busy" | "bad", text: string }} StatusNotice */
+
+/**
+ * Status of the whole cluster: `label` for the top bar, `notices` for the page, `placement` for the welcome.
+ * @typedef {{ tone: Tone, label: string, notices: StatusNotice[], placement: string }} Status
+ */
+
+/**
+ * Describe the cluster's status.
+ * @param {Pick<Snapshot, "connection" | "state">} now
+ * @returns {Status}
+ */
+export function describeStatus({ connection, state }) {
+  if (connection === "locked") return { tone: "busy", label: "key needed", notices: [], placement: "" };
+  const isLost = connection === "lost";
+  if (state === null) {
+    const label = isLost ? "no connection" : "connecting";
+    return { tone: isLost ? "bad" : "busy", label, notices: [], placement: "" };
+  }
+  const notices = findNotices(state);
+  const placement = describePlacement(state.cluster);
+  if (isLost) return { tone: "bad", label: "connection lost", notices, placement };
+  return { ...describeCluster(state), notices, placement };
+}
+
+/**
+ * @param {ClusterState} state
+ * @returns {{ tone: Tone, label: string }}
+ */
+function describeCluster({ cluster, draining }) {
+  if (draining) return { tone: "busy", label: "shutting down" };
+  const states = cluster.models.map((model) => model.state);
+  if (states.includes("ready")) {
+    const isComplete = cluster.nodes.every((node) => node.state === "attending") && !states.includes("unavailable");
+    return isComplete ? { tone: "good", label: "ready" } : { tone: "busy", label: "degraded" };
+  }
+  if (states.includes("loading")) return { tone: "busy", label: "loading" };
+  if (states.includes("unavailable")) return { tone: "bad", label: "unavailable" };
+  return { tone: "busy", label: "unloaded" };
+}
+
+/**
+ * @param {ClusterState} state
+ * @returns {StatusNotice[]}
+ */
+function findNotices(state) {
+  /** @type {StatusNotice[]} */
+  const notices = [];
+  if (state.draining) {
+    const text = "The server is shutting down. It finishes running requests and accepts no new ones.";
+    notices.push({ tone: "busy", text });
+  }
+  const ofModels = state.cluster.models.flatMap((model) => describeModel(model, state.cluster.instances));
+  return [...notices, ...ofModels, ...describeNodes(state)];
+}
+
+/**
+ * @param {ModelStatus} model
+ * @param {InstanceStatus[]} allInstances
+ * @returns {StatusNotice[]}
+ */
+function describeModel({ model, state, reason }, allInstances) {
+  const instances = allInstances.filter((instance) => instance.model === model);
+  if (state === "loading" || instances.some((instance) => instance.state === "loading")) {
+    const text = instances.length
+      ? `${model} is loading: ${loadingProgress(instances)}`
+      : (reason ?? `${model} is loading.`);
+    return [{ tone: "busy", text }];
+  }
+  if (state === "unavailable") return [{ tone: "bad", text: `${model} is unavailable. ${reason ?? ""}` }];
+  if (state === "unloaded") {
+    const failure = reason ? ` The last load failed: ${reason}` : "";
+    return [{ tone: "note", text: `${model} is not loaded. The next request loads it.${failure}` }];
+  }
+  return instances
+    .filter((instance) => instance.state === "unavailable")
+    .map(({ name, reason: cause }) => ({
+      tone: "bad",
+      text: `${name} is unavailable. ${cause ?? ""} Other replicas serve its requests.`,
+    }));
+}
+
+/** @param {InstanceStatus[]} instances */
+function loadingProgress(instances) {
+  const loadings = instances.flatMap((instance) => instance.stages.map((stage) => stage.loading));
+  const total = loadings.reduce((sum, loading) => sum + loading.bytes_to_load, 0);
+  if (!total) return "its machines are starting.";
+  const done = loadings.reduce((sum, loading) => sum + loading.bytes_loaded, 0);
+  return `${percent(done / total)} of ${bytes(total)} of weights loaded.`;
+}
+
+/**
+ * Describe nodes that are missing or quarantined. Times are the server's: the browser's clock may differ.
+ * @param {ClusterState} state
+ * @returns {StatusNotice[]}
+ */
+function describeNodes({ cluster, time }) {
+  const names = nodeNames(cluster);
+  return cluster.nodes.flatMap((node) => {
+    /** @type {StatusNotice[]} */
+    const notices = [];
+    const cause = node.reason ? `: ${node.reason}` : ".";
+    const name = names.get(node.id) ?? node.id;
+    if (node.state === "gone") notices.push({ tone: "bad", text: `${name} is disconnected${cause}` });
+    if (node.state === "quarantined") {
+      const minutes = Math.max(1, Math.round(((node.quarantined_until ?? time) - time) / 60));
+      notices.push({ tone: "busy", text: `${name} is quarantined for ${counted(minutes, "minute")}${cause}` });
+    }
+    return notices;
+  });
+}
+
+/** @param {ClusterStatus} cluster */
+function describePlacement(cluster) {
+  const instance = cluster.instances.at(0);
+  if (!instance) return "";
+  const names = nodeNames(cluster);
+  const nodes = new Set(instance.stages.flatMap(stageNodes));
+  const stages = instance.stages.length;
+  const layers = counted(instance.layers, "layer");
+  const split = stages > 1 ? `with ${layers} in ${stages} stages` : `with all ${layers} in one stage`;
+  return `It runs on ${joinNames([...nodes].map((id) => names.get(id) ?? id))}, ${split}.`;
+}
+
+/**
+ * Return a display name for each node's id. Machines that share a name keep their ids.
+ * @param {Pick<ClusterStatus, "nodes">} cluster
+ * @returns {Map<string, string>}
+ */
+export function nodeNames({ nodes }) {
+  const count = new Map();
+  for (const { name } of nodes) count.set(name, (count.get(name) ?? 0) + 1);
+  return new Map(nodes.map(({ id, name }) => [id, count.get(name) > 1 ? id : name]));
+}
+
+/** @param {StageStatus} stage */
+function stageNodes(stage) {
+  return stage.ranks.length ? stage.ranks.map((rank) => rank.node) : [stage.node];
+}
+
+/** @param {string[]} names */
+function joinNames(names) {
+  return names.length < 2 ? names.join("") : `${names.slice(0, -1).join(", ")} and ${names.at(-1)}`;
+}
