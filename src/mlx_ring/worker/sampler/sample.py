@@ -12,14 +12,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_ring.worker.sampler import draw
-from mlx_ring.worker.sampler.sample import bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mlx_ring.worker.sampler.parameters import SamplerRow
+    from mlx_ring.worker.tensor import SplitHead
+
+    _Draw = Callable[[mx.array, Sequence[SamplerRow]], mx.array]
 
 
 @dataclass(slots=True)
@@ -62,6 +65,22 @@ def adjust(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.a
     return mx.reshape(mx.put_along_axis(flat, place, value, axis=0), logits.shape)
 
 
+def bar(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.array:
+    """(rows, tokens) with -inf for what is not allowed; `first` is the first token's id.
+
+    Masks come as bytes: to take 152k logits' bits apart in MLX takes a CPU twice as long as all of this.
+    """
+    width = logits.shape[1]
+    allowed = np.zeros((len(rows), width), np.bool_)
+    for index, row in enumerate(rows):
+        if row.allowed is None:
+            allowed[index] = True
+        else:
+            part = row.allowed[first : first + width]
+            allowed[index, : len(part)] = part
+    return mx.where(mx.array(cast("list[list[bool]]", allowed)), logits, -mx.inf)
+
+
 def _changes(row: SamplerRow) -> bool:
     """Whether anything can be changed; most rows are left alone."""
     sampling = row.sampling
@@ -86,15 +105,6 @@ def _collect(edits: _Edits, offset: int, ids: range, row: SamplerRow) -> None:
     frequency, presence = sampling.frequency_penalty, sampling.presence_penalty
     edits.penalty += [frequency * answer[token] + presence if token in answer else 0.0 for token in tokens]
     edits.barred += [token in barred for token in tokens]
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from mlx_ring.worker.sampler.parameters import SamplerRow
-    from mlx_ring.worker.tensor import SplitHead
-
-    _Draw = Callable[[mx.array, Sequence[SamplerRow]], mx.array]
 
 
 def sample(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
