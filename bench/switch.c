@@ -1,11 +1,11 @@
-/* A switch between network namespaces that delays what passes through it, for kernels without netem.
+/* A switch between network namespaces that delays frames, for kernels without netem.
 
      switch NAMESPACE...
 
-   In each namespace it makes a TAP device eth0 with the hardware address 02:00:00:00:00:NN, NN counting from 1, by which
-   frames find their port. Each line of its input, "DELAY_US MBIT_S", sets for how long a frame is held and how fast each
-   port sends and receives; 0 is not at all and without bound. It ends with its input. Frames carry the kernel's header for
-   offloading, so that 64 KiB pass as one, as they would on a virtual machine's network. */
+   In each namespace it creates a TAP device eth0 with the hardware address 02:00:00:00:00:NN, with NN counting from 1.
+   Frames are switched by these addresses. Each input line, "DELAY_US MBIT_S", sets the delay of frames and the rate of
+   each port; 0 means no delay, or no limit. The switch ends at the end of its input. Frames carry the kernel's offloading
+   header, so that 64 KiB pass as one frame, as in a virtual machine's network. */
 
 #define _GNU_SOURCE
 #include <errno.h>
