@@ -2,8 +2,8 @@
 
     python bench/cluster_predictions.py [--rounds 3] [--tokens 32] [--json FILE]
 
-Runs two and then three hosts in network namespaces, each with less memory and CPU time than the one before (control groups;
-needs root), with three strategies that split differently. Machines are measured once, when they join and before
+Runs two and then three hosts in network namespaces, each with less memory and CPU time than the one before. Uses
+three strategies that split differently. Needs root for control groups. Machines are measured once, when they join and before
 anything is loaded; nothing is fitted to later measurements. Predictions are taken from the table that `serve` prints.
 CPU time is granted in periods of 10 ms and 100 ms, as in containers. A step that is shorter than a period takes less
 time than its share suggests.
