@@ -81,9 +81,11 @@ def measure(cluster: LanCluster, server: Server, tokens: int) -> tuple[list[floa
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=600) as answer:
             return [time.perf_counter() for line in answer.iter_lines() if line.startswith("data: {")]
 
-    came = cluster.head.threads.submit(ask).result()
+    arrivals_s = cluster.head.threads.submit(ask).result()
     times = cluster.get(server, "/cluster/status")["step_times"]
-    return [stage["decode_compute_us"] / 1e3 for stage in times], 1e3 * (came[-1] - came[0]) / (tokens - 1)
+    return [stage["decode_compute_us"] / 1e3 for stage in times], 1e3 * (arrivals_s[-1] - arrivals_s[0]) / (
+        tokens - 1
+    )
 
 
 def rows_of(
