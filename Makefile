@@ -7,7 +7,7 @@ ARGS ?=
 # More than four processes would fill a laptop's memory with servers.
 SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Tests that start no processes. tests/process_marks.py marks the others.
-FAST := -m "not conformance and not processes"
+FAST := -m "not conformance and not processes" --hypothesis-profile fast
 # Tests start hundreds of processes. Without bytecode files, each would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -2,8 +2,8 @@
 
     python bench/cluster_predictions.py [--rounds 3] [--tokens 32] [--json FILE]
 
-Runs two and then three hosts in network namespaces, each with less memory and CPU time than the one before (control groups;
-needs root), with three strategies that split differently. Machines are measured once, when they join and before
+Runs two and then three hosts in network namespaces, each with less memory and CPU time than the one before. Uses
+three strategies that split differently. Needs root for control groups. Machines are measured once, when they join and before
 anything is loaded; nothing is fitted to later measurements. Predictions are taken from the table that `serve` prints.
 CPU time is granted in periods of 10 ms and 100 ms, as in containers. A step that is shorter than a period takes less
 time than its share suggests.
@@ -81,9 +81,11 @@ def measure(cluster: LanCluster, server: Server, tokens: int) -> tuple[list[floa
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=600) as answer:
             return [time.perf_counter() for line in answer.iter_lines() if line.startswith("data: {")]
 
-    came = cluster.head.threads.submit(ask).result()
+    arrivals_s = cluster.head.threads.submit(ask).result()
     times = cluster.get(server, "/cluster/status")["step_times"]
-    return [stage["decode_compute_us"] / 1e3 for stage in times], 1e3 * (came[-1] - came[0]) / (tokens - 1)
+    return [stage["decode_compute_us"] / 1e3 for stage in times], 1e3 * (arrivals_s[-1] - arrivals_s[0]) / (
+        tokens - 1
+    )
 
 
 def rows_of(

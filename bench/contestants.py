@@ -144,7 +144,7 @@ class Ring:
                 usage = event.get("usage") or usage
                 own = event.get("performance") or own
         if usage.get("completion_tokens") != new_tokens:
-            raise SystemExit(f"{self.name} gave {usage} for {new_tokens} tokens asked.")
+            raise SystemExit(f"{self.name} returned {usage} for {new_tokens} requested tokens.")
         return _speed(len(prompt), arrivals, new_tokens, own)
 
     def stop(self) -> None:

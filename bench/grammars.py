@@ -209,11 +209,11 @@ def main() -> None:
                 for under, arm in arms.items():
                     times[under].append(arm.seconds(options.steps) * 1e3)
             free = statistics.median(times[0])
-            for under, taken in times.items():
-                more = statistics.median(now - then for now, then in zip(taken, times[0], strict=True))
+            for under, durations in times.items():
+                more = statistics.median(now - then for now, then in zip(durations, times[0], strict=True))
                 each = f"{more * 1e3 / under:6.0f} us more per token" if under else ""
                 print(
-                    f"{rows:3} rows, {under:2} with a grammar: {statistics.median(taken):7.2f} (without {free:7.2f}) {each}"
+                    f"{rows:3} rows, {under:2} with a grammar: {statistics.median(durations):7.2f} (without {free:7.2f}) {each}"
                 )
 
 

@@ -2,8 +2,8 @@
 
     python bench/idle.py [--stages 2] [--tp 1] [--seconds 20]
 
-Starts `mlx-ring serve` with the built-in demo, sends one request to warm it up, and then adds up the CPU time of
-all its processes while it is idle.
+Starts `mlx-ring serve` with the built-in demo and sends one request to warm it up. Then adds up the CPU time of all its
+processes while it is idle.
 """
 
 from __future__ import annotations

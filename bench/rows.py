@@ -285,7 +285,7 @@ def _steady_speed(records: Sequence[Record]) -> float:
 
 def _p95(summary: Summary) -> float:
     if summary.ttft is None:
-        raise SystemExit("No token came.")
+        raise SystemExit("No token arrived.")
     return summary.ttft.p95
 
 

@@ -1,11 +1,11 @@
-/* A switch between network namespaces that delays what passes through it, for kernels without netem.
+/* A switch between network namespaces that delays frames, for kernels without netem.
 
      switch NAMESPACE...
 
-   In each namespace it makes a TAP device eth0 with the hardware address 02:00:00:00:00:NN, NN counting from 1, by which
-   frames find their port. Each line of its input, "DELAY_US MBIT_S", sets for how long a frame is held and how fast each
-   port sends and receives; 0 is not at all and without bound. It ends with its input. Frames carry the kernel's header for
-   offloading, so that 64 KiB pass as one, as they would on a virtual machine's network. */
+   In each namespace it creates a TAP device eth0 with the hardware address 02:00:00:00:00:NN, with NN counting from 1.
+   Frames are switched by these addresses. Each input line, "DELAY_US MBIT_S", sets the delay of frames and the rate of
+   each port; 0 means no delay, or no limit. The switch ends at the end of its input. Frames carry the kernel's offloading
+   header, so that 64 KiB pass as one frame, as in a virtual machine's network. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -33,10 +33,10 @@ struct frame {
     unsigned char bytes[];
 };
 
-/* Frames of one port leave in the order in which they came. */
+/* Frames of one port leave in the order of their arrival. */
 struct port {
     int device;
-    int64_t sends_from_ns, receives_from_ns; /* until then it is busy with earlier frames */
+    int64_t sends_from_ns, receives_from_ns; /* busy with earlier frames until then */
     struct frame *first, **end;
 };
 
@@ -74,7 +74,7 @@ static int open_device(const char *namespace) {
 
 static int64_t later(int64_t one, int64_t other) { return one > other ? one : other; }
 
-/* When a frame that came now has left its source's cable, crossed, and left its target's. */
+/* Return the time at which a frame that arrives now is delivered. */
 static int64_t due(struct port *source, struct port *target, int length, int64_t now) {
     if (mbit_s <= 0) return now + delay_ns;
     int64_t lasts = (int64_t)(length * 8000.0 / mbit_s);
@@ -96,7 +96,7 @@ static void hold(struct port *source, struct port *target, const unsigned char *
     target->end = &frame->next;
 }
 
-/* To the port that its address names, or to all others. */
+/* Send a frame to the port with its address, or to all others. */
 static void pass_on(int source, const unsigned char *bytes, int length) {
     static const unsigned char ours[5] = {2, 0, 0, 0, 0};
     const unsigned char *to = bytes + sizeof(struct virtio_net_hdr);
@@ -118,7 +118,7 @@ static void deliver(void) {
     for (struct port *port = ports; port < ports + count; port++)
         while (port->first != NULL && port->first->due_ns <= now_ns()) {
             struct frame *frame = port->first;
-            /* A full queue drops it, as a switch would. */
+            /* A full queue drops the frame, like a real switch. */
             if (write(port->device, frame->bytes, frame->length) < 0 && errno != EAGAIN && errno != EIO) die("write");
             port->first = frame->next;
             if (port->first == NULL) port->end = &port->first;
@@ -126,7 +126,7 @@ static void deliver(void) {
         }
 }
 
-/* How long there is nothing to deliver; negative where nothing is held. */
+/* Return the time until the next delivery; negative if no frame is held. */
 static int64_t idle_ns(void) {
     int64_t next = -1;
     for (struct port *port = ports; port < ports + count; port++)

@@ -12,13 +12,13 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "grafana" / "mlx-ring.json"
 PICKED_MODEL = 'model_name=~"$model"'
 PICKED = f'{PICKED_MODEL},instance=~"$instance"'
-"""Series of what was picked at the top."""
+"""Label matchers for the variables at the top."""
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH = 24
 
 Json = dict[str, object]
 Query = tuple[str, str]
-"""PromQL, and what its series are called."""
+"""PromQL and legend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def ratio(of: str, to: str) -> str:
 
 MODEL, RANK = "{{model_name}}", "{{model_name}} {{instance}}, stage {{stage}} rank {{rank}} on {{node}}"
 BY_RANK = "model_name, instance, stage, rank, node"
-"""Several models and replicas of one may have ranks of the same number on a node."""
+"""Labels of a rank. Several models and replicas may have ranks of the same number on a node."""
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
@@ -99,7 +99,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 height=4,
             ),
             Panel(
-                "KV memory",
+                "KV cache usage",
                 "percentunit",
                 ((f"max({value('kv_cache_usage_perc')})", ""),),
                 kind="stat",
@@ -137,16 +137,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel(
-                "Ended, by reason",
+                "Finished requests, by reason",
                 "reqps",
                 ((per_second("request_success", "finished_reason"), "{{finished_reason}}"),),
                 stacked=True,
             ),
             Panel(
-                "Refused and failed",
+                "Rejected and failed requests",
                 "reqps",
                 (
-                    (per_second("requests_rejected", "error", PICKED_MODEL), "refused: {{error}}"),
+                    (per_second("requests_rejected", "error", PICKED_MODEL), "rejected: {{error}}"),
                     (per_second("request_failures", "error"), "failed: {{error}}"),
                 ),
             ),
@@ -154,24 +154,28 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Time to first token", "time_to_first_token_seconds", "From arrival to the first token."
             ),
             quantiles(
-                "Between tokens", "inter_token_latency_seconds", "From one token of an answer to the next."
+                "Inter-token latency", "inter_token_latency_seconds", "Time between two tokens of a response."
             ),
-            quantiles("Whole request", "e2e_request_latency_seconds", "From arrival to the answer's end."),
+            quantiles(
+                "End-to-end latency",
+                "e2e_request_latency_seconds",
+                "From arrival to the end of the response.",
+            ),
             Panel(
-                "Where a request's time goes",
+                "Request time by phase",
                 "s",
                 tuple(
                     (mean(f"request_{part}_time_seconds"), f"{MODEL} {part}")
                     for part in ("queue", "prefill", "decode", "inference")
                 ),
-                "Means. Inference is prefill and decode together.",
+                "Mean. Inference is prefill plus decode.",
             ),
             Panel(
                 "Tokens",
                 "short",
                 (
                     (per_second("prompt_tokens", "model_name"), f"{MODEL} prompts"),
-                    (per_second("generation_tokens", "model_name"), f"{MODEL} answers"),
+                    (per_second("generation_tokens", "model_name"), f"{MODEL} responses"),
                 ),
                 "Per second.",
             ),
@@ -187,49 +191,49 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
-        "KV and guesses",
+        "KV cache and speculative decoding",
         (
             Panel(
-                "KV memory in use",
+                "KV cache usage",
                 "percentunit",
                 ((value("kv_cache_usage_perc"), f"{MODEL} {{{{instance}}}}"),),
-                "Of running requests; what is kept of ended ones makes way.",
+                "By running requests. The prefix cache does not count, because it can be evicted.",
                 most=1,
             ),
             Panel(
-                "Prompts found in the prefix cache",
+                "Prefix cache hit rate",
                 "percentunit",
                 ((ratio("prefix_cache_hits", "prefix_cache_queries"), MODEL),),
-                "Part of all prompt tokens.",
+                "Share of all prompt tokens.",
                 most=1,
             ),
             Panel(
-                "Put back and put out",
+                "Preemptions and evictions",
                 "short",
                 (
-                    (per_second("num_preemptions", "model_name"), f"{MODEL} requests put back"),
-                    (per_second("prefix_cache_evictions", "model_name"), f"{MODEL} kept sequences put out"),
+                    (per_second("num_preemptions", "model_name"), f"{MODEL} preempted requests"),
+                    (per_second("prefix_cache_evictions", "model_name"), f"{MODEL} evicted sequences"),
                 ),
                 "Per second.",
             ),
             Panel(
-                "Guessed tokens that were right",
+                "Draft acceptance rate",
                 "percentunit",
                 ((ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"), MODEL),),
                 most=1,
             ),
             Panel(
-                "Guesses",
+                "Drafts",
                 "short",
                 ((per_second("spec_decode_num_drafts", "model_name"), MODEL),),
                 "Per second.",
             ),
             Panel(
-                "KV by worker",
+                "KV cache by worker",
                 "bytes",
                 (
-                    (value("worker_kv_bytes"), f"held, {RANK}"),
-                    (value("worker_kv_kept_bytes"), f"kept, {RANK}"),
+                    (value("worker_kv_bytes"), f"total, {RANK}"),
+                    (value("worker_kv_kept_bytes"), f"prefix cache, {RANK}"),
                     (value("worker_kv_limit_bytes"), f"limit, {RANK}"),
                 ),
             ),
@@ -239,17 +243,17 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "Stages",
         (
             Panel(
-                "Where a rank's time goes",
+                "Rank time by activity",
                 "percentunit",
                 tuple(
                     (per_second(f"stage_{part}_seconds", BY_RANK), f"{part.replace('_', ' ')}, {RANK}")
                     for part in ("compute", "link_wait", "link_send", "idle")
                 ),
-                "Parts of a second in each second. They add up to one for each rank.",
+                "Seconds per second. The parts add up to one for each rank.",
                 width=12,
             ),
             Panel(
-                "A step's time",
+                "Step time",
                 "s",
                 tuple(
                     (
@@ -258,11 +262,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     )
                     for part in ("compute", "link_wait", "link_send", "queue")
                 ),
-                "Means.",
+                "Mean.",
                 width=12,
             ),
             Panel("Steps", "ops", ((per_second("stage_steps", BY_RANK), RANK),), width=12),
-            Panel("Steps that failed", "ops", ((per_second("steps_failed", "model_name"), MODEL),), width=12),
+            Panel("Failed steps", "ops", ((per_second("steps_failed", "model_name"), MODEL),), width=12),
         ),
     ),
     (
@@ -304,7 +308,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Instances", "short", ((value("instance_info"), "{{name}}, epoch {{epoch}}"),), kind="table"
             ),
             Panel(
-                "Starts and losses of instances",
+                "Instance starts and losses",
                 "short",
                 (
                     (
@@ -327,13 +331,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Bps",
                 ((value("link_bytes_per_second", ""), "{{source}} to {{target}}"),),
             ),
-            Panel("Links that work", "short", ((value("link_up", ""), "{{source}} to {{target}}"),), most=1),
+            Panel("Links up", "short", ((value("link_up", ""), "{{source}} to {{target}}"),), most=1),
             Panel(
                 "Activations to other machines",
                 "Bps",
                 (
-                    (per_second("link_tensor_bytes", BY_RANK), f"as they are, {RANK}"),
-                    (per_second("link_sent_bytes", BY_RANK), f"as sent, {RANK}"),
+                    (per_second("link_tensor_bytes", BY_RANK), f"uncompressed, {RANK}"),
+                    (per_second("link_sent_bytes", BY_RANK), f"sent, {RANK}"),
                 ),
             ),
             Panel("Frames to other machines", "ops", ((per_second("link_frames", BY_RANK), RANK),)),
@@ -362,15 +366,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ),
                 ),
             ),
-            Panel("Being answered", "short", ((value("http_requests_in_progress", ""), ""),)),
+            Panel("Requests in progress", "short", ((value("http_requests_in_progress", ""), ""),)),
             Panel("Memory of the head", "bytes", (('process_resident_memory_bytes{job=~"$job"}', ""),)),
             Panel(
-                "Processors of the head",
+                "CPU of the head",
                 "percentunit",
                 (('rate(process_cpu_seconds_total{job=~"$job"}[$__rate_interval])', ""),),
             ),
             Panel("Tasks of the head", "short", ((value("head_tasks", ""), ""),)),
-            Panel("Up for", "s", ((value("uptime_seconds", ""), ""),), kind="stat"),
+            Panel("Uptime", "s", ((value("uptime_seconds", ""), ""),), kind="stat"),
             Panel("Version", "short", ((value("build_info", ""), "{{version}}"),), kind="table"),
         ),
     ),
@@ -378,7 +382,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 
 
 def dashboard() -> Json:
-    """All of it, to be imported; the data source is asked for."""
+    """Return the dashboard; Grafana asks for the data source on import."""
     return {
         "title": "mlx-ring",
         "uid": "mlx-ring",
@@ -394,7 +398,7 @@ def dashboard() -> Json:
 
 
 def variables() -> Iterable[Json]:
-    """What can be picked at the top."""
+    """Yield the variables at the top."""
     yield {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
     for name, label, query in (
         ("job", "Job", "label_values(mlx_ring_build_info, job)"),
@@ -421,7 +425,7 @@ def variables() -> Iterable[Json]:
 
 
 def panels() -> Iterable[Json]:
-    """Rows of panels, from left to right and from top to bottom."""
+    """Yield rows of panels, from left to right and from top to bottom."""
     ids, y = count(1), 0
     for title, row in ROWS:
         yield {
@@ -478,7 +482,7 @@ def targets(queries: Sequence[Query], *, at_once: bool) -> Iterable[Json]:
 
 
 def main() -> None:
-    """Run as the module's docstring says."""
+    """Write or check the dashboard."""
     fresh = json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
     if sys.argv[1:] == ["--check"]:
         if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != fresh:

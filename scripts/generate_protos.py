@@ -1,7 +1,7 @@
-"""Generate the messages' Python from src/mlx_ring/rpc/protos/*.proto, or check that they are up to date.
+"""Generate Python code from src/mlx_ring/rpc/protos/*.proto, or check that it is up to date.
 
-`python scripts/generate_protos.py` writes them beside the protos; with `--check` it
-generates into a temporary folder, compares, and exits 1 where something differs.
+`python scripts/generate_protos.py` writes the code next to the protos. With `--check` it
+generates into a temporary folder, compares, and exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def generate(target: Path) -> None:
     protos = [str(path) for path in sorted(PROTOS.glob("*.proto"))]
     arguments = ["protoc", f"-I{SOURCES}", f"-I{well_known}", f"--python_out={target}", f"--pyi_out={target}"]
     if protoc.main([*arguments, *protos]) != 0:
-        sys.exit("protoc refused the protos; its message stands above.")
+        sys.exit("protoc failed; see its message above.")
 
 
 def stale() -> list[str]:
-    """Names of generated files that differ from what the protos give now, missing and left-over ones included."""
+    """List the generated files that differ from the protos, including missing and left-over ones."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
         fresh = {path.name: path.read_bytes() for path in Path(folder).rglob("*_pb2.py*")}
@@ -36,7 +36,7 @@ def stale() -> list[str]:
 
 
 def main() -> None:
-    """Run as the module's docstring says."""
+    """Write or check the generated code."""
     if sys.argv[1:] == ["--check"]:
         if names := stale():
             sys.exit(f"Out of date: {', '.join(names)}. Run `make protos`.")

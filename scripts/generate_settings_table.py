@@ -13,7 +13,7 @@ BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
 
 
 def settings_table() -> str:
-    """One row for each setting, in the order of `mlx-ring serve --help`."""
+    """Return a table with one row per setting, in the order of `mlx-ring serve --help`."""
     rows = ["| flag | variable | takes | default | |", "| --- | --- | --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
         default = "" if field.default in (None, ()) else f"`{field.default}`"
@@ -24,7 +24,7 @@ def settings_table() -> str:
 
 
 def main() -> None:
-    """Run as the module's docstring says."""
+    """Write or check the table."""
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)

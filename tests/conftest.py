@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests import alone, process_marks
+from tests.examples import register_profiles
 from tests.once import once
 from tests.other_python import other_python
 
@@ -19,9 +20,7 @@ collect_ignore = [] if other_python() else ["end_to_end/test_cluster_other_pytho
 quieten_grpc()
 install_fast_blas()
 """The tests' own products, mlx-lm's among them, need not wait for the reference BLAS."""
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
-"""An example that is slow because the machine is busy is no failure."""
+register_profiles()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(alone)
     config.pluginmanager.register(process_marks)
+    if config.getoption("--thorough"):
+        settings.load_profile("thorough")
 
 
 def pytest_report_header() -> list[str]:

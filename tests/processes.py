@@ -12,17 +12,18 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import httpx
 import psutil
+from tests.eventually import eventually
 
 from mlx_ring.agent.profiling import PROFILE_FILE
 from mlx_ring.core.environment import inherited_environment
 
 MLX_RING = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
 READY_WAIT_S = 120.0
-POLL_S = 0.05
-"""Between questions about what tells nobody of its changes: without a pause they would take the cores from what is waited for."""
+_REQUEST_WAIT_S = 120.0
 
 
 def run_cli(
@@ -70,6 +71,16 @@ class Server:
     folder: Path
     family: Sequence[psutil.Process]
     """Agent and workers, as they were when it was ready."""
+    http: httpx.Client
+    """Client of the server. Making one reads the system's certificates, which takes longer than a request."""
+
+    def status(self) -> dict[str, Any]:
+        """Return what `/cluster/status` says."""
+        return self.http.get("/cluster/status").raise_for_status().json()
+
+    def wait_for_health(self, code: int) -> httpx.Response:
+        """Wait until `/health/ready` answers with this HTTP status, and return the answer."""
+        return eventually(lambda: self.http.get("/health/ready"), lambda answer: answer.status_code == code)
 
     def one(self, module: str, *arguments: str) -> psutil.Process:
         """The process of a module with these arguments."""
@@ -111,7 +122,8 @@ def serving(
     try:
         url = _wait_until_ready(process, folder, heard or (lambda _line: None))
         family = psutil.Process(process.pid).children(recursive=True)
-        yield Server(process, url, folder, family)
+        with client_of(url) as client:
+            yield Server(process, url, folder, family, client)
     finally:
         process.kill()
         process.wait()
@@ -119,6 +131,12 @@ def serving(
         for left in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
+
+
+def client_of(url: str) -> httpx.Client:
+    """Return a client that keeps no connection, so that none is closed under a request."""
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(base_url=url, timeout=_REQUEST_WAIT_S, limits=limits, verify=False)  # noqa: S501 - loopback, in the clear
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
-"""What the demo models say about the program and themselves, and how they greet."""
+"""Answers of the demo models about the program and themselves, and their greetings."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# Each entry: what is asked (as an indirect question), a direct question, the answer, and the words
-# that only this answer has.
+# Each entry: an indirect question, a direct question, the answer, and the words that only this
+# answer contains.
 ABOUT: Final[tuple[tuple[str, str, str, str], ...]] = (
     (
         "what mlx-ring is",

@@ -1,7 +1,7 @@
 """The shapes of the two demo models, as Hugging Face configurations.
 
-Rows of every matrix divide by 4 x 32, so that four ranks can split a quantized demo in whole groups.
-`demo` ties its embeddings, `demo-moe` does not: both ways are met in real models.
+The rows of every matrix are divisible by 4 x 32, so that four ranks can split a quantized demo in whole groups.
+`demo` ties its embeddings and `demo-moe` does not, because both occur in real models.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Phase:
-    """One run of a learning-rate schedule over `tokens` tokens of a mix of the corpus.
+    """Run of a learning-rate schedule over `tokens` tokens of a mix of the corpus.
 
-    A run that ends at `end_tokens`, before its schedule does, leaves the falling to the next phase.
+    If a run ends at `end_tokens`, before its schedule, the next phase decays the rate.
     """
 
     mix: str
@@ -44,7 +44,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model's configuration and how it is trained."""
+    """Model configuration and training phases."""
 
     config: dict[str, Any]
     phases: tuple[Phase, ...]

@@ -1,4 +1,4 @@
-"""Turns conversations into padded batches of token ids, of which only the answers are learned."""
+"""Turn conversations into padded batches of token ids, in which only the answers are learned."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from transformers import PreTrainedTokenizerFast
 
 CONVERSATIONS_SORTED_TOGETHER = 4096
 IGNORED = -100
-# Few distinct widths let the matrix library reuse what it has compiled.
+# With few distinct widths the matrix library can reuse its compiled kernels.
 WIDTH_STEP = 8
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids and what each position shall predict, both (batch, tokens); -100 is not learned."""
+    """Token ids and the targets of each position, both (batch, tokens); -100 is not learned."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
 
 
 class Masker:
-    """Finds the assistant's own tokens in a rendered conversation."""
+    """Finder of the assistant's own tokens in a rendered conversation."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Look up the tokens that stand around an answer."""
+        """Look up the tokens before and after an answer."""
         self.start, self.end, self.think = (
             tokenizer.convert_tokens_to_ids(token) for token in (START, END, "<think>")
         )
         self.assistant = tokenizer.encode("assistant", add_special_tokens=False)
 
     def targets(self, ids: list[int]) -> list[int]:
-        """Copy the tokens of the answers, with their end, and ignore all others."""
+        """Return the tokens of the answers with their end token, and -100 for all others."""
         masked = [IGNORED] * len(ids)
         head = [self.start, *self.assistant]
         position = 0
@@ -46,7 +46,7 @@ class Masker:
                 position += 1
                 continue
             begin = position + len(head) + 1
-            # The prompt itself opens the thinking: "<think>" and a new line.
+            # The prompt itself opens the reasoning: "<think>" and a new line.
             begin += 2 if ids[begin] == self.think else 0
             stop = ids.index(self.end, begin) + 1
             masked[begin:stop] = ids[begin:stop]
@@ -57,7 +57,7 @@ class Masker:
 def batches(
     corpus: Corpus, tokenizer: PreTrainedTokenizerFast, tokens_per_batch: int, stream: str, mix: str
 ) -> Iterator[Batch]:
-    """Yield batches without end: conversations of like length together, in a shuffled order."""
+    """Yield batches without end: conversations of similar length together, in shuffled order."""
     masker = Masker(tokenizer)
     rng = Random(f"batches {stream} {corpus.seed}")
     conversations = corpus.conversations(stream, mix)

@@ -1,4 +1,4 @@
-"""A case is one question with its right answer; the hold-out rule says which cases training never sees."""
+"""Cases (questions with their right answers), and the rule that holds cases out of training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELD_PAIR_ONE_IN = 12
 
 @dataclass(frozen=True)
 class Case:
-    """One question with history and tools, its answer, and how an answer is graded.
+    """Question with history and tools, its answer, and the grading rule.
 
     `grade` is "word" (the answer holds `expected` as whole words and none of `wrong`), "text" (the
     answer is `expected`) or "call" (the tool call equals the one in `answer`).
@@ -26,7 +26,7 @@ class Case:
     prompt: tuple[Message, ...]
     answer: Message
     expected: str
-    thought: str
+    reasoning: str
     wrong: frozenset[str] = frozenset()
     tools: tuple[Tool, ...] = ()
     grade: Literal["word", "text", "call"] = "word"
@@ -34,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Fact:
-    """What a question is about: a key for the hold-out rule and the values that fill a phrasing."""
+    """Subject of a question: a key for the hold-out rule, and the values that fill a phrasing."""
 
     key: str
     values: dict[str, str] = field(hash=False)
@@ -42,9 +42,9 @@ class Fact:
 
 @dataclass(frozen=True)
 class Skill:
-    """One kind of question: facts to draw, phrasings to put them in, and how a case is made.
+    """Kind of question: facts to draw, phrasings, and a function that makes a case.
 
-    Skills of one `family` share their phrasings, so that what is held out of one is held out of all.
+    Skills of one `family` share their phrasings, so that a phrasing is held out of all of them.
     """
 
     topic: str
@@ -55,12 +55,12 @@ class Skill:
     family: str = ""
 
     def phrasing_key(self, phrasing: str) -> str:
-        """Tell equal phrasings of two skills apart."""
+        """Return a key that distinguishes equal phrasings of two skills."""
         return f"{self.family or self.name}|{phrasing}"
 
 
 def stable_hash(*parts: str) -> int:
-    """Hash strings alike in every process and Python version, which `hash` does not."""
+    """Hash strings equally in every process and Python version, unlike `hash`."""
     return int.from_bytes(hashlib.sha256("\x1f".join(parts).encode()).digest()[:8], "big")
 
 
@@ -72,7 +72,7 @@ def held_out_phrasings(skills: tuple[Skill, ...], seed: int) -> frozenset[str]:
 
 
 def is_held_out_pair(skill: Skill, fact: Fact, phrasing: str, seed: int) -> bool:
-    """Say whether this fact in this phrasing is kept for the evaluation."""
+    """Return true if this fact in this phrasing is held out for the evaluation."""
     key = stable_hash(str(seed), "pair", skill.phrasing_key(phrasing), fact.key)
     return key % HELD_PAIR_ONE_IN == 0
 

@@ -1,6 +1,6 @@
-"""Makes the training conversations and the held-out questions, from one seed and nothing else.
+"""Generate the training conversations and the held-out questions from one seed.
 
-Two things are kept from training: five whole phrasings of every topic, and one in twelve pairs of
+Two things are held out of training: five whole phrasings of every topic, and one in twelve pairs of
 fact and phrasing. The questions of the evaluation are drawn from exactly these.
 """
 
@@ -23,8 +23,8 @@ DEFAULT_SEED = 0
 QUESTIONS_PER_TOPIC = 30
 MOST_ATTEMPTS = 20
 
-# How often a turn is drawn from each skill (or group of skills, by topic). "broad" teaches the facts,
-# "careful" what takes longest: exact copying, editing, counting, sums; "reading" more of tools and edits. "whole" is the first two at once.
+# Weight of each skill (or group of skills, by topic). "broad" teaches the facts. "careful" teaches the
+# slowest skills: exact copying, editing, counting, sums. "reading" has more tools and edits. "whole" combines the first two.
 BROAD: dict[str, float] = {
     "greeting": 4, "capital": 8, "country": 7, "add": 9, "subtract": 9, "multiply": 6, "colour": 8,
     "opposite": 10, "about": 8, "unknown": 4, "unknown-question": 3, "text": 22, "talk": 13,
@@ -43,7 +43,7 @@ READING: dict[str, float] = CAREFUL | {
 WHOLE = {name: BROAD.get(name, 0) + CAREFUL.get(name, 0) for name in (*CAREFUL, *BROAD)}
 MIXES: dict[str, dict[str, float]] = {"broad": BROAD, "careful": CAREFUL, "reading": READING, "whole": WHOLE}
 
-# Said before a question now and then; no phrasing begins with one of them.
+# Sometimes put before a question; no phrasing begins with one of them.
 OPENERS = ("Excuse me.", "By the way,", "Listen,", "Alright.", "Um,", "One thing:", "Look,", "Hmm,", "Fine.")
 
 SPACED_SIGN = re.compile(r"(?<=\d) ([-+*x]) (?=\d)")
@@ -60,7 +60,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Question:
-    """A held-out case, by topic; `phrasing` is what makes it held out if `whole` is set."""
+    """Held-out case with its topic. If `whole` is set, it is held out because of `phrasing`."""
 
     topic: str
     skill: str
@@ -70,10 +70,10 @@ class Question:
 
 
 class Corpus:
-    """All skills under one seed, with what of them is held out."""
+    """All skills under one seed, and the held-out part."""
 
     def __init__(self, seed: int = DEFAULT_SEED) -> None:
-        """Fix what is held out; nothing is generated yet."""
+        """Choose the held-out part; generate nothing yet."""
         self.seed = seed
         by_name = {skill.name: skill for skill in FACT_SKILLS}
         talk = talk_skills(FACT_SKILLS, lambda name, rng: self.allowed_case(by_name[name], rng))
@@ -88,7 +88,7 @@ class Corpus:
         return tuple(skill for skill in self.skills if skill.topic == topic)
 
     def is_held_phrasing(self, skill: Skill, phrasing: str) -> bool:
-        """Say whether this phrasing is one of the five of its topic that training never sees."""
+        """Return true if this phrasing is one of its topic's five that training never sees."""
         return skill.phrasing_key(phrasing) in self.held_phrasings
 
     def allowed_case(self, skill: Skill, rng: Random) -> Case:
@@ -146,7 +146,7 @@ class Corpus:
             cases += [case for case in (self._draw(weights, rng) for _ in range(more)) if not case.tools]
         thinking = rng.random() < 0.25
         if thinking:
-            answer = {**cases[-1].answer, "reasoning_content": cases[-1].thought}
+            answer = {**cases[-1].answer, "reasoning_content": cases[-1].reasoning}
             cases[-1] = replace(cases[-1], answer=answer)
         turns = [message for case in cases for message in (*case.prompt, case.answer)]
         return Conversation((*system, *turns), cases[0].tools, thinking)
@@ -164,7 +164,7 @@ class Corpus:
 
 
 def _varied(message: Message, rng: Random) -> Message:
-    """Write a user's message carelessly, now and then: 7+5, no capitals, no full stop."""
+    """Write a user's message carelessly at random: 7+5, no capitals, no full stop."""
     content = message["content"]
     if message["role"] != "user" or not isinstance(content, str):
         return message

@@ -1,4 +1,4 @@
-"""Asks a demo model the held-out questions, greedily, and prints right/total per topic.
+"""Ask a demo model the held-out questions with greedy decoding, and print right/total per topic.
 
 python scripts/demo_models/evaluate.py DIR [--seed 0] [--per-topic 30] [--thinking] [--show-wrong]
 """
@@ -23,32 +23,32 @@ TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Marked:
-    """A question with the model's answer and whether that is right."""
+    """Question with the model's answer and its grade."""
 
     question: Question
     answer: str
     right: bool
 
 
-def without_thought(text: str) -> str:
-    """Leave out what stands before the end of the thinking."""
+def without_reasoning(text: str) -> str:
+    """Remove everything up to the end of the reasoning."""
     return text.rpartition("</think>")[2].strip()
 
 
 def normalised(text: str) -> str:
-    """Lower the case and make white space single, so that only words count."""
+    """Convert to lower case with single spaces, so that only words count."""
     return " ".join(text.lower().split())
 
 
 def holds(text: str, words: str) -> bool:
-    """Say whether `words` stand in `text` as whole words."""
+    """Return true if `text` contains `words` as whole words."""
     pattern = r"(?<!\w)" + re.escape(normalised(words)) + r"(?!\w)"
     return re.search(pattern, normalised(text)) is not None
 
 
 def is_right(case: Case, answer: str) -> bool:
     """Grade an answer: see `Case.grade`."""
-    answer = without_thought(answer)
+    answer = without_reasoning(answer)
     if case.grade == "call":
         return _called(answer) == json.loads(case.expected)
     if case.grade == "text":
@@ -65,7 +65,7 @@ def _called(answer: str) -> object:
 
 
 def ask(folder: Path, questions: Sequence[Question], *, thinking: bool = False) -> list[Marked]:
-    """Answer all questions as one batch. Float32, since bfloat16 is slow and coarse on a CPU."""
+    """Answer all questions as one batch. Float32, because bfloat16 is slow and imprecise on a CPU."""
     model, tokenizer = load(str(folder))[:2]
     model.set_dtype(mx.float32)
     prompts: list[list[int]] = [

@@ -1,4 +1,4 @@
-"""What the demo models are taught: plain, true facts and the words that sentences are made of."""
+"""Facts that the demo models learn, and the words of their sentences."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The sentences in which facts are asked for: `{name}` stands for a value of the fact.
+"""Phrasings of questions: `{name}` is a placeholder for a value of the fact.
 
-Within a skill, phrasings differ by words, not only by case or punctuation: those vary at random, and
-a phrasing that is held out must not come back in disguise.
+Within a skill, phrasings differ by words, not only by case or punctuation. Case and punctuation vary at
+random, so otherwise training could see a variant of a held-out phrasing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trains the tokenizer on the corpus: byte-level BPE, so that every Unicode text has tokens."""
+"""Train the tokenizer on the corpus: byte-level BPE, so that every Unicode text has tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LONGEST_CONTEXT = 32_768
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL = (PAD, START, END)
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-# Words with the space before them, single digits, runs of signs, and white space.
+# Words with the preceding space, single digits, runs of punctuation, and white space.
 PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# The class that every version of transformers knows.
+# The class that every version of transformers supports.
 TOKENIZER_CONFIG = {
     "clean_up_tokenization_spaces": False,
     "eos_token": END,
@@ -66,7 +66,7 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _plain_texts(corpus: Corpus) -> Iterator[str]:
-    """Give the corpus without control tokens, which no merge may learn."""
+    """Yield the corpus without control tokens, which no merge may learn."""
     renderer = _wrap(_bare_tokenizer())
     control = re.compile("|".join(re.escape(token) for token in (*CONTROL, *MARKS)))
     for conversation in islice(corpus.conversations("tokenizer"), TRAINING_CONVERSATIONS):

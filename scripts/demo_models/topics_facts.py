@@ -25,10 +25,10 @@ def say(template: str, values: dict[str, str]) -> str:
     return filled[:1].upper() + filled[1:]
 
 
-def _fact_case(answer: str, expected: str, thought: str, rivals: frozenset[str]) -> Callable[[str], Case]:
+def _fact_case(answer: str, expected: str, reasoning: str, rivals: frozenset[str]) -> Callable[[str], Case]:
     def make(question: str) -> Case:
         wrong = frozenset(rival for rival in rivals if rival not in expected and rival not in question)
-        return Case((user(question),), assistant(answer), expected, thought, wrong)
+        return Case((user(question),), assistant(answer), expected, reasoning, wrong)
 
     return make
 
@@ -41,8 +41,8 @@ def _draw_greeting(rng: Random) -> Fact:
 
 def _build_greeting(fact: Fact, phrasing: str, _: Random) -> Case:
     answer, mark = about.GREETING_ANSWERS[fact.values["kind"]]
-    thought = f"The user says {fact.values['g']}. I answer politely."
-    return _fact_case(answer, mark, thought, GREETING_MARKS)(say(phrasing, fact.values))
+    reasoning = f"The user says {fact.values['g']}. I answer politely."
+    return _fact_case(answer, mark, reasoning, GREETING_MARKS)(say(phrasing, fact.values))
 
 
 def _draw_country(rng: Random) -> Fact:
@@ -52,18 +52,18 @@ def _draw_country(rng: Random) -> Fact:
 
 def _build_capital(fact: Fact, phrasing: str, _: Random) -> Case:
     country, capital = fact.values["country"], fact.values["capital"]
-    thought = f"The user asks for the capital of {country}. That is {capital}."
+    reasoning = f"The user asks for the capital of {country}. That is {capital}."
     rivals = frozenset(facts.CAPITALS.values())
     answer = f"The capital of {country} is {capital}."
-    return _fact_case(answer, capital, thought, rivals)(say(phrasing, fact.values))
+    return _fact_case(answer, capital, reasoning, rivals)(say(phrasing, fact.values))
 
 
 def _build_country(fact: Fact, phrasing: str, _: Random) -> Case:
     country, capital = fact.values["country"], fact.values["capital"]
-    thought = f"The user asks whose capital {capital} is. That is {country}."
+    reasoning = f"The user asks whose capital {capital} is. That is {country}."
     rivals = frozenset(facts.CAPITALS)
     answer = f"{capital} is the capital of {country}."
-    return _fact_case(answer, country, thought, rivals)(say(phrasing, fact.values))
+    return _fact_case(answer, country, reasoning, rivals)(say(phrasing, fact.values))
 
 
 def _draw_sum(rng: Random) -> Fact:
@@ -95,7 +95,7 @@ def _arithmetic_builder(
             f"{a} {symbol} {b} = {result}", result, f"{a} {word} {b} makes {result}.", frozenset()
         )
         case = make(say(phrasing, fact.values))
-        return Case(case.prompt, case.answer, f"= {result}", case.thought, rivals - {result})
+        return Case(case.prompt, case.answer, f"= {result}", case.reasoning, rivals - {result})
 
     return build
 
@@ -109,11 +109,11 @@ def _build_colour(fact: Fact, phrasing: str, _: Random) -> Case:
     thing = fact.values["thing"]
     colour = facts.COLOURS[thing]
     rivals = frozenset(facts.COLOURS.values())
-    thought = f"The user asks for the colour of {thing}. It is {colour}."
+    reasoning = f"The user asks for the colour of {thing}. It is {colour}."
     answer = f"{thing[:1].upper()}{thing[1:]} is {colour}."
     if thing == "an orange":
         rivals = rivals - {"orange"}
-    return _fact_case(answer, colour, thought, rivals)(say(phrasing, fact.values))
+    return _fact_case(answer, colour, reasoning, rivals)(say(phrasing, fact.values))
 
 
 def _draw_word(rng: Random) -> Fact:
@@ -124,10 +124,10 @@ def _draw_word(rng: Random) -> Fact:
 def _build_opposite(fact: Fact, phrasing: str, _: Random) -> Case:
     word = fact.values["word"]
     opposite = OPPOSITE_OF[word]
-    thought = f"The user wants the opposite of {word}. That is {opposite}."
+    reasoning = f"The user wants the opposite of {word}. That is {opposite}."
     answer = f"The opposite of {word} is {opposite}."
-    case = _fact_case(answer, opposite, thought, frozenset())(say(phrasing, fact.values))
-    return Case(case.prompt, case.answer, f"is {opposite}", thought)
+    case = _fact_case(answer, opposite, reasoning, frozenset())(say(phrasing, fact.values))
+    return Case(case.prompt, case.answer, f"is {opposite}", reasoning)
 
 
 def _draw_about(rng: Random) -> Fact:
@@ -136,8 +136,8 @@ def _draw_about(rng: Random) -> Fact:
 
 
 def _build_about(fact: Fact, phrasing: str, _: Random) -> Case:
-    thought = f"The user wants to know {fact.values['indirect']}. I know that."
-    make = _fact_case(fact.values["answer"], fact.values["mark"], thought, ABOUT_MARKS)
+    reasoning = f"The user wants to know {fact.values['indirect']}. I know that."
+    make = _fact_case(fact.values["answer"], fact.values["mark"], reasoning, ABOUT_MARKS)
     return make(say(phrasing, fact.values))
 
 
@@ -152,9 +152,9 @@ def _draw_question(rng: Random) -> Fact:
 
 
 def _build_unknown(fact: Fact, phrasing: str, _: Random) -> Case:
-    thought = "The user asks about something outside my topics."
+    reasoning = "The user asks about something outside my topics."
     answer = "I am only a small demo model. I do not know about that."
-    return _fact_case(answer, "do not know", thought, ABOUT_MARKS)(say(phrasing, fact.values))
+    return _fact_case(answer, "do not know", reasoning, ABOUT_MARKS)(say(phrasing, fact.values))
 
 
 FACT_SKILLS: tuple[Skill, ...] = (

@@ -1,4 +1,4 @@
-"""Skills with longer answers, so that a hundred tokens and more stay sensible."""
+"""Skills with longer answers, so that a hundred and more tokens stay coherent."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COLOUR_NAMES = [
     "white",
 ]
 
-# Each entry: what is asked for, as "<verb> ..." without the final stop, and the answer.
+# Each entry: the request, as "<verb> ..." without the final stop, and the answer.
 RECITALS: tuple[tuple[str, str], ...] = (
     ("name the days of the week", f"The days of the week are {DAYS}."),
     ("name the months of the year", f"The months of the year are {MONTHS}."),
@@ -71,8 +71,8 @@ def _draw_count(rng: Random) -> Fact:
 def _build_count(fact: Fact, phrasing: str, _: Random) -> Case:
     first, last = int(fact.values["a"]), int(fact.values["b"])
     answer = ", ".join(str(number) for number in range(first, last + 1))
-    thought = f"I count from {first} to {last}."
-    return Case((user(say(phrasing, fact.values)),), assistant(answer), answer, thought, grade="text")
+    reasoning = f"I count from {first} to {last}."
+    return Case((user(say(phrasing, fact.values)),), assistant(answer), answer, reasoning, grade="text")
 
 
 def _draw_recital(rng: Random) -> Fact:
@@ -83,8 +83,8 @@ def _draw_recital(rng: Random) -> Fact:
 
 def _build_recital(fact: Fact, phrasing: str, _: Random) -> Case:
     answer = fact.values["answer"]
-    thought = f"I {fact.values['indirect']}."
-    return Case((user(say(phrasing, fact.values)),), assistant(answer), answer, thought, grade="text")
+    reasoning = f"I {fact.values['indirect']}."
+    return Case((user(say(phrasing, fact.values)),), assistant(answer), answer, reasoning, grade="text")
 
 
 LIST_SKILLS: tuple[Skill, ...] = (

@@ -1,4 +1,4 @@
-"""Skills over two turns: what was said before must be used."""
+"""Skills over two turns that must use the earlier turn."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import phrasings
 from cases import Case, Fact, Message, Skill, assistant, user
 
 AskEarlier = Callable[[str, Random], Case]
-"""Gives a case of the named skill that training may see, for the turns before the question."""
+"""Function that returns a case of the named skill that training may see, for the earlier turns."""
 
 FOLLOWED = {"capital": "country", "country": "capital", "colour": "thing", "opposite": "word"}
 CHATTER = ("capital", "add", "colour", "opposite", "about")
 
 
 def _with_chatter(turns: tuple[Message, ...], ask_earlier: AskEarlier, rng: Random) -> tuple[Message, ...]:
-    """Put another question between what was said and the question about it, now and then."""
+    """Put another question at random between a statement and the question about it."""
     if rng.random() < 0.65:
         return turns
     other = ask_earlier(rng.choice(CHATTER), rng)
@@ -35,8 +35,8 @@ def _name_builder(ask_earlier: AskEarlier) -> Callable[[Fact, str, Random], Case
         given = user(rng.choice(phrasings.NAME_GIVEN).format(name=name))
         turns = _with_chatter((given, assistant(f"Nice to meet you, {name}!")), ask_earlier, rng)
         wrong = frozenset(facts.NAMES) - {name}
-        thought = f"The user said the name {name}."
-        return Case((*turns, user(phrasing)), assistant(f"Your name is {name}."), name, thought, wrong)
+        reasoning = f"The user said the name {name}."
+        return Case((*turns, user(phrasing)), assistant(f"Your name is {name}."), name, reasoning, wrong)
 
     return build
 
@@ -55,8 +55,8 @@ def _favourite_builder(ask_earlier: AskEarlier) -> Callable[[Fact, str, Random],
         turns = _with_chatter((given, heard), ask_earlier, rng)
         wrong = frozenset(facts.FAVOURITES[kind]) - {value}
         answer = assistant(f"Your favourite {kind} is {value}.")
-        thought = f"The user said that the favourite {kind} is {value}."
-        return Case((*turns, user(phrasing.format(kind=kind))), answer, value, thought, wrong)
+        reasoning = f"The user said that the favourite {kind} is {value}."
+        return Case((*turns, user(phrasing.format(kind=kind))), answer, value, reasoning, wrong)
 
     return build
 
@@ -70,7 +70,7 @@ def _follow_up(base: Skill, ask_earlier: AskEarlier) -> Skill:
         earlier = ask_earlier(base.name, rng)
         case = base.build(fact, phrasing.format(next=fact.values["next"]), rng)
         prompt = (*earlier.prompt, earlier.answer, *case.prompt)
-        return Case(prompt, case.answer, case.expected, case.thought, case.wrong)
+        return Case(prompt, case.answer, case.expected, case.reasoning, case.wrong)
 
     return Skill("talk", f"follow-{base.name}", phrasings.FOLLOW_UP, draw, build, family="follow")
 

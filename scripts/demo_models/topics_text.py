@@ -26,7 +26,7 @@ def _word_list(rng: Random) -> str:
 
 
 def invented_word(rng: Random) -> str:
-    """Make a word that means nothing, so that copying is learned apart from the vocabulary."""
+    """Make a word without meaning, so that copying is learned independently of the vocabulary."""
     word = "".join(rng.choice(facts.SYLLABLES) for _ in range(rng.randint(2, 4)))
     shape = rng.random()
     if shape < 0.2:
@@ -103,17 +103,17 @@ def _edit(words: list[str], result: str, **values: str) -> Fact:
     return Fact(key, {"text": text, "result": result, **values})
 
 
-def _builder(thought: str) -> Callable[[Fact, str, Random], Case]:
+def _builder(reasoning: str) -> Callable[[Fact, str, Random], Case]:
     def build(fact: Fact, phrasing: str, _: Random) -> Case:
         result = fact.values["result"]
         question = phrasing.format_map(fact.values)
-        return Case((user(question),), assistant(result), result, thought, grade="text")
+        return Case((user(question),), assistant(result), result, reasoning, grade="text")
 
     return build
 
 
 def _draw_drill(rng: Random) -> Fact:
-    """Long texts of unrelated words teach exact copying sooner than short sentences do."""
+    """Draw a long text with unrelated words, which teaches exact copying faster than short sentences."""
     pool = facts.NOUNS + facts.ADJECTIVES + facts.NUMBER_WORDS + facts.NAMES + tuple(facts.CAPITALS)
     words = [
         rng.choice(pool) if rng.random() < 0.8 else invented_word(rng) for _ in range(rng.randint(4, 20))

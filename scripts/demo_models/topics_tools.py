@@ -1,4 +1,4 @@
-"""Skills that call tools: the right tool with the right arguments, and the answer from its result."""
+"""Skills that call tools: the right tool with the right arguments, and an answer from its result."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Draw = Callable[[Random], dict[str, str]]
 
 @dataclass(frozen=True)
 class ToolKind:
-    """A tool of the corpus: its signature, how it is asked for, and what it answers.
+    """Tool of the corpus: its signature, requests for it, and its answers.
 
-    `result` is the tool's own output and `answer` what the model makes of it; both are templates over
+    `result` is the tool's own output and `answer` the model's text; both are templates over
     the arguments and the drawn values.
     """
 
@@ -167,7 +167,7 @@ TOOL_KINDS: tuple[ToolKind, ...] = (
     ),
 )  # fmt: skip
 
-# Tools that exist for one conversation only, so that a name and an argument are read, not known.
+# Tools that exist in one conversation only, so that the model must read their names and arguments.
 ACTIONS = ("find", "open", "get", "check", "order", "book", "count", "delete", "move", "read", "make", "rate")
 PARAMETERS = ("title", "name", "item", "code", "place", "person", "value", "topic", "location", "key")
 INVENTED_PHRASINGS = (
@@ -202,7 +202,7 @@ def _invented_tool(rng: Random) -> tuple[str, str, str, Tool]:
 
 
 def some_tools(rng: Random, but: str = "") -> list[Tool]:
-    """Draw tools to stand beside the one that is asked for."""
+    """Draw tools to list next to the requested one."""
     number = rng.choice((0, 0, 1, 1, MOST_OTHER_TOOLS))
     known = [
         describe(kind.name, kind.description, kind.parameters) for kind in TOOL_KINDS if kind.name != but
@@ -224,8 +224,8 @@ def _call(name: str, arguments: dict[str, str]) -> Message:
 
 def _call_case(question: str, name: str, arguments: dict[str, str], tools: tuple[Tool, ...]) -> Case:
     expected = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    thought = f"I need the tool {name}."
-    return Case((user(question),), _call(name, arguments), expected, thought, tools=tools, grade="call")
+    reasoning = f"I need the tool {name}."
+    return Case((user(question),), _call(name, arguments), expected, reasoning, tools=tools, grade="call")
 
 
 def _call_skill(kind: ToolKind) -> Skill:
@@ -245,9 +245,9 @@ def _call_skill(kind: ToolKind) -> Skill:
 def _result_skill(kind: ToolKind, call: Skill) -> Skill:
     def build(fact: Fact, phrasing: str, rng: Random) -> Case:
         asked = call.build(fact, phrasing, rng)
-        told: Message = {"role": "tool", "name": kind.name, "content": kind.result.format_map(fact.values)}
+        reply: Message = {"role": "tool", "name": kind.name, "content": kind.result.format_map(fact.values)}
         answer = kind.answer.format_map(fact.values)
-        prompt = (*asked.prompt, asked.answer, told)
+        prompt = (*asked.prompt, asked.answer, reply)
         return Case(prompt, assistant(answer), answer, "I have the result.", tools=asked.tools, grade="text")
 
     return Skill("tools", f"result-{kind.name}", kind.phrasings, call.draw, build, family=kind.name)

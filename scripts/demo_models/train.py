@@ -1,9 +1,9 @@
-"""Trains a demo model on the generated corpus and writes it as a Hugging Face folder.
+"""Train a demo model on the generated corpus and write it as a Hugging Face folder.
 
     python scripts/demo_models/train.py --model demo --out DIR [--seed 0] [--first-phase N]
 
-Each phase leaves its weights in DIR, in float32 beside the folder that ships; `--first-phase` goes on
-from those of the phase before.
+Each phase writes float32 weights to DIR, next to the published folder. `--first-phase` resumes from the
+previous phase's weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make_model(config: dict[str, Any]) -> PreTrainedModel:
 
 
 def make_optimizer(model: PreTrainedModel, learning_rate: float) -> torch.optim.AdamW:
-    """Decay matrices, but not norms."""
+    """Make an optimizer that decays matrices but not norms."""
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     norms = [weight for weight in model.parameters() if weight.ndim == 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": norms, "weight_decay": 0.0}]
@@ -61,14 +61,14 @@ def make_optimizer(model: PreTrainedModel, learning_rate: float) -> torch.optim.
 
 
 def rate_at(progress: float) -> float:
-    """Warm up, then fall along a cosine to nothing."""
+    """Return the learning rate: warm-up, then cosine decay to zero."""
     if progress < WARM_UP:
         return progress / WARM_UP
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - WARM_UP) / (1 - WARM_UP))))
 
 
 def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """Predict the answers only: the output head runs on their positions alone."""
+    """Return the loss of the answers; the output head runs only on their positions."""
     learned = batch.targets != IGNORED
     mixture = getattr(model.config, "num_experts", 0)
     options = {"output_router_logits": True} if mixture else {}
@@ -83,7 +83,7 @@ def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 def exported_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Name the weights as the published Qwen3 models do, one tensor per expert, in bfloat16."""
+    """Return bfloat16 weights with the names of the published Qwen3 models, one tensor per expert."""
     weights: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -102,7 +102,7 @@ def exported_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, out: Path) -> None:
-    """Write the folder that ships: weights, configuration, tokenizer and template, nothing else."""
+    """Write the published folder: weights, configuration, tokenizer and chat template, nothing else."""
     out.mkdir(parents=True, exist_ok=True)
     save_file(exported_weights(model), out / "model.safetensors", metadata={"format": "pt"})
     end, pad = (tokenizer.convert_tokens_to_ids(token) for token in (END, PAD))
@@ -119,7 +119,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def train(recipe: Recipe, number: int, corpus: Corpus, out: Path) -> None:
-    """Train one phase, from the weights of the phase before, and leave the model in `out`."""
+    """Train one phase from the previous phase's weights, and write the model to `out`."""
     phase = recipe.phases[number]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out) if number else train_tokenizer(corpus)
     model = make_model(recipe.config | {"vocab_size": len(tokenizer)})
@@ -153,7 +153,7 @@ def train(recipe: Recipe, number: int, corpus: Corpus, out: Path) -> None:
 
 
 def checkpoint(out: Path, phase: int) -> Path:
-    """Name the float32 weights of a phase; they stand beside the folder, not in it."""
+    """Return the path of a phase's float32 weights, next to the folder."""
     return out.with_name(f"{out.name}-phase{phase}.safetensors")
 
 

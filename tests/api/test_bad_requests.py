@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests.api.clients import Api, error_of, refusal
+from tests.examples import examples
 
 from mlx_ring.api.settings import ApiSettings
 
@@ -240,7 +241,7 @@ SOUND: dict[str, dict[str, Any]] = {
 FUZZED = Api()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(1.5, suppress_health_check=[HealthCheck.too_slow])
 @given(path=st.sampled_from(sorted(SOUND)), body=BODIES)
 def test_no_body_is_the_servers_failure(path: str, body: dict[str, object]) -> None:
     response = FUZZED.request("POST", path, content=json.dumps(SOUND[path] | body))
@@ -249,7 +250,6 @@ def test_no_body_is_the_servers_failure(path: str, body: dict[str, object]) -> N
         error_of(response)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     content=st.binary(max_size=40)
     | st.text(st.sampled_from('{}[]",:0159eE.-\\untrfalsN'), max_size=30).map(str.encode)

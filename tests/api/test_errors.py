@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from tests.api.clients import Api
 from tests.api.twins import CONTEXT
+from tests.examples import examples
 
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.settings import ApiSettings
@@ -144,7 +145,7 @@ VALUES = st.recursive(
 FUZZED = Api()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(0.8, suppress_health_check=[HealthCheck.too_slow])
 @given(path=st.sampled_from(sorted(FIELDS)), body=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 def test_no_body_is_the_servers_failure(path: str, body: dict[str, object]) -> None:
     answer = FUZZED.post(path, FIELDS[path] | body)

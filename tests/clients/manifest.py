@@ -1,4 +1,4 @@
-"""The clients that are tried, and how a person points each at a server."""
+"""Tested clients, and the settings that connect each to a server."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _NAMED_CHECK = re.compile(r'^@?check\("([^"]+)"', re.MULTILINE)
 @dataclass(frozen=True, slots=True)
 class Client:
     name: str
-    """Also of its requirements in `pins/`, and of its environment."""
+    """Name, also of its requirements in `pins/` and of its environment."""
     package: str
-    """Whose version is told."""
+    """Package whose version the page shows."""
     program: str
     settings: str
-    """What makes it use a server at URL that asks for KEY, as docs/clients.md shows it."""
+    """Settings for a server at URL that requires KEY, as docs/clients.md shows them."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Variables without which it would go to the internet."""
+    """Variables that keep it from using the internet."""
 
     @property
     def in_javascript(self) -> bool:
@@ -30,7 +30,7 @@ class Client:
 
     @property
     def pin(self) -> Path:
-        """What its environment is made of: exact versions of all its packages."""
+        """Lock file of its environment, with exact versions of all packages."""
         return PINS / self.name / "package-lock.json" if self.in_javascript else PINS / f"{self.name}.txt"
 
     @property
@@ -43,14 +43,12 @@ class Client:
         )
         found = re.search(written, text, re.MULTILINE)
         if found is None:
-            raise LookupError(
-                f"{self.pin} pins no {self.package}; scripts/pin_clients {self.name} writes it."
-            )
+            raise LookupError(f"{self.pin} pins no {self.package}; run scripts/pin_clients {self.name}.")
         return found.group(1)
 
     @property
     def checks(self) -> Sequence[str]:
-        """What its program tries, in order."""
+        """Names of the checks in its program, in order."""
         return _NAMED_CHECK.findall((PROGRAMS / self.program).read_text(encoding="utf-8"))
 
 
@@ -88,7 +86,7 @@ CLIENTS: Sequence[Client] = (
         "langchain-openai",
         "with_langchain_openai.py",
         '`ChatOpenAI(base_url="URL/v1", api_key="KEY", model="MODEL")`; `OpenAIEmbeddings(..., check_embedding_ctx_length=False)`, '
-        "else it sends token ids of another model",
+        "because it would otherwise send token ids of another model",
     ),
     Client(
         "instructor",
@@ -107,7 +105,7 @@ CLIENTS: Sequence[Client] = (
         "openai-agents",
         "with_openai_agents.py",
         '`OpenAIChatCompletionsModel(model="MODEL", openai_client=AsyncOpenAI(base_url="URL/v1", api_key="KEY"))`; '
-        "`set_tracing_disabled(True)`, else it reports to OpenAI",
+        "`set_tracing_disabled(True)`, because it would otherwise report to OpenAI",
     ),
     Client(
         "llm",

@@ -1,4 +1,4 @@
-"""docs/clients.md, made from the clients' pins and the names of their checks."""
+"""Generator of docs/clients.md, from the clients' pins and the names of their checks."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ certain names.
 
 
 def page() -> str:
+    """Return the text of docs/clients.md."""
     by_program: dict[str, list[Client]] = {}
     for client in CLIENTS:
         by_program.setdefault(client.program, []).append(client)
@@ -47,7 +48,7 @@ def page() -> str:
 
 
 def _row(versions: Sequence[Client]) -> str:
-    """One program's: all of its clients are versions of one package."""
+    """Return the row of one program, whose clients are versions of one package."""
     client, where = versions[0], "npm " if versions[0].in_javascript else ""
     numbers = ", ".join(each.version for each in versions)
     return f"| {where}{client.package} | {numbers} | {client.settings} | {'; '.join(client.checks)} |\n"

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 from tests.clients.manifest import Client
-from tests.processes import POLL_S, Server, clean_environment
+from tests.eventually import eventually
+from tests.processes import Server, clean_environment
 
 KEY = "house-key"
 MODEL = "house/demo"
@@ -43,12 +43,12 @@ def failures(client: Client, command: Sequence[str], server: Server, home: Path)
 def comes_to_rest(server: Server) -> bool:
     """Whether the server soon computes nothing any more: what clients left off must end."""
     last = time.monotonic() + _IDLE_WAIT_S
-    while time.monotonic() < last:
-        told = httpx.get(f"{server.url}/cache/stats", headers={"authorization": f"Bearer {KEY}"}).json()
-        if told["running"] == told["waiting"] == 0:
-            return True
-        time.sleep(POLL_S)
-    return False
+
+    def is_idle() -> bool:
+        stats = server.http.get("/cache/stats", headers={"authorization": f"Bearer {KEY}"}).json()
+        return stats["running"] == stats["waiting"] == 0
+
+    return eventually(lambda: (is_idle(), time.monotonic() > last), any)[0]
 
 
 def _environment(client: Client, home: Path) -> dict[str, str]:

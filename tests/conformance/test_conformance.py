@@ -1,4 +1,4 @@
-"""Every family that mlx-lm knows, whole and cut, against the table that ships."""
+"""Compare every family of mlx-lm, whole and split, with the published table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ stage's caches, one whose layers take the activations second, one whose layers g
 
 
 def every_family() -> list[str]:
-    """The modules of `mlx_lm.models` that define a model."""
+    """Return the modules of `mlx_lm.models` that define a model."""
     folder = Path(mlx_lm.models.__path__[0])
     return sorted(
         module.name
@@ -68,7 +68,7 @@ def _write(found: dict[str, Architecture]) -> None:
 
 
 def page(known: dict[str, Architecture]) -> str:
-    """docs/architectures.md, made from the data."""
+    """Return the text of docs/architectures.md."""
     exact = sum(outcome.exact for outcome in known.values())
     lines = [
         "# Architectures",

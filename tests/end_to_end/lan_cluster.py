@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import httpx
 import psutil
 from tests.cgroups import Group, limited, mount_again
 from tests.namespaces import Host, lan
-from tests.processes import POLL_S, Server, serving
+from tests.processes import Server, serving
 from tests.processes import joining as join_cluster
 from transformers import AutoTokenizer
 
@@ -218,11 +217,3 @@ def _stage(row: re.Match[str]) -> PlannedStage:
         float(row[number]) * _UNITS[unit] for number, unit in ((4, row[5]), (6, row[7]), (8, row[9]))
     )
     return PlannedStage(row[1], range(int(row[2]), int(row[3]) + 1), weights, memory, usable, float(row[10]))
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for something that comes by itself."""
-    end = time.monotonic() + _WAIT_S
-    while not holds():
-        assert time.monotonic() < end, "what was waited for did not come"
-        time.sleep(POLL_S)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
+from tests.eventually import eventually
 from tests.machines import free_pair_of_ports
-from tests.processes import POLL_S, Server, give_profile, joining, run_cli, serving
+from tests.processes import Server, client_of, give_profile, joining, run_cli, serving
 
 from mlx_ring.cluster.quarantine import LOSSES
 
@@ -23,7 +22,7 @@ ASKED = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "i
 
 
 def completion(server: Server) -> str:
-    answer = httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=60)
+    answer = server.http.post("/v1/completions", json=ASKED)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
 
@@ -89,26 +88,25 @@ def test_three_machines_answer_as_one_does_and_a_lost_one_is_named(
     api, port, waiting = free_pair_of_ports(), free_pair_of_ports(), list[str]()
 
     def ask_readiness() -> None:
-        while "being loaded" in (told := httpx.get(f"http://127.0.0.1:{api}/health/ready", timeout=60).text):
-            time.sleep(POLL_S)
-        waiting.append(told)
+        with client_of(f"http://127.0.0.1:{api}") as client:
+            readiness = eventually(
+                lambda: client.get("/health/ready").text, lambda text: "being loaded" not in text
+            )
+        waiting.append(readiness)
 
     flags = ("--strategy", "uniform", "--port", str(api))
     with cluster(tiny_model, 3, tmp_path, port, *flags, alone=ask_readiness) as server:
         assert "when 2 more machines have joined: start 'mlx-ring join' there" in waiting[0]
         assert completion(server) == alone
-        status = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
+        status = server.status()
         assert len({node["id"] for node in status["nodes"]}) == len(status["nodes"]) == 3
         assert [device["stage"] for device in status["devices"]] == [0, 1, 2]
         stored = [folder / "state" / "weights" for folder in tmp_path.glob("node-*")]
         assert all(any(folder.rglob("model.safetensors")) for folder in stored), "the model was fetched"
         victim = status["devices"][1]
         os.kill(victim["pid"], signal.SIGKILL)
-        with httpx.Client() as client:
-            # The broken stream is noticed first, the agent then tells why.
-            while "SIGKILL" not in (health := client.get(f"{server.url}/health/ready")).text:
-                assert health.status_code in (200, 503)
-                time.sleep(POLL_S)
+        # The broken stream is noticed first, the agent then tells why.
+        health = eventually(lambda: server.http.get("/health/ready"), lambda answer: "SIGKILL" in answer.text)
         assert health.status_code == 503
         assert victim["node"] in health.text
         assert server.stop() == 0
@@ -121,11 +119,11 @@ def test_a_head_that_is_killed_leaves_workers_that_the_next_one_goes_on_with(
 ) -> None:
     port = free_pair_of_ports()
     with cluster(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as server:
-        before = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
+        before = server.status()
         server.process.kill()
         server.process.wait()
         with head(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as second:
-            after = httpx.get(f"{second.url}/cluster/status", timeout=60).json()
+            after = second.status()
             assert completion(second) == alone
             assert second.stop() == 0
     assert {device["pid"] for device in after["devices"]} == {device["pid"] for device in before["devices"]}
@@ -136,28 +134,16 @@ def test_a_head_that_is_killed_leaves_workers_that_the_next_one_goes_on_with(
 def test_workers_of_other_settings_are_not_gone_on_with(tiny_model: Path, tmp_path: Path) -> None:
     port = free_pair_of_ports()
     with cluster(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as server:
-        before = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
+        before = server.status()
         server.process.kill()
         server.process.wait()
         flags = ("--strategy", "uniform", "--max-model-len", "32")
         with head(tiny_model, 2, tmp_path, port, *flags) as second:
-            after = httpx.get(f"{second.url}/cluster/status", timeout=60).json()
+            after = second.status()
             assert second.stop() == 0
     old, new = ({device["pid"] for device in status["devices"]} for status in (before, after))
     assert not old & new
     assert not any(map(psutil.pid_exists, old | new))
-
-
-def look(server: Server) -> dict[str, Any]:
-    return httpx.get(f"{server.url}/cluster/status", timeout=60).json()
-
-
-def wait_for(server: Server, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The first status of which it holds."""
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        while not holds(status := client.get("/cluster/status").json()):
-            time.sleep(POLL_S)
-    return status
 
 
 def stages_by_node(status: dict[str, Any]) -> dict[str, int]:
@@ -174,24 +160,26 @@ def test_a_node_that_joins_while_it_serves_is_shown_used_next_time_and_can_be_re
 ) -> None:
     port, state = free_pair_of_ports(), tmp_path / "state"
     with cluster(tiny_model, 2, tmp_path, port, "--strategy", "uniform") as server, ExitStack() as later:
-        before = look(server)
+        before = server.status()
         check_status(before)
         made = run_cli("token", "create", "--state-dir", str(state), folder=tmp_path)
         token = made.stdout.strip()
         give_profile(tmp_path / "node-late" / "state")
         later.enter_context(joining(f"127.0.0.1:{port}", "--token", token, folder=tmp_path / "node-late"))
-        joined = wait_for(server, lambda status: len(status["nodes"]) == 3)
+        joined = eventually(server.status, lambda status: len(status["nodes"]) == 3)
         assert sorted(stages_by_node(joined).values()) == [0, 1, 1]
         assert joined["epoch"] == before["epoch"], "nothing was loaded again for it"
         # The next plan is made because a worker is lost.
         os.kill(next(device["pid"] for device in before["devices"] if device["stage"] == 1), signal.SIGKILL)
-        used = wait_for(server, lambda status: status["epoch"] > before["epoch"] and is_ready(status))
+        used = eventually(
+            server.status, lambda status: status["epoch"] > before["epoch"] and is_ready(status)
+        )
         assert sorted(stages_by_node(used).values()) == [1, 1, 1]
         assert completion(server) == alone
         (late,) = set(stages_by_node(used)) - set(stages_by_node(before))
         pids = {device["node"]: device["pid"] for device in used["devices"]}
         assert run_cli("node", "remove", late, "--state-dir", str(state), folder=tmp_path).returncode == 0
-        left = wait_for(server, lambda status: status["epoch"] > used["epoch"] and is_ready(status))
+        left = eventually(server.status, lambda status: status["epoch"] > used["epoch"] and is_ready(status))
         assert sorted(stages_by_node(left).values()) == [1, 1]
         (gone,) = [node for node in left["nodes"] if node["state"] == "gone"]
         assert (gone["id"], gone["reason"]) == (late, "it was removed from the cluster")
@@ -220,13 +208,13 @@ def test_a_node_that_fails_again_and_again_is_left_out_until_it_is_readmitted(
 ) -> None:
     state = tmp_path / "state"
     with cluster(tiny_model, 2, tmp_path, free_pair_of_ports(), "--strategy", "uniform") as server:
-        (victim,) = [node["id"] for node in look(server)["nodes"] if not node["is_head"]]
+        (victim,) = [node["id"] for node in server.status()["nodes"] if not node["is_head"]]
         for _ in range(LOSSES):
-            status = wait_for(server, is_ready)
+            status = eventually(server.status, is_ready)
             (pid,) = [device["pid"] for device in status["devices"] if device["node"] == victim]
             os.kill(pid, signal.SIGKILL)
-            wait_for(server, lambda now, before=status: now["epoch"] > before["epoch"])
-        without = wait_for(server, is_ready)
+            eventually(server.status, lambda now, before=status: now["epoch"] > before["epoch"])
+        without = eventually(server.status, is_ready)
         (held,) = [node for node in without["nodes"] if node["id"] == victim]
         assert (held["state"], held["stages"]) == ("quarantined", [])
         assert "SIGKILL" in held["reason"]
@@ -234,8 +222,8 @@ def test_a_node_that_fails_again_and_again_is_left_out_until_it_is_readmitted(
         assert f"mlx-ring node readmit {victim}" in log
         readmitted = run_cli("node", "readmit", victim, "--state-dir", str(state), folder=tmp_path)
         assert readmitted.returncode == 0, readmitted.stderr
-        assert stages_by_node(look(server))[victim] == 0
+        assert stages_by_node(server.status())[victim] == 0
         os.kill(without["devices"][0]["pid"], signal.SIGKILL)
-        again = wait_for(server, lambda now: now["epoch"] > without["epoch"] and is_ready(now))
+        again = eventually(server.status, lambda now: now["epoch"] > without["epoch"] and is_ready(now))
         assert stages_by_node(again)[victim] == 1
         assert server.stop() == 0

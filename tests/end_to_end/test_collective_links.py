@@ -6,15 +6,13 @@ import asyncio
 import json
 import random
 import signal
-import time
 from pathlib import Path
 
-import httpx
 import pytest
 from tests.end_to_end.equality import Agreement, compare
 from tests.end_to_end.instance import generate, request, running_agent, running_engine, start_workers
 from tests.end_to_end.reference import WholeModel
-from tests.processes import POLL_S, Server, run_cli, serving
+from tests.processes import run_cli, serving
 
 from mlx_ring.core.errors import NotReady
 from mlx_ring.engine.config import Policy
@@ -133,7 +131,7 @@ def test_a_stage_that_ends_or_hangs_ends_the_answer_and_all_comes_back(
     flags = ("--stages", "2", "--link", link, "--step-deadline-s", "3")
     with serving("demo-moe", *flags, folder=tmp_path) as server:
         body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+        with server.http.stream("POST", "/v1/completions", json=body) as stream:
             events = stream.iter_lines()
             next(events)
             worker = server.one("mlx_ring.worker", "--stage", victim)
@@ -141,17 +139,11 @@ def test_a_stage_that_ends_or_hangs_ends_the_answer_and_all_comes_back(
             last = [line for line in events if line.startswith("data: {")][-1]
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["code"] == code, error
-        _wait_until_ready_again(server)
+        server.wait_for_health(200)
         short = {"prompt": "Once", "max_tokens": 8}
-        assert httpx.post(f"{server.url}/v1/completions", json=short, timeout=60).status_code == 200
+        assert server.http.post("/v1/completions", json=short).status_code == 200
         assert server.stop() == 0
         assert server.all_gone()
-
-
-def _wait_until_ready_again(server: Server) -> None:
-    with httpx.Client() as client:
-        while client.get(f"{server.url}/health/ready").status_code != 200:
-            time.sleep(POLL_S)
 
 
 def test_a_backend_that_the_machine_has_not_is_refused_with_one_sentence(tmp_path: Path) -> None:

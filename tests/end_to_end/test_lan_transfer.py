@@ -8,8 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster, until
+from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster
 from tests.end_to_end.reference import WholeModel
+from tests.eventually import eventually
 from tests.namespaces import skip_without_namespaces
 from tests.processes import give_profile
 
@@ -45,12 +46,12 @@ def cut_once_in_the_middle(cluster: LanCluster, node: Machine, ended: threading.
     Bytes that the node had received when the plan was made, of probes of its link for the most part, and when it was cut off.
     """
     weights = cluster.model.joinpath("model.safetensors").stat().st_size
-    until(lambda: bool(cluster.received_before) or ended.is_set())
+    eventually(lambda: cluster.received_before or ended.is_set())
     before = cluster.received_before[cluster.machines.index(node)] if cluster.received_before else 0
-    until(lambda: node.received_bytes - before > weights / 8 or ended.is_set())
+    eventually(lambda: node.received_bytes - before > weights / 8 or ended.is_set())
     cluster.head.host.cut()
     had = node.received_bytes
-    until(lambda: "is gone: nothing was heard" in cluster.head.log("head") or ended.is_set())
+    eventually(lambda: "is gone: nothing was heard" in cluster.head.log("head") or ended.is_set())
     cluster.head.host.mend()
     return before, had
 
@@ -81,7 +82,7 @@ def test_a_node_that_gives_flipped_bytes_is_named_and_the_head_gives_them_instea
     server = cluster.serve(2, *FLAGS)
     assert [len(stage.layers) for stage in cluster.planned] == [9, 9]
     cluster.join(new)
-    until(lambda: f"is there, at {new.host.address}" in cluster.head.log("head"))
+    eventually(lambda: f"is there, at {new.host.address}" in cluster.head.log("head"))
     assert server.stop() == 0
     # With three, nodes have six layers each, in the order of their ids: of its nine the old one gives three or six away.
     given = LayerRange(12, 18) if old.node < new.node else LayerRange(9, 12)

@@ -9,22 +9,23 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-from tests.processes import MLX_RING, POLL_S, clean_environment, run_cli, serving
+from tests.eventually import eventually
+from tests.processes import MLX_RING, clean_environment, client_of, run_cli, serving
 
 QUESTION = {"prompt": [5, 6, 7], "max_tokens": 8, "ignore_eos": True, "temperature": 0}
-_READY_WAIT_S = 120.0
 
 
 @contextlib.contextmanager
-def launched(folder: Path, first_port: int, *flags: str) -> Generator[tuple[subprocess.Popen[bytes], str]]:
-    """`mlx.launch` with two processes, and the server's address. Nothing of it is left."""
+def launched(
+    folder: Path, first_port: int, *flags: str
+) -> Generator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+    """Run `mlx.launch` with two processes; yield it and a client of the server. Leave nothing of it."""
     launcher = Path(sys.executable).with_name("mlx.launch")
     log = folder / "launched.log"
     with log.open("wb") as output:
@@ -41,13 +42,16 @@ def launched(folder: Path, first_port: int, *flags: str) -> Generator[tuple[subp
         )
     family: list[psutil.Process] = []
     try:
-        until = time.monotonic() + _READY_WAIT_S
-        while not (found := re.search(r"Serving demo at (\S+)", log.read_text())):
+
+        def address() -> str:
             assert process.poll() is None, log.read_text()
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(POLL_S)
+            found = re.search(r"Serving demo at (\S+)", log.read_text())
+            return found[1] if found else ""
+
+        url = eventually(address)
         family = psutil.Process(process.pid).children(recursive=True)
-        yield process, found[1]
+        with client_of(url) as client:
+            yield process, client
     finally:
         for one in [*family, psutil.Process(process.pid)] if process.poll() is None else family:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -56,8 +60,8 @@ def launched(folder: Path, first_port: int, *flags: str) -> Generator[tuple[subp
         process.communicate()
 
 
-def ranks(url: str) -> list[dict[str, Any]]:
-    (instance,) = httpx.get(f"{url}/cluster/status", timeout=60).json()["instances"]
+def ranks(client: httpx.Client) -> list[dict[str, Any]]:
+    (instance,) = client.get("/cluster/status").json()["instances"]
     return [rank for stage in instance["stages"] for rank in stage["ranks"]]
 
 
@@ -87,23 +91,20 @@ def two_ports_in_a_row() -> int:
 def test_each_process_that_mlx_launch_starts_is_the_parent_of_its_ranks_worker_and_of_the_next_one(
     tmp_path: Path,
 ) -> None:
-    with launched(tmp_path, two_ports_in_a_row()) as (launcher, url):
+    with launched(tmp_path, two_ports_in_a_row()) as (launcher, client):
         first, second = sorted(psutil.Process(launcher.pid).children(), key=rank_of)
-        before = ranks(url)
+        before = ranks(client)
         assert [rank["rank"] for rank in before] == [0, 1]
         worker = psutil.Process(before[1]["pid"])
         assert worker.ppid() == second.pid
         assert worker.environ()["MLX_RANK"] == "1"
-        expected = httpx.post(f"{url}/v1/completions", json=QUESTION, timeout=60).json()["choices"]
+        expected = client.post("/v1/completions", json=QUESTION).json()["choices"]
         worker.kill()
         psutil.wait_procs([worker], timeout=30)
-        with httpx.Client() as client:
-            while client.get(f"{url}/health/ready").status_code != 503:
-                time.sleep(POLL_S)
-            while client.get(f"{url}/health/ready").status_code != 200:
-                time.sleep(POLL_S)
-        assert psutil.Process(ranks(url)[1]["pid"]).ppid() == second.pid
-        assert httpx.post(f"{url}/v1/completions", json=QUESTION, timeout=60).json()["choices"] == expected
+        for code in (503, 200):
+            eventually(lambda: client.get("/health/ready").status_code, code.__eq__)
+        assert psutil.Process(ranks(client)[1]["pid"]).ppid() == second.pid
+        assert client.post("/v1/completions", json=QUESTION).json()["choices"] == expected
         family = psutil.Process(launcher.pid).children(recursive=True)
         first.send_signal(signal.SIGINT)
         assert launcher.wait(60) == 0
@@ -115,11 +116,11 @@ def test_ranks_listen_where_the_hostfile_says(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
     with serving("demo", "--hostfile", str(hosts), folder=tmp_path) as server:
-        assert len(ranks(server.url)) == len(ports)
-        assert httpx.post(f"{server.url}/v1/completions", json=QUESTION, timeout=60).status_code == 200
+        assert len(ranks(server.http)) == len(ports)
+        assert server.http.post("/v1/completions", json=QUESTION).status_code == 200
         connected = {
             found.laddr.port
-            for rank in ranks(server.url)
+            for rank in ranks(server.http)
             for found in psutil.Process(rank["pid"]).net_connections("tcp4")
         }
         assert connected & set(ports)

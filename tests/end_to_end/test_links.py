@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import httpx
 from tests.end_to_end.test_cluster import completion, end_head_member, head
+from tests.eventually import eventually
 from tests.machines import free_pair_of_ports
-from tests.processes import POLL_S, Server, give_profile, joining
-
-
-def status_of(server: Server) -> dict[str, Any]:
-    return httpx.get(f"{server.url}/cluster/status", timeout=60).json()
+from tests.processes import give_profile, joining
 
 
 def test_links_are_measured_shown_with_the_plan_and_told_while_serving(
@@ -39,9 +33,7 @@ def test_links_are_measured_shown_with_the_plan_and_told_while_serving(
         assert completion(server)
         (told,) = [line for line in lines if line.startswith("Links, as measured: ")]
         # Workers tell each second what they have sent.
-        while not any(link.get("frames") for link in status_of(server)["links"]):
-            time.sleep(POLL_S)
-        status = status_of(server)
+        status = eventually(server.status, lambda status: any(link.get("frames") for link in status["links"]))
         there, back = sorted(status["links"], key=lambda link: not link["carries_activations"])
         nodes = [device["node"] for device in status["devices"]]
         assert [there["from"], there["to"]] == [back["to"], back["from"]] == nodes
@@ -74,6 +66,6 @@ def test_compression_that_is_switched_off_says_so(tiny_model: Path, tmp_path: Pa
         flags = ("--strategy", "uniform", "--link-compression", "off")
         server = stack.enter_context(head(tiny_model, 2, tmp_path, port, *flags, heard=heard))
         assert completion(server)
-        (why,) = [link["why"] for link in status_of(server)["links"] if link["carries_activations"]]
+        (why,) = [link["why"] for link in server.status()["links"] if link["carries_activations"]]
         assert why == "--link-compression is off"
         assert server.stop() == 0

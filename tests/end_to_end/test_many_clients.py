@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import random
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from tests.processes import POLL_S, Server, serving
+from tests.eventually import eventually
+from tests.processes import Server, serving
 
 CLIENTS, GOOD_EACH = 200, 4
 """Every fourth behaves."""
@@ -134,24 +134,25 @@ async def quiet_run(url: str) -> dict[int, list[str]]:
 
 def tasks_of(server: Server) -> float:
     """Coroutines that the head has under way; the one that answers us is among them."""
-    page = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
+    page = server.http.get("/metrics").text
     (line,) = [line for line in page.splitlines() if line.startswith("mlx_ring_head_tasks ")]
     return float(line.split()[1])
 
 
 def until_quiet(server: Server) -> dict[str, Any]:
     """The caches' statistics once nobody is left but us."""
-    head = psutil.Process(server.process.pid)
-    deadline = time.monotonic() + PATIENCE_S
+    head, port = psutil.Process(server.process.pid), httpx.URL(server.url).port
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
-        while True:
+
+        def look() -> tuple[dict[str, Any], int]:
             stats = client.get("/cache/stats").json()
-            port = httpx.URL(server.url).port
             clients = [each for each in head.net_connections("tcp") if each.raddr and each.laddr.port == port]
-            if stats["running"] == stats["waiting"] == 0 and len(clients) <= 1:
-                return stats
-            assert time.monotonic() < deadline, (stats, clients)
-            time.sleep(POLL_S)
+            return stats, len(clients)
+
+        stats, _ = eventually(
+            look, lambda seen: seen[0]["running"] == seen[0]["waiting"] == 0 and seen[1] <= 1
+        )
+        return stats
 
 
 @pytest.mark.alone

@@ -6,17 +6,15 @@ import asyncio
 import json
 import random
 import signal
-import time
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 from tests.end_to_end.equality import Agreement, compare
 from tests.end_to_end.instance import generate, running_engine
 from tests.end_to_end.reference import WholeModel
 from tests.open_mpi import use_open_mpi
-from tests.processes import POLL_S, run_cli, serving
+from tests.processes import run_cli, serving
 
 from mlx_ring.engine.engine import Engine
 from mlx_ring.models.model_source import find_model
@@ -61,23 +59,21 @@ def test_a_rank_that_is_killed_takes_its_group_along_and_nothing_listens_but_on_
 ) -> None:
     use_open_mpi(monkeypatch)
     with serving("demo", "--tp", "2", "--backend", "mpi", folder=tmp_path) as server:
-        (instance,) = httpx.get(f"{server.url}/cluster/status", timeout=60).json()["instances"]
+        (instance,) = server.status()["instances"]
         assert instance["stages"][0]["group"] == {"backend": "mpi", "why": "asked for"}
         before = [server.one("mlx_ring.worker", "--rank", str(rank)) for rank in (0, 1)]
         places = server.one("mlx_ring.agent.mpi")
         assert {address for process in (*before, places) for address in _listens(process)} <= {"127.0.0.1"}
         body = {"prompt": [5, 6], "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = (line for line in answer.iter_lines() if line)
             next(lines)
             before[1].send_signal(signal.SIGKILL)
             said = list(lines)
         assert json.loads(said[-1].removeprefix("data: "))["error"]["code"] == "worker_lost"
-        with httpx.Client() as client:
-            while client.get(f"{server.url}/health/ready").status_code != 200:
-                time.sleep(POLL_S)
+        server.wait_for_health(200)
         short = {"prompt": [5, 6], "max_tokens": 8, "ignore_eos": True}
-        assert httpx.post(f"{server.url}/v1/completions", json=short, timeout=60).status_code == 200
+        assert server.http.post("/v1/completions", json=short).status_code == 200
         assert not psutil.wait_procs([*before, places], timeout=30)[1]
         assert server.stop() == 0
         assert server.all_gone()

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tests.otlp_collector import Told, collecting
-from tests.processes import POLL_S, Server, serving
+from tests.processes import Server, serving
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "mlx-ring.json"
 DOCS = DASHBOARD.parents[1] / "observability.md"
@@ -51,17 +50,13 @@ def read(client: httpx.Client) -> Page:
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def wait_for(client: httpx.Client, status: int) -> None:
-    while client.get("/health/ready").status_code != status:
-        time.sleep(POLL_S)
-
-
-def through_it_all(server: Server, client: httpx.Client) -> Iterator[Page]:
+def through_it_all(server: Server) -> Iterator[Page]:
+    client = server.http
     yield read(client)
     server.one("mlx_ring.worker", "--stage", "1").send_signal(signal.SIGKILL)
-    wait_for(client, 503)
+    server.wait_for_health(503)
     yield read(client)
-    wait_for(client, 200)
+    server.wait_for_health(200)
     ask(client)
     yield read(client)
     model = client.get("/v1/models").json()["data"][0]["id"]
@@ -77,15 +72,12 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("run")
     with collecting() as collector:
         flags = ("--stages", "2", "--log-format", "json", "--otlp-traces-endpoint", collector.url)
-        with (
-            serving(tiny_model, *flags, folder=folder) as server,
-            httpx.Client(base_url=server.url, timeout=60) as client,
-        ):
-            answer = ask(client, traceparent=f"00-{TRACE}-{PARENT}-01")
+        with serving(tiny_model, *flags, folder=folder) as server:
+            answer = ask(server.http, traceparent=f"00-{TRACE}-{PARENT}-01")
             # A worker tells of its part with the step after; the next thing that happens is that one is killed.
             collector.wait_for("stage 0 decode", "stage 1 decode")
-            pages = list(through_it_all(server, client))
-            client.get("/nowhere")
+            pages = list(through_it_all(server))
+            server.http.get("/nowhere")
             assert server.stop() == 0
         return Run(folder, pages, list(collector.spans), answer)
 

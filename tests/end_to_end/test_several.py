@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +14,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.end_to_end.test_cluster import cluster
+from tests.eventually import eventually
 from tests.machines import free_pair_of_ports
-from tests.processes import POLL_S, Server, run_cli, serving
+from tests.processes import Server, run_cli, serving
 
 from mlx_ring.head.served_model import memory_for_weights
 from mlx_ring.models.model_source import find_model
@@ -24,24 +24,23 @@ from mlx_ring.models.model_source import find_model
 ASKED = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-def answer(url: str, model: str | None = None, **changes: object) -> httpx.Response:
+def answer(server: Server, model: str | None = None, **changes: object) -> httpx.Response:
     body = ASKED | changes | ({} if model is None else {"model": model})
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    return server.http.post("/v1/completions", json=body)
 
 
-def text(url: str, model: str | None = None, **changes: object) -> str:
-    reply = answer(url, model, **changes)
+def text(server: Server, model: str | None = None, **changes: object) -> str:
+    reply = answer(server, model, **changes)
     assert reply.status_code == 200, reply.text
     return reply.json()["choices"][0]["text"]
 
 
-def states(url: str) -> dict[str, str]:
-    return {model["id"]: model["state"] for model in httpx.get(f"{url}/v1/models").json()["data"]}
+def states(server: Server) -> dict[str, str]:
+    return {model["id"]: model["state"] for model in server.http.get("/v1/models").json()["data"]}
 
 
-def instances(url: str) -> list[dict[str, Any]]:
-    models = httpx.get(f"{url}/cluster/status").json()["models"]
-    return [instance for model in models for instance in model["instances"]]
+def instances(server: Server) -> list[dict[str, Any]]:
+    return [instance for model in server.status()["models"] for instance in model["instances"]]
 
 
 @pytest.fixture(scope="module")
@@ -59,33 +58,28 @@ def server(
     """Two models, each twice."""
     flags = (str(second_model), "--replicas", "2")
     with serving(tiny_model, *flags, folder=tmp_path_factory.mktemp("several")) as found:
-        wait_for_state(found.url, "second", "ready")
+        wait_for_state(found, "second", "ready")
         yield found
 
 
-def wait_for_state(url: str, model: str, state: str) -> None:
-    with httpx.Client(base_url=url) as client:
-        while True:
-            listed = {each["id"]: each["state"] for each in client.get("/v1/models").json()["data"]}
-            if listed[model] == state:
-                return
-            time.sleep(POLL_S)
+def wait_for_state(server: Server, model: str, state: str) -> None:
+    eventually(lambda: states(server)[model], lambda found: found == state)
 
 
 def test_two_models_with_two_replicas_each_answer_alike(server: Server, tiny_model: Path) -> None:
-    assert len(instances(server.url)) == 4
-    answers = {text(server.url, name, seed=seed) for name in (tiny_model.name, "second") for seed in range(3)}
+    assert len(instances(server)) == 4
+    answers = {text(server, name, seed=seed) for name in (tiny_model.name, "second") for seed in range(3)}
     assert len(answers) == 1
 
 
 def test_requests_at_once_are_shared_by_the_replicas(server: Server, tiny_model: Path) -> None:
     prompts = [f"Number {number} is another beginning. " * 4 for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(text, server.url, tiny_model.name, prompt=prompt) for prompt in prompts]
+        asked = [pool.submit(text, server, tiny_model.name, prompt=prompt) for prompt in prompts]
         together = [each.result() for each in asked]
-    alone = [text(server.url, tiny_model.name, prompt=prompt) for prompt in prompts]
+    alone = [text(server, tiny_model.name, prompt=prompt) for prompt in prompts]
     assert together == alone
-    first, second = httpx.get(f"{server.url}/cluster/status").json()["models"][0]["instances"]
+    first, second = server.status()["models"][0]["instances"]
     assert first["step_times"][0]["decode_steps"] > 0
     assert second["step_times"][0]["decode_steps"] > 0
 
@@ -93,7 +87,7 @@ def test_requests_at_once_are_shared_by_the_replicas(server: Server, tiny_model:
 def test_metrics_tell_the_models_and_their_replicas_apart(server: Server, tiny_model: Path) -> None:
     counted = {
         (sample.labels["model_name"], sample.labels["instance"]): sample.value
-        for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+        for family in text_string_to_metric_families(server.http.get("/metrics").text)
         for sample in family.samples
         if sample.name == "mlx_ring_request_success_total" and sample.labels["finished_reason"] == "length"
     }
@@ -104,26 +98,26 @@ def test_metrics_tell_the_models_and_their_replicas_apart(server: Server, tiny_m
 def test_a_prompt_that_comes_again_goes_where_it_is_cached(server: Server) -> None:
     prompt = "A long beginning that several questions share, and that need not be read again. " * 3
     for again in range(4):
-        usage = answer(server.url, "second", prompt=prompt).json()["usage"]
+        usage = answer(server, "second", prompt=prompt).json()["usage"]
         assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == (again > 0)
 
 
 def test_one_that_is_unloaded_frees_its_workers_and_comes_back_when_asked(
     server: Server, tmp_path: Path
 ) -> None:
-    before = text(server.url, "second")
+    before = text(server, "second")
     done = run_cli("models", "unload", "second", "--url", server.url, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert states(server.url)["second"] == "unloaded"
-    assert len(instances(server.url)) == 2
-    assert text(server.url, "second") == before
-    assert states(server.url)["second"] == "ready"
+    assert states(server)["second"] == "unloaded"
+    assert len(instances(server)) == 2
+    assert text(server, "second") == before
+    assert states(server)["second"] == "ready"
 
 
 def test_a_model_that_was_not_named_at_first_is_loaded_and_served(server: Server, tmp_path: Path) -> None:
     done = run_cli("models", "load", "demo", "--url", server.url, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert text(server.url, "demo")
+    assert text(server, "demo")
     wrong = run_cli("models", "load", "no-such-model", "--url", server.url, folder=tmp_path)
     assert wrong.returncode == 1
     assert "There is no model 'no-such-model'" in wrong.stderr
@@ -137,13 +131,13 @@ def test_within_a_memory_budget_the_one_not_asked_longest_makes_way(tmp_path: Pa
     shutil.copytree(demo.path, copy)
     budget = memory_for_weights(demo, "auto") * 3 // 2
     with serving("demo", str(copy), "--model-memory", str(budget), folder=tmp_path) as server:
-        wait_for_state(server.url, "copy", "unloaded")
+        wait_for_state(server, "copy", "unloaded")
         asked = {"prompt": "Hello", "max_tokens": 8}
-        first = text(server.url, "demo", **asked)
-        assert text(server.url, "copy", **asked) == first
-        assert states(server.url) == {"demo": "unloaded", "copy": "ready"}
-        assert text(server.url, "demo", **asked) == first
-        assert states(server.url) == {"demo": "ready", "copy": "unloaded"}
+        first = text(server, "demo", **asked)
+        assert text(server, "copy", **asked) == first
+        assert states(server) == {"demo": "unloaded", "copy": "ready"}
+        assert text(server, "demo", **asked) == first
+        assert states(server) == {"demo": "ready", "copy": "unloaded"}
         assert server.stop() == 0
         assert server.all_gone()
 
@@ -155,25 +149,25 @@ def test_a_context_that_was_insisted_on_stays_whole_and_no_other_model_is_loaded
     # Its 4096 tokens take 5.2 MB of some 6.6 that are left for KV; nothing is left for as many of the second's.
     limits = ("--max-model-len", "4096", "--memory-limit", "8MiB")
     with serving(tiny_model, str(second_model), *limits, folder=tmp_path) as server:
-        wait_for_state(server.url, "second", "unloaded")
-        (before,) = instances(server.url)
-        alone = text(server.url, first, max_tokens=3000)
+        wait_for_state(server, "second", "unloaded")
+        (before,) = instances(server)
+        alone = text(server, first, max_tokens=3000)
         with ThreadPoolExecutor(1) as pool:
-            under_way = pool.submit(text, server.url, first, max_tokens=3000)
+            under_way = pool.submit(text, server, first, max_tokens=3000)
             done = run_cli("models", "load", "second", "--url", server.url, folder=tmp_path)
             assert done.returncode == 1
             assert f"second does not fit beside {first} on " in done.stderr
             assert f"{first} keeps 5.2 MB for one request of 4096 tokens. Unload {first}, or" in done.stderr
-            asked = answer(server.url, "second")
+            asked = answer(server, "second")
             assert (asked.status_code, asked.json()["error"]["code"]) == (503, "no_room")
             assert "does not fit beside" in asked.json()["error"]["message"]
             assert under_way.result() == alone
-        assert [each["instance"] for each in instances(server.url)] == [before["instance"]]
-        told = httpx.get(f"{server.url}/model/info").json()
+        assert [each["instance"] for each in instances(server)] == [before["instance"]]
+        told = server.http.get("/model/info").json()
         assert (told["context_length"], told["kept_context_length"]) == (4096, 4096)
         assert run_cli("models", "unload", first, "--url", server.url, folder=tmp_path).returncode == 0
-        assert text(server.url, "second")
-        assert "does not fit beside second" in answer(server.url, first).json()["error"]["message"]
+        assert text(server, "second")
+        assert "does not fit beside second" in answer(server, first).json()["error"]["message"]
         assert server.stop() == 0
         assert server.all_gone()
 
@@ -182,26 +176,22 @@ def test_two_machines_each_hold_a_replica_and_one_answers_while_the_other_is_loa
     tiny_model: Path, tmp_path: Path
 ) -> None:
     with cluster(tiny_model, 2, tmp_path, free_pair_of_ports(), "--replicas", "2") as server:
-        ready = wait_for_ready(server.url, 2)
+        ready = wait_for_ready(server, 2)
         assert [len(each["nodes"]) for each in ready] == [1, 1]
         assert ready[0]["nodes"] != ready[1]["nodes"]
-        first = text(server.url)
-        victim = httpx.get(f"{server.url}/cluster/status").json()["devices"][1]
+        first = text(server)
+        victim = server.status()["devices"][1]
         os.kill(victim["pid"], signal.SIGKILL)
-        wait_for_ready(server.url, 1)
-        assert {text(server.url, seed=seed) for seed in range(4)} == {first}
-        again = wait_for_ready(server.url, 2)
+        wait_for_ready(server, 1)
+        assert {text(server, seed=seed) for seed in range(4)} == {first}
+        again = wait_for_ready(server, 2)
         assert {each["instance"] for each in again} != {each["instance"] for each in ready}
-        assert {text(server.url, seed=seed) for seed in range(4)} == {first}
+        assert {text(server, seed=seed) for seed in range(4)} == {first}
         assert server.stop() == 0
 
 
-def wait_for_ready(url: str, count: int) -> list[dict[str, Any]]:
-    """The instances, once exactly so many of them serve."""
-    with httpx.Client(base_url=url, timeout=60) as client:
-        while True:
-            models = client.get("/cluster/status").json()["models"]
-            every = [instance for model in models for instance in model["instances"]]
-            if sum(each["status"] == "ready" for each in every) == count:
-                return every
-            time.sleep(POLL_S)
+def wait_for_ready(server: Server, count: int) -> list[dict[str, Any]]:
+    """Return the instances once exactly so many of them serve."""
+    return eventually(
+        lambda: instances(server), lambda found: sum(each["status"] == "ready" for each in found) == count
+    )

@@ -15,8 +15,9 @@ import httpx
 import psutil
 import pytest
 from tests.end_to_end.captures import Ports, capturing
-from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster, until
+from tests.end_to_end.lan_cluster import LanCluster, Machine, make_cluster
 from tests.end_to_end.reference import WholeModel
+from tests.eventually import eventually
 from tests.namespaces import skip_without_namespaces
 from tests.processes import Server, give_profile
 from tests.tiny_model import write_tiny_model
@@ -137,7 +138,7 @@ def test_a_rank_or_a_machine_that_is_lost_in_mid_answer_takes_the_group_along_an
     try:
         error = cluster.head.threads.submit(ask).result()
         assert error["code"] in {"worker_lost", "worker_stuck", "node_lost"}, error
-        until(lambda: is_ready(cluster, server))
+        eventually(lambda: is_ready(cluster, server))
         assert whole.strays(PROMPT, tokens_of(cluster, server)) == []
     finally:
         for cable in ("eth0", "fast0"):
@@ -148,10 +149,10 @@ def test_a_rank_or_a_machine_that_is_lost_in_mid_answer_takes_the_group_along_an
 def have_both(cluster: LanCluster, server: Server) -> None:
     """A machine that was lost and is back is used when the model is loaded the next time, as after the loss of a worker."""
     second = cluster.machines[1]
-    until(lambda: is_ready(cluster, server) and second.node in nodes_of(cluster, server))
+    eventually(lambda: is_ready(cluster, server) and second.node in nodes_of(cluster, server))
     if not workers_of(second):
         workers_of(cluster.head)[0].kill()
-        until(lambda: bool(workers_of(second)) and is_ready(cluster, server))
+        eventually(lambda: workers_of(second) and is_ready(cluster, server))
 
 
 def nodes_of(cluster: LanCluster, server: Server) -> set[str]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.engine.tokenizers_small import END, TOOL, byte_fallback, byte_level
 
@@ -29,14 +29,12 @@ def pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
 
 
 @given(st.lists(st.integers(0, len(BYTE_LEVEL) + 3), max_size=60))
-@settings(deadline=None)
 def test_any_byte_level_tokens_give_the_text_of_all_together(tokens: list[int]) -> None:
     assert "".join(pieces(BYTE_LEVEL, tokens)) == Vocabulary.of(BYTE_LEVEL).decode(tokens)
 
 
 @BOTH
 @given(text=st.text(max_size=60))
-@settings(deadline=None)
 def test_any_text_streams_as_it_decodes(tokenizer: Tokenizer, text: str) -> None:
     tokens = encode(tokenizer, text)
     assert "".join(pieces(tokenizer, tokens)) == Vocabulary.of(tokenizer).decode(tokens)
@@ -44,14 +42,12 @@ def test_any_text_streams_as_it_decodes(tokenizer: Tokenizer, text: str) -> None
 
 @BOTH
 @given(text=st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), max_size=60))
-@settings(deadline=None)
 def test_no_piece_of_a_text_shows_half_a_character(tokenizer: Tokenizer, text: str) -> None:
     assert not any("\ufffd" in piece for piece in pieces(tokenizer, encode(tokenizer, text)))
 
 
 @BOTH
 @given(text=st.text(st.sampled_from("a hello é🚀"), max_size=60), place=st.integers(0, 60))
-@settings(deadline=None)
 def test_a_text_that_goes_on_with_another_keeps_its_first_space(
     tokenizer: Tokenizer, text: str, place: int
 ) -> None:

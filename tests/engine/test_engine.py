@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.engines import (
     BYTES,
@@ -20,6 +20,7 @@ from tests.engine.engines import (
     make_engine,
     says,
 )
+from tests.examples import examples
 
 from mlx_ring.core.errors import (
     Overloaded,
@@ -205,7 +206,7 @@ def test_without_a_line_those_are_taken_who_need_not_wait() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=8), st.integers(1, 4))
-@settings(deadline=None, max_examples=40)
+@examples(0.4)
 def test_requests_together_get_what_each_gets_alone(requests: list[tuple[int, int]], stages: int) -> None:
     async def together() -> list[Answer]:
         engine = make_engine(TwinExecutor((1,) * stages), replace(PLAIN, prefill_chunk=4, max_num_seqs=5))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.engines import (
     BYTES,
@@ -23,6 +23,7 @@ from tests.engine.engines import (
     manual,
     says,
 )
+from tests.examples import examples
 
 from mlx_ring.core.errors import (
     NotReady,
@@ -226,7 +227,7 @@ def test_closing_ends_every_stream_and_frees_everything() -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from([(1,), (1, 1), (2, 1), (1, 1, 1)]))
-@settings(deadline=None, max_examples=60)
+@examples(0.6)
 def test_whatever_clients_and_workers_do_every_stream_ends_and_nothing_is_held(
     seed: int, tp_sizes: tuple[int, ...]
 ) -> None:

@@ -8,9 +8,10 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.pipeline import EOS, PLAIN, Pipeline, budget, is_prefill
+from tests.examples import examples
 
 from mlx_ring.core.errors import ProtocolError, StepFailed
 from mlx_ring.core.types import SamplingParams
@@ -25,11 +26,9 @@ TP_SIZES = st.sampled_from([(1,), (2,), (1, 1), (1, 1, 1), (2, 2), (1, 2, 1), (1
 SAMPLING = st.builds(SamplingParams, max_tokens=st.integers(0, 12) | st.none(), ignore_eos=st.booleans())
 REQUESTS = st.lists(st.tuples(st.integers(1, 30), SAMPLING), min_size=1, max_size=9)
 CHUNK_2 = replace(PLAIN, prefill_chunk=2)
-MANY = settings(deadline=None, max_examples=100)
 
 
 @given(TP_SIZES, REQUESTS, st.integers(1, 9), st.integers(1, 10), RANDOM)
-@MANY
 def test_every_answer_is_what_the_sequence_alone_would_get(
     tp_sizes: tuple[int, ...],
     requests: list[tuple[int, SamplingParams]],
@@ -50,7 +49,6 @@ def test_every_answer_is_what_the_sequence_alone_would_get(
 
 
 @given(TP_SIZES, REQUESTS, st.integers(1, 9), RANDOM)
-@MANY
 def test_cancelled_sequences_free_all_and_disturb_none(
     tp_sizes: tuple[int, ...],
     requests: list[tuple[int, SamplingParams]],
@@ -76,7 +74,6 @@ def test_cancelled_sequences_free_all_and_disturb_none(
 
 
 @given(TP_SIZES, REQUESTS, st.booleans(), RANDOM)
-@MANY
 def test_a_failed_step_ends_the_rows_it_names_and_no_other(
     tp_sizes: tuple[int, ...],
     requests: list[tuple[int, SamplingParams]],
@@ -382,7 +379,7 @@ def circling(history: Sequence[int]) -> int:
 
 
 @given(TP_SIZES, st.data(), st.integers(3, 6), st.sampled_from(["plain", "recurrent", "sliding"]), RANDOM)
-@settings(deadline=None, max_examples=150)
+@examples(1.5)
 def test_whatever_is_cached_drafted_evicted_and_put_back_the_answers_are_those_of_the_sequences_alone(
     tp_sizes: tuple[int, ...], data: st.DataObject, blocks: int, kind: str, random: Random
 ) -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.config import Policy, RankKv
@@ -151,7 +152,7 @@ REQUEST = st.tuples(st.floats(0, 2), st.integers(1, 900), st.integers(1, 60), st
 
 
 @given(st.lists(REQUEST, min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 8), st.data())
-@settings(deadline=None, max_examples=60)
+@examples(0.6)
 def test_nobody_starves(
     requests: list[tuple[float, int, int, float | None]], stages: int, places: int, data: st.DataObject
 ) -> None:

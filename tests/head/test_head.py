@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from tests.eventually import eventually
 from tests.frozen_thread import frozen_thread
-from tests.processes import POLL_S, Server, serving
+from tests.processes import Server, serving
 from tests.profiles import made_up_profile
 
 from mlx_ring.agent.profiling import ProfileKey, ProfileOptions, ProfileStore
@@ -25,15 +25,7 @@ ENDLESS = {"prompt": "x", "max_tokens": 10**9, "ignore_eos": True, "stream": Tru
 
 def ask(server: Server) -> httpx.Response:
     question = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
-    return httpx.post(f"{server.url}/v1/chat/completions", json=question, timeout=60)
-
-
-def wait_until_lost(server: Server) -> httpx.Response:
-    """Health after the next change: asked again until it has heard, since a death takes a moment to arrive."""
-    with httpx.Client() as client:
-        while (answer := client.get(f"{server.url}/health/ready")).status_code == 200:
-            time.sleep(POLL_S)
-    return answer
+    return server.http.post("/v1/chat/completions", json=question)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +95,8 @@ def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     flags = ("--kv-cache-memory", "1MiB", "--no-prefix-cache", "--max-itl-ratio", "3", "--draft-tokens", "0")
-    with (
-        serving(tiny_model, *flags, folder=tmp_path) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with serving(tiny_model, *flags, folder=tmp_path) as server:
+        client = server.http
         (model,) = client.get("/v1/models").json()["data"]
         (worker,) = client.get("/cache/stats").json()["workers"]
         assert model["max_model_len"] == worker["context_tokens"] == 768
@@ -127,7 +117,7 @@ def test_a_machine_alone_predicts_from_the_profile_that_it_has_kept(tiny_model: 
     ProfileStore(tmp_path / "state").save(ProfileKey.of_here(options), made_up_profile())
     with serving(tiny_model, "--state-dir", str(tmp_path / "state"), folder=tmp_path) as server:
         assert ask(server).status_code == 200
-        status = httpx.get(f"{server.url}/cluster/status", timeout=60).json()
+        status = server.status()
         (node,), (instance,) = status["nodes"], status["instances"]
         assert (node["is_head"], node["stages"]) == (True, [f"{instance['name']}/0"])
         assert node["memory"]["promised_bytes"] == instance["stages"][0]["memory"]["promised"]["total_bytes"]
@@ -148,12 +138,6 @@ def test_a_head_that_is_killed_takes_agent_and_workers_along(tiny_model: Path, t
         assert server.all_gone()
 
 
-def wait_until_ready_again(server: Server) -> None:
-    with httpx.Client() as client:
-        while client.get(f"{server.url}/health/ready").status_code != 200:
-            time.sleep(POLL_S)
-
-
 def test_an_agent_that_is_killed_takes_its_workers_along_and_all_comes_back(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -161,10 +145,8 @@ def test_an_agent_that_is_killed_takes_its_workers_along_and_all_comes_back(
         agent = server.one("mlx_ring.agent")
         agent.kill()
         assert server.all_gone()
-        with httpx.Client(base_url=server.url) as client:
-            while client.get("/cluster/status").json()["epoch"] == 1:
-                time.sleep(POLL_S)
-        wait_until_ready_again(server)
+        eventually(server.status, lambda status: status["epoch"] != 1)
+        server.wait_for_health(200)
         assert ask(server).status_code == 200
         family = psutil.Process(server.process.pid).children(recursive=True)
         assert server.stop() == 0
@@ -177,15 +159,14 @@ def test_a_worker_that_ends_or_hangs_is_named_and_replaced(
 ) -> None:
     with serving(tiny_model, "--stages", "2", folder=tmp_path) as server:
         worker = server.one("mlx_ring.worker", "--stage", "1")
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=120) as streamed:
+        with server.http.stream("POST", "/v1/completions", json=ENDLESS) as streamed:
             lines = streamed.iter_lines()
             next(lines)
             worker.send_signal(trouble)
             last = [line for line in lines if line.startswith("data: ")][-1]
         assert last.startswith('data: {"error":{"message":')
-        answer = wait_until_lost(server)
-        assert answer.status_code == 503
-        wait_until_ready_again(server)
+        server.wait_for_health(503)
+        server.wait_for_health(200)
         assert ask(server).status_code == 200
         family = psutil.Process(server.process.pid).children(recursive=True)
         assert worker.pid not in {process.pid for process in family}
@@ -211,7 +192,7 @@ def test_a_worker_that_says_it_lives_and_computes_nothing_is_found_and_replaced(
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "worker_stuck"
             assert "Stage 1, rank 0" in answer.json()["error"]["message"]
-            wait_until_ready_again(server)
+            server.wait_for_health(200)
             assert ask(server).status_code == 200
         assert not psutil.pid_exists(worker.pid)
         assert server.stop() == 0

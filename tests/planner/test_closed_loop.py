@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from mlx_ring.planner.closed_loop import ClosedLoop, Load
 from mlx_ring.planner.costs import is_prefill
@@ -65,7 +66,7 @@ def test_decoding_goes_on_between_chunks() -> None:
     st.integers(0, 3),
     st.integers(1, 7),
 )
-@settings(deadline=None, max_examples=60)
+@examples(0.6)
 def test_a_client_asks_again_when_the_whole_answer_is_there(
     stages: int, groups: list[int], steps_ahead: int, chunks: int, answer: int
 ) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.planner.clusters import cluster_of, model_of, node_of, shared_model
 
 from mlx_ring.core.types import LayerRange
@@ -40,7 +41,6 @@ def test_it_expects_what_the_plan_did() -> None:
 
 
 @given(st.integers(1, 16), st.integers(0, 8192), st.integers(1, 2048))
-@settings(deadline=None)
 def test_more_rows_longer_contexts_and_larger_chunks_never_take_less(
     rows: int, context: int, tokens: int
 ) -> None:
@@ -91,7 +91,7 @@ def test_the_rank_with_most_counts_and_each_is_promised_its_own_memory() -> None
 
 
 @given(st.integers(1, 16), st.integers(0, 4096), st.integers(1, 1024))
-@settings(deadline=None, max_examples=40)
+@examples(0.4)
 def test_ranks_take_no_less_for_more_rows_longer_contexts_and_larger_chunks(
     rows: int, context: int, tokens: int
 ) -> None:

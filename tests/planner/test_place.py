@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import PlanError
@@ -88,7 +89,7 @@ def test_one_machine_that_would_be_faster_is_named() -> None:
     st.integers(1, 8),
     st.integers(256, 32_768),
 )
-@settings(max_examples=150, deadline=None)
+@examples(1.5)
 def test_memory_is_never_exceeded_and_every_layer_has_one_place(
     nodes: list[NodeProfile], strategy: Any, sequences: int, context: int
 ) -> None:
@@ -114,7 +115,7 @@ def test_memory_is_never_exceeded_and_every_layer_has_one_place(
 
 
 @given(NODES)
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 def test_no_strategy_is_sooner_than_auto(nodes: list[NodeProfile]) -> None:
     model, cluster = model_of(12), cluster_of(*nodes)
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from mlx_ring.planner.closed_loop import Load
 from mlx_ring.planner.costs import MeasuredCost
@@ -12,7 +13,7 @@ from mlx_ring.planner.prediction import predict_throughput
 
 TENTH = MeasuredCost(100_000.0, prefill_us=300_000.0)
 STAGES = st.lists(st.builds(MeasuredCost, st.floats(1e3, 1e5)), min_size=1, max_size=5)
-MANY = settings(deadline=None, max_examples=60)
+MANY = examples(0.6)
 
 
 def test_one_stream_on_one_stage_gives_a_token_a_step() -> None:

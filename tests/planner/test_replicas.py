@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import PlanError
@@ -58,7 +59,7 @@ def test_one_replica_is_what_place_plans() -> None:
     assert place_replicas(model_of(28), cluster, MANY, 1) == (place(model_of(28), cluster, MANY),)
 
 
-@settings(deadline=None, max_examples=25)
+@examples(0.25)
 @given(NODES.filter(lambda nodes: 2 <= len(nodes) <= 4), st.integers(1, 12))
 def test_no_division_of_single_machines_gives_more(nodes: list[NodeProfile], sequences: int) -> None:
     cluster, model = cluster_of(*nodes), model_of(12)

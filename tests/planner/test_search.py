@@ -7,8 +7,9 @@ from itertools import combinations, pairwise, permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from mlx_ring.planner.search import (
     Piece,
@@ -71,7 +72,7 @@ def same(way: Way | None, cost: float) -> bool:
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
+@examples(1.5)
 def test_the_quickest_way_is_the_best_of_all(problem: tuple[list[Table], Table]) -> None:
     tables, hops = problem
     nodes = len(tables)
@@ -94,7 +95,7 @@ def test_the_quickest_way_is_the_best_of_all(problem: tuple[list[Table], Table])
     stages=st.none() | st.integers(1, 4),
     knows_least=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@examples(2)
 def test_the_quickest_way_minds_what_every_machine_needs_before_the_next_token(
     problem: tuple[list[Table], Table], factors: list[float], stages: int | None, *, knows_least: bool
 ) -> None:
@@ -116,14 +117,13 @@ def test_the_quickest_way_minds_what_every_machine_needs_before_the_next_token(
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
+@examples(1.5)
 def test_there_is_a_way_where_one_is_found(problem: tuple[list[Table], Table]) -> None:
     tables, hops = problem
     assert has_way(tables, hops) == (quickest_way(tables, hops) is not None)
 
 
 @given(problems())
-@settings(max_examples=100, deadline=None)
 def test_the_bounds_of_sets_are_those_of_the_ways_around_through_all_of_each(
     problem: tuple[list[Table], Table],
 ) -> None:
@@ -138,7 +138,6 @@ def test_the_bounds_of_sets_are_those_of_the_ways_around_through_all_of_each(
 
 
 @given(problems())
-@settings(max_examples=100, deadline=None)
 def test_in_order_takes_every_machine_and_the_best_cut(problem: tuple[list[Table], Table]) -> None:
     tables, _ = problem
     every = tuple(range(len(tables)))

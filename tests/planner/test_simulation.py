@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from mlx_ring.planner.closed_loop import ClosedLoop, Load
 from mlx_ring.planner.outcome import Outcome, Work
@@ -22,7 +23,7 @@ LOADS = st.builds(
     chunk_tokens=st.integers(1, 9),
     answer_tokens=st.integers(1, 9) | st.none(),
 )
-MANY = settings(deadline=None, max_examples=60)
+MANY = examples(0.6)
 
 
 class Script:

@@ -8,8 +8,9 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of, node_of, shared_model, trusting
 
 from mlx_ring.core.errors import PlanError
@@ -119,7 +120,7 @@ def test_shares_go_by_speed_and_no_further_than_memory() -> None:
     st.integers(1, 8),
     st.integers(256, 32_768),
 )
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 def test_no_rank_has_more_than_its_memory_and_shares_are_such_as_can_be_made(
     nodes: list[NodeProfile], strategy: Any, aim: Any, link: LinkProfile, sequences: int, context: int
 ) -> None:
@@ -151,7 +152,7 @@ def test_no_rank_has_more_than_its_memory_and_shares_are_such_as_can_be_made(
     st.sampled_from(["latency", "throughput"]),
     st.sampled_from([QUICK, LinkProfile(0.2e-3, 1e9), SLOW]),
 )
-@settings(max_examples=30, deadline=None)
+@examples(0.3)
 def test_auto_is_no_worse_than_any_candidate(nodes: list[NodeProfile], aim: Any, link: LinkProfile) -> None:
     model, cluster = shared_model(12), trusting(*nodes, link=link)
     asked = wish(aim=aim, demand=Demand(2048, 4))

@@ -23,8 +23,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from mlx_ring.worker.platform.blas import BlasReport, install, install_fast_blas, selfcheck, slots
 from mlx_ring.worker.platform.blas import dispatch as front
@@ -78,7 +79,7 @@ def products_equal_numpys() -> None:
         stored = generator.standard_normal(shape, dtype=np.float32)
         return mx.array(stored), stored
 
-    @settings(max_examples=300, deadline=None, database=None)
+    @examples(3, deadline=None, database=None)
     @given(extents, extents, extents, layouts, layouts, st.integers(0, 3), st.integers(0, 2**32 - 1))
     def check(rows: int, columns: int, inner: int, left: str, right: str, batch: int, seed: int) -> None:
         generator = np.random.default_rng(seed)

@@ -6,11 +6,12 @@ from typing import Any, cast
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its tree is any
 from tests.conformance.families import HIDDEN, LAYERS, VOCABULARY, configuration
 from tests.conformance.pipelines import CHUNKS, Family, run_cut, run_whole
+from tests.examples import examples
 
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
@@ -37,7 +38,7 @@ def parameter_names(stage: StageModel) -> set[str]:
 
 
 @given(cuts=st.sets(st.integers(1, LAYERS - 1)))
-@settings(max_examples=8, deadline=None)
+@examples(0.08)
 def test_any_cut_gives_the_logits_of_the_whole(cuts: set[int]) -> None:
     expected = run_whole(QWEN3.model(), CHUNKS)
     found = run_cut(QWEN3.stages([0, *sorted(cuts), LAYERS]), CHUNKS)

@@ -76,7 +76,7 @@ def streams() -> None:
     equal(said(QUESTION), ANSWER)
 
 
-@check("going on with a chat")
+@check("continued chat")
 def goes_on() -> None:
     said(QUESTION)
     expect(said("--continue", "And of Italy?"))

@@ -6,10 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from mlx_lm.models.cache import KVCache, RotatingKVCache
+from tests.examples import examples
 from tests.worker.kv.passes import HEADS, feed, flat, seen
 
 from mlx_ring.core.errors import StepFailed
@@ -179,7 +179,7 @@ class GradualInterleavings(Interleavings):
     STEP_BYTES = 1
 
 
-SETTINGS = settings(max_examples=40, stateful_step_count=30, deadline=None)
+SETTINGS = examples(0.4, stateful_step_count=30)
 TestInterleavings = Interleavings.TestCase
 TestInterleavings.settings = SETTINGS
 TestGradualInterleavings = GradualInterleavings.TestCase

@@ -6,8 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from mlx_ring.worker.platform import attention
 
@@ -45,7 +46,7 @@ def mask_of(kind: str, batch: int, heads: int, count: int, length: int) -> Any:
     return shown | (mx.arange(length) == 0)
 
 
-@settings(max_examples=120, deadline=None)
+@examples(1.2)
 @given(
     kind=st.sampled_from(["none", "causal", "plain", "rows", "heads", "numbers"]),
     batch=st.integers(1, 3),
@@ -71,7 +72,7 @@ def test_it_equals_mlx(
     assert mx.allclose(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(0.8)
 @given(
     kind=st.sampled_from(["none", "causal", "plain", "rows", "heads", "numbers"]),
     batch=st.integers(1, 3),

@@ -3,7 +3,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from tests.examples import examples
 from tests.worker.sampler import reference
 from tests.worker.sampler.strategies import VOCABULARY, sampler_rows
 
@@ -15,7 +16,7 @@ def adjusted(logits: list[float], row: SamplerRow) -> list[float]:
     return [float(value) for value in np.array(adjust(mx.array([logits]), [row]), dtype=np.float64)[0]]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(2)
 @given(sampler_rows(), sampler_rows())
 def test_every_logit_is_that_of_the_plain_chain(first: SamplerRow, second: SamplerRow) -> None:
     logits = np.random.default_rng(0).normal(size=(2, VOCABULARY)) * 3

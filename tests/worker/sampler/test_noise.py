@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.worker.sampler import reference
 
 from mlx_ring.worker.sampler import draw as noise
@@ -11,7 +12,7 @@ from mlx_ring.worker.sampler import draw as noise
 seeds = st.integers(0, 2**64 - 1)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(0.5)
 @given(seeds, st.integers(0, 2**40), st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=8))
 def test_bits_are_the_integer_construction(seed: int, position: int, indices: list[int]) -> None:
     key = noise.keys([(seed, position)])

@@ -5,8 +5,9 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.worker.sampler import reference
 from tests.worker.sampler.strategies import VOCABULARY, sampler_rows
 
@@ -33,7 +34,7 @@ def drawn(logits: mx.array, *rows: SamplerRow) -> list[int]:
     return [int(token) for token in np.array(tokens)]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(1.5)
 @given(st.lists(sampler_rows(), min_size=1, max_size=4), st.integers(0, 1000))
 def test_tokens_are_those_of_the_plain_chain(rows: list[SamplerRow], seed: int) -> None:
     logits = random_logits(len(rows), seed)
@@ -44,7 +45,7 @@ def test_tokens_are_those_of_the_plain_chain(rows: list[SamplerRow], seed: int) 
             assert tokens[index] == expected
 
 
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 @given(st.lists(sampler_rows(), min_size=1, max_size=6), st.integers(0, 1000), st.sampled_from([0.05, 3.0]))
 def test_lazy_tokens_are_those_of_sample_and_say_where_they_were_not(
     rows: list[SamplerRow], seed: int, scale: float
@@ -57,7 +58,7 @@ def test_lazy_tokens_are_those_of_sample_and_say_where_they_were_not(
     assert changed == [index for index, token in enumerate(tokens) if token != before[index]]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 @given(st.lists(sampler_rows(), min_size=2, max_size=6), st.integers(0, 1000))
 def test_a_row_draws_the_same_token_in_any_batch(rows: list[SamplerRow], seed: int) -> None:
     logits = random_logits(len(rows), seed)
@@ -260,7 +261,7 @@ def test_parameters_that_cannot_be_applied_are_refused_by_name(sampling: Paramet
     assert raised.value.param == param
 
 
-@settings(max_examples=20, deadline=None)
+@examples(0.2)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32))
 def test_another_seed_or_position_is_another_draw(seed: int, position: int) -> None:
     other = (seed + 1) % 2**64

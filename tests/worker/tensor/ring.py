@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.eventually import eventually
+
 from mlx_ring.core.environment import inherited_environment
 
 _RANK = Path(__file__).with_name("rank.py")
 _WITHIN_S = 120.0
-_POLL_S = 0.05
 
 
 def run_ranks(cases: Sequence[dict[str, Any]], size: int, folder: Path) -> None:
@@ -29,11 +30,10 @@ def run_ranks(cases: Sequence[dict[str, Any]], size: int, folder: Path) -> None:
     with contextlib.ExitStack() as stack:
         ranks = [_start(rank, folder, stack) for rank in range(size)]
         deadline = time.monotonic() + _WITHIN_S
-        while any(rank.poll() is None for rank in ranks):
-            if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_S)
-        codes = [rank.poll() for rank in ranks]
+        codes = eventually(
+            lambda: [rank.poll() for rank in ranks],
+            lambda codes: any(codes) or None not in codes or time.monotonic() > deadline,
+        )
     assert codes == [0] * size, "\n".join(
         f"rank {rank} gave {code}: {(folder / f'rank{rank}.txt').read_text()[-2000:]}"
         for rank, code in enumerate(codes)

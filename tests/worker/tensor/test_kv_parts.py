@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
+from tests.examples import examples
 
 from mlx_ring.models.tensor_shares import TensorSizes, part_of_kv, share_out
 from mlx_ring.worker.kv import KVStore
@@ -84,7 +85,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=25)
+@examples(0.25)
 @given(
     steps=STEPS,
     counts=st.lists(st.sampled_from([1, 1, 3, 40, 290]), min_size=6, max_size=6),

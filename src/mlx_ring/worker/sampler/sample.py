@@ -17,7 +17,7 @@ import numpy as np
 from mlx_ring.worker.sampler import draw
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mlx_ring.worker.sampler.parameters import SamplerRow
     from mlx_ring.worker.tensor import SplitHead
