@@ -37,7 +37,8 @@ const CASES = {
     ["# <script>x</script>", "<h3>&lt;script&gt;x&lt;/script&gt;</h3>"],
     [
       "| <i>a</i> |\n|---|",
-      '<div class="scroll" tabIndex="0"><table><thead><tr><th>&lt;i&gt;a&lt;/i&gt;</th></tr></thead><tbody></tbody></table></div>',
+      '<div class="scroll" tabIndex="0"><table><thead><tr><th>&lt;i&gt;a&lt;/i&gt;</th></tr></thead>' +
+        "<tbody></tbody></table></div>",
     ],
   ],
   "code spans": [
@@ -136,7 +137,8 @@ for (const [name, cases] of Object.entries(CASES)) {
 
 describe("while an answer streams", () => {
   const answer =
-    "Run it:\n\n```sh\nls -l *.txt\n```\n\n1. **one**\n   - `two`\n\n| a | b |\n|---|---|\n| 1 | [x](https://a.example) |";
+    "Run it:\n\n```sh\nls -l *.txt\n```\n\n1. **one**\n   - `two`\n\n" +
+    "| a | b |\n|---|---|\n| 1 | [x](https://a.example) |";
 
   test("every beginning of it can be parsed, and shows no character that is not in it", () => {
     for (let end = 0; end <= answer.length; end += 1) {

@@ -1,4 +1,4 @@
-// What the tests of the page's modules share: HTML of elements, a browser's globals, server-sent events.
+// Shared by the tests of the page's modules: HTML of elements, a browser's globals, server-sent events.
 
 /** @typedef {import("preact").ComponentChildren} Children */
 
