@@ -4,10 +4,11 @@
 BIN := .venv/bin
 ARGS ?=
 # Tests run in several processes. All tests of a file run in the same one, so that they share fixtures.
-# More than four processes would fill a laptop's memory with servers.
-SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Most tests wait for other processes, so four keep two cores busy. More would fill a laptop's memory with servers.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := -n 4 $(BY_FILE)
 # Tests that start no processes. tests/process_marks.py marks the others.
-FAST := -m "not conformance and not processes" --hypothesis-profile fast
+FAST := -m "not conformance and not processes" --hypothesis-profile fast -n logical --maxprocesses 4 $(BY_FILE)
 # Tests start hundreds of processes. Without bytecode files, each would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -36,14 +37,14 @@ test: .venv/.ready-dev ## install, and run the tests (ARGS="-k scheduler"; ARGS=
 	@echo "Not included: conformance tests of every architecture and client (make conformance)."
 
 test-fast: .venv/.ready-dev ## run the tests that start no processes
-	$(BIN)/pytest $(FAST) $(SIDE_BY_SIDE) $(ARGS)
+	$(BIN)/pytest $(FAST) $(ARGS)
 
 .venv-oldest/.ready: .venv/.ready-dev scripts/setup_oldest
 	@scripts/setup_oldest
 	@touch $@
 
 test-oldest: .venv-oldest/.ready ## run the same on the lowest supported Python that this system's distribution ships
-	.venv-oldest/bin/pytest $(FAST) $(SIDE_BY_SIDE) $(ARGS)
+	.venv-oldest/bin/pytest $(FAST) $(ARGS)
 
 check: .venv/.ready-dev ## check lint, format, types, import contracts and generated files
 	$(BIN)/ruff check
@@ -53,6 +54,7 @@ check: .venv/.ready-dev ## check lint, format, types, import contracts and gener
 	$(BIN)/python scripts/generate_protos.py --check
 	$(BIN)/python scripts/generate_settings_table.py --check
 	$(BIN)/python scripts/generate_dashboard.py --check
+	$(BIN)/python scripts/check_english.py scripts bench README.md Makefile
 	@$(MAKE) --no-print-directory check-page
 
 node_modules/.ready: package.json package-lock.json scripts/npm | .venv/.ready-dev
@@ -69,7 +71,7 @@ conformance: architectures clients ## test every architecture and every client
 
 architectures: .venv/.ready-dev ## compare every architecture, split and whole; write docs/architectures.md
 	$(BIN)/pytest -m conformance --ignore tests/clients --write-table $(ARGS)
-	$(BIN)/pytest tests/end_to_end/test_equality.py --thorough
+	$(BIN)/pytest tests/end_to_end/test_equality.py tests/end_to_end/test_equality_of_ranks.py --thorough
 
 clients: .venv/.ready-dev ## test real clients, each in its own environment; write docs/clients.md (ARGS="-k litellm")
 	$(BIN)/pytest tests/clients -m conformance --write-table $(ARGS)

@@ -60,7 +60,7 @@ Measurements = dict[str, float]
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = _parse_arguments()
     if arguments.measure:
         print(json.dumps(_measure(arguments.measure, arguments.threads)))
         return
@@ -69,11 +69,11 @@ def main() -> None:
     for number in range(arguments.rounds):
         for variant in variants:
             print(f"round {number + 1} of {arguments.rounds}: {variant}", file=sys.stderr)
-            rounds[variant].append(_measure_apart(variant, arguments))
+            rounds[variant].append(_measure_in_subprocess(variant, arguments))
     _print_table({variant: _medians(results) for variant, results in rounds.items()})
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measure_apart(variant: str, arguments: argparse.Namespace) -> Measurements:
+def _measure_in_subprocess(variant: str, arguments: argparse.Namespace) -> Measurements:
     """Measure in a separate process, because an installed BLAS cannot be removed."""
     command = [sys.executable, __file__, "--measure", variant, "--threads", str(arguments.threads)]
     environment = dict(os.environ)  # noqa: TID251 - the child's environment, with one change

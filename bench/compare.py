@@ -69,7 +69,7 @@ class Entry:
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = _parse_arguments()
     shape = shape_of(arguments)
     folder = make(shape, tokenizer=arguments.tokenizer)
     pinned = cores()
@@ -77,19 +77,19 @@ def main() -> None:
     entries: dict[str, Entry] = {}
     try:
         for kind in arguments.contestants:
-            entries[kind] = _started(kind, shape, folder, pinned)
+            entries[kind] = _start(kind, shape, folder, pinned)
         _measure(entries, arguments, shape.vocabulary)
     finally:
         for entry in entries.values():
             entry.contestant.stop()
     bandwidth = max(bandwidth, read_bandwidth(pinned[0] if pinned else None))
     report = _report(entries, shape, bandwidth, arguments)
-    _print(report)
+    _print_report(report)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -100,7 +100,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _started(kind: str, shape: Shape, folder: Path, pinned: list[int]) -> Entry:
+def _start(kind: str, shape: Shape, folder: Path, pinned: list[int]) -> Entry:
     start, weight_bytes = _KINDS[kind]
     print(f"starting {kind}", file=sys.stderr)
     return Entry(start(folder, pinned), weight_bytes or BYTES[shape.dtype])
@@ -161,7 +161,7 @@ def _ratio(better: Entry, base: Entry, speed: str) -> float:
     return statistics.median(getattr(ours, speed) / getattr(theirs, speed) for ours, theirs in pairs)
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any]) -> None:
     millions = report["model"]["parameters"] / 1e6
     print(
         f"\nQwen3, {millions:.0f} M random parameters stored as {report['model']['dtype']}; prompt"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import httpx
 import psutil
 from machine import pin
-from servers import clean_environment, free_port
+from servers import blas_environment, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,7 +74,7 @@ class Stock:
     def __init__(self, model: Path, cores: list[int], *, dtype: str, fast_blas: bool = False) -> None:
         self.name = f"mlx-lm, {dtype}" + " with our BLAS" * fast_blas
         script = str(Path(__file__).with_name("stock.py"))
-        command = [*clean_environment(), sys.executable, script, str(model), dtype]
+        command = [*blas_environment(), sys.executable, script, str(model), dtype]
         command += ["fast-blas"] * fast_blas
         started = time.perf_counter()
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -112,7 +112,7 @@ class Ring:
         started = time.perf_counter()
         self._output = Path(self._logs.name) / "output"
         with self._output.open("wb") as output:
-            command = [*clean_environment(), *serve]
+            command = [*blas_environment(), *serve]
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             self._wait_until_ready(started + _LIMIT_S)

@@ -27,7 +27,7 @@ import psutil
 from emulated_lan import Host, Lan, emulated_lan
 from machine import cores, pin
 from random_model import Shape, make
-from servers import clean_environment
+from servers import blas_environment
 
 SHAPE = Shape(layers=14, vocabulary=4096, dtype="float32")
 """Half of Qwen3-0.6B's layers and a small vocabulary: 224 M parameters, which gives the shortest realistic step."""
@@ -85,7 +85,7 @@ def cluster(hosts: Sequence[Host], model: Path, folder: Path) -> Generator[str]:
 @contextlib.contextmanager
 def _process(host: Host, command: Sequence[str], output: int) -> Generator[subprocess.Popen[str]]:
     """Run a program in a host, and stop it with SIGINT at the end."""
-    process = subprocess.Popen(host.command(*clean_environment(), *command), stdout=output, text=True)
+    process = subprocess.Popen(host.command(*blas_environment(), *command), stdout=output, text=True)
     try:
         yield process
     finally:

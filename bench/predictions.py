@@ -23,7 +23,7 @@ from machine import cores
 from measuring import decode_speed, jobs_of, load, running
 from random_model import Shape, make
 from rows import decode_means_us, quantized
-from servers import RingServer, clean_environment, pin_self
+from servers import RingServer, blas_environment, pin_self
 
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.model_folder import read_model_folder
@@ -72,10 +72,10 @@ class Row:
         return abs(self.ratio - 1) <= _BOUND
 
 
-def profile_here(core: int | None) -> MachineProfile:
+def profile_machine(core: int | None) -> MachineProfile:
     """Profile this machine as a worker on the given core does."""
     pin_self(core)
-    command = [*clean_environment(), sys.executable, "-m", "mlx_ring.worker.profile", "--blas-threads", "1"]
+    command = [*blas_environment(), sys.executable, "-m", "mlx_ring.worker.profile", "--blas-threads", "1"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return MachineProfile.from_json(output)
 
@@ -179,10 +179,10 @@ def main() -> None:
     )
     rows: list[Row] = []
     for name in options.weights:
-        profile = profile_here(core)
+        profile = profile_machine(core)
         print_profile(f"before {name}", profile)
         rows += rows_of(name, models[name], profile, options, pinned)
-    print_profile("after all", profile_here(core))
+    print_profile("after all", profile_machine(core))
     print(f"{sum(row.holds for row in rows)} of {len(rows)} within 30 %")
     if options.json:
         options.json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))

@@ -220,7 +220,7 @@ def row_latency(bench: Bench) -> list[Ratio]:
             )
             alone = load(ring, streams, None)
             *beside, prompt = load(ring, [*streams, long], None)
-            busy, quiet = _gaps_meanwhile(beside, prompt, alone)
+            busy, quiet = _gaps_during_prefill(beside, prompt, alone)
             p95 = [percentile(sorted(gaps), 95) for gaps in (busy, quiet)]
             ratios.append(p95[0] / p95[1])
             note_round(
@@ -289,7 +289,7 @@ def _p95(summary: Summary) -> float:
     return summary.ttft.p95
 
 
-def _gaps_meanwhile(
+def _gaps_during_prefill(
     streams: Sequence[Record], prompt: Record, alone: Sequence[Record]
 ) -> tuple[list[float], list[float]]:
     """Return the seconds between tokens during the prefill, and between the same tokens without it."""

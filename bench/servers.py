@@ -27,7 +27,7 @@ _SLOWING = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "LD_PRELOAD")
 """Variables that make OpenBLAS choose slower kernels; removed for every contestant."""
 
 
-def clean_environment() -> list[str]:
+def blas_environment() -> list[str]:
     """Return a command prefix that removes the variables that slow OpenBLAS down, and sets one thread."""
     return ["env", *(part for name in _SLOWING for part in ("-u", name)), *ONE_THREAD]
 
@@ -42,7 +42,7 @@ class Server:
         """Target of the load, if the server does not report it itself."""
         self._output = tempfile.NamedTemporaryFile(prefix="mlx-ring-bench-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [*clean_environment(), *command], stdout=self._output, stderr=subprocess.STDOUT
+            [*blas_environment(), *command], stdout=self._output, stderr=subprocess.STDOUT
         )
         try:
             self._wait(f"{self.url}{ready_path}")

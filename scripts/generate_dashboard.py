@@ -26,12 +26,12 @@ class Panel:
     title: str
     unit: str
     queries: tuple[Query, ...]
-    about: str = ""
+    description: str = ""
     kind: str = "timeseries"
     width: int = 8
     height: int = 8
     stacked: bool = False
-    most: float | None = None
+    maximum: float | None = None
 
 
 def value(name: str, labels: str = PICKED) -> str:
@@ -55,11 +55,11 @@ def mean(name: str) -> str:
     return f"{sums} / {counts}"
 
 
-def quantiles(title: str, name: str, about: str, unit: str = "s") -> Panel:
+def quantiles(title: str, name: str, description: str, unit: str = "s") -> Panel:
     queries = tuple(
         (quantile(part, name), f"{{{{model_name}}}} p{round(100 * part)}") for part in (0.5, 0.95, 0.99)
     )
-    return Panel(title, unit, queries, about)
+    return Panel(title, unit, queries, description)
 
 
 def ratio(of: str, to: str) -> str:
@@ -105,7 +105,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 kind="stat",
                 width=4,
                 height=4,
-                most=1,
+                maximum=1,
             ),
             Panel(
                 "First token, p95",
@@ -198,14 +198,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "percentunit",
                 ((value("kv_cache_usage_perc"), f"{MODEL} {{{{instance}}}}"),),
                 "By running requests. The prefix cache does not count, because it can be evicted.",
-                most=1,
+                maximum=1,
             ),
             Panel(
                 "Prefix cache hit rate",
                 "percentunit",
                 ((ratio("prefix_cache_hits", "prefix_cache_queries"), MODEL),),
                 "Share of all prompt tokens.",
-                most=1,
+                maximum=1,
             ),
             Panel(
                 "Preemptions and evictions",
@@ -220,7 +220,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Draft acceptance rate",
                 "percentunit",
                 ((ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"), MODEL),),
-                most=1,
+                maximum=1,
             ),
             Panel(
                 "Drafts",
@@ -331,7 +331,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Bps",
                 ((value("link_bytes_per_second", ""), "{{source}} to {{target}}"),),
             ),
-            Panel("Links up", "short", ((value("link_up", ""), "{{source}} to {{target}}"),), most=1),
+            Panel("Links up", "short", ((value("link_up", ""), "{{source}} to {{target}}"),), maximum=1),
             Panel(
                 "Activations to other machines",
                 "Bps",
@@ -441,36 +441,36 @@ def panels() -> Iterable[Json]:
             if x + panel.width > WIDTH:
                 x, y, lowest = 0, y + lowest, 0
             place = {"x": x, "y": y, "w": panel.width, "h": panel.height}
-            yield drawn(panel, next(ids), place)
+            yield render_panel(panel, next(ids), place)
             x, lowest = x + panel.width, max(lowest, panel.height)
         y += lowest
 
 
-def drawn(panel: Panel, number: int, place: Mapping[str, int]) -> Json:
+def render_panel(panel: Panel, number: int, place: Mapping[str, int]) -> Json:
     custom: Json = (
         {"fillOpacity": 30, "stacking": {"mode": "normal"}} if panel.stacked else {"fillOpacity": 5}
     )
     defaults: Json = {"unit": panel.unit, "min": 0}
     if panel.kind == "timeseries":
         defaults["custom"] = custom
-    if panel.most is not None:
-        defaults["max"] = panel.most
+    if panel.maximum is not None:
+        defaults["max"] = panel.maximum
     return {
         "id": number,
         "type": panel.kind,
         "title": panel.title,
-        "description": panel.about,
+        "description": panel.description,
         "datasource": SOURCE,
         "gridPos": place,
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
         if panel.kind == "timeseries"
         else {},
-        "targets": list(targets(panel.queries, at_once=panel.kind == "table")),
+        "targets": list(targets(panel.queries, instant=panel.kind == "table")),
     }
 
 
-def targets(queries: Sequence[Query], *, at_once: bool) -> Iterable[Json]:
+def targets(queries: Sequence[Query], *, instant: bool) -> Iterable[Json]:
     for number, (query, legend) in enumerate(queries):
         target: Json = {
             "refId": chr(ord("A") + number),
@@ -478,7 +478,7 @@ def targets(queries: Sequence[Query], *, at_once: bool) -> Iterable[Json]:
             "expr": query,
             "legendFormat": legend or "__auto",
         }
-        yield target | ({"instant": True, "format": "table"} if at_once else {})
+        yield target | ({"instant": True, "format": "table"} if instant else {})
 
 
 def main() -> None:

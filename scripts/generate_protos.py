@@ -26,7 +26,7 @@ def generate(target: Path) -> None:
         sys.exit("protoc failed; see its message above.")
 
 
-def stale() -> list[str]:
+def stale_files() -> list[str]:
     """List the generated files that differ from the protos, including missing and left-over ones."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
@@ -38,7 +38,7 @@ def stale() -> list[str]:
 def main() -> None:
     """Write or check the generated code."""
     if sys.argv[1:] == ["--check"]:
-        if names := stale():
+        if names := stale_files():
             sys.exit(f"Out of date: {', '.join(names)}. Run `make protos`.")
         return
     generate(SOURCES)

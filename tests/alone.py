@@ -3,8 +3,8 @@
 Ranks that wait for each other do so in loops. Where something else takes the processor of one, the other burns its own
 meanwhile, and what takes a second takes a minute.
 
-In their file they come last, and a process keeps the machine from one to the next: each time that it is handed over, one waits
-for the end of what another is at.
+A process keeps the machine from one such test to the next: each time that it is handed over, one waits for the end of what
+another is at. That is why `order.py` puts files of such tests first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import pytest
 
 _DOOR, _ROOM = Path(__file__), Path(__file__).with_name("conftest.py")
 """Files that every process can lock; nothing is written."""
-_LONG = Path(__file__).with_name("end_to_end")
 _kept: list[ExitStack] = []
 """The room, from one test that is alone to the next."""
 
@@ -30,14 +29,9 @@ def _locked(path: Path, kind: int) -> Generator[None]:
         yield
 
 
-def _is_alone(item: pytest.Item) -> bool:
+def is_alone(item: pytest.Item) -> bool:
+    """Return true for a test that runs while no other does."""
     return item.get_closest_marker("alone") is not None
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long ones first, for a file's tests stay in one process: at the end none is left alone with a long one."""
-    items.sort(key=lambda item: (_is_alone(item), not item.path.is_relative_to(_LONG)))
 
 
 def _enter(*, alone: bool) -> ExitStack:
@@ -53,12 +47,12 @@ def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
     """The test's own time does not count yet while it waits."""
-    alone = _is_alone(item)
+    alone = is_alone(item)
     room = _kept.pop() if _kept else _enter(alone=alone)
     try:
         return (yield)
     finally:
-        if alone and nextitem is not None and _is_alone(nextitem):
+        if alone and nextitem is not None and is_alone(nextitem):
             _kept.append(room)
         else:
             room.close()

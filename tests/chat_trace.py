@@ -26,7 +26,7 @@ from tests.processes import serving
 _RECORDER = Path(__file__).parent / "call_recorder"
 _IDLE_PERIODS, _IDLE_S = 3, 2.5
 _CHATS, _SETTLE_S = 5, 0.3
-"""What a request leaves to do belongs to it, so a recording ends a moment after the answer."""
+"""Number of chats, and the time from an answer to the end of its recording: freeing KV belongs to the request."""
 _ANSWER_TOKENS = 16
 _WAIT_S = 60.0
 _Calls = frozenset[tuple[str, str]]

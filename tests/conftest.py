@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tests import alone, process_marks
+from tests import alone, order, process_marks
 from tests.examples import register_profiles
 from tests.once import once
 from tests.other_python import other_python
@@ -37,8 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(alone)
-    config.pluginmanager.register(process_marks)
+    for plugin in (alone, order, process_marks):
+        config.pluginmanager.register(plugin)
     if config.getoption("--thorough"):
         settings.load_profile("thorough")
 
@@ -63,20 +63,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def _write_seconds(reporter: pytest.TerminalReporter, count: int) -> None:
-    """The files whose tests took longest, with what was set up for them."""
-    seconds = defaultdict[str, float](float)
-    for report in (report for reports in reporter.stats.values() for report in reports):
-        if isinstance(report, pytest.TestReport):
-            seconds[report.nodeid.partition("::")[0]] += report.duration
+def _write_seconds(reporter: pytest.TerminalReporter, seconds: Mapping[str, float], count: int) -> None:
+    """Write which files took longest, with what was set up for them."""
     reporter.section("seconds of test files")
     for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[:count]:
         reporter.write_line(f"{seconds[name]:7.1f} {name}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    seconds = order.seconds_by_file(
+        report for reports in terminalreporter.stats.values() for report in reports
+    )
+    order.remember(config, seconds)
     if count := config.getoption("--durations"):
-        _write_seconds(terminalreporter, count)
+        _write_seconds(terminalreporter, seconds, count)
     if config.getoption("--fail-on-skip") and (count := _skipped(config)):
         terminalreporter.write_line(f"{count} skipped, and --fail-on-skip lets none be.", red=True)
 

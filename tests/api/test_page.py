@@ -1,4 +1,4 @@
-"""Who gets the page, and what comes with it."""
+"""The page at `/` over HTTP: its files and their headers."""
 
 from __future__ import annotations
 
@@ -58,6 +58,12 @@ def test_every_module_imports_what_is_there() -> None:
             assert "/".join(parts) in page.files, (path, name)
 
 
+def test_no_line_is_wider_than_120_columns() -> None:
+    for path, file in load_page().files.items():
+        if path.endswith((".js", ".css", ".html")) and not path.startswith("vendor/"):
+            assert max(map(len, file.data.decode().splitlines())) <= 120, path
+
+
 def test_the_page_is_asked_for_again_and_sent_only_when_it_is_another(api: Api) -> None:
     first = api.get("/", accept=BROWSER)
     assert first.headers["cache-control"] == "no-cache"
@@ -97,8 +103,13 @@ def test_without_a_key_the_page_comes_and_nothing_that_it_shows() -> None:
 
 
 def test_libraries_of_others_are_as_they_were_published() -> None:
+<<<<<<< HEAD
     """Their checksums stand beside them."""
     import hashlib  # of this test alone
+=======
+    """Compare the files with the checksums beside them."""
+    import hashlib  # noqa: PLC0415 - of this test alone
+>>>>>>> origin/main
 
     folder = files("mlx_ring.api.page") / "web" / "vendor"
     noted = (folder / "README.txt").read_text()

@@ -45,7 +45,7 @@ def browser() -> Generator[Browser]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Generator[Server]:
-    """The demo over two stages. The browser comes first: without one there is nothing to serve."""
+    """Serve the demo over two stages. The browser comes first: without one there is nothing to serve."""
     del browser
     folder = tmp_path_factory.mktemp("page")
     with serving("demo", "--stages", "2", "--state-dir", str(folder / "state"), folder=folder) as server:
@@ -53,14 +53,14 @@ def server(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Genera
 
 
 @dataclass
-class Heard:
-    """What a page did behind its looks."""
+class Observed:
+    """Requests and complaints of a page."""
 
     requests: list[Request] = field(default_factory=list[Request])
     complaints: list[str] = field(default_factory=list[str])
 
     def strangers(self, url: str) -> list[str]:
-        """Requests to anybody but the server."""
+        """Return the requests to other servers."""
         own = urlsplit(url).netloc
         return [request.url for request in self.requests if urlsplit(request.url).netloc != own]
 
@@ -68,28 +68,28 @@ class Heard:
 @contextlib.contextmanager
 def opened(
     browser: Browser, url: str, *, width: int = 1280, scheme: str = "light", view: str = "chat"
-) -> Generator[tuple[Page, Heard]]:
-    """The page in a window of its own, with nothing kept."""
+) -> Generator[tuple[Page, Observed]]:
+    """Open the page in a new window with empty storage."""
     context = browser.new_context(
         viewport={"width": width, "height": 800},
         color_scheme="dark" if scheme == "dark" else "light",
         locale="en-GB",
     )
-    page, heard = context.new_page(), Heard()
+    page, observed = context.new_page(), Observed()
 
     def complain(message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
-            heard.complaints.append(message.text)
+            observed.complaints.append(message.text)
 
-    def hear(request: Request) -> None:
-        heard.requests.append(request)
+    def record(request: Request) -> None:
+        observed.requests.append(request)
 
     page.set_default_timeout(WAIT_MS)
     page.on("console", complain)
-    page.on("pageerror", lambda error: heard.complaints.append(str(error)))
-    page.on("request", hear)
+    page.on("pageerror", lambda error: observed.complaints.append(str(error)))
+    page.on("request", record)
     page.goto(f"{url}/#{view}")
-    yield page, heard
+    yield page, observed
     context.close()
 
 
@@ -99,7 +99,7 @@ def ask(page: Page, text: str) -> None:
 
 
 def test_a_question_is_answered_retried_changed_and_kept(browser: Browser, server: Server) -> None:
-    with opened(browser, server.url) as (page, heard):
+    with opened(browser, server.url) as (page, observed):
         ask(page, CAPITAL)
         answers = page.get_by_role("article", name="Answer")
         expect(answers).to_have_text(re.compile("The capital of France is Paris."))
@@ -126,16 +126,18 @@ def test_a_question_is_answered_retried_changed_and_kept(browser: Browser, serve
         page.get_by_role("button", name="Delete permanently").click()
         expect(answers).to_have_count(0)
         assert page.evaluate("localStorage.getItem('mlx-ring.chats')") is None
-        asked: list[Any] = [request.post_data_json for request in heard.requests if request.method == "POST"]
+        asked: list[Any] = [
+            request.post_data_json for request in observed.requests if request.method == "POST"
+        ]
         assert asked[-1]["reasoning_effort"] == "medium"
         assert asked[-1]["max_completion_tokens"] == 40
-        assert heard.complaints == []
-        assert heard.strangers(server.url) == []
+        assert observed.complaints == []
+        assert observed.strangers(server.url) == []
 
 
 def test_an_answer_is_seen_as_it_comes_until_it_is_stopped(browser: Browser) -> None:
     service = TwinService(context=10**7, says=ALPHABET * 100_000)
-    with twin_serving(service) as url, opened(browser, url) as (page, heard):
+    with twin_serving(service) as url, opened(browser, url) as (page, observed):
         ask(page, "Tell me the alphabet.")
         answer = page.get_by_role("article", name="Answer")
         expect(answer).to_contain_text(ALPHABET)
@@ -147,23 +149,23 @@ def test_an_answer_is_seen_as_it_comes_until_it_is_stopped(browser: Browser) -> 
         expect(answer).to_contain_text("Stopped.")
         page.get_by_role("link", name="Cluster").click()
         expect(page.get_by_role("region", name="Requests")).to_contain_text("0 running")
-        assert heard.complaints == []
+        assert observed.complaints == []
 
 
 def test_an_answer_that_breaks_off_keeps_what_came_and_says_why(browser: Browser) -> None:
     service = TwinService(context=10**7, says=ALPHABET * 100_000, policy=Policy(request_timeout_s=1.0))
-    with twin_serving(service) as url, opened(browser, url) as (page, heard):
+    with twin_serving(service) as url, opened(browser, url) as (page, observed):
         ask(page, "Tell me the alphabet.")
         answer = page.get_by_role("article", name="Answer")
         expect(answer.get_by_role("alert")).to_contain_text("The request was not done within 1 s")
         expect(answer).to_contain_text(ALPHABET)
         expect(answer.get_by_role("button", name="Retry")).to_be_visible()
-        assert heard.complaints == []
+        assert observed.complaints == []
 
 
 def test_what_is_written_or_clicked_at_a_bad_moment_does_no_harm(browser: Browser) -> None:
     service = TwinService(context=10**7, says=ALPHABET * 100_000)
-    with twin_serving(service) as url, opened(browser, url) as (page, heard):
+    with twin_serving(service) as url, opened(browser, url) as (page, observed):
         answers, stop = page.get_by_role("article", name="Answer"), page.get_by_role("button", name="Stop")
         ask(page, "One.")
         expect(answers).to_contain_text(ALPHABET)
@@ -182,20 +184,20 @@ def test_what_is_written_or_clicked_at_a_bad_moment_does_no_harm(browser: Browse
         expect(page.get_by_role("button", name="Delete permanently")).to_be_visible()
         page.get_by_role("button", name="Parameters").click()
         page.get_by_label("Temperature").fill("warm")
-        asked = len(heard.requests)
+        asked = len(observed.requests)
         page.get_by_role("button", name="Retry").click()
         expect(page.get_by_role("alert")).to_contain_text("Temperature is warm")
-        assert [request.url for request in heard.requests[asked:]] == []
+        assert [request.url for request in observed.requests[asked:]] == []
         page.get_by_label("Your question").fill("Not sent yet.")
         page.get_by_role("link", name="Cluster").click()
         page.get_by_role("link", name="Chat").click()
         expect(page.get_by_label("Your question")).to_have_value("Not sent yet.")
-        assert heard.complaints == []
+        assert observed.complaints == []
 
 
 def test_an_answer_is_kept_as_far_as_it_came_when_the_page_is_left(browser: Browser) -> None:
     service = TwinService(context=10**7, says="שלום עולם. " * 100_000)
-    with twin_serving(service) as url, opened(browser, url) as (page, heard):
+    with twin_serving(service) as url, opened(browser, url) as (page, observed):
         ask(page, "Greet me for ever.")
         answer = page.get_by_role("article", name="Answer")
         expect(answer).to_contain_text("שלום עולם")
@@ -204,11 +206,11 @@ def test_an_answer_is_kept_as_far_as_it_came_when_the_page_is_left(browser: Brow
         expect(answer).to_contain_text("שלום עולם")
         expect(answer).to_contain_text("when the page was closed")
         expect(answer.get_by_role("alert")).to_have_count(0)
-        assert heard.complaints == []
+        assert observed.complaints == []
 
 
 def test_a_tool_is_called_and_the_answer_goes_on_with_its_result(browser: Browser, server: Server) -> None:
-    with opened(browser, server.url) as (page, heard):
+    with opened(browser, server.url) as (page, observed):
         page.get_by_role("button", name="Parameters").click()
         page.get_by_label("Temperature").fill("0")
         page.get_by_label("Tools").fill(json.dumps([WEATHER]))
@@ -219,23 +221,23 @@ def test_a_tool_is_called_and_the_answer_goes_on_with_its_result(browser: Browse
         call.get_by_role("button", name="Send result").click()
         expect(page.get_by_role("article", name="Result of get_weather")).to_contain_text("sunny")
         expect(page.get_by_role("article", name="Answer").last).to_contain_text("tokens/s")
-        told = next(request.post_data_json for request in heard.requests[::-1] if request.method == "POST")
-        assert told is not None
-        assert [message["role"] for message in told["messages"]] == ["user", "assistant", "tool"]
-        assert told["messages"][1]["tool_calls"][0]["id"] == told["messages"][2]["tool_call_id"]
-        assert heard.complaints == []
+        sent = next(request.post_data_json for request in observed.requests[::-1] if request.method == "POST")
+        assert sent is not None
+        assert [message["role"] for message in sent["messages"]] == ["user", "assistant", "tool"]
+        assert sent["messages"][1]["tool_calls"][0]["id"] == sent["messages"][2]["tool_call_id"]
+        assert observed.complaints == []
 
 
 def test_a_key_is_asked_for_and_goes_nowhere_but_into_a_header(browser: Browser) -> None:
     settings = ApiSettings(api_keys=(KEY,))
-    with twin_serving(TwinService(), settings) as url, opened(browser, url) as (page, heard):
+    with twin_serving(TwinService(), settings) as url, opened(browser, url) as (page, observed):
         field = page.get_by_label("API key")
         expect(field).to_be_visible()
-        assert heard.complaints == []
+        assert observed.complaints == []
         field.fill("another")
         page.keyboard.press("Enter")
         expect(page.get_by_role("alert")).to_contain_text("not one of this server's")
-        watched = [request.url for request in heard.requests if request.url.endswith("/cluster/events")]
+        watched = [request.url for request in observed.requests if request.url.endswith("/cluster/events")]
         assert len(watched) == 1
         field.fill(KEY)
         page.get_by_role("button", name="Use this key").click()
@@ -243,8 +245,8 @@ def test_a_key_is_asked_for_and_goes_nowhere_but_into_a_header(browser: Browser)
         expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
         assert page.evaluate("Object.values(sessionStorage)") == [KEY]
         assert KEY not in str(page.evaluate("JSON.stringify(localStorage)"))
-        assert all("key" not in request.url for request in heard.requests)
-        assert f"Bearer {KEY}" in [request.headers.get("authorization") for request in heard.requests]
+        assert all("key" not in request.url for request in observed.requests)
+        assert f"Bearer {KEY}" in [request.headers.get("authorization") for request in observed.requests]
         page.get_by_role("button", name="Forget key").click()
         expect(field).to_be_visible()
         expect(page.get_by_text(ANSWER_TEXT)).to_have_count(0)
@@ -265,7 +267,7 @@ def test_a_browser_that_keeps_nothing_can_be_used_with_a_key(browser: Browser) -
         expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
 
 
-def test_a_server_that_is_gone_is_told_and_found_again(browser: Browser) -> None:
+def test_a_lost_server_is_reported_and_found_again(browser: Browser) -> None:
     with contextlib.ExitStack() as cleanup:
         with twin_serving(TwinService()) as url:
             page, _ = cleanup.enter_context(opened(browser, url, view="cluster"))
@@ -322,18 +324,18 @@ def test_what_a_model_writes_is_drawn_as_markdown_and_never_as_html(browser: Bro
         "```" + " " * 50_000 + "`",
         "a | b\n-" + " " * 50_000 + "x",
     ]
-    with twin_serving(TwinService()) as url, opened(browser, url) as (page, heard):
+    with twin_serving(TwinService()) as url, opened(browser, url) as (page, observed):
         base = f"{url}/page/{load_page().digest}/"
         drawn = page.evaluate(DRAW, [base, list(MARKDOWN)])
         assert dict(zip(MARKDOWN, drawn, strict=True)) == MARKDOWN
         fenced = page.evaluate(DRAW, [base, ["```js\n<b>1</b>\n```\nend"]])[0]
         assert "<code>&lt;b&gt;1&lt;/b&gt;</code>" in fenced
         assert len(page.evaluate(DRAW, [base, hostile])) == len(hostile)
-        assert heard.complaints == []
+        assert observed.complaints == []
 
 
 def test_a_change_in_one_tab_is_seen_and_kept_by_the_others(browser: Browser) -> None:
-    with twin_serving(TwinService()) as url, opened(browser, url) as (one, heard):
+    with twin_serving(TwinService()) as url, opened(browser, url) as (one, observed):
         other = one.context.new_page()
         other.goto(url)
         for page, question in ((one, "First."), (other, "Second.")):
@@ -348,7 +350,7 @@ def test_a_change_in_one_tab_is_seen_and_kept_by_the_others(browser: Browser) ->
         other.close(run_before_unload=False)
         one.reload()
         expect(kept).to_have_count(0)
-        assert heard.complaints == []
+        assert observed.complaints == []
 
 
 STATUS = """async ([base, state]) => {
@@ -357,18 +359,18 @@ STATUS = """async ([base, state]) => {
 }"""
 
 
-def test_of_two_machines_of_one_name_the_one_that_is_gone_is_named(browser: Browser) -> None:
+def test_of_two_machines_of_one_name_the_lost_one_is_named(browser: Browser) -> None:
     nodes = [
         {"id": "mini-1", "name": "mini", "state": "attending", "reason": None},
         {"id": "mini-2", "name": "mini", "state": "gone", "reason": "it was cut off"},
     ]
     state = {"draining": False, "time": 1, "cluster": {"nodes": nodes, "models": [], "instances": []}}
     with twin_serving(TwinService()) as url, opened(browser, url) as (page, _):
-        told = page.evaluate(STATUS, [f"{url}/page/{load_page().digest}/", state])
-    assert told == ["mini-2 is disconnected: it was cut off"]
+        texts = page.evaluate(STATUS, [f"{url}/page/{load_page().digest}/", state])
+    assert texts == ["mini-2 is disconnected: it was cut off"]
 
 
-def test_what_another_version_kept_or_tells_does_not_end_the_page(browser: Browser) -> None:
+def test_data_of_another_version_does_not_end_the_page(browser: Browser) -> None:
     strange = [None, {"id": "a", "messages": [{"role": "assistant"}]}, {"id": "b", "messages": "none"}]
     fewer = {"role": "assistant", "content": "An answer of before."}
     kept = json.dumps([*strange, {"id": "c", "title": "Before", "at": 1, "messages": [fewer]}])
@@ -376,14 +378,14 @@ def test_what_another_version_kept_or_tells_does_not_end_the_page(browser: Brows
         page.evaluate("kept => localStorage.setItem('mlx-ring.chats', kept)", kept)
         page.reload()
         expect(page.get_by_role("article", name="Answer")).to_contain_text("An answer of before.")
-        told: dict[str, object] = {
+        state: dict[str, object] = {
             "time": 1,
             "version": "9",
             "began": 1,
             "draining": False,
             "cluster": {"nodes": [], "models": [], "instances": []},
         }
-        body = f"event: state\ndata: {json.dumps(told)}\n\n"
+        body = f"event: state\ndata: {json.dumps(state)}\n\n"
         page.route(
             "**/cluster/events", lambda route: route.fulfill(content_type="text/event-stream", body=body)
         )
@@ -406,7 +408,7 @@ def test_an_answer_that_is_stopped_has_no_pace_that_nobody_has_measured(browser:
 
 
 LENGTH = {"Chat": "innerHeight", "Cluster": "document.getElementById('page').offsetHeight"}
-"""Of a window in which nothing is below the view."""
+"""Height of a window in which nothing is below the view."""
 NAMELESS = """() => [...document.querySelectorAll("button, a, input, select, textarea")]
     .filter((each) => !(each.ariaLabel || each.textContent.trim() || each.labels?.[0]?.textContent.trim()))
     .map((each) => each.outerHTML)"""
@@ -434,7 +436,7 @@ CONTRASTS = """() => {
 def test_every_view_fits_its_window_and_can_be_read_and_named(
     browser: Browser, server: Server, width: int, scheme: str
 ) -> None:
-    with opened(browser, server.url, width=width, scheme=scheme) as (page, heard):
+    with opened(browser, server.url, width=width, scheme=scheme) as (page, observed):
         expect(page.get_by_role("heading", name="Ask demo")).to_be_visible()
         ask(page, "Hello.\n" * 40)
         expect(page.get_by_role("article", name="Answer")).to_contain_text("tokens/s")
@@ -448,10 +450,10 @@ def test_every_view_fits_its_window_and_can_be_read_and_named(
             assert page.evaluate(NAMELESS) == []
         ratio, ink, paper = page.evaluate(CONTRASTS)
         assert ratio >= 4.5, (ink, paper)
-        assert heard.complaints == []
+        assert observed.complaints == []
 
 
-def test_colours_follow_the_system_until_the_switch_says_otherwise(browser: Browser, server: Server) -> None:
+def test_the_theme_follows_the_system_until_the_switch_changes_it(browser: Browser, server: Server) -> None:
     def is_dark(page: Page) -> bool:
         return page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
 
@@ -470,8 +472,10 @@ def test_colours_follow_the_system_until_the_switch_says_otherwise(browser: Brow
         assert Path(page.url).name.endswith("#chat")
 
 
-def test_the_cluster_is_drawn_as_it_is_and_a_lost_worker_is_told(browser: Browser, server: Server) -> None:
-    with opened(browser, server.url, view="cluster") as (page, heard):
+def test_the_cluster_is_drawn_as_it_is_and_a_lost_worker_is_reported(
+    browser: Browser, server: Server
+) -> None:
+    with opened(browser, server.url, view="cluster") as (page, observed):
         for stage, layers in enumerate(["layers 0 to 4", "layers 5 to 7"]):
             drawn = page.get_by_role("article").filter(has=page.get_by_role("heading", name=f"Stage {stage}"))
             expect(drawn).to_contain_text(layers)
@@ -484,7 +488,7 @@ def test_the_cluster_is_drawn_as_it_is_and_a_lost_worker_is_told(browser: Browse
         expect(page.get_by_role("region", name="Cache")).to_contain_text("KV cache")
         expect(page.get_by_role("log")).to_contain_text("started worker-1-0")
         assert page.locator(".chart canvas").count() == 2
-        assert heard.complaints == []
+        assert observed.complaints == []
         epoch = page.get_by_text(re.compile(", epoch 1,"))
         expect(epoch).to_be_visible()
         server.one("mlx_ring.worker", "--stage", "1").kill()

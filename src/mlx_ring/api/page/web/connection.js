@@ -1,4 +1,4 @@
-// What stands before the views: a lost connection, and the form for the API key.
+// The notice of a lost connection, and the form for the API key.
 
 /** @import { LiveCluster, Snapshot } from "./live.js" */
 

@@ -1,4 +1,4 @@
-// What classic scripts define. Only the type checker reads this file.
+// Globals of classic scripts. Only the type checker reads this file.
 
 import type uPlotConstructor from "uplot";
 

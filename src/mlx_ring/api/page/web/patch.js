@@ -3,7 +3,7 @@
 /** @import { PatchOperation } from "./types.js" */
 
 /**
- * Return the document after the operations. What they touch is copied, so the old document stays as it was.
+ * Return the document after the operations. Changed parts are copied, so the old document stays as it was.
  * @template T
  * @param {T} document
  * @param {PatchOperation[]} operations

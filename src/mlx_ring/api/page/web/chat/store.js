@@ -241,7 +241,7 @@ function sortNewestFirst(conversations) {
 }
 
 /**
- * Read the stored conversations. What another version of the page stored in another form is left out.
+ * Read the stored conversations. Those that another version of the page stored in another form are left out.
  * @returns {Conversation[]}
  */
 function readConversations() {

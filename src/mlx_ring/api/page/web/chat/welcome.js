@@ -1,4 +1,4 @@
-// What an empty conversation shows.
+// The welcome in an empty conversation.
 
 import { Ring } from "../components.js";
 import { html } from "../vendor/preact.js";

@@ -1,0 +1,107 @@
+import assert from "node:assert/strict";
+import { mock, test } from "node:test";
+import { streamCompletion } from "../../../src/mlx_ring/api/page/web/chat/completion.js";
+import { setUpBrowser } from "./support.js";
+
+/**
+ * Stream an answer from these chunks, and return it as far as it came, with the error that ended it.
+ * @param {unknown[]} chunks
+ * @param {{ isDone?: boolean, status?: number }} [options]
+ */
+async function stream(chunks, { isDone = true, status = 200 } = {}) {
+  setUpBrowser();
+  const text =
+    chunks.map((chunk) => `data: ${JSON.stringify(chunk)}\n\n`).join("") + (isDone ? "data: [DONE]\n\n" : "");
+  const fetch = mock.method(globalThis, "fetch", async () => new Response(text, { status }));
+  const answers = [];
+  let problem = null;
+  try {
+    const request = { messages: [{ role: "user", content: "?" }], seed: 1 };
+    for await (const answer of streamCompletion(request, new AbortController().signal)) answers.push(answer);
+  } catch (error) {
+    problem = error instanceof Error ? error.message : String(error);
+  }
+  const options = /** @type {any} */ (fetch.mock.calls.at(0)).arguments[1];
+  return { answers, last: answers.at(-1), problem, body: JSON.parse(options.body) };
+}
+
+/** @param {object} delta @param {string | null} [end] */
+const chunk = (delta, end = null) => ({ choices: [{ delta, finish_reason: end }] });
+
+test("text and reasoning are joined, under either name of the reasoning", async () => {
+  const { last, answers, problem } = await stream([
+    chunk({ role: "assistant" }),
+    chunk({ reasoning_content: "Hm" }),
+    chunk({ reasoning: "m." }),
+    chunk({ content: "Par" }),
+    chunk({ content: "is." }, "stop"),
+  ]);
+  assert.equal(problem, null);
+  assert.equal(answers.length, 5);
+  assert.deepEqual([last?.reasoning, last?.content, last?.end], ["Hmm.", "Paris.", "stop"]);
+});
+
+test("the request asks for a stream with usage", async () => {
+  const { body } = await stream([]);
+  assert.deepEqual(body, {
+    messages: [{ role: "user", content: "?" }],
+    seed: 1,
+    stream: true,
+    stream_options: { include_usage: true },
+  });
+});
+
+test("calls are put together from their pieces", async () => {
+  const call = (/** @type {number} */ index, /** @type {object} */ more) => chunk({ tool_calls: [{ index, ...more }] });
+  const { last } = await stream([
+    call(0, { id: "a", function: { name: "get_weather", arguments: "" } }),
+    call(0, { function: { arguments: '{"city":' } }),
+    call(1, { id: "b", function: { name: "get_time", arguments: "{}" } }),
+    call(0, { function: { arguments: '"Paris"}' } }),
+    chunk({}, "tool_calls"),
+  ]);
+  assert.deepEqual(last?.calls, [
+    { id: "a", name: "get_weather", arguments: '{"city":"Paris"}' },
+    { id: "b", name: "get_time", arguments: "{}" },
+  ]);
+});
+
+test("figures are the server's, and unknown before it sends them", async () => {
+  const { answers, last } = await stream([
+    chunk({ content: "a" }),
+    {
+      choices: [],
+      usage: { prompt_tokens: 7, completion_tokens: 3, prompt_tokens_details: { cached_tokens: 4 } },
+      performance: { generation_tokens_per_second: 12.5 },
+    },
+  ]);
+  assert.equal(answers[0]?.figures.tokens, null);
+  assert.equal(typeof answers[0]?.figures.firstTokenS, "number");
+  const { firstTokenS, ...figures } = last?.figures ?? {};
+  assert.ok((firstTokenS ?? -1) >= 0);
+  assert.deepEqual(figures, { tokensPerS: 12.5, tokens: 3, promptTokens: 7, cachedTokens: 4 });
+});
+
+test("an answer without a token has no time to first token", async () => {
+  const { last } = await stream([chunk({ role: "assistant" }), chunk({}, "stop")]);
+  assert.equal(last?.figures.firstTokenS, null);
+});
+
+test("an error in the stream ends the answer with its message", async () => {
+  const { last, problem } = await stream([
+    chunk({ content: "a" }),
+    { error: { message: "Worker lost.", code: "lost" } },
+  ]);
+  assert.equal(problem, "Worker lost.");
+  assert.equal(last?.content, "a");
+});
+
+test("a stream that just ends is an error", async () => {
+  const { problem } = await stream([chunk({ content: "a" })], { isDone: false });
+  assert.match(problem ?? "", /before the answer was complete/);
+});
+
+test("a refused request is an error with the status", async () => {
+  const { problem } = await stream([], { status: 503 });
+  assert.match(problem ?? "", /503/);
+});

@@ -1,0 +1,104 @@
+import assert from "node:assert/strict";
+import { describe, test } from "node:test";
+import * as conversations from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
+
+/** @import { AnswerMessage, Message } from "../../../src/mlx_ring/api/page/web/chat/conversation.js" */
+
+const { EMPTY_ANSWER, newConversation, openCalls, requestMessages, withAnswer, withEdit, withMessage, withoutAnswer } =
+  conversations;
+
+/** @param {string} content @returns {Message} */
+const user = (content) => ({ role: "user", content });
+/** @param {string} content @param {Partial<AnswerMessage>} [more] @returns {AnswerMessage} */
+const answer = (content, more = {}) => ({ ...EMPTY_ANSWER, content, end: "stop", ...more });
+/** @param {string} call @returns {Message} */
+const result = (call) => ({ role: "tool", call, name: call, content: `result of ${call}` });
+const CALLS = ["a", "b"].map((id) => ({ id, name: id, arguments: "{}" }));
+
+/** @param {Message[]} messages */
+const conversation = (...messages) => messages.reduce(withMessage, newConversation());
+
+test("conversations have ids of their own", () => {
+  assert.notEqual(newConversation().id, newConversation().id);
+  assert.match(newConversation().id, /^[0-9a-f]{16}$/);
+});
+
+describe("the title", () => {
+  test("is the first line of the first question", () => {
+    assert.equal(conversation(user("\n  One \nTwo"), user("Three")).title, "One");
+  });
+
+  test("is cut where it is long", () => {
+    const { title } = conversation(user("a".repeat(100)));
+    assert.deepEqual([title.length, title.at(-1)], [60, "…"]);
+  });
+
+  test("follows a change of the first question alone", () => {
+    const before = conversation(user("One"), answer("1"), user("Two"));
+    assert.equal(withEdit(before, 2, "Three").title, "One");
+    assert.equal(withEdit(before, 0, "Three").title, "Three");
+  });
+});
+
+test("a changed question replaces all that came after it", () => {
+  const edited = withEdit(conversation(user("One"), answer("1"), user("Two"), answer("2")), 2, "Three");
+  assert.deepEqual(edited.messages, [user("One"), answer("1"), user("Three")]);
+});
+
+test("a retry keeps the last question or result", () => {
+  assert.deepEqual(withoutAnswer(conversation(user("One"), answer("1"))).messages, [user("One")]);
+  const called = [user("One"), answer("", { calls: CALLS }), result("a"), result("b")];
+  assert.deepEqual(withoutAnswer(conversation(...called, answer("1"))).messages, called);
+  assert.deepEqual(withoutAnswer(conversation(answer("1"))).messages, []);
+});
+
+test("an answer replaces the one before, and leaves the old conversation as it was", () => {
+  const before = conversation(user("One"), answer(""));
+  assert.deepEqual(withAnswer(before, answer("1")).messages, [user("One"), answer("1")]);
+  assert.deepEqual(before.messages, [user("One"), answer("")]);
+});
+
+test("calls wait until each has its result", () => {
+  const called = conversation(user("One"), answer("", { calls: CALLS }));
+  assert.deepEqual(openCalls(called), CALLS);
+  assert.deepEqual(openCalls(withMessage(called, result("a"))), CALLS.slice(1));
+  assert.deepEqual(openCalls(conversation(...called.messages, result("b"), result("a"))), []);
+  assert.deepEqual(openCalls(conversation(user("One"))), []);
+});
+
+describe("a request", () => {
+  test("has the system prompt first, if there is one", () => {
+    const one = { role: "user", content: "One" };
+    assert.deepEqual(requestMessages(conversation(user("One")), " Be brief. "), [
+      { role: "system", content: "Be brief." },
+      one,
+    ]);
+    assert.deepEqual(requestMessages(conversation(user("One")), " \n"), [one]);
+  });
+
+  test("leaves out empty answers and joins the questions around them", () => {
+    const asked = conversation(user("One"), answer("", { end: "error" }), user("Two"), answer("2"), user("Three"));
+    assert.deepEqual(requestMessages(asked, ""), [
+      { role: "user", content: "One\n\nTwo" },
+      { role: "assistant", content: "2" },
+      { role: "user", content: "Three" },
+    ]);
+  });
+
+  test("leaves out reasoning", () => {
+    const asked = conversation(user("One"), answer("1", { reasoning: "Hmm." }));
+    assert.deepEqual(requestMessages(asked, "").at(-1), { role: "assistant", content: "1" });
+  });
+
+  test("has calls with their results", () => {
+    const asked = conversation(user("One"), answer("", { calls: CALLS.slice(0, 1) }), result("a"));
+    assert.deepEqual(requestMessages(asked, "").slice(1), [
+      {
+        role: "assistant",
+        content: null,
+        tool_calls: [{ id: "a", type: "function", function: { name: "a", arguments: "{}" } }],
+      },
+      { role: "tool", tool_call_id: "a", content: "result of a" },
+    ]);
+  });
+});

@@ -1,0 +1,186 @@
+import assert from "node:assert/strict";
+import { describe, test } from "node:test";
+import { parseBlocks } from "../../../src/mlx_ring/api/page/web/markdown/blocks.js";
+import { toHtml } from "./support.js";
+
+const LINK = 'target="_blank" rel="noopener noreferrer nofollow"';
+
+/** @type {Record<string, [text: string, html: string][]>} */
+const CASES = {
+  "paragraphs and line breaks": [
+    ["one\n\ntwo", "<p>one</p><p>two</p>"],
+    ["one\ntwo", "<p>one\ntwo</p>"],
+    ["one  \ntwo", "<p>one  <br>two</p>"],
+    ["one\r\ntwo", "<p>one\ntwo</p>"],
+    ["", ""],
+    [" \n\t\n", ""],
+  ],
+  emphasis: [
+    ["*a* _b_", "<p><em>a</em> <em>b</em></p>"],
+    ["**a** __b__", "<p><strong>a</strong> <strong>b</strong></p>"],
+    ["***a***", "<p><strong><em>a</em></strong></p>"],
+    ["~~a~~", "<p><s>a</s></p>"],
+    ["**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>"],
+    ["*a **b***", "<p>*a <strong>b</strong>*</p>"],
+    ["snake_case_name", "<p>snake_case_name</p>"],
+    ["2 * 3 * 4", "<p>2 * 3 * 4</p>"],
+    ["an **open end", "<p>an **open end</p>"],
+    ["one *open and **strong** end", "<p>one *open and <strong>strong</strong> end</p>"],
+    ["** a**", "<p>** a**</p>"],
+    ["*a\\*", "<p>*a*</p>"],
+  ],
+  "escapes and HTML": [
+    ["\\*a\\* \\# \\`", "<p>*a* # `</p>"],
+    ["a \\q", "<p>a \\q</p>"],
+    ["<b>1 & 2</b>", "<p>&lt;b&gt;1 &amp; 2&lt;/b&gt;</p>"],
+    ["<img src=x onerror=alert(1)>", "<p>&lt;img src=x onerror=alert(1)&gt;</p>"],
+    ["# <script>x</script>", "<h3>&lt;script&gt;x&lt;/script&gt;</h3>"],
+    [
+      "| <i>a</i> |\n|---|",
+      '<div class="scroll" tabIndex="0"><table><thead><tr><th>&lt;i&gt;a&lt;/i&gt;</th></tr></thead>' +
+        "<tbody></tbody></table></div>",
+    ],
+  ],
+  "code spans": [
+    ["`a*b*`", "<p><code>a*b*</code></p>"],
+    ["`` a`b ``", "<p><code>a`b</code></p>"],
+    ["`open", "<p>`open</p>"],
+    ["`a\nb`", "<p><code>a b</code></p>"],
+    ["`<b>`", "<p><code>&lt;b&gt;</code></p>"],
+  ],
+  links: [
+    ["[x](https://a.example/?q=1)", `<p><a href="https://a.example/?q=1" ${LINK}>x</a></p>`],
+    ['[x](https://a.example "title")', `<p><a href="https://a.example/" ${LINK}>x</a></p>`],
+    ["[**x**](mailto:a@b.example)", `<p><a href="mailto:a@b.example" ${LINK}><strong>x</strong></a></p>`],
+    ["<https://a.example/>", `<p><a href="https://a.example/" ${LINK}>https://a.example/</a></p>`],
+    ["see https://a.example/b.", `<p>see <a href="https://a.example/b" ${LINK}>https://a.example/b</a>.</p>`],
+    ["xhttps://a.example", "<p>xhttps://a.example</p>"],
+    ["[x](javascript:alert(1))", "<p>[x](javascript:alert(1))</p>"],
+    ["[x](JaVaScRiPt:alert(1))", "<p>[x](JaVaScRiPt:alert(1))</p>"],
+    ["[x](\tjavascript:alert(1))", "<p>[x](\tjavascript:alert(1))</p>"],
+    ["[x](data:text/html,1)", "<p>[x](data:text/html,1)</p>"],
+    ["[x](vbscript:x)", "<p>[x](vbscript:x)</p>"],
+    ["<javascript:alert(1)>", "<p>&lt;javascript:alert(1)&gt;</p>"],
+    ["[x](/relative)", "<p>[x](/relative)</p>"],
+    ['[x](https://a.example/"onclick="x)', `<p><a href="https://a.example/%22onclick=%22x" ${LINK}>x</a></p>`],
+    ["[open](https://a.example", `<p>[open](<a href="https://a.example/" ${LINK}>https://a.example</a></p>`],
+    ["[a\nb](https://a.example)", `<p>[a\nb](<a href="https://a.example/" ${LINK}>https://a.example</a>)</p>`],
+  ],
+  headings: [
+    ["# One\n## Two", "<h3>One</h3><h4>Two</h4>"],
+    ["###### Six", "<h6>Six</h6>"],
+    ["## C#\n### Closed ##", "<h4>C#</h4><h5>Closed</h5>"],
+    ["text\n# Title", "<p>text</p><h3>Title</h3>"],
+    ["#hashtag", "<p>#hashtag</p>"],
+  ],
+  rules: [
+    ["---", "<hr>"],
+    ["* * *", "<hr>"],
+    ["a\n\n___\nb", "<p>a</p><hr><p>b</p>"],
+  ],
+  quotes: [
+    ["> quoted\nlazily", "<blockquote><p>quoted\nlazily</p></blockquote>"],
+    ["> a\n>\n> b", "<blockquote><p>a</p><p>b</p></blockquote>"],
+    ["> > a", "<blockquote><blockquote><p>a</p></blockquote></blockquote>"],
+    ["> - a\n> - b", "<blockquote><ul><li>a</li><li>b</li></ul></blockquote>"],
+    ["> a\n# b", "<blockquote><p>a</p></blockquote><h3>b</h3>"],
+  ],
+  lists: [
+    ["- a\n- b", "<ul><li>a</li><li>b</li></ul>"],
+    ["- a\n\n- b", "<ul><li>a</li><li>b</li></ul>"],
+    ["1. a\n2. b", "<ol><li>a</li><li>b</li></ol>"],
+    ["3) a\n4) b", '<ol start="3"><li>a</li><li>b</li></ol>'],
+    ["1. one\n   - inner\n2. two", "<ol><li>one<ul><li>inner</li></ul></li><li>two</li></ol>"],
+    ["- a\n  - b\n    - c\n- d", "<ul><li>a<ul><li>b<ul><li>c</li></ul></li></ul></li><li>d</li></ul>"],
+    ["- a\n\n  second\n- b", "<ul><li>a<p>second</p></li><li>b</li></ul>"],
+    ["- a\nlazily\n- b", "<ul><li>a\nlazily</li><li>b</li></ul>"],
+    ["- a\n1. b", "<ul><li>a</li></ul><ol><li>b</li></ol>"],
+    ["- a\n\ntext", "<ul><li>a</li></ul><p>text</p>"],
+    ["- # a", "<ul><li><h3>a</h3></li></ul>"],
+    [
+      "1. run\n   ```sh\n   ls\n   ```\n2. done",
+      '<ol><li>run<CodeBlock language="sh">ls</CodeBlock></li><li>done</li></ol>',
+    ],
+    ["-", "<ul><li></li></ul>"],
+    ["-a", "<p>-a</p>"],
+  ],
+  "fenced code": [
+    ["```js\n<b>1</b>\n```\nend", '<CodeBlock language="js">&lt;b&gt;1&lt;/b&gt;</CodeBlock><p>end</p>'],
+    ["~~~\na\n```\n~~~", '<CodeBlock language="">a\n```</CodeBlock>'],
+    ["````\n```\n````", '<CodeBlock language="">```</CodeBlock>'],
+    ["  ```\n  a\n    b\n  ```", '<CodeBlock language="">a\n  b</CodeBlock>'],
+    ["```python title=x\na\n```", '<CodeBlock language="python">a</CodeBlock>'],
+    ["```\n# a\n\n- b\n```", '<CodeBlock language=""># a\n\n- b</CodeBlock>'],
+  ],
+  tables: [
+    [
+      "| a | b |\n|---|--:|\n| 1 | 2 |",
+      '<div class="scroll" tabIndex="0"><table><thead><tr><th>a</th><th class="right">b</th></tr></thead>' +
+        '<tbody><tr><td>1</td><td class="right">2</td></tr></tbody></table></div>',
+    ],
+    [
+      "a | b\n:-: | -\n`x` | y \\| z\nend",
+      '<div class="scroll" tabIndex="0"><table><thead><tr><th class="centred">a</th><th>b</th></tr></thead>' +
+        '<tbody><tr><td class="centred"><code>x</code></td><td>y | z</td></tr></tbody></table></div><p>end</p>',
+    ],
+    ["a | b\nno rule", "<p>a | b\nno rule</p>"],
+  ],
+};
+
+for (const [name, cases] of Object.entries(CASES)) {
+  describe(name, () => {
+    for (const [text, html] of cases) {
+      test(JSON.stringify(text), () => assert.equal(toHtml(parseBlocks(text)), html));
+    }
+  });
+}
+
+describe("while an answer streams", () => {
+  const answer =
+    "Run it:\n\n```sh\nls -l *.txt\n```\n\n1. **one**\n   - `two`\n\n" +
+    "| a | b |\n|---|---|\n| 1 | [x](https://a.example) |";
+
+  test("every beginning of it can be parsed, and shows no character that is not in it", () => {
+    for (let end = 0; end <= answer.length; end += 1) {
+      const beginning = answer.slice(0, end);
+      const text = toHtml(parseBlocks(beginning)).replaceAll(/<[^>]*>/g, "");
+      assert.ok(
+        [...text].every((character) => beginning.includes(character)),
+        text,
+      );
+    }
+  });
+
+  test("a fence without an end is code already", () => {
+    assert.equal(toHtml(parseBlocks("```py")), '<CodeBlock language="py"></CodeBlock>');
+    assert.equal(toHtml(parseBlocks("```py\nx = *1*")), '<CodeBlock language="py">x = *1*</CodeBlock>');
+    assert.equal(toHtml(parseBlocks("```py\nx\n``")), '<CodeBlock language="py">x\n``</CodeBlock>');
+  });
+
+  test("a table without a row is a table already", () => {
+    const table = toHtml(parseBlocks("| a |\n|---|"));
+    assert.match(table, /<th>a<\/th>.*<tbody><\/tbody>/);
+  });
+});
+
+describe("hostile text", () => {
+  const texts = {
+    stars: "*".repeat(3000),
+    brackets: "[".repeat(50_000),
+    "open links": `${"[".repeat(50_000)}](x)`,
+    ticks: `${"`".repeat(3000)}a`,
+    quotes: "> ".repeat(500),
+    lists: "- ".repeat(500),
+    underscores: "_a".repeat(3000),
+    bars: `${"|".repeat(2000)}\n|-|`,
+    "marks that nothing closes": "*a _b ~~c ".repeat(9000),
+    "spaces in a heading": `# a${" ".repeat(20_000)}b`,
+    "spaces in a fence": `\`\`\`${" ".repeat(50_000)}\``,
+    "spaces in a table": `a | b\n-${" ".repeat(50_000)}x`,
+  };
+  for (const [name, text] of Object.entries(texts)) {
+    test(`${name}: parsed without exhausting time or stack`, { timeout: 20_000 }, () => {
+      assert.ok(parseBlocks(text).length > 0);
+    });
+  }
+});

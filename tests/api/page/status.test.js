@@ -1,0 +1,127 @@
+import assert from "node:assert/strict";
+import { describe, test } from "node:test";
+import { describeStatus, nodeNames } from "../../../src/mlx_ring/api/page/web/status.js";
+
+/** @param {object} [more] @returns {any} */
+const node = (more = {}) => ({ id: "mini-1", name: "mini", state: "attending", reason: null, ...more });
+/** @param {object} [more] @returns {any} */
+const model = (more = {}) => ({ model: "demo", state: "ready", reason: null, instances: [], ...more });
+/** @param {object} [more] @returns {any} */
+const stage = (more = {}) => ({
+  node: "mini-1",
+  ranks: [],
+  loading: { phase: "weights", bytes_loaded: 5e8, bytes_to_load: 2e9 },
+  ...more,
+});
+/** @param {object} [more] @returns {any} */
+const instance = (more = {}) => ({
+  name: "demo-1",
+  model: "demo",
+  state: "ready",
+  reason: null,
+  layers: 8,
+  stages: [stage()],
+  ...more,
+});
+
+/**
+ * @param {{ cluster?: object, draining?: boolean, connection?: any }} options
+ */
+function status({ cluster = {}, draining = false, connection = "open" }) {
+  const whole = { nodes: [node()], models: [model()], instances: [instance()], ...cluster };
+  return describeStatus({ connection, state: /** @type {any} */ ({ time: 1000, draining, cluster: whole }) });
+}
+
+describe("before the first state", () => {
+  for (const [connection, label] of /** @type {const} */ ([
+    ["connecting", "connecting"],
+    ["lost", "no connection"],
+    ["locked", "key needed"],
+  ])) {
+    test(connection, () => assert.equal(describeStatus({ connection, state: null }).label, label));
+  }
+});
+
+describe("the label", () => {
+  const cases = /** @type {const} */ ([
+    ["ready", "good", {}],
+    ["degraded", "busy", { cluster: { nodes: [node({ state: "gone" })] } }],
+    ["degraded", "busy", { cluster: { models: [model(), model({ model: "other", state: "unavailable" })] } }],
+    ["loading", "busy", { cluster: { models: [model({ state: "loading" })] } }],
+    ["unavailable", "bad", { cluster: { models: [model({ state: "unavailable" })] } }],
+    ["unloaded", "busy", { cluster: { models: [model({ state: "unloaded" })] } }],
+    ["shutting down", "busy", { draining: true }],
+    ["connection lost", "bad", { connection: "lost" }],
+  ]);
+  for (const [label, tone, options] of cases) {
+    test(`${label}: ${JSON.stringify(options).slice(0, 60)}`, () => {
+      const found = status(options);
+      assert.deepEqual([found.label, found.tone], [label, tone]);
+    });
+  }
+});
+
+describe("notices", () => {
+  const cases = /** @type {const} */ ([
+    [{}, []],
+    [
+      { cluster: { models: [model({ state: "loading" })], instances: [instance({ state: "loading" })] } },
+      ["demo is loading: 25 % of 2 GB of weights loaded."],
+    ],
+    [
+      { cluster: { models: [model({ state: "loading", reason: "Waiting for 2 machines." })], instances: [] } },
+      ["Waiting for 2 machines."],
+    ],
+    [
+      { cluster: { models: [model({ state: "unavailable", reason: "A worker died." })] } },
+      ["demo is unavailable. A worker died."],
+    ],
+    [
+      { cluster: { models: [model({ state: "unloaded", reason: "No memory." })], instances: [] } },
+      ["demo is not loaded. The next request loads it. The last load failed: No memory."],
+    ],
+    [
+      { cluster: { instances: [instance(), instance({ name: "demo-2", state: "unavailable", reason: "Lost." })] } },
+      ["demo-2 is unavailable. Lost. Other replicas serve its requests."],
+    ],
+    [{ cluster: { nodes: [node({ state: "gone" })] } }, ["mini is disconnected."]],
+    [
+      { cluster: { nodes: [node({ state: "quarantined", quarantined_until: 1300, reason: "it failed 3 times" })] } },
+      ["mini is quarantined for 5 minutes: it failed 3 times"],
+    ],
+    [{ draining: true }, ["The server is shutting down. It finishes running requests and accepts no new ones."]],
+  ]);
+  for (const [options, texts] of cases) {
+    test(texts[0] ?? "none", () => {
+      assert.deepEqual(
+        status(options).notices.map(({ text }) => text),
+        texts,
+      );
+    });
+  }
+});
+
+describe("the placement", () => {
+  test("names machines once, and the stages", () => {
+    const nodes = [node(), node({ id: "pro-1", name: "pro" })];
+    const stages = [stage(), stage({ node: "pro-1" }), stage()];
+    const { placement } = status({ cluster: { nodes, instances: [instance({ stages })] } });
+    assert.equal(placement, "It runs on mini and pro, with 8 layers in 3 stages.");
+  });
+
+  test("names all machines of a stage that several share", () => {
+    const nodes = ["a", "b", "c"].map((id) => node({ id, name: id }));
+    const stages = [stage({ ranks: nodes.map(({ id }) => ({ node: id })) })];
+    const { placement } = status({ cluster: { nodes, instances: [instance({ stages })] } });
+    assert.equal(placement, "It runs on a, b and c, with all 8 layers in one stage.");
+  });
+
+  test("is empty without an instance", () => {
+    assert.equal(status({ cluster: { instances: [] } }).placement, "");
+  });
+});
+
+test("machines that share a name are named by their ids", () => {
+  const nodes = [node(), node({ id: "mini-2" }), node({ id: "pro-1", name: "pro" })];
+  assert.deepEqual([...nodeNames({ nodes }).values()], ["mini-1", "mini-2", "pro"]);
+});

@@ -1,0 +1,104 @@
+"""However the layers of a stage are shared by its ranks, the tokens are those of the whole model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.end_to_end.equality import Agreement
+from tests.end_to_end.expected_answers import (
+    RANDOM_MODELS,
+    SEEDED,
+    Expected,
+    agree_on_both,
+    check_agreement,
+    expected_answers,
+)
+from tests.end_to_end.instance import generate, running_engine
+from tests.end_to_end.reference import WholeModel
+from tests.worker.tensor.models import write_family
+
+from mlx_ring.engine.engine import Engine
+
+pytestmark = pytest.mark.alone
+FEW, SHORT = 10, 40
+"""Numbers of prompts and tokens. Ranks that wait for each other keep a processor busy each, and tests have few."""
+
+
+@pytest.fixture(scope="module", params=["demo", "demo-moe", *RANDOM_MODELS])
+def expected(request: pytest.FixtureRequest, shared: Path) -> Expected:
+    return expected_answers(request.param, shared, thorough=request.config.getoption("--thorough"))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("stages", "shares"), [(1, (1.0, 1.0)), (1, (3.0, 1.0)), (2, (1.0, 1.0))])
+def test_tokens_equal_the_whole_models_however_its_layers_are_shared(
+    expected: Expected,
+    stages: int,
+    shares: tuple[float, ...],
+    tmp_path: Path,
+    record_property: Callable[[str, Any], None],
+) -> None:
+    some = replace(
+        expected,
+        prompts=expected.prompts[:FEW],
+        greedy=[tokens[:SHORT] for tokens in expected.greedy[:FEW]],
+        seeded=[tokens[:SHORT] for tokens in expected.seeded[:FEW]],
+    )
+
+    async def run() -> dict[str, Agreement]:
+        async with running_engine(expected.folder, stages, tmp_path, max_num_seqs=2 * FEW, shares=shares) as (
+            engine,
+            _,
+        ):
+            return await agree_on_both(engine, some)
+
+    check_agreement(asyncio.run(run()), FEW * SHORT, record_property)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("family", "bits", "shares"),
+    [
+        ("qwen3", 4, (5.0, 3.0)),
+        ("llama", 8, (1.0, 1.0, 1.0, 1.0)),
+        ("qwen3_moe", 4, (3.0, 1.0)),
+    ],
+)
+def test_tokens_equal_the_whole_models_however_quantized_layers_are_shared(
+    family: str,
+    bits: int,
+    shares: tuple[float, ...],
+    tmp_path: Path,
+    record_property: Callable[[str, Any], None],
+) -> None:
+    """Of 8 KV heads, with a head of its own and with a tied one, dense and with experts."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_family(folder, family, bits)
+    whole, numbers = WholeModel(folder), random.Random(7)
+    prompts = [tuple(numbers.randrange(509) for _ in range(numbers.randint(1, 40))) for _ in range(FEW)]
+
+    async def ask(
+        shares: tuple[float, ...], use: Callable[[Engine], Awaitable[dict[str, Agreement]]]
+    ) -> dict[str, Agreement]:
+        async with running_engine(folder, 1, tmp_path, max_num_seqs=2 * FEW, shares=shares) as (engine, _):
+            return await use(engine)
+
+    some = Expected(folder, whole, prompts, [whole.greedy(prompt, SHORT) for prompt in prompts], 0, [])
+
+    async def alone(engine: Engine) -> dict[str, Agreement]:
+        answers = (generate(engine, prompt, SHORT, SEEDED) for prompt in prompts)
+        some.seeded.extend(await asyncio.gather(*answers))
+        return {}
+
+    async def shared(engine: Engine) -> dict[str, Agreement]:
+        return await agree_on_both(engine, some)
+
+    asyncio.run(ask((1.0,), alone))
+    check_agreement(asyncio.run(ask(shares, shared)), FEW * SHORT, record_property)

@@ -1,0 +1,87 @@
+"""Order the files of a run so that several processes share it well: `--dist loadfile` hands them out in this order.
+
+Files of tests that run alone come first: while one of them runs, nothing else does, and at the start there is nothing to wait for.
+The others follow by the seconds that they took last time, longest first, so that no long file is left over at the end.
+A file that was never measured counts by its tests that start processes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.alone import is_alone
+
+_CACHED = "mlx_ring/seconds-of-files"
+_INPUT = "seconds_of_files"
+_END_TO_END = Path(__file__).with_name("end_to_end")
+_GUESSED_S, _GUESSED_WITH_PROCESSES_S, _GUESSED_END_TO_END_S = 0.1, 2.0, 10.0
+"""Guesses for a test that was never measured."""
+_GUESSED_SETUP_S = 40.0
+"""Guess for what a file in `end_to_end` sets up for its tests."""
+
+
+def file_of(nodeid: str) -> str:
+    """Return the file of a test."""
+    return nodeid.partition("::")[0]
+
+
+def seconds_by_file(reports: Iterable[object]) -> dict[str, float]:
+    """Add up what tests took, with their fixtures."""
+    seconds = defaultdict[str, float](float)
+    for report in reports:
+        if isinstance(report, pytest.TestReport):
+            seconds[file_of(report.nodeid)] += report.duration
+    return dict(seconds)
+
+
+def _cached(config: pytest.Config) -> dict[str, float]:
+    """Return the seconds of earlier runs. A process of a run gets them from the first one, so that all sort alike."""
+    given: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if given is not None:
+        return given[_INPUT]
+    cache: Any = getattr(config, "cache", None)
+    return cache.get(_CACHED, {}) if cache else {}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give the seconds of earlier runs to a process of this one."""
+    node.workerinput[_INPUT] = _cached(node.config)
+
+
+def remember(config: pytest.Config, seconds: Mapping[str, float]) -> None:
+    """Keep the seconds for the next run. A run of some of a file's tests makes the file no shorter."""
+    before = _cached(config)
+    cache: Any = getattr(config, "cache", None)
+    if cache:
+        longer = {file: took for file, took in seconds.items() if took > 0.7 * before.get(file, 0.0)}
+        cache.set(_CACHED, before | longer)
+
+
+def _guess_s(item: pytest.Item) -> float:
+    if item.get_closest_marker("processes") is None:
+        return _GUESSED_S
+    return _GUESSED_END_TO_END_S if item.path.is_relative_to(_END_TO_END) else _GUESSED_WITH_PROCESSES_S
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the files; in its file a test that runs alone comes last."""
+    guessed, alone = defaultdict[str, float](float), defaultdict[str, bool](lambda: True)
+    for item in items:
+        file = file_of(item.nodeid)
+        if file not in guessed and item.path.is_relative_to(_END_TO_END):
+            guessed[file] = _GUESSED_SETUP_S
+        guessed[file] += _guess_s(item)
+        alone[file] &= is_alone(item)
+    seconds = guessed | _cached(config)
+
+    def place(item: pytest.Item) -> tuple[bool, float, str, bool]:
+        file = file_of(item.nodeid)
+        return not alone[file], -seconds[file], file, is_alone(item)
+
+    items.sort(key=place)
