@@ -103,13 +103,8 @@ def test_without_a_key_the_page_comes_and_nothing_that_it_shows() -> None:
 
 
 def test_libraries_of_others_are_as_they_were_published() -> None:
-<<<<<<< HEAD
-    """Their checksums stand beside them."""
-    import hashlib  # of this test alone
-=======
     """Compare the files with the checksums beside them."""
-    import hashlib  # noqa: PLC0415 - of this test alone
->>>>>>> origin/main
+    import hashlib  # of this test alone
 
     folder = files("mlx_ring.api.page") / "web" / "vendor"
     noted = (folder / "README.txt").read_text()
