@@ -241,12 +241,12 @@ def row_latency(bench: Bench) -> list[Ratio]:
 @contextmanager
 def _one_and_two(bench: Bench, model: Path | None = None) -> Generator[list[Any]]:
     """Serve the same model on one stage and on two; quantized by default."""
-    model = model or quantized()
+    folder = model or quantized()
     pin_self(bench.shared)
     with running(
         *(
             lambda stages=stages: RingServer(
-                model, *_PLAIN, stages=stages, cores=bench.cores, head_core=bench.shared
+                folder, *_PLAIN, stages=stages, cores=bench.cores, head_core=bench.shared
             )
             for stages in (1, 2)
         )
@@ -258,7 +258,7 @@ def quantized(shape: Shape = FLOAT, bits: int = 4) -> Path:
     """Return the random model with quantized weights, group size 64, and everything else in float32."""
     folder = CACHE / f"{make(shape).name}-{bits}bit"
     if not (folder / "config.json").is_file():
-        from mlx_lm import convert
+        from mlx_lm import convert  # noqa: PLC0415 - only this needs MLX # pyright: ignore[reportUnknownVariableType]
 
         convert(str(make(shape)), str(folder), quantize=True, q_bits=bits, q_group_size=64, dtype="float32")
     return folder
