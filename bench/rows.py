@@ -258,7 +258,7 @@ def quantized(shape: Shape = FLOAT, bits: int = 4) -> Path:
     """Return the random model with quantized weights, group size 64, and everything else in float32."""
     folder = CACHE / f"{make(shape).name}-{bits}bit"
     if not (folder / "config.json").is_file():
-        from mlx_lm import convert  # noqa: PLC0415 - only this needs MLX # pyright: ignore[reportUnknownVariableType]
+        from mlx_lm import convert  # pyright: ignore[reportUnknownVariableType]
 
         convert(str(make(shape)), str(folder), quantize=True, q_bits=bits, q_group_size=64, dtype="float32")
     return folder
