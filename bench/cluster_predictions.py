@@ -92,7 +92,7 @@ def rows_of(
     cluster: LanCluster, period_ms: int, nodes: int, strategy: str, options: argparse.Namespace
 ) -> Iterator[Row]:
     joining = [machine for machine in cluster.machines[1:nodes] if not machine.has_joined]
-    flags = ("--prefix-cache", "off", "--draft-tokens", "0", "--max-model-len", str(CONTEXT))
+    flags = ("--prefix-cache", "off", "--num-speculative-tokens", "0", "--max-model-len", str(CONTEXT))
     server = cluster.serve(nodes, "--strategy", strategy, *flags, joining=joining)
     rounds = [measure(cluster, server, options.tokens) for _ in range(options.rounds + 1)][1:]
     server.stop()

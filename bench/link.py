@@ -62,7 +62,7 @@ def cluster(hosts: Sequence[Host], model: Path, folder: Path) -> Generator[str]:
     plain = ("--blas-threads", "1", "--log-level", "warning")
     serve = [
         *(*_PROGRAM, "serve", str(model), "--nodes", "2", "--strategy", "uniform", "--port", "8100", *plain),
-        *("--prefix-cache", "off", "--draft-tokens", "0", "--link-compression", "off"),
+        *("--prefix-cache", "off", "--num-speculative-tokens", "0", "--link-compression", "off"),
         *("--state-dir", str(folder / "head"), "--log-dir", str(folder / "head-logs")),
     ]
     join = [*_PROGRAM, "join", one.address, *plain, "--state-dir", str(folder / "node")]

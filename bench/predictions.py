@@ -40,7 +40,7 @@ SHAPE = Shape(
 CUTS = ((12,), (6, 6), (3, 9), (9, 3))
 PROMPTS = (64, 1500)
 """Tokens of context; the second value is for the whole model only."""
-_FLAGS = ("--prefix-cache", "off", "--draft-tokens", "0")
+_FLAGS = ("--prefix-cache", "off", "--num-speculative-tokens", "0")
 _BOUND = 0.3
 _FEW = 4
 """Tokens of the shorter answer, which is subtracted from the longer one."""

@@ -36,7 +36,7 @@ from mlx_ring.planner.costs import MeasuredCost
 
 FLOAT = Shape(layers=8, hidden=1024, vocabulary=4096, dtype="float32")
 DEEP = Shape(layers=16, hidden=768, intermediate=2304, heads=12, kv_heads=6, vocabulary=4096, dtype="float32")
-_PLAIN = ("--prefix-cache", "off", "--draft-tokens", "0")
+_PLAIN = ("--prefix-cache", "off", "--num-speculative-tokens", "0")
 _HOP_US = 300.0
 """One-way delay between processes of this machine, including their wake-up."""
 
@@ -186,10 +186,10 @@ def row_lookup(bench: Bench) -> list[Ratio]:
         for number, with_drafts, without in in_both_orders(
             bench,
             lambda model=model: RingServer(
-                model, "--draft-tokens", "8", cores=bench.one, head_core=bench.other
+                model, "--num-speculative-tokens", "8", cores=bench.one, head_core=bench.other
             ),
             lambda model=model: RingServer(
-                model, "--draft-tokens", "0", cores=bench.one, head_core=bench.other
+                model, "--num-speculative-tokens", "0", cores=bench.one, head_core=bench.other
             ),
         ):
             text = random.Random(number).sample(range(FLOAT.vocabulary), 300)

@@ -17,7 +17,7 @@ from random_model import Shape
 from servers import LaunchedServer, RingServer, Server, pin_self
 
 TENSOR = Shape(layers=8, hidden=1024, vocabulary=32768, dtype="float32")
-_PLAIN = ("--prefix-cache", "off", "--draft-tokens", "0")
+_PLAIN = ("--prefix-cache", "off", "--num-speculative-tokens", "0")
 _PROMPT = 512
 _LAUNCH_PROMPT = 64
 """Shorter prompt, because mlx_lm.server takes three minutes for 512 tokens of this model."""

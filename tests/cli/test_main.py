@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from tests.processes import run_cli
 
 from mlx_ring.settings.config import Settings, flag_name
+from mlx_ring.settings.fields import flag_of
 
 
 def complaint(*arguments: str, folder: Path, **environment: str) -> str:
@@ -151,17 +153,21 @@ def test_the_version_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.split()[0]) == (0, "mlx-ring")
 
 
-def test_help_names_the_commands_and_every_setting(tmp_path: Path) -> None:
+def test_help_lists_the_commands_and_basic_flags_and_help_all_every_flag(tmp_path: Path) -> None:
     top = run_cli("--help", folder=tmp_path)
     assert top.returncode == 0
     assert all(word in top.stdout for word in ("serve", "chat", "models"))
-    serve = run_cli("serve", "--help", folder=tmp_path, environment={"COLUMNS": "200"})
-    missing = [
-        flag_name(name)
-        for name in Settings.model_fields
-        if name != "model" and flag_name(name) not in serve.stdout
-    ]
-    assert missing == []
+    names = {name for name in Settings.model_fields if name != "model"}
+    basic = {name for name in names if flag_of(Settings.model_fields[name]).basic}
+    assert _listed(names, "--help", tmp_path) == basic
+    assert _listed(names, "--help-all", tmp_path) == names
+
+
+def _listed(names: set[str], flag: str, folder: Path) -> set[str]:
+    """Return the settings whose flags `mlx-ring serve` lists."""
+    text = run_cli("serve", flag, folder=folder, environment={"COLUMNS": "200"}).stdout
+    flags = set(re.findall(r"--[a-z-]+", text))
+    return {name for name in names if flag_name(name) in flags}
 
 
 def test_the_list_has_the_built_in_models_with_their_size(tmp_path: Path) -> None:

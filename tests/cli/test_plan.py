@@ -58,7 +58,7 @@ def test_ranks_that_share_layers_stand_below_each_other_with_the_reason(tmp_path
 
 
 def test_where_throughput_is_the_aim_each_replica_has_a_table(tmp_path: Path) -> None:
-    options = (*MINIS, "--aim", "throughput", "--sequences", "8")
+    options = (*MINIS, "--optimize-for", "throughput", "--sequences", "8")
     done = run_cli("plan", "demo", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Replica 2 of 2" in done.stdout

@@ -94,7 +94,15 @@ def test_workers_count_as_ready_once_each_has_said_so() -> None:
 def test_a_budget_too_small_for_the_model_s_context_shortens_it_and_is_shown(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    flags = ("--kv-cache-memory", "1MiB", "--no-prefix-cache", "--max-itl-ratio", "3", "--draft-tokens", "0")
+    flags = (
+        "--kv-cache-memory",
+        "1MiB",
+        "--no-prefix-cache",
+        "--max-itl-ratio",
+        "3",
+        "--num-speculative-tokens",
+        "0",
+    )
     with serving(tiny_model, *flags, folder=tmp_path) as server:
         client = server.http
         (model,) = client.get("/v1/models").json()["data"]

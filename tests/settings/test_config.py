@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.settings.config import Settings, api_keys, bodies_mb, flag_name, state_folder
+from mlx_ring.settings.config import Settings, bodies_mb, flag_name, state_folder
 from mlx_ring.settings.rank_settings import check_link, check_ranks
-from mlx_ring.settings.settings_sources import allowed_values, load_settings
+from mlx_ring.settings.settings_sources import allowed_values, api_keys, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_a_file_of_keys_is_the_same_in_every_working_directory(
     assert load_settings({"api_key_file": "keys"}).api_key_file == tmp_path / "keys"
 
 
-@pytest.mark.parametrize(("text", "said"), [("\n \n", "has no key"), (None, "cannot be read")])
+@pytest.mark.parametrize(("text", "said"), [("\n \n", "holds no key"), (None, "cannot be read")])
 def test_a_file_of_keys_without_any_is_an_error(tmp_path: Path, text: str | None, said: str) -> None:
     file = tmp_path / "keys"
     if text is not None:
@@ -187,7 +187,7 @@ def test_proportions_go_with_the_strategy_custom(flags: dict[str, object], said:
 
 def test_machines_that_share_layers_are_several() -> None:
     assert message(strategy="tensor").startswith(
-        "The strategy tensor has machines share layers, and --nodes is 1: "
+        "--strategy tensor shares layers among machines, but --nodes is 1. "
     )
     assert load_settings({"strategy": "hybrid", "nodes": 3}).strategy == "hybrid"
 

@@ -68,6 +68,31 @@ def test_each_source_alone_is_heard(source: str, monkeypatch: pytest.MonkeyPatch
     assert load_settings(flags, config=config).max_num_seqs == 7
 
 
+@pytest.mark.parametrize("source", ["environment", "dotenv", "yaml"])
+def test_a_name_of_an_earlier_version_is_read_with_one_line_of_log(
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config: Path | None = None
+    match source:
+        case "environment":
+            monkeypatch.setenv("MLX_RING_MAX_WAITING", "7")
+        case "dotenv":
+            (tmp_path / ".env").write_text("MLX_RING_MAX_WAITING=7\n")
+        case _:
+            config = tmp_path / "ring.yml"
+            config.write_text("max-waiting: 7\n")
+    assert load_settings({}, config=config).max_queued_requests == 7
+    (record,) = caplog.records
+    assert "is now called" in record.message
+    assert "max" in record.message.lower()
+
+
+def test_todays_name_of_a_setting_takes_precedence_over_its_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_RING_AIM", "throughput")
+    monkeypatch.setenv("MLX_RING_OPTIMIZE_FOR", "latency")
+    assert load_settings({}).optimize_for == "latency"
+
+
 def test_the_environment_may_name_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "ring.yaml").write_text("port: 9\n")
     monkeypatch.setenv("MLX_RING_CONFIG", "ring.yaml")
@@ -172,7 +197,7 @@ def test_a_prototypes_env_file_works_with_a_line_of_log_for_each_name(
     assert [record.message for record in caplog.records] == [
         f"MODEL_REPO in {tmp_path / '.env'} is read as MLX_RING_MODEL=demo-moe.",
         f"API_PORT in {tmp_path / '.env'} is read as MLX_RING_PORT=8200.",
-        f"KV_CACHE_MAX_SIZE=none in {tmp_path / '.env'} changes nothing here.",
+        f"KV_CACHE_MAX_SIZE=none in {tmp_path / '.env'} has no effect.",
     ]
 
 

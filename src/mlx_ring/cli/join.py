@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mlx_ring.cli.flags import with_settings
 from mlx_ring.core.cluster_folders import node_folder
 from mlx_ring.core.environment import let_grpc_speak, quieten_grpc
 from mlx_ring.core.errors import ConfigError
@@ -76,6 +77,13 @@ _HEAD_FILE = "head"
 _TRY_S = 2.0
 
 
+@with_settings(
+    (
+        *("state_dir", "memory_utilization", "memory_limit", "weights_limit", "trusted_interface"),
+        *("blas", "blas_threads", "log_level", "log_format", "log_dir", "run_dir"),
+        *("model_load_timeout", "file_descriptor_limit"),
+    )
+)
 def join(
     head: Annotated[
         str | None,
@@ -84,73 +92,21 @@ def join(
             help="The head's address; otherwise the last one, or the only one on this LAN.",
         ),
     ] = None,
+    *,
     token: Annotated[
         str | None,
         typer.Option(help="What `mlx-ring serve --nodes N` or `token create` prints; needed once."),
     ] = None,
-    state_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help=Settings.model_fields["state_dir"].description)
-    ] = None,
-    memory_utilization: Annotated[
-        str | None,
-        typer.Option(
-            "--memory-utilization",
-            "--gpu-memory-utilization",
-            metavar="SHARE",
-            help=Settings.model_fields["memory_utilization"].description,
-        ),
-    ] = None,
-    memory_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help=Settings.model_fields["memory_limit"].description)
-    ] = None,
-    weights_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help=Settings.model_fields["weights_limit"].description)
-    ] = None,
-    trusted_interface: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,...", help=Settings.model_fields["trusted_interface"].description),
-    ] = None,
     listen: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on for the cluster.")
     ] = "[::]",
-    blas: Annotated[str | None, typer.Option(metavar="auto|off", help="As `serve` has it.")] = None,
-    blas_threads: Annotated[str | None, typer.Option(metavar="N", help="Of each worker's BLAS.")] = None,
-    log_level: Annotated[str | None, typer.Option(metavar="LEVEL", help="How much to log.")] = None,
-    log_format: Annotated[
-        str | None, typer.Option(metavar="text|json", help=Settings.model_fields["log_format"].description)
-    ] = None,
-    log_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for log files.")] = None,
-    run_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for sockets.")] = None,
-    model_load_timeout: Annotated[
-        str | None,
-        typer.Option(metavar="SECONDS", help=Settings.model_fields["model_load_timeout"].description),
-    ] = None,
-    file_descriptor_limit: Annotated[
-        str | None,
-        typer.Option(metavar="N", help=Settings.model_fields["file_descriptor_limit"].description),
-    ] = None,
+    flags: dict[str, object],
 ) -> None:
     """Let this machine compute for a cluster, until Ctrl-C.
 
     With a token it becomes a member; afterwards it comes back without one, and by itself when the head restarts.
     """
-    settings = load_settings(
-        {
-            "state_dir": state_dir,
-            "memory_utilization": memory_utilization,
-            "memory_limit": memory_limit,
-            "weights_limit": weights_limit,
-            "trusted_interface": trusted_interface,
-            "blas": blas,
-            "blas_threads": blas_threads,
-            "log_level": log_level,
-            "log_format": log_format,
-            "log_dir": log_dir,
-            "run_dir": run_dir,
-            "model_load_timeout": model_load_timeout,
-            "file_descriptor_limit": file_descriptor_limit,
-        }
-    )
+    settings = load_settings(flags)
     quieten_grpc()
     let_grpc_speak()
     # gRPC reads how much to say when it comes in, which it does with these.

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from mlx_ring.host.running import end_running, running_here
-from mlx_ring.settings.config import api_keys, state_folder
-from mlx_ring.settings.settings_sources import load_settings
+from mlx_ring.settings.config import state_folder
+from mlx_ring.settings.settings_sources import api_keys, load_settings
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar, cast
@@ -29,6 +30,7 @@ from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.stage_costs import Demand
 from mlx_ring.settings.old_names import strategy_of_today
 
+log = logging.getLogger(__name__)
 _BITS = (2, 3, 4, 5, 6, 8, 16, 32)
 _KV_BITS = (4, 8, 16)
 _CONTEXT = 8192
@@ -52,7 +54,10 @@ def plan(
             help="How layers are shared out; as the file says, or auto, otherwise.",
         ),
     ] = None,
-    aim: Annotated[str, typer.Option(metavar="|".join(AIMS), help="What `auto` makes best.")] = "latency",
+    optimize_for: Annotated[
+        str | None, typer.Option(metavar="|".join(AIMS), help="Objective of `auto`; latency by default.")
+    ] = None,
+    aim: Annotated[str | None, typer.Option(hidden=True)] = None,
     proportions: Annotated[
         str | None, typer.Option(metavar="A,B", help="Parts of the layers by machine, with custom.")
     ] = None,
@@ -94,7 +99,7 @@ def plan(
     wish = Wish(
         demand,
         strategy=cast("Strategy", _one_of("--strategy", wanted, STRATEGIES)),
-        aim=cast("Aim", _one_of("--aim", aim, AIMS)),
+        aim=cast("Aim", _one_of("--optimize-for", _objective(optimize_for, aim), AIMS)),
         proportions=_numbers("--proportions", proportions) or listed.proportions,
         counts=tuple(map(int, _numbers("--layers", layers))),
     )
@@ -107,6 +112,13 @@ def plan(
         print(json.dumps(told[0] if len(told) == 1 else {"replicas": told}, indent=1))
         return
     show_plans(made)
+
+
+def _objective(given: str | None, old: str | None) -> str:
+    """Return the value of --optimize-for, or of --aim, its old name."""
+    if old is not None:
+        log.warning("--aim is now called --optimize-for; the old name still works.")
+    return given or old or "latency"
 
 
 def _cluster(file: Path | None, machines: list[str] | None) -> tuple[ClusterProfile, DevicesFile]:

@@ -117,13 +117,13 @@ def cut_wishes(settings: Settings) -> str:
     wishes = (
         settings.strategy,
         settings.proportions,
-        settings.aim,
+        settings.optimize_for,
         settings.replicas,
         settings.nodes,
         settings.max_model_len,
         rank_shares(settings),
         # To a single stream it is no matter how many there may be.
-        settings.max_num_seqs if settings.aim == "throughput" else None,
+        settings.max_num_seqs if settings.optimize_for == "throughput" else None,
     )
     return repr(wishes)
 

@@ -34,7 +34,7 @@ def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> N
     if requests > most:
         raise RequestError(
             f"This request asks for {requests} answers (its prompts times n), and the server takes {most} at once "
-            f"(--max-num-seqs {policy.max_num_seqs}, --max-waiting {policy.max_waiting}): ask for fewer.",
+            f"(--max-num-seqs {policy.max_num_seqs}, --max-queued-requests {policy.max_waiting}): ask for fewer.",
             param="n",
         )
     if requests > free:

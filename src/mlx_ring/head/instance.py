@@ -406,11 +406,11 @@ def policy_of(settings: Settings) -> Policy:
     """What the settings say about scheduling."""
     return Policy(
         max_num_seqs=settings.max_num_seqs,
-        max_waiting=settings.max_waiting,
+        max_waiting=settings.max_queued_requests,
         prefill_chunk=settings.prefill_chunk,
         max_itl_ratio=settings.max_itl_ratio,
         prefix_cache=settings.prefix_cache == "on",
-        draft_tokens=settings.draft_tokens,
+        draft_tokens=settings.num_speculative_tokens,
         request_timeout_s=settings.request_timeout_s,
         step_deadline_s=settings.step_deadline_s,
     )

@@ -118,7 +118,7 @@ class Cluster:
                 missing = (declared.settings.replicas or len(left)) - len(left)
                 return [*loaded, *[None] * missing]
             if declared.settings.replicas == 1 or (
-                declared.settings.replicas is None and declared.settings.aim == "latency"
+                declared.settings.replicas is None and declared.settings.optimize_for == "latency"
             ):
                 return [None]
             _, links = await self._surveys.take_all(membership, sites)
@@ -264,7 +264,7 @@ class Cluster:
             self._highest_epoch = highest_epoch(events)
             for declared in self._declared:
                 most = declared.settings.replicas or (
-                    len(sites) if declared.settings.aim == "throughput" else 1
+                    len(sites) if declared.settings.optimize_for == "throughput" else 1
                 )
                 adoptable = find_adoptable(events, partial(_expect, declared))
                 self._left[declared.served.names[0]] = adoptable[:most]

@@ -362,11 +362,13 @@ def _node_profile(member: Member, taken: int, head_bytes: int) -> NodeProfile:
 def _wish(settings: Settings, served: ServedModel) -> Wish:
     """What is promised: to one stream a long context; where throughput is asked for, a shorter one to all at once."""
     promised, sequences = KEPT_TOKENS, 1
-    if settings.aim == "throughput":
+    if settings.optimize_for == "throughput":
         promised, sequences = _PROMISED_TOKENS_EACH, settings.max_num_seqs
     context = settings.max_model_len or min(promised, served.folder.context_length)
     demand = Demand(context, sequences, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
-    return Wish(demand, strategy=settings.strategy, aim=settings.aim, shares_layers=settings.link == GRPC)
+    return Wish(
+        demand, strategy=settings.strategy, aim=settings.optimize_for, shares_layers=settings.link == GRPC
+    )
 
 
 def _wish_of(order: Order) -> Wish:

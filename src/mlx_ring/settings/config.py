@@ -1,359 +1,410 @@
-"""Settings: one model that checks each value, and what they mean. `settings_sources.py` says where values come from.
+"""Settings: one field for each, with its type, bounds, default, help and flag. `settings_sources.py` reads the sources.
 
-Of what these two leave, this module and `environment.py` alone read the environment.
+Apart from these two modules, only `core/environment.py` reads the environment.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, cast
-from urllib.parse import urlsplit
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import BeforeValidator, Field
+from pydantic_settings import SettingsConfigDict
 
-from mlx_ring.core.errors import ConfigError
-from mlx_ring.host.machine import SOCKET_PATH_LIMIT
-from mlx_ring.settings.old_names import strategy_of_today
+from mlx_ring.settings.fields import (
+    SIZE_TAKES,
+    AutoOrOff,
+    CheckedSettings,
+    HttpAddress,
+    KvBits,
+    Names,
+    Numbers,
+    Shares,
+    Size,
+    SocketFolder,
+    Switch,
+    Text,
+    flag_of,
+    other_names,
+    read_strategy,
+    setting,
+)
 
 ENVIRONMENT_PREFIX = "MLX_RING_"
+_MODELS, _PLACEMENT, _CLUSTER, _SCHEDULING = "Models", "Placement", "Cluster", "Scheduling"
+_KV_CACHE, _LINKS, _HTTP, _SECURITY = "KV cache", "Links between stages", "HTTP server", "Security"
+_LOGS, _PROCESS = "Logs and traces", "Processes"
 
 
-def _split(value: object) -> object:
-    """`a,b` from a flag or a variable, or as vLLM has lists: `["a", "b"]`; a file may hold a list."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = json.loads(value)
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
-
-
-def _yaml_switch(value: object) -> object:
-    """An unquoted `on` or `off` is a truth value in YAML."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-def _bits(value: object) -> object:
-    """A bare number from a file counts as its digits."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _yaml_switch(value)
-
-
-_UNITS = (
-    {"": 1, "b": 1}
-    | {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
-    | {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
-)
-
-
-def _bytes(value: object) -> object:
-    """`2GiB`, `500 MB` or a bare number, in bytes."""
-    if not isinstance(value, str):
-        return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip().lower())
-    if found is None or found[2] not in _UNITS:
-        raise ValueError
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-def _strategy(value: object) -> object:
-    return strategy_of_today(value) if isinstance(value, str) else value
-
-
-_SHARE = re.compile(r"(?:[a-z0-9][a-z0-9-]*=)?(?:\d+(?:\.\d*)?|\.\d+)")
-
-
-def _shares(value: object) -> object:
-    """`0.7,0.3` or `mini-7f3a=0.7,studio-1b2c=0.3`; a file may hold a list of numbers."""
-    if isinstance(value, str):
-        value = value.strip("[] ").split(",")
-    if not isinstance(value, (list, tuple)):
-        raise ValueError  # noqa: TRY004 - what pydantic takes for a bad value
-    parts = tuple(str(part).strip() for part in cast("list[object]", value))
-    if not all(map(_SHARE.fullmatch, parts)):
-        raise ValueError
-    return parts
-
-
-def _http_address(value: str) -> str:
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError
-    return value
-
-
-def _short_enough(path: Path | None) -> Path | None:
-    if path is not None and len(os.fsencode(path.absolute())) > SOCKET_PATH_LIMIT - 40:
-        raise ValueError
-    return path
-
-
-_SWITCHES = ("prefix_cache", "log_stderr", "access_log")
-Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
-
-
-class Settings(BaseSettings):
-    """What the person who starts a server decides. A field's description is its line in `--help`."""
+class Settings(CheckedSettings):
+    """Server configuration. Command-line flags, help and the table in docs/configuration.md come from these fields."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", env_prefix=ENVIRONMENT_PREFIX, protected_namespaces=()
     )
 
-    model: Annotated[str, Field(min_length=1)] = Field(
-        "demo", description="A built-in model's name, a folder, or a Hugging Face id such as Qwen/Qwen3-0.6B."
+    model: Text = setting(
+        "demo",
+        "Name of a built-in model, a folder, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
+        _MODELS,
+        metavar="MODEL",
+        basic=True,
     )
-    served_model_name: Names = Field(
-        (), description="The name that clients see, and others that they may use; the model's own otherwise."
-    )
-    more_models: Names = Field((), description="Other models to serve beside the first, named alike.")
-    model_memory: Annotated[Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)] = (
-        Field(
-            None,
-            description="Memory that the weights of all loaded models may take, such as 20GB; the one not asked for longest makes way.",
-        )
-    )
-    replicas: Annotated[int | None, Field(ge=1, le=8)] = Field(
-        None,
-        description="Instances of each model; one, or with --aim throughput as many as give most.",
-    )
-    aim: Literal["latency", "throughput"] = Field(
-        "latency", description="What plans make best: a single stream's speed, or that of many together."
-    )
-    stages: Annotated[int, Field(ge=1, le=1024)] = Field(
-        1, description="Worker processes to split the layers over."
-    )
-    tp: Annotated[int, Field(ge=1, le=64)] = Field(
-        1, description="Worker processes that share every layer of a stage (tensor parallelism)."
-    )
-    tp_shares: Annotated[
-        tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], BeforeValidator(_split)
-    ] = Field((), description="Parts of every layer by worker of a stage, such as 3,1; all alike otherwise.")
-    nodes: Annotated[int, Field(ge=1, le=8)] = Field(
-        1, description="Machines to serve with, this one included; more than one wait for `mlx-ring join`."
-    )
-    cluster_host: Annotated[str, Field(min_length=1)] = Field(
-        "[::]", description="Address to listen on for other machines of the cluster."
-    )
-    trusted_interface: Names = Field(
+    served_model_name: Names = setting(
         (),
-        description="Interfaces of this machine, or networks as 10.0.8.0/24, on which MLX's unencrypted collectives may go to other machines.",
+        "Model name in the API, then further names for it; the model's own name by default.",
+        _MODELS,
+        metavar="NAME,...",
+        basic=True,
     )
-    cluster_port: Annotated[int, Field(ge=1, le=65534)] = Field(
-        50051, description="Port for other machines of the cluster; the one after it is for those that join."
+    more_models: Names = setting(
+        (), "Further models to serve beside the first one.", _MODELS, metavar="NAME,..."
+    )
+    model_memory: Size = setting(
+        None,
+        "Memory for the weights of all loaded models, such as 20GB. The least recently used idle model is "
+        "unloaded beyond it.",
+        _MODELS,
+        metavar="SIZE",
+        takes=SIZE_TAKES,
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto",
+        "Type to compute in; auto is float32 on a CPU and the model's own on a GPU.",
+        _MODELS,
+        metavar="TYPE",
+    )
+    max_model_len: Annotated[int | None, Field(ge=1, le=1 << 30)] = setting(
+        None,
+        "Maximum tokens of prompt and answer together; the model's own limit by default.",
+        _MODELS,
+        basic=True,
+    )
+    pooling: Literal["auto", "last", "mean", "cls"] = setting(
+        "auto",
+        "Hidden states that form an embedding: the last token's, the mean of all, or the first's (cls). "
+        "auto follows the model's folder.",
+        _MODELS,
+        metavar="KIND",
+    )
+    model_load_timeout: Annotated[float, Field(gt=0, le=86400)] = setting(
+        600.0, "Maximum seconds to load a model.", _MODELS, metavar="SECONDS"
+    )
+    stages: Annotated[int, Field(ge=1, le=1024)] = setting(
+        1,
+        "Pipeline stages: worker processes to split the layers over.",
+        _PLACEMENT,
+        basic=True,
+        aliases=("--pipeline-parallel-size", "-pp"),
+    )
+    tp: Annotated[int, Field(ge=1, le=64)] = setting(
+        1,
+        "Tensor parallelism: worker processes that share each layer of a stage.",
+        _PLACEMENT,
+        basic=True,
+        aliases=("--tensor-parallel-size", "-tp"),
+    )
+    tp_shares: Numbers = setting(
+        (),
+        "Share of each layer by worker of a stage, such as 3,1; equal shares by default.",
+        _PLACEMENT,
+        metavar="A,B",
+        takes="numbers above 0 with commas between them, as 3,1",
+    )
+    replicas: Annotated[int | None, Field(ge=1, le=8)] = setting(
+        None,
+        "Instances of each model. The default is one; with --optimize-for throughput, the planner chooses.",
+        _PLACEMENT,
+        aliases=("--data-parallel-size", "-dp"),
     )
     strategy: Annotated[
         Literal["auto", "uniform", "memory", "compute", "balanced", "custom", "tensor", "hybrid"],
-        BeforeValidator(_strategy),
-    ] = Field("auto", description="How layers are shared out among machines; auto is what is fastest.")
-    proportions: Annotated[tuple[str, ...], BeforeValidator(_shares)] = Field(
+        BeforeValidator(read_strategy),
+    ] = setting(
+        "auto",
+        "How to split layers over machines; auto chooses the fastest plan.",
+        _PLACEMENT,
+        metavar="NAME",
+        basic=True,
+    )
+    optimize_for: Literal["latency", "throughput"] = setting(
+        "latency",
+        "Objective of the planner: the speed of one stream, or the total of many.",
+        _PLACEMENT,
+        metavar="NAME",
+        basic=True,
+        old=("aim",),
+    )
+    proportions: Shares = setting(
         (),
-        description="With the strategy custom: parts of the layers by machine, this one first, or by node as in mini-7f3a=0.7,studio-1b2c=0.3.",
+        "With --strategy custom: shares of the layers by machine, this one first, or by node as in "
+        "mini-7f3a=0.7,studio-1b2c=0.3.",
+        _PLACEMENT,
+        metavar="A,B",
+        takes="shares with commas between them, as 0.7,0.3",
     )
-    memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.9, description="Share of this machine's memory that may be planned with."
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = setting(
+        0.9,
+        "Share of this machine's memory that plans may use.",
+        _PLACEMENT,
+        metavar="SHARE",
+        basic=True,
+        aliases=("--gpu-memory-utilization",),
     )
-    memory_limit: Annotated[Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)] = (
-        Field(
-            None,
-            description="Memory of this machine that plans may count on, such as 16GiB; what is measured otherwise.",
-        )
-    )
-    weights_limit: Annotated[
-        Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)
-    ] = Field(
+    memory_limit: Size = setting(
         None,
-        description="Disk that models fetched from other machines may take, such as 100GB; what is free otherwise.",
+        "Memory of this machine that plans may use, such as 16GiB; the measured memory by default.",
+        _PLACEMENT,
+        metavar="SIZE",
+        takes=SIZE_TAKES,
     )
-    host: Annotated[str, Field(min_length=1)] = Field(
-        "127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in."
+    nodes: Annotated[int, Field(ge=1, le=8)] = setting(
+        1,
+        "Machines to serve with, including this one. With more than one, wait for `mlx-ring join`.",
+        _CLUSTER,
+        basic=True,
     )
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        8100, description="Port to listen on; 0 takes a free one."
+    cluster_host: Text = setting(
+        "[::]", "Address to listen on for other machines of the cluster.", _CLUSTER, metavar="ADDRESS"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="What to compute in; auto is float32 on a CPU and the model's own on a GPU."
+    cluster_port: Annotated[int, Field(ge=1, le=65534)] = setting(
+        50051, "Port for members of the cluster; the next port is for machines that join.", _CLUSTER
     )
-    max_model_len: Annotated[int | None, Field(ge=1, le=1 << 30)] = Field(
-        None, description="Most tokens of prompt and answer together; the model's own limit otherwise."
+    trusted_interface: Names = setting(
+        (),
+        "Interfaces of this machine, or networks such as 10.0.8.0/24, on which MLX's unencrypted collectives "
+        "may reach other machines.",
+        _CLUSTER,
+        metavar="NAME,...",
+        takes="names of interfaces or networks with commas between them, as thunderbolt0 or 10.0.8.0/24",
     )
-    default_max_tokens: Annotated[int | None, Field(ge=1, le=1 << 30)] = Field(
-        None, description="Length of a chat answer that sets no limit; to the end of the context otherwise."
-    )
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = Field(
-        16, description="Requests that are computed at the same time; more wait."
-    )
-    max_waiting: Annotated[int, Field(ge=0, le=1 << 20)] = Field(
-        256, description="Requests that may wait for a place; more are told to come again (429)."
-    )
-    prefill_chunk: Annotated[int, Field(ge=1, le=65536)] = Field(
-        512, description="Most tokens of one prompt in one step; smaller keeps other answers flowing."
-    )
-    max_itl_ratio: Annotated[float, Field(ge=1.1, le=1000)] = Field(
-        2.5,
-        description="How many times longer a running answer's next token may take while prompts are read.",
-    )
-    pooling: Literal["auto", "last", "mean", "cls"] = Field(
-        "auto",
-        description="Whose hidden states make an embedding: the last token's, the mean of all, or the first's; auto is as the model's folder says.",
-    )
-    draft_tokens: Annotated[int, Field(ge=0, le=32)] = Field(
-        8, description="Most tokens that are guessed from an answer's own text in one step; 0 guesses none."
-    )
-    prefix_cache: Annotated[Literal["on", "off"], BeforeValidator(_yaml_switch)] = Field(
-        "on", description="Keep the KV of ended requests, and begin from it where a prompt begins alike."
-    )
-    kv_cache_memory: Annotated[
-        Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)
-    ] = Field(
+    weights_limit: Size = setting(
         None,
-        description="Memory of each worker's KV cache, such as 2GiB; what the device has left otherwise.",
+        "Disk space for models fetched from other machines, such as 100GB; all free space by default.",
+        _CLUSTER,
+        metavar="SIZE",
+        takes=SIZE_TAKES,
     )
-    kv_bits: Annotated[Literal["off", "8", "4"], BeforeValidator(_bits)] = Field(
-        "off", description="Keep keys and values in so many bits: less memory, less exact."
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = setting(
+        16, "Maximum requests that run at the same time; further ones are queued.", _SCHEDULING, basic=True
     )
-    link_compression: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_switch)] = Field(
-        "auto",
-        description="Compress activations between machines, without loss, where that is sooner (auto) or never (off).",
+    max_queued_requests: Annotated[int, Field(ge=0, le=1 << 20)] = setting(
+        256,
+        "Maximum queued requests; further ones are refused with status 429.",
+        _SCHEDULING,
+        old=("max_waiting",),
     )
-    link: Literal["grpc", "ring", "mpi", "jaccl", "nccl", "allreduce"] = Field(
+    prefill_chunk: Annotated[int, Field(ge=1, le=65536)] = setting(
+        512,
+        "Maximum prompt tokens per step. Smaller chunks disturb running answers less.",
+        _SCHEDULING,
+        aliases=("--max-num-batched-tokens",),
+    )
+    max_itl_ratio: Annotated[float, Field(ge=1.1, le=1000)] = setting(
+        2.5, "Maximum factor by which prefill may slow down the next token of running answers.", _SCHEDULING
+    )
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] = setting(
+        8,
+        "Maximum tokens per step of speculative decoding by prompt lookup; 0 disables it.",
+        _SCHEDULING,
+        old=("draft_tokens",),
+    )
+    default_max_tokens: Annotated[int | None, Field(ge=1, le=1 << 30)] = setting(
+        None,
+        "Maximum tokens of a chat answer if its request sets none; the rest of the context by default.",
+        _SCHEDULING,
+    )
+    request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = setting(
+        None, "Maximum seconds for one request; it then ends with an error.", _SCHEDULING, metavar="SECONDS"
+    )
+    step_deadline_s: Annotated[float, Field(ge=0, le=86400)] = setting(
+        30.0,
+        "Minimum seconds without progress on a step before a worker counts as stuck; 0 disables the check.",
+        _SCHEDULING,
+        metavar="SECONDS",
+    )
+    kv_cache_memory: Size = setting(
+        None,
+        "Memory of each worker's KV cache, such as 2GiB; what the device has left by default.",
+        _KV_CACHE,
+        metavar="SIZE",
+        basic=True,
+        takes=SIZE_TAKES,
+    )
+    kv_bits: KvBits = setting(
+        "off", "Quantize keys and values to 8 or 4 bits: less memory, less exact.", _KV_CACHE, metavar="BITS"
+    )
+    prefix_cache: Switch = setting(
+        "on",
+        "Keep the KV cache of finished requests and reuse it for prompts with the same prefix.",
+        _KV_CACHE,
+        metavar="MODE",
+        switch_on=("--enable-prefix-caching",),
+        switch_off=("--no-enable-prefix-caching", "--no-prefix-cache"),
+    )
+    link: Literal["grpc", "ring", "mpi", "jaccl", "nccl", "allreduce"] = setting(
         "grpc",
-        description="What carries activations from stage to stage: gRPC, or a collective of MLX's (allreduce is a sum over its ring).",
+        "Transport for activations between stages: gRPC, or an MLX collective (allreduce is a sum over its ring).",
+        _LINKS,
+        metavar="KIND",
     )
-    backend: Literal["auto", "ring", "mpi", "jaccl", "nccl"] = Field(
+    backend: Literal["auto", "ring", "mpi", "jaccl", "nccl"] = setting(
         "auto",
-        description="MLX's backend for workers that share layers or are linked by collectives; auto is the best that they have.",
+        "MLX backend for tensor parallelism and collective links; auto chooses the best one available.",
+        _LINKS,
+        metavar="NAME",
     )
-    hostfile: Path | None = Field(
+    link_compression: AutoOrOff = setting(
+        "auto",
+        "Compress activations between machines without loss, if that is faster (auto) or never (off).",
+        _LINKS,
+        metavar="MODE",
+    )
+    hostfile: Path | None = setting(
         None,
-        description="One of MLX's hostfiles: as many workers as it has hosts, which are this machine, at the ports that it names.",
+        "MLX hostfile: one worker on this machine for each of its hosts, at the ports that it names.",
+        _LINKS,
+        metavar="FILE",
     )
-    request_timeout_s: Annotated[float | None, Field(gt=0, le=1_000_000)] = Field(
-        None, description="Seconds that a request may take in all; it then ends with an error."
+    host: Text = setting(
+        "127.0.0.1",
+        "Address to listen on; 0.0.0.0 accepts connections from other machines.",
+        _HTTP,
+        metavar="ADDRESS",
+        basic=True,
     )
-    step_deadline_s: Annotated[float, Field(ge=0, le=86400)] = Field(
-        30.0,
-        description="Least seconds without progress on a step after which a worker counts as stuck; 0 waits for ever.",
+    port: Annotated[int, Field(ge=0, le=65535)] = setting(
+        8100, "Port to listen on; 0 picks a free port.", _HTTP, basic=True
     )
-    max_request_mb: Annotated[int, Field(ge=1, le=4096)] = Field(
-        16, description="Largest body of a request, in MiB."
+    max_connections: Annotated[int, Field(ge=1, le=1 << 20)] = setting(
+        1024, "Maximum client connections. Beyond it, the connection that is idle longest is closed.", _HTTP
     )
-    max_bodies_mb: Annotated[int | None, Field(ge=2, le=1 << 20)] = Field(
+    max_request_mb: Annotated[int, Field(ge=1, le=4096)] = setting(
+        16, "Maximum size of a request body, in MiB.", _HTTP
+    )
+    max_bodies_mb: Annotated[int | None, Field(ge=2, le=1 << 20)] = setting(
         None,
-        description="Bodies of all requests under way together, in MiB; one client gets half at most. 16 times --max-request-mb otherwise.",
+        "Maximum size of all request bodies in progress, in MiB; one client gets at most half. "
+        "The default is 16 times --max-request-mb.",
+        _HTTP,
     )
-    client_timeout_s: Annotated[float, Field(gt=0, le=86400)] = Field(
+    client_timeout_s: Annotated[float, Field(gt=0, le=86400)] = setting(
         60.0,
-        description="Seconds that a client may stall: with a request that does not come, or an answer that it does not read.",
+        "Maximum seconds that a client may stall while it sends a request or reads an answer.",
+        _HTTP,
+        metavar="SECONDS",
     )
-    http_timeout_keep_alive: Annotated[float, Field(gt=0, le=86400)] = Field(
+    http_timeout_keep_alive: Annotated[float, Field(gt=0, le=86400)] = setting(
         75.0,
-        description="Seconds that a connection stays open between two requests; more than a proxy before it keeps its own.",
+        "Seconds that a connection stays open between requests; set it above the proxy's own value.",
+        _HTTP,
+        metavar="SECONDS",
+        aliases=("--timeout-keep-alive",),
     )
-    max_connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
-        1024, description="Connections of clients at a time; for one more the one that is idle longest ends."
-    )
-    shutdown_timeout_s: Annotated[float, Field(ge=0, le=86400)] = Field(
+    shutdown_timeout_s: Annotated[float, Field(ge=0, le=86400)] = setting(
         30.0,
-        description="Seconds that running requests get to finish when the server is told to end; they then end with an error.",
+        "Seconds for running requests to finish on shutdown; they then end with an error.",
+        _HTTP,
+        metavar="SECONDS",
+        aliases=("--shutdown-timeout",),
     )
-    ssl_certfile: Path | None = Field(
+    api_key: Names = setting(
+        (),
+        "Accepted API keys; without any, no authentication.",
+        _SECURITY,
+        metavar="KEY,...",
+        basic=True,
+        secret=True,
+    )
+    api_key_file: Path | None = setting(
+        None, "File of accepted API keys, one per line.", _SECURITY, metavar="FILE", basic=True
+    )
+    allowed_hosts: Names = setting(
+        (),
+        "Further host names by which clients may reach this server; * allows all.",
+        _SECURITY,
+        metavar="NAME,...",
+    )
+    allowed_origins: Names = setting(
+        (), "Web origins whose pages may use this server; * allows all.", _SECURITY, metavar="URL,..."
+    )
+    ssl_certfile: Path | None = setting(
         None,
-        description="PEM file of a certificate, with those between it and its authority: HTTPS is served.",
+        "PEM file of a certificate and its intermediates; enables HTTPS.",
+        _SECURITY,
+        metavar="FILE",
+        basic=True,
     )
-    ssl_keyfile: Path | None = Field(
-        None, description="PEM file of the certificate's private key; the certificate's own file otherwise."
-    )
-    ssl_keyfile_password: Annotated[str | None, Field(min_length=1)] = Field(
-        None, repr=False, description="What opens a private key that is locked."
-    )
-    allowed_hosts: Names = Field(
-        (), description="More names that clients may reach this server by; * allows all."
-    )
-    allowed_origins: Names = Field(
-        (), description="Web origins whose pages may use this server; * allows all."
-    )
-    api_key: Names = Field(
-        (), repr=False, description="Keys of which clients must send one; nobody is asked otherwise."
-    )
-    api_key_file: Path | None = Field(None, description="File of such keys, one in a line.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much to log.")
-    access_log: Annotated[Literal["on", "off"], BeforeValidator(_yaml_switch)] = Field(
-        "on", description="Log a line for each request when it has ended: who, what, status, time, tokens."
-    )
-    log_format: Literal["text", "json"] = Field(
-        "text", description="How log lines are written: for people, or as one JSON object each."
-    )
-    log_dir: Path = Field(Path("logs"), description="Folder for one log file per process.")
-    log_stderr: Annotated[Literal["on", "off"], BeforeValidator(_yaml_switch)] = Field(
-        "on", description="Write log lines to stderr too, besides their files."
-    )
-    otlp_traces_endpoint: Annotated[str, AfterValidator(_http_address)] | None = Field(
+    ssl_keyfile: Path | None = setting(
         None,
-        description="Where traces of requests go by OTLP over HTTP, such as http://localhost:4318; needs mlx-ring[otel].",
+        "PEM file of the certificate's private key; by default the certificate's file.",
+        _SECURITY,
+        metavar="FILE",
     )
-    run_dir: Annotated[Path | None, AfterValidator(_short_enough)] = Field(
-        None, description="Folder for sockets, at most 63 bytes long; a private temporary one otherwise."
+    ssl_keyfile_password: Annotated[str | None, Field(min_length=1)] = setting(
+        None, "Password of an encrypted private key.", _SECURITY, metavar="PASSWORD", secret=True
     )
-    state_dir: Path | None = Field(
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "Minimum level of log lines.", _LOGS, metavar="LEVEL", basic=True
+    )
+    log_format: Literal["text", "json"] = setting(
+        "text", "Format of log lines: text, or one JSON object per line.", _LOGS, metavar="FORMAT"
+    )
+    log_dir: Path = setting(Path("logs"), "Folder for one log file per process.", _LOGS, metavar="DIR")
+    log_stderr: Switch = setting(
+        "on", "Write log lines to stderr as well as to files.", _LOGS, metavar="MODE"
+    )
+    access_log: Switch = setting(
+        "on",
+        "Log a line for each finished request: client, path, status, time, tokens.",
+        _LOGS,
+        metavar="MODE",
+        switch_off=("--disable-uvicorn-access-log",),
+    )
+    otlp_traces_endpoint: HttpAddress | None = setting(
         None,
-        description="Folder for the cluster's keys, members and tokens; the user's data folder otherwise.",
+        "Send request traces to this OTLP/HTTP endpoint, such as http://localhost:4318. Requires mlx-ring[otel].",
+        _LOGS,
+        metavar="URL",
+        takes="an address that begins with http:// or https://",
     )
-    blas: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_switch)] = Field(
-        "auto", description="On a CPU, let MLX compute with OpenBLAS (auto) or as it comes (off)."
+    run_dir: SocketFolder = setting(
+        None,
+        "Folder for sockets, at most 63 bytes long; a private temporary folder by default.",
+        _PROCESS,
+        metavar="DIR",
+        takes="a path of at most 63 bytes",
     )
-    blas_threads: Annotated[int, Field(ge=0, le=1024)] = Field(
-        0, description="Threads of each worker's BLAS; 0 shares the cores between the stages."
+    state_dir: Path | None = setting(
+        None,
+        "Folder for the cluster's keys, members and tokens; in the user's data folder by default.",
+        _PROCESS,
+        metavar="DIR",
     )
-    model_load_timeout: Annotated[float, Field(gt=0, le=86400)] = Field(
-        600.0, description="Seconds that loading may take."
+    blas: AutoOrOff = setting(
+        "auto",
+        "On a CPU, compute with OpenBLAS (auto) or with MLX's own BLAS (off).",
+        _PROCESS,
+        metavar="MODE",
     )
-    file_descriptor_limit: Annotated[int, Field(ge=256, le=1 << 20)] = Field(
-        4096, description="Open files and connections to ask the operating system for."
+    blas_threads: Annotated[int, Field(ge=0, le=1024)] = setting(
+        0, "BLAS threads per worker; 0 shares the cores among the stages.", _PROCESS
     )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """`settings_sources.py` reads the sources itself, to be able to say where a value came from."""
-        del settings_cls, env_settings, dotenv_settings, file_secret_settings
-        return (init_settings,)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_values(cls, value: object, info: ValidationInfo) -> object:
-        # Python takes True for 1, and a file's `port: yes` is a mistake.
-        if value is True and info.field_name not in _SWITCHES:
-            raise ValueError
-        return value
+    file_descriptor_limit: Annotated[int, Field(ge=256, le=1 << 20)] = setting(
+        4096, "Open files and connections to request from the operating system.", _PROCESS
+    )
 
 
 def state_folder(settings: Settings) -> Path:
-    """What must outlive a run: the folder of `--state-dir`, else ours in the user's data folder."""
+    """Return the folder for state that outlives a run: `--state-dir`, or one in the user's data folder."""
     if settings.state_dir is not None:
         return settings.state_dir
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "mlx-ring"
     given = os.environ.get("XDG_DATA_HOME", "")
-    # The standard says that a relative path counts as none.
+    # The XDG standard says to ignore a relative path.
     return (Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "share") / "mlx-ring"
 
 
@@ -361,30 +412,22 @@ _BODIES = 16
 
 
 def bodies_mb(settings: Settings) -> int:
-    """What all bodies may hold together, MiB."""
+    """Return the limit for all request bodies together, in MiB."""
     return settings.max_bodies_mb or _BODIES * settings.max_request_mb
 
 
-def api_keys(settings: Settings) -> tuple[str, ...]:
-    """The keys that were given, and those in the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or has none.
-    """
-    if settings.api_key_file is None:
-        return settings.api_key
-    try:
-        lines = settings.api_key_file.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--api-key-file is {settings.api_key_file}, which cannot be read: {error}."
-        ) from error
-    keys = tuple(line.strip() for line in lines if line.strip())
-    if not keys:
-        raise ConfigError(f"--api-key-file is {settings.api_key_file}, which has no key in it.")
-    return (*settings.api_key, *keys)
-
-
 def flag_name(field: str) -> str:
-    """The flag of a field of `Settings`."""
+    """Return the flag of a field of `Settings`."""
     return "--" + field.replace("_", "-")
+
+
+OTHER_NAMES = dict(other_names(Settings.model_fields))
+"""Field of `Settings` by each other name that a file may use: vLLM's flags, and names of earlier versions."""
+OLD_NAMES = {old: name for name, field in Settings.model_fields.items() for old in flag_of(field).old}
+"""Field of `Settings` by its name in earlier versions."""
+
+
+def field_of_key(key: str) -> str:
+    """Return the field that a file's key names, with dashes or underscores; an unknown key as it is."""
+    name = key.replace("-", "_")
+    return OTHER_NAMES.get(name, name)

@@ -1,9 +1,7 @@
-"""Names that settings had in earlier prototypes, as a `.env` of theirs has them. Pure.
+"""Names that settings had in the prototypes, as their `.env` files have them. Pure.
 
-`settings/settings_sources.py` reads the file and asks here what each old name means now. One that means nothing any more is
-refused with the reason: a line that is read and not heeded would be worse.
-
-vLLM's names for settings, beside our own: flags of the command line, and keys of files. Pure.
+`settings/settings_sources.py` reads the file and maps old names here. A name without a counterpart is refused with the
+reason, because ignoring it would be worse.
 """
 
 from __future__ import annotations
@@ -30,26 +28,26 @@ _TRUTH = {
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """An old name that a setting of today answers to."""
+    """Setting and value that an old name stands for."""
 
     setting: str
     value: str
 
 
 def strategy_of_today(text: str) -> str:
-    """`memory_proportional` is `memory`, and the like; anything else is itself."""
+    """Return today's name of a strategy, such as `memory` for `memory_proportional`; other text as it is."""
     return _STRATEGIES.get(text.strip().lower(), text)
 
 
 def of_today(old: Mapping[str, str], where: str) -> dict[str, Renamed]:
-    """What each old name sets now, by old name; those that ask for what is done in any case set nothing.
+    """Return the setting that each old name stands for. Names that ask for today's only behaviour set nothing.
 
     Args:
-        old: names as they are written, with their values; others than the old ones are not looked at.
-        where: they were found, in words.
+        old: names as written, with their values; other names are ignored.
+        where: their source, for messages.
 
     Raises:
-        ConfigError: one has no counterpart, or two contradict each other.
+        ConfigError: a name has no counterpart, or two contradict each other.
     """
     found: dict[str, Renamed] = {}
     if refused := [name for name in old if name in WITHOUT_COUNTERPART]:
@@ -69,12 +67,12 @@ def of_today(old: Mapping[str, str], where: str) -> dict[str, Renamed]:
 
 
 def is_old(name: str) -> bool:
-    """Whether a prototype had a setting of this name."""
+    """Return True if a prototype had a setting of this name."""
     return name in COUNTERPARTS or name in WITHOUT_COUNTERPART
 
 
 def _refuse_contradictions(found: Mapping[str, Renamed], old: Mapping[str, str], where: str) -> None:
-    """The values as they are written."""
+    """Refuse two old names of one setting with different values."""
     first: dict[str, str] = {}
     for name, renamed in found.items():
         other = first.setdefault(renamed.setting, name)
@@ -106,14 +104,14 @@ def _level(_name: str, value: str, _where: str) -> Renamed:
 
 
 def _kv_size(_name: str, value: str, _where: str) -> Renamed | None:
-    """Tokens where it is a bare number, as mlx-lm has it; bytes where it has a unit; none is no limit."""
+    """Read a bare number as tokens (mlx-lm's meaning), a size with a unit as bytes, and none as no limit."""
     if value.lower() in _NOTHING:
         return None
     return Renamed("max_model_len" if value.isdigit() else "kv_cache_memory", value)
 
 
 def _distributed(name: str, value: str, where: str) -> Renamed | None:
-    """Several machines need their number, which another name gives."""
+    """Read true as nothing to set: another name gives the number of machines."""
     truth = _TRUTH.get(value.lower())
     if truth is None:
         raise ConfigError(f"{name} in {where} is {value}; it must be true or false.")
@@ -151,35 +149,4 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "POLL_INTERVAL_SECONDS": "nothing polls here",
     "MASTER_ADDR": "the first machine runs `mlx-ring serve --nodes N`, and the others `mlx-ring join ADDRESS`",
     "RANK": "which machine computes what is planned, and needs no rank",
-}
-
-
-VLLM_FLAGS = {
-    "stages": ("--pipeline-parallel-size", "-pp"),
-    "tp": ("--tensor-parallel-size", "-tp"),
-    "memory_utilization": ("--gpu-memory-utilization",),
-    "replicas": ("--data-parallel-size", "-dp"),
-    "prefill_chunk": ("--max-num-batched-tokens",),
-    "shutdown_timeout_s": ("--shutdown-timeout",),
-    "http_timeout_keep_alive": ("--timeout-keep-alive",),
-}
-"""By field of `Settings`."""
-PREFIX_CACHING_FLAG = "--enable-prefix-caching"
-"""A switch of its own on the command line; in a file, on or off as `prefix-cache` is."""
-
-ACCESS_LOG_FLAG = "--disable-uvicorn-access-log"
-"""Ours is not uvicorn's; who switches that off wants none."""
-
-
-def field_of_key(key: str) -> str:
-    """The field of `Settings` that a file's key means, with dashes or underscores; an unknown key is itself."""
-    name = key.replace("-", "_")
-    return _FIELDS.get(name, name)
-
-
-_FIELDS = {
-    flag.removeprefix("--").replace("-", "_"): field
-    for field, flags in {**VLLM_FLAGS, "prefix_cache": (PREFIX_CACHING_FLAG,)}.items()
-    for flag in flags
-    if flag.startswith("--")
 }

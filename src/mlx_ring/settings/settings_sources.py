@@ -1,7 +1,4 @@
-"""Where settings come from: flags over `MLX_RING_*` over `.env` over a YAML or JSON file.
-
-What a setting takes, in words.
-"""
+"""Sources of settings, by priority: flags, `MLX_RING_*` variables, `.env`, a YAML or JSON file."""
 
 from __future__ import annotations
 
@@ -21,28 +18,22 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import DotEnvSettingsSource, EnvSettingsSource
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.settings.config import ENVIRONMENT_PREFIX, Settings, bodies_mb, flag_name
-from mlx_ring.settings.old_names import field_of_key, is_old, of_today
-
-_IN_WORDS = {
-    ("kv_cache_memory", "weights_limit", "memory_limit", "model_memory"): (
-        "a size of 1MiB or more, such as 2GiB, 500MB or a number of bytes"
-    ),
-    ("otlp_traces_endpoint",): "an address that begins with http:// or https://",
-    ("proportions",): "shares with commas between them, as 0.7,0.3",
-    ("tp_shares",): "numbers above 0 with commas between them, as 3,1",
-    (
-        "trusted_interface",
-    ): "names of interfaces or networks with commas between them, as thunderbolt0 or 10.0.8.0/24",
-}
-"""What some settings take, which their types do not tell."""
+from mlx_ring.settings.config import (
+    ENVIRONMENT_PREFIX,
+    OLD_NAMES,
+    Settings,
+    bodies_mb,
+    field_of_key,
+    flag_name,
+)
+from mlx_ring.settings.fields import flag_of
+from mlx_ring.settings.old_names import is_old, of_today
 
 
 def allowed_values(field: FieldInfo) -> str:
-    """What a field takes, in words: "a whole number from 0 to 65535"."""
-    for names, words in _IN_WORDS.items():
-        if any(field is Settings.model_fields[name] for name in names):
-            return words
+    """Return what a field accepts, as text: "a whole number from 0 to 65535"."""
+    if takes := flag_of(field).takes:
+        return takes
     kind, constraints = _unwrap(field.annotation, list(field.metadata))
     if get_origin(kind) is Literal:
         *most, last = (str(choice) for choice in get_args(kind))
@@ -56,8 +47,14 @@ def allowed_values(field: FieldInfo) -> str:
     return "names separated by commas" if get_origin(kind) is tuple else "a text that is not empty"
 
 
+def has_choices(field: FieldInfo) -> bool:
+    """Return True if a field accepts one of a few words."""
+    kind, _ = _unwrap(field.annotation, list(field.metadata))
+    return get_origin(kind) is Literal
+
+
 def _unwrap(annotation: object, constraints: list[object]) -> tuple[object, list[object]]:
-    """The type inside `Annotated[... | None, ...]`, and every constraint on the way."""
+    """Return the type inside `Annotated[... | None, ...]`, and all constraints around it."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         found: list[object] = []
@@ -79,13 +76,13 @@ def _number_range(noun: str, constraints: list[object]) -> str:
 log = logging.getLogger(__name__)
 
 _FOREIGN_VARIABLES = {"mlx_ring_verbose"}
-"""MLX's own ring backend reads this one."""
+"""Variables of MLX itself: its ring backend reads this one."""
 _CONFIG_VARIABLE = "config"
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A value, with the words that say where it was given."""
+    """A value and a description of where it was given."""
 
     value: object
     place: str
@@ -94,15 +91,15 @@ class _Given:
 def load_settings(
     flags: Mapping[str, object], *, config: Path | None = None, folder: Path | None = None
 ) -> Settings:
-    """Merge every source.
+    """Merge all sources.
 
     Args:
-        flags: by field name; None stands for a flag that was not given.
-        config: the file of `--config`; else the one that `MLX_RING_CONFIG` names.
-        folder: whose `.env` is read; the working directory otherwise.
+        flags: values by field name; None stands for a flag that was not given.
+        config: file of `--config`; by default the one that `MLX_RING_CONFIG` names.
+        folder: folder whose `.env` is read; by default the working directory.
 
     Raises:
-        ConfigError: naming the setting, its value, where it was given, and what is allowed.
+        ConfigError: a value is invalid; the message names the setting, the value, its source and what is allowed.
     """
     dotenv = (folder or Path.cwd()) / ".env"
     source = _dotenv_source(dotenv)
@@ -121,28 +118,28 @@ def load_settings(
 
 
 def check_values(values: Mapping[str, str], where: str) -> None:
-    """Refuse what `load_settings` would refuse of flags, for a server elsewhere.
+    """Check flags for a server on another machine, as `load_settings` does.
 
     Args:
-        values: by field name.
-        where: they were given, in words that follow a setting's name.
+        values: values by field name.
+        where: where they were given, as text that follows a setting's name.
 
     Raises:
-        ConfigError: naming the setting, its value, and what is allowed.
+        ConfigError: a value is invalid; the message names the setting, the value and what is allowed.
     """
     _check({name: _Given(value, f"{flag_name(name)[2:]}{where}") for name, value in values.items()})
 
 
 def names_in_environment() -> tuple[str, ...]:
-    """Of the settings that the environment gives."""
+    """Return the variables of this environment that give settings."""
     return tuple(f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in _variables(EnvSettingsSource(Settings)))
 
 
 def names_in_dotenv(folder: Path) -> tuple[str, ...]:
-    """Of the settings that a folder's `.env` gives.
+    """Return the variables in a folder's `.env` that give settings.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     source = _dotenv_source(folder / ".env")
     ours = (f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in _variables(source))
@@ -157,7 +154,7 @@ def _dotenv_source(path: Path) -> DotEnvSettingsSource:
 
 
 def _variables(source: EnvSettingsSource) -> dict[str, str]:
-    """`{field: text}` of every variable with our prefix; an empty one counts as not set."""
+    """Return the text of all variables with our prefix, by field name; an empty one counts as not set."""
     prefix = ENVIRONMENT_PREFIX.lower()
     return {
         name.removeprefix(prefix): value
@@ -170,26 +167,31 @@ def _from_variables(variables: Mapping[str, str], where: str) -> dict[str, _Give
     given: dict[str, _Given] = {}
     for name, value in variables.items():
         variable = ENVIRONMENT_PREFIX + name.upper()
-        if name not in Settings.model_fields:
+        field = OLD_NAMES.get(name, name)
+        if field not in Settings.model_fields:
             raise ConfigError(f"{variable}{where} is no setting{_suggest(name, ENVIRONMENT_PREFIX)}")
-        given[name] = _Given(value, f"{variable}{where}")
+        if field != name:
+            log.warning("%s%s is now called %s%s.", variable, where, ENVIRONMENT_PREFIX, field.upper())
+            if field in variables:
+                continue
+        given[field] = _Given(value, f"{variable}{where}")
     return given
 
 
 def _old_names(source: EnvSettingsSource) -> dict[str, str]:
-    """What a prototype's file says; in the environment such names are anybody's."""
+    """Return the names of prototypes in a `.env`; in the environment such names may belong to other programs."""
     return {name.upper(): value for name, value in source.env_vars.items() if is_old(name.upper()) and value}
 
 
-def _from_old_names(old: Mapping[str, str], path: Path, given_anew: set[str]) -> dict[str, _Given]:
-    """Settings under names that they had before; a line of log for each. Names of today win."""
+def _from_old_names(old: Mapping[str, str], path: Path, given_today: set[str]) -> dict[str, _Given]:
+    """Read settings under the names of prototypes, with a log line for each. Today's names take precedence."""
     found = of_today(old, str(path))
     given: dict[str, _Given] = {}
     for name, value in old.items():
         renamed = found.get(name)
         if renamed is None:
-            log.warning("%s=%s in %s changes nothing here.", name, value, path)
-        elif renamed.setting not in given_anew:
+            log.warning("%s=%s in %s has no effect.", name, value, path)
+        elif renamed.setting not in given_today:
             variable = f"{ENVIRONMENT_PREFIX}{renamed.setting.upper()}"
             log.warning("%s in %s is read as %s=%s.", name, path, variable, renamed.value)
             given[renamed.setting] = _Given(renamed.value, f"{name} in {path}")
@@ -204,6 +206,8 @@ def _from_file(path: Path) -> dict[str, _Given]:
             raise ConfigError(f"{path} has the key {key!r}, which is no setting{_suggest(name, '')}")
         if name in given:
             raise ConfigError(f"{path} gives {flag_name(name)[2:]!r} twice, under two spellings of its name.")
+        if str(key).replace("-", "_") in OLD_NAMES:
+            log.warning("%s in %s is now called %s.", key, path, flag_name(name)[2:])
         if value is not None:
             given[name] = _Given(value, f"{str(key)!r} in {path}")
     return given
@@ -230,7 +234,7 @@ def _read_file(path: Path) -> dict[object, object]:
 
 
 def _suggest(name: str, prefix: str) -> str:
-    """How the sentence about an unknown name ends."""
+    """Return the end of the message about an unknown name."""
     close = difflib.get_close_matches(name, Settings.model_fields, n=1)
     if not close:
         return "; `mlx-ring serve --help` lists them."
@@ -265,8 +269,8 @@ def _whole(path: Path | None) -> Path | None:
 def _check_proportions(settings: Settings) -> None:
     if settings.strategy in ("tensor", "hybrid") and settings.nodes == 1:
         raise ConfigError(
-            f"The strategy {settings.strategy} has machines share layers, and --nodes is 1: --tp 2 shares them among "
-            "workers of this machine."
+            f"--strategy {settings.strategy} shares layers among machines, but --nodes is 1. Use --tp 2 to share them "
+            "among workers of this machine."
         )
     if bool(settings.proportions) != (settings.strategy == "custom"):
         raise ConfigError(
@@ -285,9 +289,28 @@ def _check_bodies(settings: Settings) -> None:
 
 
 def _sentences(error: ValidationError, given: Mapping[str, _Given]) -> Iterator[str]:
-    """One for each setting at fault."""
+    """Yield one message for each invalid setting."""
     for name in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
         field, item = Settings.model_fields[name], given[name]
         shown = item.value if isinstance(item.value, str) and item.value else repr(item.value)
-        limit = "a path of at most 63 bytes" if name == "run_dir" else allowed_values(field)
-        yield f"{item.place} is {shown}; it must be {limit}."
+        yield f"{item.place} is {shown}; it must be {allowed_values(field)}."
+
+
+def api_keys(settings: Settings) -> tuple[str, ...]:
+    """Return the keys of `--api-key` and those in `--api-key-file`.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no key.
+    """
+    if settings.api_key_file is None:
+        return settings.api_key
+    try:
+        lines = settings.api_key_file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--api-key-file is {settings.api_key_file}, which cannot be read: {error}."
+        ) from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(f"--api-key-file is {settings.api_key_file}, which holds no key.")
+    return (*settings.api_key, *keys)

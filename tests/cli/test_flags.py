@@ -1,0 +1,85 @@
+"""Flags made from settings."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mlx_ring.cli.flags import ALL_SETTINGS, with_settings
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.settings.config import Settings, flag_name
+from mlx_ring.settings.fields import flag_of
+
+
+def values(*arguments: str) -> dict[str, object]:
+    """Return the settings that a command with all flags is called with."""
+    seen: list[dict[str, object]] = []
+
+    @with_settings(ALL_SETTINGS)
+    def command(*, own: Annotated[str, typer.Option()] = "", flags: dict[str, object]) -> None:
+        del own
+        seen.append({name: value for name, value in flags.items() if value is not None})
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", ALL_SETTINGS)
+def test_every_setting_has_a_flag_that_reaches_the_command(name: str) -> None:
+    assert values(flag_name(name), "7") == {name: "7"}
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [(alias, name) for name, field in Settings.model_fields.items() for alias in flag_of(field).aliases],
+)
+def test_vllms_flag_means_the_same(alias: str, name: str) -> None:
+    assert values(alias, "7") == {name: "7"}
+
+
+@pytest.mark.parametrize(
+    ("old", "name"),
+    [
+        ("--aim", "optimize_for"),
+        ("--draft-tokens", "num_speculative_tokens"),
+        ("--max-waiting", "max_queued_requests"),
+    ],
+)
+def test_an_old_flag_still_works_with_one_line_of_log(
+    old: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert values(old, "7") == {name: "7"}
+    assert [record.message for record in caplog.records] == [
+        f"{old} is now called {flag_name(name)}; the old name still works."
+    ]
+
+
+def test_an_old_flag_that_contradicts_the_new_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-waiting is 2: give one of them"):
+        values("--max-queued-requests", "1", "--max-waiting", "2")
+
+
+@pytest.mark.parametrize(
+    ("switch", "value"),
+    [
+        ("--enable-prefix-caching", {"prefix_cache": "on"}),
+        ("--no-enable-prefix-caching", {"prefix_cache": "off"}),
+        ("--no-prefix-cache", {"prefix_cache": "off"}),
+        ("--disable-uvicorn-access-log", {"access_log": "off"}),
+    ],
+)
+def test_a_switch_stands_for_a_value(switch: str, value: dict[str, object]) -> None:
+    assert values(switch) == value
+
+
+def test_a_switch_that_contradicts_the_flag_is_refused() -> None:
+    with pytest.raises(ConfigError, match="another flag switches it off"):
+        values("--prefix-cache", "on", "--no-prefix-cache")
