@@ -1,13 +1,10 @@
-"""Spans of traces, as the code that makes them knows them; `otlp_traces.py` exports them."""
+"""Spans of traces, as the code that makes them knows them. `otlp_traces.py` exports them, `trace_export.py` opens it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Literal, Protocol
-
-from mlx_ring.core.errors import ConfigError
 
 Attributes = Mapping[str, str | int | float | bool | tuple[str, ...]]
 SpanKind = Literal["server", "internal"]
@@ -69,30 +66,3 @@ class Tracing(Protocol):
     def close(self) -> None:
         """Send what is left, within seconds."""
         ...
-
-
-def check_exporter(endpoint: str | None) -> None:
-    """Raises `ConfigError` where traces are asked for, and what exports them is not installed."""
-    if endpoint is None:
-        return
-    try:
-        import_module("mlx_ring.core.otlp_traces")
-    except ImportError as error:
-        raise ConfigError(
-            f"--otlp-traces-endpoint is {endpoint}, and OpenTelemetry is not installed ({error}): "
-            "install it with pip install 'mlx-ring[otel]', or leave the flag out."
-        ) from error
-
-
-def open_tracing(endpoint: str | None, node: str, version: str) -> Tracing | None:
-    """What exports to an endpoint; None without one.
-
-    Raises:
-        ConfigError: OpenTelemetry is not installed.
-    """
-    if endpoint is None:
-        return None
-    check_exporter(endpoint)
-    from mlx_ring.core.otlp_traces import OtlpTraces  # an extra
-
-    return OtlpTraces(endpoint, node, version)
