@@ -30,9 +30,6 @@ SMALL_FILES = {
     "cli/doctor/finding.py": "the value that every check returns",
     "cli/main.py": "the console script, which loads nothing before it can be interrupted",
     "cli/stop.py": "one command; a command's file is loaded when it is typed",
-    "core/in_time.py": "a generator of its own, which knows nothing of its caller",
-    "core/request_context.py": "context variables that logs, traces, HTTP and the engine share",
-    "core/versions.py": "one cached function that six packages call",
     "planner/request.py": "the planner's input, beside its output in plan.py",
 }
 """Files that may have under 40 lines, by path within the package, each with the reason."""

@@ -20,11 +20,10 @@ from tests.conformance.families import HIDDEN, VOCABULARY
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.forward import Pass, StageForward, evaluate, flat_activations
-from mlx_ring.worker.inputs import RowInput, StepInput
+from mlx_ring.worker.inputs import RowInput, StepInput, read_wants
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.sequences import OpenSequence
 from mlx_ring.worker.shard import StageModel
-from mlx_ring.worker.wants import read_wants
 
 CHUNKS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8), (7,), (9,), (3,))
 """Prompt in three chunks, longer than the sliding windows, then three decode tokens."""

@@ -26,9 +26,9 @@ from mlx_ring.engine.sequence import GenerateRequest, Limits
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.process import SIGNAL
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
+from mlx_ring.rpc.backends import joined_ranks
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import worker_pb2
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.engines import PLAIN, ask, make_engine
 
 from mlx_ring.core.errors import Overloaded, RequestError
-from mlx_ring.core.request_context import CLIENT
+from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.admission import Held, who_gives_way
 from mlx_ring.engine.engine import Engine

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlx_ring.core.request_context import TRACEPARENT
-from mlx_ring.core.traces import Attributes
+from mlx_ring.core.traces import TRACEPARENT, Attributes
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.sequence import GenerateRequest

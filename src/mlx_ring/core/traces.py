@@ -1,10 +1,31 @@
-"""Spans of traces, as the code that makes them knows them. `otlp_traces.py` exports them, `trace_export.py` opens it."""
+"""Context of the request that the code works for, and interfaces of trace spans.
+
+The handler that accepts a request sets the context variables; tasks that it starts inherit them. Log lines and spans
+read them. `otlp_traces.py` exports spans, and `trace_export.py` opens the exporter.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""As clients read it in `x-request-id`; empty outside of requests."""
+TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
+"""W3C's, of the span that is open for the request; empty where it is not traced."""
+
+
+CLIENT: ContextVar[str] = ContextVar("client", default="")
+"""Who asks, as shares go: by an API key, or by an address. Never told; empty outside of requests."""
+
+
+def new_request_id() -> str:
+    """Of a request that brings none of its own."""
+    return f"req_{secrets.token_hex(12)}"
+
 
 Attributes = Mapping[str, str | int | float | bool | tuple[str, ...]]
 SpanKind = Literal["server", "internal"]

@@ -22,8 +22,7 @@ from mlx_ring.core.errors import (
     RingError,
     ServingError,
 )
-from mlx_ring.core.request_context import CLIENT
-from mlx_ring.core.traces import Span
+from mlx_ring.core.traces import CLIENT, Span
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.admission import Held, check_places, gave_way, who_gives_way
 from mlx_ring.engine.config import Policy, RankKv

@@ -18,7 +18,6 @@ from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
 from mlx_ring.cluster.placement import Cut, cut_wishes, make_assignments
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
-from mlx_ring.core.in_time import in_time
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.config import Policy
 from mlx_ring.engine.detokenizer import Vocabulary
@@ -36,6 +35,7 @@ from mlx_ring.head.served_model import ServedModel, memory_for_weights
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.rpc.backends import AUTO
+from mlx_ring.rpc.channels import limit_silence
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
@@ -253,7 +253,7 @@ class Instance:
     ) -> None:
         """Hear what a node's agent tells, until the agent or one of its workers is gone."""
         try:
-            async for event in in_time(site.link.watch(hello), SILENCE_S):
+            async for event in limit_silence(site.link.watch(hello), SILENCE_S):
                 self._service.hear(event)
                 self._shares.hear(event)
                 workers = watched.hear(event)

@@ -32,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from mlx_ring.api.errors import transport_error
-from mlx_ring.core.request_context import new_request_id
+from mlx_ring.core.traces import new_request_id
 from mlx_ring.head.load_shedding import ConnectionLimits, make_room, peer_of
 
 log = logging.getLogger(__name__)
