@@ -10,6 +10,7 @@ import h11
 import pytest
 import uvicorn
 from packaging.requirements import Requirement
+from packaging.version import Version
 from starlette.responses import Response
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
@@ -36,10 +37,10 @@ def test_the_requirement_admits_only_the_tested_minor_version() -> None:
     uvicorn_requirement = next(
         each for each in map(Requirement, requires("mlx-ring") or ()) if each.name == "uvicorn"
     )
-    major, minor, *_ = map(int, uvicorn.__version__.split("."))
-    assert uvicorn_requirement.specifier.contains(uvicorn.__version__)
-    assert not uvicorn_requirement.specifier.contains(f"{major}.{minor - 1}.0")
-    assert not uvicorn_requirement.specifier.contains(f"{major}.{minor + 1}.0")
+    installed = Version(uvicorn.__version__)
+    assert uvicorn_requirement.specifier.contains(installed)
+    assert not uvicorn_requirement.specifier.contains(f"{installed.major}.{installed.minor - 1}.0")
+    assert not uvicorn_requirement.specifier.contains(f"{installed.major}.{installed.minor + 1}.0")
 
 
 @pytest.mark.parametrize("method", OVERRIDDEN)
