@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import load
 
-from mlx_ring.rpc.packing import pack, unpack
+from mlx_ring.rpc.frames import pack, unpack
 from mlx_ring.worker.tensors import to_wire
 
 _TEXT = (

@@ -18,7 +18,8 @@ from tests.api.twins import TwinCatalog, TwinService
 from mlx_ring.api.app import build_app
 from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.head.http_connections import ConnectionLimits, HttpConfig
+from mlx_ring.head.http_connections import HttpConfig
+from mlx_ring.head.load_shedding import ConnectionLimits
 
 
 class Api:

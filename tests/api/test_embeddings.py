@@ -14,8 +14,8 @@ from tests.api.clients import Api, refusal
 from tests.api.twins import BOS, EOS, TwinService
 
 from mlx_ring.api.embeddings import Embedding, written
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.types import PoolingKind
-from mlx_ring.engine.config import Policy
 
 
 def service_with(kind: PoolingKind, *, normalize: bool = False, **changes: bool) -> TwinService:

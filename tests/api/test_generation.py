@@ -9,9 +9,8 @@ from tests.api.twins import TwinService
 
 from mlx_ring.api.generation import Answer, Generation, performance, usage
 from mlx_ring.core.errors import ContextExceeded, NotReady, StepFailed
+from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream, RequestTimings
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.streams import Delta, RequestStream, RequestTimings
 
 
 def asking(*lengths: int) -> list[GenerateRequest]:

@@ -16,7 +16,7 @@ from mlx_ring.api.metrics.machines import LinkCounts
 from mlx_ring.api.service import LinkInfo, LinkUse
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import WorkerLost
-from mlx_ring.engine.config import RankKv
+from mlx_ring.engine.kv_budget import RankKv
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 MODEL = {"model_name": "org/twin", "instance": "0"}

@@ -8,8 +8,8 @@ from tests.api.twins import TwinService
 
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import PlanError
+from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.sequence import GenerateRequest
 
 OTHER = ("org/other", "other")
 

@@ -6,8 +6,9 @@ import pytest
 from tests.api.clients import Api, error_of, events, refusal
 from tests.api.twins import TwinService
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import NotReady, Overloaded, StepFailed, WorkerLost, WorkerStuck
-from mlx_ring.engine.config import Policy, RankKv
+from mlx_ring.engine.kv_budget import RankKv
 
 
 def test_health_has_the_fields_that_people_know(api: Api) -> None:

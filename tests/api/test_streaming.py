@@ -13,8 +13,8 @@ from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, TwinService
 
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import WorkerLost
-from mlx_ring.engine.config import Policy
 
 CHAT = {"messages": [{"role": "user", "content": "Hello."}], "stream": True}
 ENDLESS = {"prompt": "Hello.", "max_tokens": 10**9, "stream": True}

@@ -12,13 +12,13 @@ from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, SamplingDefaults, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.engine.config import Policy, RankKv
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
-from mlx_ring.engine.stats import Meter
 from mlx_ring.engine.twin import TwinExecutor
 from mlx_ring.models.pooling import Pooling
 
@@ -215,7 +215,7 @@ class TwinService:
         )
         self._counting = ExitStack()
         self._counting.enter_context(
-            self.meters[0].following(self.engine, dict.fromkeys(self.executor.ranks, "here"))
+            self.meters[0].attached(self.engine, dict.fromkeys(self.executor.ranks, "here"))
         )
 
     @property

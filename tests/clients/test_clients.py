@@ -1,4 +1,4 @@
-"""Clients that people use, as they come, against a running server with a key and two stages."""
+"""Test published clients, unmodified, against a running server with an API key and two stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.clients.trying import KEY, MODEL, comes_to_rest, failures
 from tests.processes import Server, serving
 
 OURS = ("openai-3", "anthropic-2", "ollama")
-"""Those whose packages our own environment has."""
+"""Clients whose packages are in our own environment."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
 
 @pytest.fixture(scope="module")
 def passed(request: pytest.FixtureRequest) -> Generator[set[str]]:
-    """Names of the clients whose checks all passed; with all of them the page may be written."""
+    """Collect the names of clients whose checks passed; write the page if all did."""
     names: set[str] = set()
     yield names
     if request.config.getoption("--write-table") and names == {client.name for client in CLIENTS}:

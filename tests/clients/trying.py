@@ -1,4 +1,4 @@
-"""Runs a client's program against a server, and tells what failed."""
+"""Run a client's program against a server, and report failures."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.processes import Server, clean_environment
 
 KEY = "house-key"
 MODEL = "house/demo"
-"""An id with a slash, as Hugging Face's are."""
+"""Model id with a slash, like those of Hugging Face."""
 _LONGEST_S = 400.0
 _IDLE_WAIT_S = 30.0
 _OTHERS = ("OPENAI_", "ANTHROPIC_", "OLLAMA_", "LITELLM_", "LLM_", "AIDER_", "HF_", "npm_")
-"""Beginnings of variables with which this machine's user points clients elsewhere."""
+"""Prefixes of variables that could point clients to other servers."""
 
 
 def failures(client: Client, command: Sequence[str], server: Server, home: Path) -> str:
-    """What the client's program found wrong; empty where all of its checks passed."""
+    """Return the failures of the client's program; empty if all checks passed."""
     home.mkdir(exist_ok=True)
     found = home / "found.jsonl"
     done = subprocess.run(
@@ -41,7 +41,7 @@ def failures(client: Client, command: Sequence[str], server: Server, home: Path)
 
 
 def comes_to_rest(server: Server) -> bool:
-    """Whether the server soon computes nothing any more: what clients left off must end."""
+    """Return true if the server soon becomes idle, because cancelled requests must end."""
     last = time.monotonic() + _IDLE_WAIT_S
 
     def is_idle() -> bool:
@@ -52,6 +52,6 @@ def comes_to_rest(server: Server) -> bool:
 
 
 def _environment(client: Client, home: Path) -> dict[str, str]:
-    """Nothing of this machine's user, whose home it may not write to either."""
+    """Return variables without the user's settings, and with a separate home folder."""
     own = {name: value for name, value in clean_environment().items() if not name.startswith(_OTHERS)}
     return own | {"HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"} | dict(client.environment)

@@ -1,7 +1,7 @@
-"""A small configuration for every family that mlx-lm knows.
+"""Small configurations for every model family of mlx-lm.
 
-Families read the fields they know and leave the others, so one set of small values serves nearly all
-of them; what a family needs besides stands in `SPECIAL`. Windows are shorter than the run.
+Families ignore unknown fields, so one set of small values works for nearly all of them. `SPECIAL` has
+additional values. Windows are shorter than the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ VOCABULARY = 300
 _HEADS = 4
 _WINDOW = 8
 _THREES = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-"""Two sliding layers, then a full one."""
+"""Layer types: two sliding layers, then a full one."""
 
 COMMON: dict[str, Any] = {
     # size
@@ -53,7 +53,7 @@ COMMON: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
-    # keys chosen by an index
+    # sparse attention with an index
     "index_head_dim": 32,
     "index_n_heads": 2,
     "index_topk": _WINDOW,
@@ -79,7 +79,7 @@ COMMON: dict[str, Any] = {
     "full_attention_interval": 3,
     "layer_group_size": 3,
     "group_norm_size": 2,
-    # the rest
+    # other fields
     **dict.fromkeys(
         ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layernorm_epsilon", "layer_norm_epsilon"), 1e-5
     ),
@@ -321,7 +321,7 @@ WHY = {
     "olmo": "mlx-lm does not run it here: its module needs the package hf_olmo",
     "prism_hadamard_qwen35": "no small configuration of it is in tests/conformance/families.py yet",
 }
-"""What lies behind a failure whose own words say little."""
+"""Reasons for failures whose own messages are unclear."""
 
 _NOTHING_SHARED = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 CONDITIONS: dict[str, dict[str, Any]] = {
@@ -329,11 +329,11 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "gemma4_text": _NOTHING_SHARED,
     "hunyuan": {"use_cla": False},
 }
-"""Families that can be cut where their configuration says so: these entries, then."""
+"""Configuration entries with which a family can be split."""
 
 
 def configuration(family: str) -> dict[str, Any]:
-    """The small configuration of a family, named as in `mlx_lm.models`."""
+    """Return the small configuration of a family, named as in `mlx_lm.models`."""
     inner = WRAPPERS.get(family)
     given = {**COMMON, "model_type": family, **SPECIAL.get(family, {})}
     if inner is not None:
@@ -346,7 +346,7 @@ def _without_none(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_entries(given: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with other entries, in the nested one too."""
+    """Return the configuration with other entries, also in the nested one."""
     changed = {**given, **entries}
     if "text_config" in changed:
         changed["text_config"] = {**changed["text_config"], **entries}

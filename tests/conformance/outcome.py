@@ -1,4 +1,4 @@
-"""What the conformance run finds out about one family."""
+"""Outcome of the conformance run for one family."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ WANTS = {
     1: Want(what=Want.LOGITS, where=Want.LAST),
     2: Want(what=Want.LOGITS, where=Want.LISTED, listed=[0]),
 }
-"""Of the three rows: results everywhere, at the end, and at the beginning."""
+"""Wanted results by row: at all positions, the last, the first."""
 PROCESSES = 2
 _LONGEST_S = 180.0
 CLOSE = 1e-4
-"""Of the largest logit: what batching and other orders of summing may differ by."""
+"""Tolerance for batching and other orders of summation, relative to the largest logit."""
 SEEN = 1e-3
-"""Of the largest logit: what a change of a tenth in one layer's weights must make."""
+"""Minimum effect of a change of a tenth in one layer's weights, relative to the largest logit."""
 
 
 def examine(family: str) -> Architecture:
-    """Run a family whole, cut and batched. What it raises is part of the outcome."""
+    """Run a family whole, split and batched. The outcome includes any exception."""
     config = configuration(family)
     found = _examine(config)
     condition = CONDITIONS.get(family, {})
@@ -83,7 +83,7 @@ def _examine(config: dict[str, Any]) -> Architecture:
 
 
 def _runs(maker: Family, expected: Sequence[mx.array]) -> dict[str, Any]:
-    """What holds of the family on one stage, on several, and in batches."""
+    """Run the family on one stage, on several, and in batches."""
     whole, reason = _equals(maker, [WHOLE], expected)
     exact, reason = _equals(maker, CUTS, expected) if whole else (False, reason)
     batches = whole and _batches(maker, CUTS[0] if exact else WHOLE)
@@ -91,7 +91,7 @@ def _runs(maker: Family, expected: Sequence[mx.array]) -> dict[str, Any]:
 
 
 def _idle_parts(maker: Family, expected: Sequence[mx.array]) -> list[str]:
-    """What could be left out and nobody would see it: then equal logits say nothing."""
+    """List the parts without effect on the logits, for which equal logits prove nothing."""
     model = maker.model()
     idle: list[str] = []
     for index, layer in enumerate(cast("Sequence[nn.Module]", model.layers)):
@@ -113,7 +113,7 @@ def _runs_without_head(maker: Family) -> bool:
     model = maker.model()
     try:
         run_whole(model, CHUNKS[:1])
-    except AttributeError:  # a family that leaves the head out and then asks for it
+    except AttributeError:  # a family that has no output head and then uses it
         return False
     return not find_heads(model, VOCABULARY)
 
@@ -134,7 +134,7 @@ def _has_experts(model: nn.Module) -> bool:
 
 
 def _equals(maker: Family, cuts: Sequence[Sequence[int]], expected: Sequence[mx.array]) -> tuple[bool, str]:
-    """Whether stages give the whole's logits, and what is wrong otherwise."""
+    """Compare the logits of stages and of the whole model; return the result and the difference."""
     try:
         found = max(_largest(run_cut(maker.stages(cut), CHUNKS), expected) for cut in cuts)
         alone = _alone_differs(maker, cuts[0], expected)
@@ -149,7 +149,7 @@ def _equals(maker: Family, cuts: Sequence[Sequence[int]], expected: Sequence[mx.
 
 
 def examine_apart(families: Iterable[str]) -> dict[str, Architecture]:
-    """Run families in processes of their own, so that one that takes its process down is but one outcome."""
+    """Run families in separate processes, so that a crash affects only one family."""
     examiners = [_Examiner() for _ in range(PROCESSES)]
     idle: SimpleQueue[_Examiner] = SimpleQueue()
 
@@ -171,7 +171,7 @@ def examine_apart(families: Iterable[str]) -> dict[str, Architecture]:
 
 
 class _Examiner:
-    """Examines families in a process that is started anew when one has ended or held it up."""
+    """Process that examines families; it is restarted after a crash or a timeout."""
 
     def __init__(self) -> None:
         self._start()
@@ -202,7 +202,7 @@ class _Examiner:
 
 
 def _examine_all(asked: Connection[Architecture, str]) -> None:
-    """The process: answers until the other end is closed."""
+    """Run the process: answer until the other end is closed."""
     while True:
         try:
             asked.send(examine(asked.recv()))
@@ -211,7 +211,7 @@ def _examine_all(asked: Connection[Architecture, str]) -> None:
 
 
 def _batches(maker: Family, cuts: Sequence[int]) -> bool:
-    """Whether rows of different lengths may share a forward pass."""
+    """Return true if rows of different lengths may share a forward pass."""
     try:
         return _together_differ(maker, cuts, ragged=True) <= CLOSE
     except Exception:  # noqa: BLE001 - then they may not
@@ -219,7 +219,7 @@ def _batches(maker: Family, cuts: Sequence[int]) -> bool:
 
 
 def _alone_differs(maker: Family, cuts: Sequence[int], expected: Sequence[mx.array]) -> float:
-    """One sequence as workers run it."""
+    """Compare one sequence, run by a worker's code, with the whole model."""
     pipeline = WorkerPipeline(maker.stages(cuts), ragged=True)
     pipeline.open([0])
     outputs = [pipeline.step({0: chunk}, WANTS)[0] for chunk in CHUNKS]
@@ -227,7 +227,7 @@ def _alone_differs(maker: Family, cuts: Sequence[int], expected: Sequence[mx.arr
 
 
 def _together_differ(maker: Family, cuts: Sequence[int], *, ragged: bool) -> float:
-    """Three sequences as workers run them, together, against each alone and whole."""
+    """Compare three sequences in one batch, run by a worker's code, with each alone and with the whole model."""
     model = maker.model()
     pipeline = WorkerPipeline(maker.stages(cuts), ragged=ragged)
     sequences = range(len(PROMPTS))

@@ -1,4 +1,4 @@
-"""One family, whole and cut, step by step."""
+"""Step-by-step runs of one family, whole and split."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from tests.conformance.families import HIDDEN, VOCABULARY
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.forward import Pass, StageForward, evaluate, flat_activations
-from mlx_ring.worker.inputs import RowInput, StepInput
+from mlx_ring.worker.inputs import RowInput, StepInput, read_wants
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.sequences import OpenSequence
 from mlx_ring.worker.shard import StageModel
-from mlx_ring.worker.wants import read_wants
 
 CHUNKS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8), (7,), (9,), (3,))
-"""A prompt in three chunks, longer than the sliding windows, then three tokens of decode."""
+"""Prompt in three chunks, longer than the sliding windows, then three decode tokens."""
 PROMPTS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9, 3, 2, 3))
 """Three rows of different lengths, for ragged batches."""
 DECODED = 3
@@ -35,7 +34,7 @@ DECODED = 3
 
 @dataclass(frozen=True)
 class Family:
-    """Makes copies of one model with the same seeded weights."""
+    """Factory of copies of one model with the same seeded weights."""
 
     config: dict[str, Any]
 
@@ -47,7 +46,7 @@ class Family:
     def _build(self) -> nn.Module:
         classes = cast("tuple[Any, Any]", cast("object", _get_classes(self.config)))
         model_class, arguments_class = classes
-        # Some vectors begin at random, and every copy must begin alike.
+        # Some vectors are initialized at random; all copies must be equal.
         mx.random.seed(0)
         return cast("nn.Module", model_class(arguments_class.from_dict(self.config)))
 
@@ -62,7 +61,7 @@ class Family:
         return [self._stage(LayerRange(start, end)) for start, end in pairwise(cuts)]
 
     def _stage(self, layers: LayerRange) -> StageModel:
-        """What it says it does not need is no number, so that whoever reads it gives it away."""
+        """Return a stage whose unneeded weights are NaN, so that any use of them is visible."""
         stage = StageModel(self.model(), layers, mx.float32, VOCABULARY, HIDDEN)
         parameters = cast("dict[str, mx.array]", tree_flatten(stage.model.parameters(), destination={}))
         unread = [(path, value) for path, value in parameters.items() if not stage.needs(path)]
@@ -78,7 +77,7 @@ class Family:
 
 
 def _weight(name: str, value: mx.array) -> mx.array:
-    """Matrices of unit gain, vectors near what the model begins with: every layer matters."""
+    """Return matrices of unit gain, and vectors near their initial values, so that every layer has an effect."""
     if not mx.issubdtype(value.dtype, mx.floating):
         return value
     noise = mx.random.normal(value.shape, key=mx.random.key(zlib.crc32(name.encode())))
@@ -88,7 +87,7 @@ def _weight(name: str, value: mx.array) -> mx.array:
 
 
 def run_whole(model: nn.Module, chunks: Sequence[Sequence[int]]) -> list[mx.array]:
-    """mlx-lm's own way: logits (1, n, vocabulary) of each chunk."""
+    """Run mlx-lm's own code; return the logits (1, n, vocabulary) of each chunk."""
     cache = make_prompt_cache(model)
     run = cast("Any", model)
     outputs: list[mx.array] = []
@@ -99,7 +98,7 @@ def run_whole(model: nn.Module, chunks: Sequence[Sequence[int]]) -> list[mx.arra
 
 
 def run_cut(stages: Sequence[StageModel], chunks: Sequence[Sequence[int]]) -> list[mx.array]:
-    """Stages with mlx-lm's own caches."""
+    """Run stages with mlx-lm's own caches."""
     caches = [stage.make_layer_caches() for stage in stages]
     outputs: list[mx.array] = []
     offset = 0
@@ -122,15 +121,15 @@ def _evaluated(array: mx.array | None) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """What a row gets where it wants something."""
+    """Results of a row at the wanted positions."""
 
     offsets: tuple[int, ...]
     values: mx.array
-    """(offsets, vocabulary)."""
+    """Array of shape (offsets, vocabulary)."""
 
 
 class WorkerPipeline:
-    """Stages as workers run them: over the KV store, rows grouped, results at wanted offsets alone."""
+    """Stages as in workers: with the KV store, grouped rows, and results only at wanted offsets."""
 
     def __init__(self, stages: Sequence[StageModel], *, ragged: bool) -> None:
         self._stores = [KVStore(stage.make_layer_caches(), mx.float32, ragged=ragged) for stage in stages]
@@ -146,7 +145,7 @@ class WorkerPipeline:
     def step(
         self, tokens: Mapping[int, Sequence[int]], wants: Mapping[int, step_pb2.Want]
     ) -> dict[int, RowOutput]:
-        """Feed each sequence its tokens; each one's results where it wants them."""
+        """Feed each sequence its tokens; return the wanted results of each."""
         rows = [self._row(sequence, ids, wants[sequence]) for sequence, ids in tokens.items()]
         step = StepInput(rows, None)
         for stage in range(len(self._forwards) - 1):
@@ -179,7 +178,7 @@ class WorkerPipeline:
 
 
 def difference(first: mx.array, second: mx.array) -> float:
-    """The largest, in units of the largest logit; infinite where something is no number."""
+    """Return the largest difference relative to the largest logit; infinite if a value is not a number."""
     scale = max(1.0, cast("float", mx.abs(second).max().item()))
     largest = cast("float", mx.abs(first - second).max().item()) / scale
     return math.inf if math.isnan(largest) else largest

@@ -1,4 +1,4 @@
-"""Schemathesis against a running server: whatever it makes of `/openapi.json`, no answer is the server's failure, or one that the document does not tell."""
+"""Schemathesis against a running server: no response to its requests is a server error or undocumented."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CHECKS = (
     "ignored_auth",
 )
 BRIEF = ("--default-max-tokens", "4", "--max-model-len", "128")
-"""What a sound request asks for is made soon."""
+"""Flags that keep the responses to valid requests short."""
 ENDLESS = "/cluster/events"
-"""A stream that goes on until its client leaves."""
+"""Stream that lasts until its client disconnects."""
 
 
 @pytest.mark.conformance
 @pytest.mark.timeout(1500)
-def test_every_answer_is_one_that_the_document_tells(tmp_path: Path) -> None:
+def test_every_response_is_documented(tmp_path: Path) -> None:
     python = command_of(TOOL)[0]
     with serving("demo", *BRIEF, "--api-key", KEY, folder=tmp_path) as server:
         key = {"Authorization": f"Bearer {KEY}"}
@@ -51,10 +51,10 @@ def test_every_answer_is_one_that_the_document_tells(tmp_path: Path) -> None:
             timeout=1400,
             check=False,
         )
-        # What it cannot make examples of on some versions of Python counts as its error, and is no failure of the server's.
+        # On some versions of Python it cannot generate examples for all schemas; it reports this as an error, not a failure.
         tested = re.search(r"Tested: (\d+)$", done.stdout, re.MULTILINE)
         assert tested is not None, done.stdout + done.stderr
         assert int(tested[1]) == operations
-        for trouble in ("= FAILURES =", "Network Error", "timed out"):
-            assert trouble not in done.stdout, done.stdout[-20_000:]
+        for failure in ("= FAILURES =", "Network Error", "timed out"):
+            assert failure not in done.stdout, done.stdout[-20_000:]
         assert server.stop() == 0

@@ -213,7 +213,7 @@ def test_as_json_every_line_is_an_object_whoever_writes_it(tmp_path: Path) -> No
 
 def test_as_json_a_line_names_the_request_and_the_trace_that_it_belongs_to(tmp_path: Path) -> None:
     code = (
-        "from mlx_ring.core.request_context import REQUEST_ID, TRACEPARENT\n"
+        "from mlx_ring.core.traces import REQUEST_ID, TRACEPARENT\n"
         "logging.info('before'); REQUEST_ID.set('req_1'); logging.info('in it')\n"
         "TRACEPARENT.set('00-abc-def-01')\n"
         "logging.info('another', extra={'request_id': 'req_2'})\n"

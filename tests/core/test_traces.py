@@ -9,7 +9,8 @@ from tests.otlp_collector import collecting
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.otlp_traces import OtlpTraces
-from mlx_ring.core.traces import TracePlace, check_exporter
+from mlx_ring.core.trace_export import check_exporter
+from mlx_ring.core.traces import TracePlace
 from mlx_ring.settings.settings_sources import load_settings
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -56,7 +57,7 @@ def test_a_client_that_does_not_record_its_trace_has_nothing_recorded_here() -> 
 def test_without_opentelemetry_the_flag_is_one_sentence_that_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delitem(sys.modules, "mlx_ring.core.traces")
+    monkeypatch.delitem(sys.modules, "mlx_ring.core.otlp_traces")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     check_exporter(None)
     with pytest.raises(

@@ -14,21 +14,22 @@ from pathlib import Path
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.placement import even_split
+from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import WorkerStuck
-from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.config import Policy, RankKv
+from mlx_ring.core.generation import GenerateRequest
+from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.executor import GrpcExecutor, RankAddress, RankId
-from mlx_ring.engine.kv_budget import BLOCK
-from mlx_ring.engine.sequence import GenerateRequest, Limits
+from mlx_ring.engine.executor import GrpcExecutor, RankAddress
+from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.sequence import Limits
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.process import SIGNAL
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
+from mlx_ring.rpc.backends import joined_ranks
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import worker_pb2
 

@@ -14,8 +14,8 @@ from tests.end_to_end.instance import generate, request, running_agent, running_
 from tests.end_to_end.reference import WholeModel
 from tests.processes import run_cli, serving
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import NotReady
-from mlx_ring.engine.config import Policy
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import GrpcExecutor, RankAddress
 from mlx_ring.models.model_folder import read_model_folder

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from tests.end_to_end.instance import running_engine
 from tests.worker.tensor.models import write_family
 
+from mlx_ring.core.engine_stats import Policy
+from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import PoolingKind, SamplingParams
-from mlx_ring.engine.config import Policy
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.sequence import GenerateRequest
 
 CHUNKED = Policy(max_num_seqs=4, prefill_chunk=32)
 KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)

@@ -21,7 +21,7 @@ from tests.end_to_end.instance import running_engine
 
 @pytest.fixture(scope="module", params=["demo", "demo-moe", *RANDOM_MODELS])
 def expected(request: pytest.FixtureRequest, shared: Path) -> Expected:
-    return expected_answers(request.param, shared, thorough=request.config.getoption("--thorough"))
+    return expected_answers(request.param, shared, thorough=bool(request.config.getoption("--thorough")))
 
 
 @pytest.mark.timeout(1200)

@@ -28,16 +28,23 @@ from mlx_ring.engine.engine import Engine
 pytestmark = pytest.mark.alone
 FEW, SHORT = 10, 40
 """Numbers of prompts and tokens. Ranks that wait for each other keep a processor busy each, and tests have few."""
+TWO_RANKS = [
+    (model, 1, shares)
+    for model in ("demo", "demo-moe", *RANDOM_MODELS)
+    for shares in ((1.0, 1.0), (3.0, 1.0))
+]
+FOUR_RANKS = [(model, 2, (1.0, 1.0)) for model in RANDOM_MODELS]
+"""Models of five layers: where four ranks share two processors, each layer costs a turn of every rank."""
 
 
-@pytest.fixture(scope="module", params=["demo", "demo-moe", *RANDOM_MODELS])
+@pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest, shared: Path) -> Expected:
-    return expected_answers(request.param, shared, thorough=request.config.getoption("--thorough"))
+    return expected_answers(request.param, shared, thorough=bool(request.config.getoption("--thorough")))
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("stages", "shares"), [(1, (1.0, 1.0)), (1, (3.0, 1.0)), (2, (1.0, 1.0))])
-def test_tokens_equal_the_whole_models_however_its_layers_are_shared(
+@pytest.mark.parametrize(("expected", "stages", "shares"), [*TWO_RANKS, *FOUR_RANKS], indirect=["expected"])
+def test_tokens_of_ranks_equal_those_of_the_whole_model(
     expected: Expected,
     stages: int,
     shares: tuple[float, ...],
@@ -70,7 +77,7 @@ def test_tokens_equal_the_whole_models_however_its_layers_are_shared(
         ("qwen3_moe", 4, (3.0, 1.0)),
     ],
 )
-def test_tokens_equal_the_whole_models_however_quantized_layers_are_shared(
+def test_tokens_of_ranks_with_quantized_layers_equal_those_of_the_whole_model(
     family: str,
     bits: int,
     shares: tuple[float, ...],

@@ -20,11 +20,11 @@ from tests.end_to_end.random_schemas import Schema, random_schema
 from tests.end_to_end.reference import WholeModel
 from transformers import AutoTokenizer
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import RequestError
+from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import Grammar, SamplingParams
-from mlx_ring.engine.config import Policy
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.sequence import GenerateRequest
 from mlx_ring.models.grammars import to_llguidance
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.models.model_source import find_model

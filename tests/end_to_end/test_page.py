@@ -20,7 +20,7 @@ from tests.processes import Server, serving
 
 from mlx_ring.api.page.routes import load_page
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.engine.config import Policy
+from mlx_ring.core.engine_stats import Policy
 
 KEY = "a key, and no other"
 CAPITAL = "What is the capital of France?"

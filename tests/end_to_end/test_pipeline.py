@@ -12,12 +12,11 @@ import pytest
 from tests.end_to_end.instance import generate, request, running_agent, running_engine, start_workers
 from tests.worker.random_models import QWEN3, write_random_model
 
+from mlx_ring.core.engine_stats import Policy, StepTiming
 from mlx_ring.core.errors import ModelCorrupt, NotReady, PlanError, WorkerLost
-from mlx_ring.engine.config import Policy
+from mlx_ring.core.generation import RequestStream
+from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.stats import StepTiming
-from mlx_ring.engine.streams import RequestStream
 from mlx_ring.models.model_folder import read_model_folder
 
 

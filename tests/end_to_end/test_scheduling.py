@@ -21,8 +21,8 @@ from tests.once import once
 from tests.worker.kv.small_models import CONFIGURATIONS
 from tests.worker.random_models import QWEN3, write_random_model
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.config import Policy
 from mlx_ring.engine.engine import Engine
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.models.model_source import find_model

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
+from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.errors import RingError
-from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.config import Policy, RankKv
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.kv_budget import BLOCK
+from mlx_ring.core.generation import GenerateRequest
+from mlx_ring.core.types import RankId, SamplingParams
+from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.scheduler import Advance, Scheduler
-from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
+from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
 from mlx_ring.engine.twin import (
     KV_BYTES_PER_TOKEN,
     NextToken,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from mlx_ring.core.engine_stats import StepTiming
+from mlx_ring.core.types import RankId
 from mlx_ring.engine.chunk_size import SMALLEST_CHUNK, Pacing
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.stats import StepTiming
 
 
 def timing(stage: int, *, rows: int, tokens: int, compute_us: int) -> StepTiming:

@@ -22,16 +22,14 @@ from tests.engine.engines import (
 )
 from tests.examples import examples
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import (
     Overloaded,
     RequestError,
 )
-from mlx_ring.core.types import SamplingParams, TokenLogprob
-from mlx_ring.engine.config import Policy
+from mlx_ring.core.generation import Delta, GenerateRequest
+from mlx_ring.core.types import RankId, SamplingParams, TokenLogprob
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.streams import Delta
 from mlx_ring.engine.twin import TwinExecutor, hash_token
 
 

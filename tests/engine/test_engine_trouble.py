@@ -33,10 +33,9 @@ from mlx_ring.core.errors import (
     StepFailed,
     WorkerLost,
 )
-from mlx_ring.core.types import FinishReason, SamplingParams
+from mlx_ring.core.generation import GenerateRequest
+from mlx_ring.core.types import FinishReason, RankId, SamplingParams
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.sequence import GenerateRequest
 from mlx_ring.engine.twin import Trouble, TwinExecutor
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2

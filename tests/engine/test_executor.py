@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from mlx_ring.core.errors import RingError
-from mlx_ring.engine.executor import Executor, RankId, ranks_that_draw
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.executor import Executor, ranks_that_draw
 from mlx_ring.engine.twin import TwinExecutor
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 

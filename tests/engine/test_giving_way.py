@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from tests.engine.engines import PLAIN, ask, make_engine
 
 from mlx_ring.core.errors import Overloaded, RequestError
-from mlx_ring.core.request_context import CLIENT
+from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.admission import Held, who_gives_way
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.router import Router
-from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.streams import RequestStream
 from mlx_ring.engine.twin import TwinExecutor
 
 NAMES = "abc"

@@ -7,13 +7,12 @@ import asyncio
 import pytest
 from tests.engine.engines import PLAIN, ask, collect, make_engine, says
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ModelCorrupt, Overloaded, RequestError
-from mlx_ring.core.types import Grammar
+from mlx_ring.core.generation import RequestStream
+from mlx_ring.core.types import Grammar, RankId
 from mlx_ring.engine import engine as engine_module
-from mlx_ring.engine.config import Policy
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.streams import RequestStream
 from mlx_ring.engine.twin import TwinExecutor
 from mlx_ring.rpc.failures import error_to_failure
 

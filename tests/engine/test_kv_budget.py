@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mlx_ring.engine.config import RankKv
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.kv_budget import BLOCK, KvBudget
+from mlx_ring.core.engine_stats import BLOCK
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.kv_budget import KvBudget, RankKv
 
 FIRST, SECOND = RankId(0, 0), RankId(1, 0)
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.engine.config import RankKv
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.kv_budget import BLOCK, Allowance, KvBudget, Place, fitting_context, share_out
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.kv_budget import Allowance, KvBudget, Place, RankKv, fitting_context, share_out
 from mlx_ring.engine.kv_budget import rank_limits as shared_limits
 from mlx_ring.rpc.protos import worker_pb2
 

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.engines import BYTES, LIMITS, PLAIN, ask, collect, go_on, manual, says
 
+from mlx_ring.core.engine_stats import COUNTS, Distribution, Meter, Policy, RankTotals, StepTotals
 from mlx_ring.core.errors import ContextExceeded, Overloaded, WorkerLost
-from mlx_ring.engine.config import Policy
+from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.router import Router
-from mlx_ring.engine.stats import COUNTS, Distribution, Meter, RankTotals, StepTotals
 from mlx_ring.engine.twin import TwinExecutor, hash_token
 
 NOTHING = StepTotals({}, **dict.fromkeys(COUNTS, 0))
@@ -36,8 +35,8 @@ class Counted:
 def test_a_value_counts_for_the_first_bound_that_it_does_not_exceed() -> None:
     seen = Distribution((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.5):
-        seen.see(value)
-    seen.see(2.0, times=3)
+        seen.record(value)
+    seen.record(2.0, times=3)
     assert seen.counts == [2, 4, 1]
     assert seen.total == 11.5
 
@@ -52,7 +51,7 @@ def test_what_a_meter_counts_never_shrinks_while_engines_come_and_go(epochs: lis
 
     for steps in epochs:
         engine = Counted()
-        with meter.following(engine, {RANK: "mini"}):
+        with meter.attached(engine, {RANK: "mini"}):
             for step, idle_us in enumerate(steps):
                 totals = RankTotals(steps=step + 1, compute_us=5, idle_us=idle_us)
                 engine.now = replace(NOTHING, ranks={RANK: totals}, preemptions=step)

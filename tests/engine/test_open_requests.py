@@ -6,7 +6,7 @@ import asyncio
 
 from tests.engine.engines import ask, make_engine
 
-from mlx_ring.engine.config import Policy
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.twin import TwinExecutor
 
 

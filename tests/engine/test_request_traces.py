@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlx_ring.core.request_context import TRACEPARENT
-from mlx_ring.core.traces import Attributes
+from mlx_ring.core.engine_stats import EndedRequest
+from mlx_ring.core.generation import GenerateRequest
+from mlx_ring.core.traces import TRACEPARENT, Attributes
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.request_traces import RequestTracer
-from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.stats import EndedRequest
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOON_NS = 1_700_000_000_000_000_000

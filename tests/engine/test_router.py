@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from mlx_ring.core.errors import NotReady, Overloaded
+from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.router import SEQUENCE_TOKENS, Burden, Router
-from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.streams import RequestStream
 
 IDLE = Burden(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
 

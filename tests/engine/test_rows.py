@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_ring.core.errors import ProtocolError
+from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams, TokenLogprob
 from mlx_ring.engine.rows import decode_row, open_operation, prefill_row, read_result
-from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
+from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
 from mlx_ring.rpc.protos.step_pb2 import RowResult, TokenLogprobs, Want
 
 LIMITS = Limits(context_length=100, vocab_size=1000, eos=frozenset({7, 3}))

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from tests.engine.pipeline import EOS, PLAIN, Pipeline, budget, is_prefill
 from tests.examples import examples
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ProtocolError, StepFailed
-from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.config import Policy
-from mlx_ring.engine.executor import RankId
+from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.twin import Reach
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from mlx_ring.core.errors import ContextExceeded, RequestError
+from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams, TokenLogprob
-from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
+from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
 
 EOS = 7
 LIMITS = Limits(context_length=10, vocab_size=100, eos=frozenset({EOS}))

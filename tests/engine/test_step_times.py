@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.engine.timings import timing
 
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.stats import StepTiming
+from mlx_ring.core.engine_stats import StepTiming
+from mlx_ring.core.types import RankId
 from mlx_ring.engine.step_times import StepWindow
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.engine.detokenizer import StopMatcher
+from mlx_ring.core.generation import StopMatcher
 
 LETTERS = st.text("ab", max_size=30)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

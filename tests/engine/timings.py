@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.stats import StepTiming
+from mlx_ring.core.engine_stats import StepTiming
+from mlx_ring.core.types import RankId
 
 
 def timing(step: int, compute_us: int, **changes: object) -> StepTiming:

@@ -17,7 +17,7 @@ from tests.api.twins import TwinService
 from tests.certificates import write_certificate
 
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.head.http_connections import ConnectionLimits
+from mlx_ring.head.load_shedding import ConnectionLimits
 
 PATIENCE_S = 20.0
 BRIEF = ConnectionLimits(stall_s=0.3)

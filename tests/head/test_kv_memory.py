@@ -8,9 +8,8 @@ from typing import Any, cast
 import pytest
 
 from mlx_ring.core.errors import ConfigError, ContextKept, PlanError
-from mlx_ring.engine.config import RankKv
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.kv_budget import KEPT_TOKENS, Allowance, Place
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.kv_budget import KEPT_TOKENS, Allowance, Place, RankKv
 from mlx_ring.head.kv_memory import Claim, KvShares, Tenant
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_ring.engine.executor import RankId
+from mlx_ring.core.types import RankId
 from mlx_ring.head.loading_progress import Loaded, LoadingProgress
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 

@@ -12,8 +12,7 @@ from tests.profiles import made_up_profile
 from mlx_ring.api.service import WorkerInfo
 from mlx_ring.cluster.membership import Came, Member, Membership, Went
 from mlx_ring.cluster.quarantine import Held
-from mlx_ring.core.types import LayerRange
-from mlx_ring.engine.executor import RankId
+from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine.step_times import StepTimes, StepWindow
 from mlx_ring.head.loading_progress import LoadingProgress
 from mlx_ring.head.status import InstanceView, Standing, instance_status, node_statuses

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.stats import Unanswered
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.step_times import Unanswered
 from mlx_ring.head.instance import StuckWatch
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks
+from mlx_ring.rpc.backends import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
 
 

@@ -18,7 +18,7 @@ from mlx_ring.core.errors import ProtocolError, StaleMessage, StepFailed, Worker
 from mlx_ring.rpc import links
 from mlx_ring.rpc.channels import make_server
 from mlx_ring.rpc.failures import error_to_failure
-from mlx_ring.rpc.frames import Frame
+from mlx_ring.rpc.frames import Frame, Packer
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.links import (
     HIDDEN,
@@ -32,7 +32,6 @@ from mlx_ring.rpc.links import (
     deliver_frames,
 )
 from mlx_ring.rpc.methods import LINK, WORKER_SERVICE, service_handler
-from mlx_ring.rpc.packing import Packer
 from mlx_ring.rpc.protos import worker_pb2
 
 TENSOR = WireTensor("float32", (2, 3), bytes(range(24)), (7, 8))

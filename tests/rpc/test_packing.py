@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_ring.core.errors import ProtocolError
-from mlx_ring.rpc.frames import Frame
-from mlx_ring.rpc.packing import Packer, Trial, pack, pays, told, unpack
+from mlx_ring.rpc.frames import Frame, Packer, Trial, pack, pays, told, unpack
 from mlx_ring.rpc.protos import worker_pb2
 
 WIDTHS = {

@@ -15,8 +15,7 @@ from mlx_lm.models.cache import (
 
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
-from mlx_ring.worker.cache_slots import find_cache_slots
-from mlx_ring.worker.dry_run import LayerCalls
+from mlx_ring.worker.cache_slots import LayerCalls, find_cache_slots
 
 WINDOW = 8
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.step_traces import StepTraces
+from mlx_ring.worker.replies import StepTraces
 
 TIMINGS = step_pb2.Timings(
     started_us=100, finished_us=140, queue_us=1, link_wait_us=5, compute_us=30, link_send_us=4

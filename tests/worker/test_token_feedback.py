@@ -10,8 +10,7 @@ from mlx_ring.core.errors import ProtocolError, RequestError, StepFailed, Worker
 from mlx_ring.rpc.links import SAMPLED, Inbox, LinkKey, WireTensor
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.sequences import SequenceTable
-from mlx_ring.worker.token_feedback import TokenHandover
+from mlx_ring.worker.sequences import SequenceTable, TokenHandover
 
 
 class Stage0:

@@ -22,8 +22,8 @@ import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlx_ring.agent.loading import told_failure
+from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError, RingError
-from mlx_ring.core.versions import package_version
 from mlx_ring.host.private_files import write_private
 from mlx_ring.host.process import give_back_freed_memory
 from mlx_ring.rpc.channels import PROBE_MESSAGE_BYTES, make_server, open_channel

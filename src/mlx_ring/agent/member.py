@@ -40,10 +40,10 @@ from mlx_ring.host.machine import node_name
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.process import usable_memory
+from mlx_ring.rpc.backends import joined_ranks
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, add_secure_port, make_aio_server, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
-from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.methods import AGENT_SERVICE, ATTEND
 from mlx_ring.rpc.protos import cluster_pb2
 from mlx_ring.rpc.tls.certificates import HEAD_NAME

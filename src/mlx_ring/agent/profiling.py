@@ -17,9 +17,8 @@ from typing import Any, cast
 
 import psutil
 
-from mlx_ring.core.environment import worker_environment
+from mlx_ring.core.environment import package_version, worker_environment
 from mlx_ring.core.errors import ProtocolError, WorkerLost, WorkerStuck
-from mlx_ring.core.versions import package_version
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.machine import machine_identity
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile

@@ -29,8 +29,8 @@ from mlx_ring.core.environment import library_variable, speaking_environment, wo
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.core.logs import LogFormat
 from mlx_ring.host.child import GRACE_S, ChildProcess
+from mlx_ring.rpc.backends import asked_backend, joined_ranks, rank_in_group
 from mlx_ring.rpc.channels import open_aio_channel
-from mlx_ring.rpc.joined_ranks import asked_backend, joined_ranks, rank_in_group
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import told_by_library

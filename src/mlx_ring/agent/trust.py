@@ -20,8 +20,7 @@ from mlx_ring.host.trusted_interfaces import (
     source_address,
     trusted_interfaces,
 )
-from mlx_ring.rpc.backends import devices_of
-from mlx_ring.rpc.joined_ranks import backend_of, joined_ranks, rank_in_group
+from mlx_ring.rpc.backends import backend_of, devices_of, joined_ranks, rank_in_group
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.settings.hostfile import RING_OF_JACCL
 

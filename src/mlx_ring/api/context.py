@@ -18,7 +18,7 @@ from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedIn
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import note_stream
 from mlx_ring.core.errors import NotReady, RequestError, UnknownModel, WorkerLost, WorkerStuck
-from mlx_ring.engine.executor import RankId
+from mlx_ring.core.types import RankId
 
 BodyT = TypeVar("BodyT", bound=Body)
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from mlx_ring.api.generation import Generation
 from mlx_ring.api.service import Answering, ModelService
 from mlx_ring.core.errors import Overloaded, RequestError, ServingError
+from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.sequence import GenerateRequest
 from mlx_ring.models.pooling import Pooling
 
 _LANES = 16

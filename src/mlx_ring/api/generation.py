@@ -11,9 +11,8 @@ from typing import Protocol, Self
 from mlx_ring.api.middleware.access_log import Counted, note_answers
 from mlx_ring.api.service import Answering
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
+from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream, RequestTimings
 from mlx_ring.core.types import FinishReason, TokenLogprob
-from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.streams import Delta, RequestStream, RequestTimings
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class Generation:
             error.param = self._prompt_field
             raise
         for stream in self._streams:
-            stream.tell(self._news.set)
+            stream.set_listener(self._news.set)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -15,7 +15,7 @@ from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.service import ModelService, Tokenizer
 from mlx_ring.api.token_bounds import FewestTokens
 from mlx_ring.core.errors import RequestError
-from mlx_ring.engine.sequence import context_exceeded
+from mlx_ring.core.generation import context_exceeded
 
 T = TypeVar("T")
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from mlx_ring.api.ops.status import ClusterParts
+from mlx_ring.core.engine_stats import EngineStats, Meter, OpenRequest, Policy, StepTotals
 from mlx_ring.core.errors import RingError
+from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import LayerRange
-from mlx_ring.engine.config import Policy
-from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.stats import EngineStats, Meter, OpenRequest, StepTotals
-from mlx_ring.engine.streams import RequestStream
 from mlx_ring.models.pooling import Pooling
 
 

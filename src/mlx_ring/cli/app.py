@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
-from mlx_ring.cli.main import INTERRUPTED
+from mlx_ring.cli import INTERRUPTED
 from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, TrustError
 from mlx_ring.core.logs import keep_early_records
 

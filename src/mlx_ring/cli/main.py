@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-INTERRUPTED = 130
-"""As shells have it: 128 and the number of SIGINT."""
+from mlx_ring.cli import INTERRUPTED
 
 
 def main() -> None:

@@ -22,8 +22,7 @@ from typing import Protocol, TypeVar
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
 from mlx_ring.core.errors import PlanError, RingError
 from mlx_ring.host.trusted_interfaces import FLAG, LOOPBACK, TrustedInterface
-from mlx_ring.rpc.backends import RankMeans, choose_backend
-from mlx_ring.rpc.joined_ranks import asked_backend, joined_ranks, wish_of
+from mlx_ring.rpc.backends import RankMeans, asked_backend, choose_backend, joined_ranks, wish_of
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,8 @@
 """What libraries of this process and its children find in the environment. Settings of ours come by `config.py`.
 
 What processes that compute are started with: settings that are read before any argument is.
+
+Which versions of packages are installed.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 _OUR_GRPC_LEVEL = "info"
 """In small letters, which gRPC reads alike and nobody else writes: so it is known for ours."""
@@ -76,3 +80,12 @@ def worker_environment(blas_threads: int) -> dict[str, str]:
     if sys.platform == "linux" and _HUGE_PAGES not in tunables:
         environment[_TUNABLES] = ":".join(filter(None, (tunables, f"{_HUGE_PAGES}=1")))
     return environment
+
+
+@cache
+def package_version(name: str) -> str:
+    """The installed version of a package, "absent" where there is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from mlx_ring.core.request_context import REQUEST_ID, TRACEPARENT
+from mlx_ring.core.traces import REQUEST_ID, TRACEPARENT
 
 LogFormat = Literal["text", "json"]
 _WORKER = re.compile(r"worker-(\d+)-\d+")

@@ -1,13 +1,31 @@
-"""Spans of traces, as the code that makes them knows them; `otlp_traces.py` exports them."""
+"""Context of the request that the code works for, and interfaces of trace spans.
+
+The handler that accepts a request sets the context variables; tasks that it starts inherit them. Log lines and spans
+read them. `otlp_traces.py` exports spans, and `trace_export.py` opens the exporter.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Literal, Protocol
 
-from mlx_ring.core.errors import ConfigError
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""As clients read it in `x-request-id`; empty outside of requests."""
+TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
+"""W3C's, of the span that is open for the request; empty where it is not traced."""
+
+
+CLIENT: ContextVar[str] = ContextVar("client", default="")
+"""Who asks, as shares go: by an API key, or by an address. Never told; empty outside of requests."""
+
+
+def new_request_id() -> str:
+    """Of a request that brings none of its own."""
+    return f"req_{secrets.token_hex(12)}"
+
 
 Attributes = Mapping[str, str | int | float | bool | tuple[str, ...]]
 SpanKind = Literal["server", "internal"]
@@ -69,30 +87,3 @@ class Tracing(Protocol):
     def close(self) -> None:
         """Send what is left, within seconds."""
         ...
-
-
-def check_exporter(endpoint: str | None) -> None:
-    """Raises `ConfigError` where traces are asked for, and what exports them is not installed."""
-    if endpoint is None:
-        return
-    try:
-        import_module("mlx_ring.core.otlp_traces")
-    except ImportError as error:
-        raise ConfigError(
-            f"--otlp-traces-endpoint is {endpoint}, and OpenTelemetry is not installed ({error}): "
-            "install it with pip install 'mlx-ring[otel]', or leave the flag out."
-        ) from error
-
-
-def open_tracing(endpoint: str | None, node: str, version: str) -> Tracing | None:
-    """What exports to an endpoint; None without one.
-
-    Raises:
-        ConfigError: OpenTelemetry is not installed.
-    """
-    if endpoint is None:
-        return None
-    check_exporter(endpoint)
-    from mlx_ring.core.otlp_traces import OtlpTraces  # an extra
-
-    return OtlpTraces(endpoint, node, version)

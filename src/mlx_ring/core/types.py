@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -42,6 +42,13 @@ class MemberRange(Extent):
     def shifted(self, by: int) -> MemberRange:
         """The same members of what begins further on."""
         return MemberRange(self.start + by, self.end + by)
+
+
+class RankId(NamedTuple):
+    """Place of a worker in the plan."""
+
+    stage: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)

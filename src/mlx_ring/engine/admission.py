@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import Overloaded, RequestError
-from mlx_ring.engine.config import Policy
 
 _RETRY_AFTER_S = 1.0
 

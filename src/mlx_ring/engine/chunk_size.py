@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from mlx_ring.engine.stats import StepTiming
+from mlx_ring.core.engine_stats import StepTiming
 
 SMALLEST_CHUNK = 2
 _SMALLEST_ALONE = 160

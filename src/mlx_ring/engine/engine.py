@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
+from mlx_ring.core.engine_stats import EndedRequest, EngineStats, Meter, OpenRequest, Policy, StepTotals
 from mlx_ring.core.errors import (
     DeadlineExceeded,
     NotReady,
@@ -22,21 +23,20 @@ from mlx_ring.core.errors import (
     RingError,
     ServingError,
 )
-from mlx_ring.core.request_context import CLIENT
-from mlx_ring.core.traces import Span
-from mlx_ring.core.types import FinishReason, TokenLogprob
+from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.traces import CLIENT, Span
+from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
 from mlx_ring.engine.admission import Held, check_places, gave_way, who_gives_way
-from mlx_ring.engine.config import Policy, RankKv
 from mlx_ring.engine.detokenizer import AnswerText, Reading, Vocabulary
-from mlx_ring.engine.executor import Executor, RankId, ranks_that_draw
+from mlx_ring.engine.executor import Executor, ranks_that_draw
 from mlx_ring.engine.grammars import Grammars, Settled
+from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.router import Burden
 from mlx_ring.engine.scheduler import Advance, Scheduler
-from mlx_ring.engine.sequence import GenerateRequest, Limits, Sequence, make_sequence
-from mlx_ring.engine.stats import EndedRequest, EngineStats, Meter, OpenRequest, StepTotals, Unanswered
-from mlx_ring.engine.step_times import Predict, StepTimes
-from mlx_ring.engine.streams import LiveRequest, RequestStream
+from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
+from mlx_ring.engine.step_times import Predict, StepTimes, Unanswered
+from mlx_ring.engine.streams import LiveRequest
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
@@ -272,9 +272,9 @@ class Engine:
         if live.is_first:
             self._prompt_tokens += live.sequence.prompt_length
             waited_s = now - live.sequence.submitted_at if tokens else None
-            self._meter.answers(live.sequence.prompt_length, waited_s)
+            self._meter.record_first_token(live.sequence.prompt_length, waited_s)
         elif tokens:
-            self._meter.grows(len(tokens), now - live.last_at)
+            self._meter.record_tokens(len(tokens), now - live.last_at)
         self._meter.generated_tokens += len(tokens)
         self._generated_tokens += len(tokens)
         live.stream.put(live.delta(tokens, reading, finish_reason, now))
@@ -296,7 +296,7 @@ class Engine:
             self._apply_kv_limits()
 
     def _tell_end(self, ended: EndedRequest, span: Span | None) -> None:
-        self._meter.ends(ended)
+        self._meter.record_end(ended)
         if span is not None and self._tracer is not None:
             self._tracer.end(span, ended)
 

@@ -12,11 +12,12 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import grpc
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError, WorkerLost, WorkerStuck
+from mlx_ring.core.types import RankId
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import check_hello
@@ -24,13 +25,6 @@ from mlx_ring.rpc.methods import STEPS_RAW
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import ChannelTrust
-
-
-class RankId(NamedTuple):
-    """A worker's place in the plan."""
-
-    stage: int
-    rank: int
 
 
 def ranks_that_draw(ranks: Sequence[RankId]) -> list[RankId]:

@@ -11,8 +11,7 @@ from itertools import count
 from typing import NamedTuple
 
 from mlx_ring.core.errors import RequestError, RingError
-from mlx_ring.core.types import Grammar
-from mlx_ring.engine.executor import RankId
+from mlx_ring.core.types import Grammar, RankId
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2, worker_pb2

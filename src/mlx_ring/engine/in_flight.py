@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from mlx_ring.core.engine_stats import RankTotals, StepTiming
 from mlx_ring.core.errors import ProtocolError
+from mlx_ring.core.types import RankId
 from mlx_ring.engine.decode import DecodeGroup
-from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.rows import tokens_fed
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.engine.stats import RankTotals, StepTiming, Unanswered
-from mlx_ring.engine.step_times import StepDeadlines, StepSize, StepWindow
+from mlx_ring.engine.step_times import StepDeadlines, StepSize, StepWindow, Unanswered
 from mlx_ring.rpc.protos import step_pb2
 
 _RECENT_STEPS = 256
@@ -115,10 +115,10 @@ class Flights:
             )
         progress.step, progress.kv_bytes = done.step, done.kv_bytes
         progress.answered_at = now
-        progress.totals.note(done.timings)
         flight = self._flights[done.step]
         flight.answered_at = now
         timing = _timing(rank, flight, done.timings)
+        progress.totals.record(timing)
         self._recent.append(timing)
         if not done.HasField("failure"):
             self.window.note(timing)

@@ -13,33 +13,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from mlx_ring.core.engine_stats import BLOCK, RankKvUse, kv_blocks
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.engine.config import RankKv
-from mlx_ring.engine.executor import RankId
+from mlx_ring.core.types import RankId
 from mlx_ring.rpc.protos import worker_pb2
-
-BLOCK = 256
-"""Tokens by which a sequence's memory grows."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankKvUse:
-    """How one rank's KV memory stands. Bytes."""
+class RankKv:
+    """One rank's KV: its budget, what sequences take of it, and where they can be cut or forked. Bytes and tokens."""
 
     limit_bytes: int
-    used_bytes: int
-    """As accounted: by whole blocks, and what is being freed included."""
-    held_bytes: int
-    """As the rank said last."""
     bytes_per_token: int
-    bytes_per_sequence: int
-    kept_bytes: int = 0
-    """Of those used, what is kept of ended sequences, and makes way when others need it."""
-
-    def sequences_allowed(self, tokens: int) -> int:
-        """How many sequences of so many tokens the limit holds."""
-        each = _blocks(tokens) * BLOCK * self.bytes_per_token + self.bytes_per_sequence
-        return self.limit_bytes // each if each else 0
+    """In layers that see every token."""
+    bytes_per_sequence: int = 0
+    """Besides, at most: sliding windows, recurrent states."""
+    recurrent: bool = False
+    """Forks only where the source stands, and cannot be cut."""
+    slack: int = 0
+    """Sliding layers: so many tokens can be dropped at any length; 0: no layer slides."""
+    exact_length: int = 0
+    """Sliding layers: up to this length a sequence can be cut and forked anywhere."""
 
 
 class KvBudget:
@@ -92,7 +86,7 @@ class KvBudget:
         """
         held = self._blocks.get(sequence)
         gone = [self._blocks[other] for other in without if other in self._blocks]
-        blocks = _blocks(tokens) - (held or 0) - sum(gone) + spare_blocks
+        blocks = kv_blocks(tokens) - (held or 0) - sum(gone) + spare_blocks
         sequences = int(held is None) - len(gone)
         if freed:
             blocks -= self._freeing_blocks
@@ -104,7 +98,7 @@ class KvBudget:
 
     def fits_as_held(self, tokens: int) -> bool:
         """Whether a new sequence fits beside what the ranks say they hold, padding and room for growth included."""
-        more = _blocks(tokens)
+        more = kv_blocks(tokens)
         return all(
             self._held[place] + self._bytes(rank, more, 1) <= rank.limit_bytes
             for place, rank in self._ranks.items()
@@ -120,7 +114,7 @@ class KvBudget:
         for place, nbytes in limits.items():
             rank = self._ranks[place]
             self._ranks[place] = replace(
-                rank, limit_bytes=max(nbytes, self._bytes(rank, _blocks(longest), 1))
+                rank, limit_bytes=max(nbytes, self._bytes(rank, kv_blocks(longest), 1))
             )
 
     @property
@@ -138,7 +132,7 @@ class KvBudget:
 
     def charge(self, sequence: int, tokens: int) -> None:
         """A sequence holds so many tokens from now on."""
-        blocks = _blocks(tokens)
+        blocks = kv_blocks(tokens)
         self._total_blocks += blocks - self._blocks.get(sequence, 0)
         self._blocks[sequence] = blocks
 
@@ -190,11 +184,7 @@ class KvBudget:
 
 def sequence_bytes(rank: RankKv, tokens: int) -> int:
     """What one sequence of so many tokens takes of a rank, by whole blocks."""
-    return _blocks(tokens) * BLOCK * rank.bytes_per_token + rank.bytes_per_sequence
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK)
+    return kv_blocks(tokens) * BLOCK * rank.bytes_per_token + rank.bytes_per_sequence
 
 
 RESERVE_SHARE = 0.1

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import count
 
-from mlx_ring.engine.config import RankKv
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.kv_budget import KvBudget
+from mlx_ring.core.engine_stats import CacheStats
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.kv_budget import KvBudget, RankKv
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Extent, Found, Match, PrefixCache
 from mlx_ring.engine.rows import (
     fork_operation,
@@ -22,7 +22,6 @@ from mlx_ring.engine.rows import (
     trim_operation,
 )
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.engine.stats import CacheStats
 from mlx_ring.rpc.protos import step_pb2
 
 _FIRST_SNAPSHOT = 1 << 48

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.chunk_size import Pacing
-from mlx_ring.engine.config import Policy
 from mlx_ring.engine.decode import DecodeGroups
 from mlx_ring.engine.in_flight import Flights
 from mlx_ring.engine.kv_manager import KvPlan

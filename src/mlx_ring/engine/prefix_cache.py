@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mlx_ring.engine.config import RankKv
-from mlx_ring.engine.executor import RankId
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.kv_budget import RankKv
 
 Tokens = tuple[int, ...]
 

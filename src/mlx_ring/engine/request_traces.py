@@ -1,7 +1,7 @@
 """What a trace tells of a request: its waiting, its prompt, its answer, and what every stage did for it.
 
 Names are those of OpenTelemetry's conventions for generative AI, where they have one; those of `gen_ai.server` are
-their metrics', of this one request. Whoever takes the request in has opened a span for it (`core/request_context.py`).
+their metrics', of this one request. Whoever takes the request in has opened a span for it (`core/traces.py`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from mlx_ring.core.request_context import TRACEPARENT
-from mlx_ring.core.traces import Span, TracePlace, Tracing
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.stats import EndedRequest
+from mlx_ring.core.engine_stats import EndedRequest
+from mlx_ring.core.generation import GenerateRequest
+from mlx_ring.core.traces import TRACEPARENT, Span, TracePlace, Tracing
+from mlx_ring.core.types import RankId
 from mlx_ring.rpc.protos import step_pb2
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_ring.core.errors import NotReady, Overloaded, RingError
-from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.streams import RequestStream
+from mlx_ring.core.generation import GenerateRequest, RequestStream
 
 SEQUENCE_TOKENS = 64
 """What a running sequence costs a newcomer, in tokens to read: decode steps go between its chunks."""

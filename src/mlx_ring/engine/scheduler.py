@@ -20,20 +20,19 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
+from mlx_ring.core.engine_stats import CacheStats, Policy, SchedulerStats, StepTotals
 from mlx_ring.core.errors import ProtocolError, RingError
-from mlx_ring.core.types import TokenLogprob
+from mlx_ring.core.types import RankId, TokenLogprob
 from mlx_ring.engine.chunk_size import Pacing
-from mlx_ring.engine.config import Policy, RankKv
 from mlx_ring.engine.decode import DecodeGroup, DecodeGroups
-from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.in_flight import Flight, Flights
+from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.kv_manager import KvPlan
 from mlx_ring.engine.prefill import Prefilling
 from mlx_ring.engine.prompt_lookup import DraftedStep
 from mlx_ring.engine.rows import decode_row, read_result, samples_token
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.engine.stats import CacheStats, SchedulerStats, StepTotals, Unanswered
-from mlx_ring.engine.step_times import Predict, StepDeadlines, StepTimes
+from mlx_ring.engine.step_times import Predict, StepDeadlines, StepTimes, Unanswered
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 

@@ -8,32 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_ring.core.errors import ContextExceeded, RequestError
-from mlx_ring.core.types import FinishReason, PoolingKind, SamplingParams, TokenLogprob
+from mlx_ring.core.errors import RequestError
+from mlx_ring.core.generation import GenerateRequest, context_exceeded
+from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.prefix_cache import Found
 from mlx_ring.engine.prompt_lookup import PromptLookup
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """Tokens in, tokens out: templates, tools and formats are the API's."""
-
-    request_id: str
-    prompt_tokens: tuple[int, ...]
-    sampling: SamplingParams
-    prompt_logprobs: int | None = None
-    """None: off; else how many alternatives to give beside each prompt token's own."""
-    shown_tokens: frozenset[int] = frozenset()
-    """Special tokens that the answer's text shows, for they say where something begins in it."""
-    continues_text: bool = False
-    """Whether the answer is the rest of the prompt's own text, and no text of its own."""
-    pooling: PoolingKind | None = None
-    """None: off; else of which tokens the hidden states after the final norm make the prompt's vector."""
-
-    @property
-    def computes_all(self) -> bool:
-        """Whether every position's result is wanted, so that nothing that is cached can stand for it."""
-        return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,20 +216,6 @@ def _check_length(request: GenerateRequest, limits: Limits) -> None:
     least_answer = 0 if request.sampling.max_tokens == 0 else 1
     if prompt_tokens + least_answer > limits.context_length:
         raise context_exceeded(prompt_tokens, limits.context_length)
-
-
-def context_exceeded(
-    prompt_tokens: int, context_tokens: int, *, param: str = "messages", is_counted: bool = True
-) -> ContextExceeded:
-    """Of a prompt that does not fit; where it `is_counted` not, it has that many tokens at least."""
-    error = ContextExceeded(
-        f"This model's maximum context length is {context_tokens} tokens, of prompt and answer together, "
-        f"and the prompt has {'' if is_counted else 'at least '}{prompt_tokens}: shorten the prompt.",
-        prompt_tokens=prompt_tokens,
-        context_tokens=context_tokens,
-    )
-    error.param = param
-    return error
 
 
 def _check_tokens(request: GenerateRequest, vocab_size: int) -> None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from mlx_ring.engine.stats import StepTiming
+from mlx_ring.core.engine_stats import StepTiming
+from mlx_ring.core.types import RankId
 
 _KEPT = 128
 """Last steps of each kind on each stage."""
@@ -145,6 +146,22 @@ def _pace(last_stage: Iterable[StepTiming]) -> StreamPace | None:
         tokens=len(pairs),
         context_tokens=int(median(after.context_tokens for _, after in pairs)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """The rank that everybody waits for: of the earliest step that is owed, in the first stage that owes it."""
+
+    rank: RankId
+    step: int
+    waited_s: float
+    """Since all that the rank needs for the step was there, or since it was last heard of."""
+    deadline_s: float
+    """0: none."""
+
+    @property
+    def is_late(self) -> bool:
+        return 0 < self.deadline_s < self.waited_s
 
 
 _TIMES = 20.0

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError
-from mlx_ring.engine.executor import Listener, RankId, ranks_that_draw
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.executor import Listener, ranks_that_draw
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2, tensor_pb2, worker_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want

@@ -30,9 +30,11 @@ from mlx_ring.api.settings import ApiSettings
 from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.discovery import announcing
 from mlx_ring.core.cluster_folders import manifests_folder
-from mlx_ring.core.traces import Tracing, open_tracing
-from mlx_ring.core.versions import package_version
-from mlx_ring.head.http_connections import ConnectionLimits, HttpConfig
+from mlx_ring.core.environment import package_version
+from mlx_ring.core.trace_export import open_tracing
+from mlx_ring.core.traces import Tracing
+from mlx_ring.head.http_connections import HttpConfig
+from mlx_ring.head.load_shedding import ConnectionLimits
 from mlx_ring.head.models import Catalog
 from mlx_ring.head.multi_node import Cluster
 from mlx_ring.head.nodes import Machines

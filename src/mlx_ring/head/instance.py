@@ -17,17 +17,16 @@ from dataclasses import dataclass
 from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
 from mlx_ring.cluster.placement import Cut, cut_wishes, make_assignments
+from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
-from mlx_ring.core.in_time import in_time
 from mlx_ring.core.traces import Tracing
-from mlx_ring.engine.config import Policy
+from mlx_ring.core.types import RankId
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.executor import GrpcExecutor, RankAddress, RankId
+from mlx_ring.engine.executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.kv_budget import Allowance, Place
 from mlx_ring.engine.request_traces import RequestTracer
-from mlx_ring.engine.stats import Meter, Unanswered
-from mlx_ring.engine.step_times import Predict, StepSize
+from mlx_ring.engine.step_times import Predict, StepSize, Unanswered
 from mlx_ring.head.instance_view import InstanceService
 from mlx_ring.head.kv_memory import Claim, KvShares, Tenant
 from mlx_ring.head.placing import Arrangement
@@ -36,6 +35,7 @@ from mlx_ring.head.served_model import ServedModel, memory_for_weights
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.rpc.backends import AUTO
+from mlx_ring.rpc.channels import limit_silence
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
@@ -176,7 +176,7 @@ class Instance:
             await asyncio.wait((first_words, self._lost), return_when=asyncio.FIRST_COMPLETED)
             if first_words.done():
                 engine = self._engine = self._make_engine(executor, first_words.result())
-                cleanup.enter_context(self._meter.following(engine, self._nodes))
+                cleanup.enter_context(self._meter.attached(engine, self._nodes))
                 cleanup.push_async_callback(engine.close)
                 looking = asyncio.create_task(self._find_stuck(engine), name="deadlines")
                 cleanup.push_async_callback(_end, looking)
@@ -253,7 +253,7 @@ class Instance:
     ) -> None:
         """Hear what a node's agent tells, until the agent or one of its workers is gone."""
         try:
-            async for event in in_time(site.link.watch(hello), SILENCE_S):
+            async for event in limit_silence(site.link.watch(hello), SILENCE_S):
                 self._service.hear(event)
                 self._shares.hear(event)
                 workers = watched.hear(event)

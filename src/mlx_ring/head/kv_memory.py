@@ -11,17 +11,17 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.core.errors import ContextKept, PlanError, RingError
-from mlx_ring.engine.config import RankKv
+from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.executor import RankId
 from mlx_ring.engine.kv_budget import (
-    BLOCK,
     KEPT_TOKENS,
     Allowance,
     Floors,
     KvBudget,
     Place,
+    RankKv,
     fitting_context,
     floor_of,
     kv_rooms,

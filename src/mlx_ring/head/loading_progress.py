@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mlx_ring.engine.executor import RankId
+from mlx_ring.core.types import RankId
 from mlx_ring.rpc.protos import agent_pb2
 
 _FETCH = "fetch"

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_ring.api.service import InstanceInfo, SamplingDefaults, State
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
 from mlx_ring.engine.router import Router
-from mlx_ring.engine.stats import Meter
 from mlx_ring.head.instance_view import LOADING, InstanceService
 from mlx_ring.head.replica import Replica
 from mlx_ring.head.served_model import ServedModel, describe_model

@@ -36,8 +36,8 @@ from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, LinkProfile, NodeProfile
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.rpc.backends import GRPC
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
-from mlx_ring.rpc.joined_ranks import GRPC
 from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import rank_shares, shared_stages

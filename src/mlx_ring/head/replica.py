@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NodeLost, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
-from mlx_ring.engine.stats import Meter
 from mlx_ring.head.instance import Epoch, Instance
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService
 from mlx_ring.head.kv_memory import KvShares
@@ -108,7 +108,7 @@ class Replica:
                 await self._run(epoch, ready, begun_s)
                 has_served, pause_s = True, _FIRST_PAUSE_S
             except RingError as error:
-                self._meter.lost(error)
+                self._meter.record_loss(error)
                 if not has_served and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
@@ -137,5 +137,5 @@ class Replica:
         )
         with self._machines.watching(epoch.instance, instance.heed_loss):
             await instance.run(ready)
-        self._meter.lost(instance.loss)
+        self._meter.record_loss(instance.loss)
         self._machines.heed_failure(instance.loss, begun_s)

@@ -29,8 +29,7 @@ from mlx_ring.api.ops.status import (
 from mlx_ring.api.service import WorkerInfo
 from mlx_ring.cluster.membership import Gone, Member, Membership
 from mlx_ring.cluster.quarantine import Held
-from mlx_ring.core.types import LayerRange
-from mlx_ring.engine.executor import RankId
+from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes, StreamPace
 from mlx_ring.head.loading_progress import LoadingProgress
 from mlx_ring.host.machine_profile import MachineProfile

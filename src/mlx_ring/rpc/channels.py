@@ -2,14 +2,17 @@
 
 Addresses are gRPC targets: `unix:/path` on one machine, `host:port` between machines. A Unix
 socket stays plain whatever is given: its folder says who may use it.
+
+What comes one by one, each within its time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -143,3 +146,21 @@ def _in_a_line(record: logging.LogRecord) -> bool:
         record.msg, record.args, record.exc_info = "refused a message that is none: %s", (error,), None
         record.levelno, record.levelname = logging.WARNING, "WARNING"
     return True
+
+
+T = TypeVar("T")
+
+
+async def limit_silence(coming: AsyncIterator[T], silence_s: float) -> AsyncIterator[T]:
+    """All that comes, until it ends.
+
+    Raises:
+        TimeoutError: nothing came for `silence_s` seconds.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(silence_s):
+                one = await anext(coming)
+        except StopAsyncIteration:
+            return
+        yield one

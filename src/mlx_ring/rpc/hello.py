@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import grpc
 
+from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import StaleMessage, VersionMismatch
-from mlx_ring.core.versions import package_version
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.failures import channel_error
 from mlx_ring.rpc.methods import GREET, GREETING_SERVICE, service_handler

@@ -20,9 +20,8 @@ import grpc
 from mlx_ring.core.errors import ProtocolError, RingError, StaleMessage, WorkerStuck
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
-from mlx_ring.rpc.frames import Frame
+from mlx_ring.rpc.frames import Frame, Packer, unpack
 from mlx_ring.rpc.methods import LINK
-from mlx_ring.rpc.packing import Packer, unpack
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 

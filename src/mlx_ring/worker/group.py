@@ -30,8 +30,7 @@ import psutil
 
 from mlx_ring.core.environment import library_variable, set_for_libraries
 from mlx_ring.core.errors import PeerRefused, WorkerLost
-from mlx_ring.rpc.backends import BACKENDS
-from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks, rank_in_group
+from mlx_ring.rpc.backends import BACKENDS, backend_of, has_collective_link, joined_ranks, rank_in_group
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.settings.hostfile import is_loopback
 from mlx_ring.worker.tensor import Group

@@ -11,12 +11,11 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.forward import Pass
 from mlx_ring.worker.grammars import Drawing, StepMasks, make_masks
-from mlx_ring.worker.inputs import RowInput, StepInput
+from mlx_ring.worker.inputs import RowInput, StepInput, Want, offsets_of
 from mlx_ring.worker.sampler import LazyLogprobs, LazySample, prompt_logprobs
 from mlx_ring.worker.sequences import LazyToken
 from mlx_ring.worker.tensor import Group, SplitHead
 from mlx_ring.worker.tensors import to_message
-from mlx_ring.worker.wants import Want, offsets_of
 
 NO_MASKS = StepMasks()
 

@@ -16,17 +16,14 @@ from mlx_ring.core.errors import ProtocolError, StaleMessage
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.forward import StageForward, end_mark, evaluate, flat_activations
 from mlx_ring.worker.grammars import GrammarCompiler, StepMasks
-from mlx_ring.worker.inputs import StepInput, StepInputs, row_length, sampled_key
+from mlx_ring.worker.inputs import StepInput, StepInputs, row_length, sampled_key, samples_token
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.replies import StageLinks, StepAnswers
+from mlx_ring.worker.replies import StageLinks, StepAnswers, StepTraces
 from mlx_ring.worker.results import NO_MASKS, StepDraws, grammar_masks
-from mlx_ring.worker.sequences import SequenceTable
+from mlx_ring.worker.sequences import SequenceTable, TokenHandover
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.step import Patience, StepClock, StepWork, monotonic_us
-from mlx_ring.worker.step_traces import StepTraces
 from mlx_ring.worker.tensor import Group
-from mlx_ring.worker.token_feedback import TokenHandover
-from mlx_ring.worker.wants import samples_token
 
 
 class StageRunner:

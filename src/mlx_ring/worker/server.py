@@ -21,10 +21,10 @@ import psutil
 
 from mlx_ring.core.errors import NotReady, PeerRefused, ProtocolError, RingError, StaleMessage, WorkerLost
 from mlx_ring.core.logs import set_log_epoch
+from mlx_ring.rpc.backends import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello, make_hello
-from mlx_ring.rpc.joined_ranks import backend_of, has_collective_link, joined_ranks
 from mlx_ring.rpc.links import Inbox, deliver_frames
 from mlx_ring.rpc.methods import LINK, LOAD, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2

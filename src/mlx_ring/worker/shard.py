@@ -18,8 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
-from mlx_ring.worker.cache_slots import CacheSlots, find_cache_slots
-from mlx_ring.worker.dry_run import LayerCalls, Place, take, watch_layers
+from mlx_ring.worker.cache_slots import CacheSlots, LayerCalls, Place, find_cache_slots, take, watch_layers
 from mlx_ring.worker.head_tap import HeadTap, find_heads, override
 from mlx_ring.worker.tensor import SplitHead
 

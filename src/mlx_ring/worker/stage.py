@@ -16,10 +16,10 @@ from mlx_ring.core.types import DTYPES, DType, LayerRange
 from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.tensor_shares import TensorShare, part_of_kv, read_tensor_sizes, share_out
+from mlx_ring.rpc.backends import joined_ranks
+from mlx_ring.rpc.frames import Packer
 from mlx_ring.rpc.hello import check_hello
-from mlx_ring.rpc.joined_ranks import joined_ranks
 from mlx_ring.rpc.links import FanOut, GrpcLink, Inbox, LinkSender
-from mlx_ring.rpc.packing import Packer
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import Credentials

@@ -9,8 +9,8 @@ from itertools import pairwise
 from tests.engine.engines import PLAIN, ask, collect, make_engine
 
 from mlx_ring.api.ops.events import Look, pace
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.stats import COUNTS, RankTotals, StepTotals
+from mlx_ring.core.engine_stats import COUNTS, RankTotals, StepTotals
+from mlx_ring.core.types import RankId
 from mlx_ring.engine.twin import TwinExecutor, hash_token
 
 BEGAN = Look(0.0, 1, 0, StepTotals({}, **dict.fromkeys(COUNTS, 0)))

@@ -75,6 +75,7 @@ export function createStream() {
   return {
     response: new Response(readable, { headers: { "content-type": "text/event-stream" } }),
     write: (/** @type {string} */ text) => writer.write(encoder.encode(text)),
+    writeBytes: (/** @type {Uint8Array} */ bytes) => writer.write(bytes),
     close: () => writer.close(),
     abort: () => writer.abort(new DOMException("aborted", "AbortError")),
   };

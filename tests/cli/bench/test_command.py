@@ -25,8 +25,8 @@ from tests.processes import serving as serving_model
 from mlx_ring.cli import app
 from mlx_ring.cli.bench import command
 from mlx_ring.cli.bench.workload import Range, Workload
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import WorkerLost
-from mlx_ring.engine.config import Policy
 
 ROOT = Path(__file__).parents[3]
 

@@ -1,8 +1,8 @@
-"""What the programs share: checks with names, run in turn, each told as a line of JSON.
+"""Shared code of the programs: named checks that run in turn; each is reported as one line of JSON.
 
-Every client's own Python runs this, so it has the standard library and nothing else.
+Every client's own Python runs this module, so it uses only the standard library.
     python with_CLIENT.py URL KEY MODEL FOUND
-FOUND is the file that the lines go to: clients print much of their own.
+FOUND is the output file, because clients print to stdout too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 URL, KEY, MODEL = sys.argv[1:4]
-"""The server without `/v1`, its key, and a model id with a slash in it."""
+"""Server address without `/v1`, API key, and model id with a slash."""
 
 WRONG_KEY = "not-the-key"
 QUESTION = "What is the capital of France?"
@@ -24,7 +24,7 @@ ANSWER = "The capital of France is Paris."
 WEATHER_QUESTION = "What is the weather in Paris?"
 WEATHER_RESULT = '{"city": "Paris", "degrees": 21, "sky": "sunny"}'
 WEATHER_ANSWER = "It is 21 degrees and sunny in Paris."
-"""The demo model knows these, also the tool and what to make of its result."""
+"""Answer that the demo model knows, like the tool and its result."""
 
 CITY_SCHEMA: dict[str, object] = {
     "type": "object",
@@ -42,7 +42,7 @@ LAMP_SCHEMA: dict[str, object] = {
     "required": ["room", "on", "brightness"],
     "additionalProperties": False,
 }
-"""Every answer that matches it is short, so whatever a small model makes of it ends."""
+"""Schema whose answers are all short, so that a small model always finishes."""
 LAMP_REQUEST = "Describe a lamp."
 
 Check = Callable[[], None] | Callable[[], Awaitable[None]]
@@ -50,7 +50,7 @@ _checks: list[tuple[str, Check]] = []
 
 
 def check(name: str) -> Callable[[Check], Check]:
-    """Have a function run as the check of this name; it is passed when it raises nothing."""
+    """Register a function as the check of this name; it passes if it raises nothing."""
 
     def add(function: Check) -> Check:
         _checks.append((name, function))
@@ -60,7 +60,7 @@ def check(name: str) -> Callable[[Check], Check]:
 
 
 def is_lamp(value: object) -> bool:
-    """Whether it matches LAMP_SCHEMA."""
+    """Return true if the value matches LAMP_SCHEMA."""
     return (
         isinstance(value, dict)
         and value.keys() == {"room", "on", "brightness"}
@@ -72,7 +72,7 @@ def is_lamp(value: object) -> bool:
 
 
 def expect(condition: object, *found: object) -> None:
-    """Like assert, with what was found; `python -O` keeps it."""
+    """Assert a condition and report the actual value; unlike `assert`, also under `python -O`."""
     if not condition:
         raise AssertionError(f"found {', '.join(map(repr, found))}")
 
@@ -83,7 +83,7 @@ def equal(found: object, expected: object) -> None:
 
 
 def raises(kind: type[BaseException], call: Callable[[], object]) -> BaseException:
-    """What the call raises, which must be of this kind."""
+    """Return the exception that the call raises, which must be of this type."""
     try:
         found = call()
     except kind as error:
@@ -99,7 +99,7 @@ def run() -> None:
 
 
 def _error_of(function: Check, loop: asyncio.Runner) -> str | None:
-    """What it raises. All share one event loop, as a client keeps its connections in one."""
+    """Return the exception of a check. All checks share one event loop, because a client's connections do."""
     try:
         result = function()
         if inspect.isawaitable(result):

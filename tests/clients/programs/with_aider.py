@@ -1,4 +1,4 @@
-"""Aider, as a person uses it in a folder."""
+"""Aider, run in a folder like by a user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIETLY = (
 
 
 def aider(message: str, *more: str, key: str = KEY) -> str:
-    """What it prints, asked once in an empty folder."""
+    """Return the output of one request in an empty folder."""
     reach = ("--openai-api-base", f"{URL}/v1", "--openai-api-key", key)
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(

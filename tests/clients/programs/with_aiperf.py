@@ -1,4 +1,4 @@
-"""AIPerf, which measures a server: a run must end, with no request failed."""
+"""AIPerf, a load generator: a run must end without failed requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUESTS = 10
 
 
 def measured(endpoint: str, *more: str) -> dict[str, Any]:
-    """Its report on a few requests, two at a time."""
+    """Return its report on a few requests, two at a time."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [

@@ -1,4 +1,4 @@
-"""The suite `llm-comply`: what three published descriptions of these APIs say of an answer."""
+"""The suite `llm-comply`, which checks responses against the published schemas of three APIs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_ALIKE: Mapping[str, str] = {
     "chat-error-handling": ONE_MODEL,
     "error-handling": ONE_MODEL,
 }
-"""What the suite expects and this server answers otherwise, and why. It must go on failing, else it is no exception."""
+"""Tests that this server fails on purpose, with the reason. If one passes, the run fails."""
 
 
 @cache

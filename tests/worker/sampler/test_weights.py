@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.worker.sampler import weights
+from mlx_ring.worker.sampler import draw as weights
 
 
 def test_exponential_is_exp_to_2e_7() -> None:

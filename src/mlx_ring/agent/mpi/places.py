@@ -12,7 +12,7 @@ from mlx_ring.agent.mpi.pmix import COMMON
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, WorkerStuck
 from mlx_ring.host.child import ChildProcess
-from mlx_ring.rpc.joined_ranks import backend_of, joined_ranks
+from mlx_ring.rpc.backends import backend_of, joined_ranks
 from mlx_ring.rpc.protos import worker_pb2
 
 _MODULE = "mlx_ring.agent.mpi"

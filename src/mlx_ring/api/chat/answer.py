@@ -23,8 +23,8 @@ from mlx_ring.api.chat.reader import AnswerReader, join_parts
 from mlx_ring.api.generation import Generation, Piece
 from mlx_ring.api.service import Answering
 from mlx_ring.api.streaming import LiveAnswer, while_connected
+from mlx_ring.core.generation import Delta, RequestTimings
 from mlx_ring.core.types import FinishReason, TokenLogprob
-from mlx_ring.engine.streams import Delta, RequestTimings
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from mlx_ring.api.chat.tool_calls import CallRules
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
+from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.sequence import GenerateRequest
 
 _MOST_TOOLS = 1024
 """Templates and grammars are written tool by tool; OpenAI takes 128."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mlx_ring.api.chat.model_format import ChatFormat, State
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, Content, Reasoning, first_mark, open_end
 from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, Reading
-from mlx_ring.engine.detokenizer import StopMatcher
+from mlx_ring.core.generation import StopMatcher
 
 _MOST_NO_CALLS = 64
 """Marks of calls in one answer that begin none: whoever writes more of them calls nothing, and marks are text from then on."""

@@ -13,7 +13,7 @@ from mlx_ring.api.metrics.requests import MODEL, RANK, Labels, Replica, counter,
 from mlx_ring.api.ops.status import NodeState, NodeStatus
 from mlx_ring.api.service import LinkInfo, LinkUse, ModelService, State, WorkerInfo
 from mlx_ring.core.errors import NodeLost, WorkerLost, WorkerStuck
-from mlx_ring.engine.executor import RankId
+from mlx_ring.core.types import RankId
 
 _LOSSES = (WorkerLost, NodeLost, WorkerStuck)
 _WORKER_BYTES = (

@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import (
 )
 
 from mlx_ring.api.service import ModelService, ServedInstance
+from mlx_ring.core.engine_stats import Distribution, EngineStats, Meter
 from mlx_ring.core.errors import (
     ContextExceeded,
     DeadlineExceeded,
@@ -27,8 +28,7 @@ from mlx_ring.core.errors import (
     WorkerLost,
     WorkerStuck,
 )
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.stats import Distribution, EngineStats, Meter
+from mlx_ring.core.types import RankId
 
 PREFIX = "mlx_ring_"
 MODEL = ("model_name", "instance")

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import BodiesFull
-from mlx_ring.core.request_context import CLIENT
+from mlx_ring.core.traces import CLIENT
 
 _DRAIN = 4
 """What is refused is read on, and dropped, to so many times the longest body: who is still sending would not see the answer."""

@@ -26,7 +26,7 @@ from mlx_ring.api.errors import error_response, is_anthropic, log_failure
 from mlx_ring.api.page.routes import wants_page
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Draining, Refused, Unauthenticated
-from mlx_ring.core.request_context import CLIENT, REQUEST_ID, new_request_id
+from mlx_ring.core.traces import CLIENT, REQUEST_ID, new_request_id
 from mlx_ring.host.addresses import whose
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})

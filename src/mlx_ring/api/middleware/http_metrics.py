@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_ring.api.metrics.requests import counter, gauge, histogram
-from mlx_ring.engine.stats import Distribution
+from mlx_ring.core.engine_stats import Distribution
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
@@ -32,7 +32,7 @@ class HttpMeter:
 
     def note(self, key: Key, seconds: float) -> None:
         self._requests[key] += 1
-        self._seconds[key].see(seconds)
+        self._seconds[key].record(seconds)
 
     def families(self) -> Iterator[Metric]:
         labels = ("method", "route", "status")

@@ -6,8 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_ring.api.middleware.http_metrics import LEFT, SERVER_TROUBLE, route_of
-from mlx_ring.core.request_context import TRACEPARENT
-from mlx_ring.core.traces import Span, Tracing
+from mlx_ring.core.traces import TRACEPARENT, Span, Tracing
 
 
 class Traced:

@@ -46,8 +46,8 @@ from mlx_ring.api.request_body import Refused
 from mlx_ring.api.service import Answering, ModelService
 from mlx_ring.api.streaming import while_connected
 from mlx_ring.core.errors import RequestError
+from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.sequence import GenerateRequest
 
 
 async def load_or_unload(

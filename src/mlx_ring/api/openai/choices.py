@@ -16,10 +16,9 @@ from mlx_ring.api.generation import Answer, Generation, performance, usage
 from mlx_ring.api.service import Answering
 from mlx_ring.api.sse import Json, event, json_bytes
 from mlx_ring.api.streaming import KEEP_ALIVE, LiveAnswer, while_connected
+from mlx_ring.core.environment import package_version
+from mlx_ring.core.generation import Delta, GenerateRequest
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.core.versions import package_version
-from mlx_ring.engine.sequence import GenerateRequest
-from mlx_ring.engine.streams import Delta
 
 DONE = b"data: [DONE]\n\n"
 

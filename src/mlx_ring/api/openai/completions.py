@@ -32,8 +32,8 @@ from mlx_ring.api.request_body import Refused, needs
 from mlx_ring.api.service import Tokenizer
 from mlx_ring.api.sse import Json
 from mlx_ring.core.errors import RequestError
+from mlx_ring.core.generation import Delta
 from mlx_ring.core.types import TokenLogprob
-from mlx_ring.engine.streams import Delta
 
 TokenId = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]

@@ -10,8 +10,8 @@ from mlx_ring.api.context import ApiContext, workers_of
 from mlx_ring.api.openapi import told
 from mlx_ring.api.ops import answers as about
 from mlx_ring.api.service import ModelService, ServedInstance, WorkerInfo
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.stats import CacheStats, EngineStats, SchedulerStats
+from mlx_ring.core.engine_stats import CacheStats, EngineStats, SchedulerStats
+from mlx_ring.core.types import RankId
 
 
 def routes(context: ApiContext) -> APIRouter:

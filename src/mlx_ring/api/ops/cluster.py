@@ -18,9 +18,8 @@ from mlx_ring.api.openapi import told
 from mlx_ring.api.ops import answers as about
 from mlx_ring.api.ops.status import ClusterStatus
 from mlx_ring.api.service import InstanceInfo, LinkInfo, LinkUse, ModelService, ServedInstance, WorkerInfo
-from mlx_ring.engine.config import Policy
-from mlx_ring.engine.executor import RankId
-from mlx_ring.engine.stats import StepTiming
+from mlx_ring.core.engine_stats import Policy, StepTiming
+from mlx_ring.core.types import RankId
 
 Way = tuple[str, str]
 _IDLE = "no stage of a model sends over it"

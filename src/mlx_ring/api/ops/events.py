@@ -32,9 +32,9 @@ from mlx_ring.api.ops.cache import told_cache
 from mlx_ring.api.ops.cluster import told_cluster
 from mlx_ring.api.service import ModelService, ServedInstance
 from mlx_ring.api.streaming import LiveAnswer
+from mlx_ring.core.engine_stats import RankTotals, StepTotals
 from mlx_ring.core.errors import Overloaded
 from mlx_ring.core.logs import LogLine, recent_lines
-from mlx_ring.engine.stats import RankTotals, StepTotals
 
 Json = dict[str, object]
 

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import typer
 
+from mlx_ring.cli import INTERRUPTED
 from mlx_ring.cli.bench.workload import Range, Workload
-from mlx_ring.cli.main import INTERRUPTED
 from mlx_ring.cli.trust import CACERT, trust
 from mlx_ring.core.errors import ConfigError
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from mlx_ring.core.versions import package_version
+from mlx_ring.core.environment import package_version
 from mlx_ring.host.running import Running
 
 PACKAGES = ("mlx-ring", "mlx", "mlx-lm")

@@ -6,7 +6,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_ring.rpc.joined_ranks import ALLREDUCE, backend_of
+from mlx_ring.rpc.backends import ALLREDUCE, backend_of
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender
 from mlx_ring.worker.collective.messages import Form

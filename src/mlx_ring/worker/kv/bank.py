@@ -21,8 +21,7 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_ring.worker.kv.grouping import BLOCK, GROWS_AHEAD, STEPS, Growth, blocks
-from mlx_ring.worker.kv.layers import Layout, RowPart
-from mlx_ring.worker.kv.states import RowStates
+from mlx_ring.worker.kv.layers import Layout, RowPart, RowStates
 
 
 class BankMemory:

@@ -9,15 +9,12 @@ import mlx.core as mx
 
 from mlx_ring.core.errors import ProtocolError, StepFailed
 from mlx_ring.rpc.protos import worker_pb2
-from mlx_ring.worker.kv.assembly import Assembly
 from mlx_ring.worker.kv.bank import Row
-from mlx_ring.worker.kv.batch import Batch
 from mlx_ring.worker.kv.content import Range, check_written, read_row, write_row
 from mlx_ring.worker.kv.grouping import STEP_BYTES, Growth
-from mlx_ring.worker.kv.layers import Layout, read_layout
-from mlx_ring.worker.kv.ledger import PassLedger
+from mlx_ring.worker.kv.layers import JoinedStates, Layout, RowStates, read_layout
+from mlx_ring.worker.kv.passes import Assembly, Batch, PassLedger
 from mlx_ring.worker.kv.placement import Banks
-from mlx_ring.worker.kv.states import JoinedStates, RowStates
 
 
 class KVStore:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import psutil
 
+from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.versions import package_version
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile, StepCosts, WeightRate
 from mlx_ring.host.process import cpu_quota, usable_cores
 from mlx_ring.worker.platform.device import device_description, device_memory, device_name, free_memory

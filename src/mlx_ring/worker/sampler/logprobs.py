@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import mlx.core as mx
 
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.sampler.weights import largest, log_total
+from mlx_ring.worker.sampler.draw import largest, log_total
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """A stage's layers split over the ranks of a group."""
 
 from mlx_ring.worker.tensor.group import Group
-from mlx_ring.worker.tensor.head import SplitHead
-from mlx_ring.worker.tensor.split import split
+from mlx_ring.worker.tensor.split import SplitHead, split
 
 __all__ = ["Group", "SplitHead", "split"]

@@ -40,13 +40,12 @@ export const apiKey = {
 export class ApiError extends Error {
   /**
    * @param {string} message
-   * @param {{ status?: number, code?: string | null, param?: string | null, retryAfterS?: number | null }} [details]
+   * @param {{ status?: number, code?: string | null, retryAfterS?: number | null }} [details]
    */
-  constructor(message, { status = 0, code = null, param = null, retryAfterS = null } = {}) {
+  constructor(message, { status = 0, code = null, retryAfterS = null } = {}) {
     super(message);
     this.status = status;
     this.code = code;
-    this.param = param;
     this.retryAfterS = retryAfterS;
   }
 }
@@ -135,7 +134,7 @@ export function isAbort(error) {
 
 /** @param {Response} response */
 async function readError(response) {
-  /** @type {{ message?: string, code?: string | null, param?: string | null }} */
+  /** @type {{ message?: string, code?: string | null }} */
   let error = {};
   try {
     error = (await response.json()).error ?? {};
@@ -147,7 +146,6 @@ async function readError(response) {
   return new ApiError(error.message ?? `The server answered ${status}.`, {
     status: response.status,
     code: error.code ?? null,
-    param: error.param ?? null,
     retryAfterS: retryAfterS > 0 ? retryAfterS : null,
   });
 }

@@ -65,6 +65,15 @@ export function onSingleClick(act) {
 }
 
 /**
+ * Return a handler that passes on a field's value.
+ * @param {(value: string) => void} set
+ */
+export function onValue(set) {
+  return (/** @type {{ currentTarget: HTMLInputElement | HTMLTextAreaElement | HTMLSelectElement }} */ event) =>
+    set(event.currentTarget.value);
+}
+
+/**
  * Render a sentence about a problem or an operation in progress.
  * @param {{ tone?: "bad" | "busy" | "note", children?: Children, action?: Children }} props
  */

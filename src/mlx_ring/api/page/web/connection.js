@@ -2,7 +2,7 @@
 
 /** @import { LiveCluster, Snapshot } from "./live.js" */
 
-import { Notice, Ring } from "./components.js";
+import { Notice, onValue, Ring } from "./components.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
 
 /**
@@ -51,7 +51,7 @@ export function KeyForm({ live, problem }) {
         autocomplete="off"
         spellcheck=${false}
         value=${value}
-        onInput=${(/** @type {any} */ event) => setValue(event.target.value)}
+        onInput=${onValue(setValue)}
         ref=${field}
       />
     </label>

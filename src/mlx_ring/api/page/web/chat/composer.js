@@ -3,7 +3,7 @@
 /** @import { ChatModel } from "../models.js" */
 /** @import { Parameters } from "./parameters.js" */
 
-import { onSingleClick } from "../components.js";
+import { onSingleClick, onValue } from "../components.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
 import { ParameterPanel, summarize } from "./parameters.js";
 
@@ -93,7 +93,7 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
       dir="auto"
       placeholder="Ask something"
       value=${text}
-      onInput=${(/** @type {any} */ event) => write(event.target.value)}
+      onInput=${onValue(write)}
       onKeyDown=${onKeyDown}
     ></textarea>
     ${isRunning ? stopButton : sendButton}
@@ -104,7 +104,7 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
 function ModelSelect({ models, model, setModel }) {
   if (models.length < 2) return null;
   return html`<label><span class="visually-hidden">Model</span>
-    <select value=${model?.id} onChange=${(/** @type {any} */ event) => setModel(event.target.value)}>
+    <select value=${model?.id} onChange=${onValue(setModel)}>
       ${models.map(
         ({ id, note }) => html`<option key=${id} value=${id} selected=${id === model?.id}>
           ${note ? `${id} (${note})` : id}
@@ -118,7 +118,7 @@ function ModelSelect({ models, model, setModel }) {
 function EffortSelect({ model, parameters, setParameters }) {
   const efforts = model?.efforts ?? [];
   if (!efforts.length) return null;
-  const onChange = (/** @type {any} */ event) => setParameters({ ...parameters, effort: event.target.value });
+  const onChange = onValue((value) => setParameters({ ...parameters, effort: value }));
   return html`<label><span>Reasoning</span>
     <select value=${parameters.effort} onChange=${onChange}>
       ${["", ...efforts].map(

@@ -3,7 +3,7 @@
 /** @import { ToolCall } from "./completion.js" */
 /** @import { AnswerMessage, ToolMessage, UserMessage as Question } from "./conversation.js" */
 
-import { CopyButton, Notice } from "../components.js";
+import { CopyButton, Notice, onValue } from "../components.js";
 import { counted, duration, figures } from "../format.js";
 import { Markdown } from "../markdown/markdown.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
@@ -132,7 +132,7 @@ function Call({ call, addResult }) {
           type="text"
           placeholder="Result"
           value=${result}
-          onInput=${(/** @type {any} */ event) => setResult(event.target.value)}
+          onInput=${onValue(setResult)}
           autocomplete="off"
         />
       </label>

@@ -1,5 +1,6 @@
 // Parameters of every request: system prompt, sampling, tools. An empty field uses the model's default.
 
+import { onValue } from "../components.js";
 import { readStored, writeStored } from "../storage.js";
 import { html } from "../vendor/preact.js";
 
@@ -134,7 +135,7 @@ export function ParameterPanel({ parameters, change, problem }) {
   /** @param {keyof Parameters} name */
   const field = (name) => ({
     value: parameters[name],
-    onInput: (/** @type {any} */ event) => change({ ...parameters, [name]: event.target.value }),
+    onInput: onValue((value) => change({ ...parameters, [name]: value })),
   });
   const hint = html`<span class="muted">Stored in this browser. Empty fields use the model's defaults.</span>`;
   return html`<section class="parameters" id="parameters" aria-label="Parameters">

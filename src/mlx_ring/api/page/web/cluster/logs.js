@@ -2,7 +2,7 @@
 
 /** @import { LogLine } from "../types.js" */
 
-import { CopyButton } from "../components.js";
+import { CopyButton, onValue } from "../components.js";
 import { timeOfDay } from "../format.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
 
@@ -37,7 +37,7 @@ export function Logs({ lines }) {
     const { scrollTop, scrollHeight, clientHeight } = scroller.current;
     follows.current = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
   };
-  const onChange = (/** @type {any} */ event) => setMinimum(event.target.value);
+  const onChange = onValue(setMinimum);
   return html`<section class="panel" aria-label="Log">
     <header>
       <h2>Log</h2>

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from mlx_ring.core.in_time import in_time
+from mlx_ring.rpc.channels import limit_silence
 
 
 async def numbers(last: int, *, is_silent_then: bool = False) -> AsyncIterator[int]:
@@ -19,14 +19,14 @@ async def numbers(last: int, *, is_silent_then: bool = False) -> AsyncIterator[i
 
 def test_all_that_comes_is_given_until_it_ends() -> None:
     async def run() -> list[int]:
-        return [number async for number in in_time(numbers(3), 60.0)]
+        return [number async for number in limit_silence(numbers(3), 60.0)]
 
     assert asyncio.run(run()) == [0, 1, 2]
 
 
 def test_silence_ends_it() -> None:
     async def run() -> None:
-        heard = in_time(numbers(1, is_silent_then=True), 0.01)
+        heard = limit_silence(numbers(1, is_silent_then=True), 0.01)
         assert await anext(heard) == 0
         with pytest.raises(TimeoutError):
             await anext(heard)
@@ -48,7 +48,7 @@ def test_a_listener_that_is_cancelled_ends_also_when_something_comes_at_that_mom
                 yield
 
         async def listen() -> None:
-            async for _ in in_time(coming(), 60.0):
+            async for _ in limit_silence(coming(), 60.0):
                 pass
 
         listening = asyncio.create_task(listen())

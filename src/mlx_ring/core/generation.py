@@ -1,0 +1,232 @@
+"""A generation request, its stream of answer text, and the stop strings that may end it.
+
+The API makes the requests and reads the streams; the engine answers them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from mlx_ring.core.errors import ContextExceeded, RingError
+from mlx_ring.core.types import FinishReason, PoolingKind, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A request in tokens. Templates, tools and formats belong to the API."""
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    prompt_logprobs: int | None = None
+    """Number of alternatives to give beside each prompt token's own log-probability; None: off."""
+    shown_tokens: frozenset[int] = frozenset()
+    """Special tokens that the answer's text shows, because they mark where a part of it begins."""
+    continues_text: bool = False
+    """True if the answer continues the prompt's own text."""
+    pooling: PoolingKind | None = None
+    """Tokens whose hidden states after the final norm make the prompt's vector; None: off."""
+
+    @property
+    def computes_all(self) -> bool:
+        """True if every position's result is wanted, so that no cached position can replace it."""
+        return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")
+
+
+def context_exceeded(
+    prompt_tokens: int, context_tokens: int, *, param: str = "messages", is_counted: bool = True
+) -> ContextExceeded:
+    """Return the error of a prompt that does not fit.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        context_tokens: the model's context length.
+        param: field of the request that holds the prompt.
+        is_counted: False if the prompt was not read to its end and may be longer.
+    """
+    error = ContextExceeded(
+        f"This model's maximum context length is {context_tokens} tokens, of prompt and answer together, "
+        f"and the prompt has {'' if is_counted else 'at least '}{prompt_tokens}: shorten the prompt.",
+        prompt_tokens=prompt_tokens,
+        context_tokens=context_tokens,
+    )
+    error.param = param
+    return error
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Durations of a request's phases."""
+
+    queue_s: float
+    """From submission to the request's first step."""
+    prefill_s: float
+    """From there to the first token; without one, to the end of the prompt."""
+    decode_s: float
+    """From the first token to the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Part of an answer that one step added."""
+
+    text: str
+    """Empty while a character or a possible stop string is incomplete, and for special tokens."""
+    token_ids: tuple[int, ...]
+    """Every sampled token, the one that ends the answer included."""
+    logprobs: tuple[TokenLogprob, ...]
+    """Log-probability of each of `token_ids`, if requested; else empty."""
+    prompt_tokens: int
+    completion_tokens: int
+    """Tokens so far. The token that ends the answer counts, as in OpenAI's usage."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache supplied."""
+    finish_reason: FinishReason | None = None
+    """Set on the last delta, and only there."""
+    stop_match: str | None = None
+    """Stop string that ended the answer; `text` contains neither it nor what follows."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Log-probability of each prompt token, on the first delta, if requested; the first token has none."""
+    pooled: tuple[float, ...] | None = None
+    """The prompt's vector, on the last delta, if requested: as pooled, not normalised."""
+    timings: RequestTimings | None = None
+    """Set on the last delta."""
+    pieces: tuple[str, ...] = ()
+    """Text that each of `token_ids` added; joined they are `text`. Without tokens, one piece of held-back text."""
+
+
+def _no_action() -> None:
+    """Do nothing: the listener of a stream that is iterated."""
+
+
+class RequestStream(AsyncIterator[Delta]):
+    """Deltas of one request.
+
+    Leaving `async with`, or `aclose`, before the end aborts the request; `stop` ends it as complete. Iterating raises
+    the `RingError` that ended the request, if one did, after the deltas before it.
+    """
+
+    def __init__(self, abort: Callable[[], None], stop: Callable[[], None] = _no_action) -> None:
+        self._abort = abort
+        self._stop = stop
+        self._deltas: deque[Delta] = deque()
+        self._arrived = asyncio.Event()
+        self._listener: Callable[[], None] = _no_action
+        self._error: RingError | None = None
+        self._ended = False
+
+    def put(self, delta: Delta) -> None:
+        """Append a delta; called by the engine."""
+        self._deltas.append(delta)
+        self._ended = delta.finish_reason is not None
+        self._arrived.set()
+        self._listener()
+
+    def fail(self, error: RingError) -> None:
+        """End with an error; called by the engine."""
+        self._error = error
+        self._ended = True
+        self._arrived.set()
+        self._listener()
+
+    def set_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever there are deltas to take, so that one reader can follow several streams."""
+        self._listener = listener
+        if self._deltas or self._ended:
+            listener()
+
+    def take(self) -> list[Delta]:
+        """Take the deltas that arrived since the last call."""
+        taken = list(self._deltas)
+        self._deltas.clear()
+        return taken
+
+    @property
+    def error(self) -> RingError | None:
+        """Error that ended the request, after the deltas that are still to be taken."""
+        return self._error
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            if self._ended:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._deltas.popleft()
+
+    def stop(self) -> None:
+        """End now as if complete, because the deltas taken hold the whole answer. One more delta without text follows."""
+        if not self._ended:
+            self._deltas.clear()
+            self._stop()
+
+    async def aclose(self) -> None:
+        """Abort: the sequence stops and its KV is freed at once. Deltas that were not taken are lost."""
+        self._deltas.clear()
+        if not self._ended:
+            self._ended = True
+            self._arrived.set()
+            self._abort()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class StopMatcher:
+    """A filter that passes text until a stop string is complete, and holds back what could become one.
+
+    The stop string that is complete first wins; of several that end together, the longest. The result therefore does
+    not depend on how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(dict.fromkeys(stop for stop in stops if stop))
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return the text that may be sent now, and the stop string that ends it, if one does."""
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        self._held = ""
+        match = self._first_match(text)
+        if match is not None:
+            start, stop = match
+            return text[:start], stop
+        held = self._open_prefix(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], None
+
+    def flush(self) -> str:
+        """Return the text that was held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        found = ((text.find(stop), stop) for stop in self._stops)
+        matches = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if not matches:
+            return None
+        _, start, stop = min(matches)
+        return start, stop
+
+    def _open_prefix(self, text: str) -> int:
+        """Return the length of the longest end of `text` that begins some stop string."""
+        longest = min(len(text), max(map(len, self._stops)) - 1)
+        for length in range(longest, 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,289 @@
+"""One client's HTTP connection: the only place that subclasses uvicorn's protocol.
+
+uvicorn waits without limit for a client that stalls: while it sends the head of a request, while it should read an
+answer, or after it vanished. uvicorn has no setting or hook for these cases, so its `H11Protocol` is subclassed.
+Therefore `pyproject.toml` admits only the minor version of uvicorn that is tested, and
+`tests/head/test_uvicorn_connection.py` checks everything of uvicorn that the subclass relies on:
+
+- its methods `connection_made`, `connection_lost`, `data_received`, `handle_events`, `on_response_complete`,
+  `pause_writing`, `shutdown` and `send_400_response` are called as uvicorn 0.54 calls them;
+- its attributes `access_log`, `app`, `client`, `conn`, `connections`, `cycle`, `logger`, `loop` and `transport`;
+- the cycle's attributes `disconnected`, `message_event`, `response_complete`, `response_started` and `scope`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any, cast
+
+import h11
+import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from mlx_ring.api.errors import transport_error
+from mlx_ring.core.traces import new_request_id
+from mlx_ring.head.load_shedding import ConnectionLimits, make_room, peer_of
+
+log = logging.getLogger(__name__)
+
+HEADERS_TOO_LARGE = 431
+LONG_HEADERS = "The request's headers are too large; the most are 16 KiB."
+_BAD_REQUEST, _LATE, _TOO_MANY = 400, 408, 503
+_FULL = "The server has as many connections as it accepts; try again in a moment."
+_RETRY_AFTER_S = 5
+_UNSENT_BYTES = 128 << 10
+"""Bytes of an answer that the kernel accepts before the client has room for them."""
+_PROBES = 3
+_QUOTED = re.compile(r"bytearray\(b(?P<quote>['\"])(?P<sent>.*)(?P=quote)\)", re.DOTALL)
+"""Pattern of what the client sent, as h11 repeats it."""
+_uvicorn_log = logging.getLogger("uvicorn.error.connection")
+_uvicorn_log.setLevel(logging.ERROR)
+"""Log of uvicorn without its warning about each malformed request."""
+
+
+class ClientConnection(H11Protocol):
+    """A connection, which carries one request after another."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: ConnectionLimits,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self.access_log = False
+        self.logger = _uvicorn_log
+        self.peer = ""
+        self.since_s = self.loop.time()
+        self.quiet_since_s: float | None = None
+        """Time since which no request is in progress, by the loop's clock; None while one is."""
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # ---- events of uvicorn and of the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - same as in uvicorn
+        super().connection_made(transport)
+        _detect_silence(transport.get_extra_info("socket"), self._limits.stall_s)
+        self.peer = peer_of(transport)
+        self.quiet_since_s = self.loop.time()
+        self._expect_head()
+        if not make_room(self, self.connections, self._limits):
+            self.app = cast("Any", refusing_app(_TOO_MANY, _FULL))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_quiet():
+            self._expect_head()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._note_activity()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note_activity()
+        if self._has_begun():
+            self._expect_head()
+        self._expect_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def shutdown(self) -> None:
+        """End because the server ends; a stream of events, which has no end of its own, closes at once."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if (
+            cycle is not None
+            and cycle.response_started
+            and not cycle.response_complete
+            and cycle.scope["method"] == "GET"
+        ):
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self.transport.close()
+        super().shutdown()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP; uvicorn calls it while it handles h11's error."""
+        error = sys.exception()
+        hint = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else _BAD_REQUEST
+        log.debug("%s sent a malformed HTTP request: %s", self.client, error)
+        if hint == HEADERS_TOO_LARGE:
+            self._refuse(HEADERS_TOO_LARGE, LONG_HEADERS)
+            return
+        problem = _QUOTED.sub(_quoted, str(error or msg)).rstrip(".")
+        self._refuse(_BAD_REQUEST, f"The HTTP request cannot be read: {problem}.")
+
+    # ---- load shedding
+
+    def _note_activity(self) -> None:
+        """Note the start or the end of a request."""
+        if not self._is_quiet():
+            self.quiet_since_s = None
+            self._cancel_head_timer()
+        elif self.quiet_since_s is None:
+            self.quiet_since_s = self.loop.time()
+
+    def _is_quiet(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is None or cycle.response_complete
+
+    @property
+    def has_answered(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is not None and cycle.response_started
+
+    def shed(self) -> None:
+        """Close to make room: a request without an answer gets status 503, an answer that has begun is cut."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is None or self._is_quiet():
+            # With TLS even a polite end waits for the other side, up to half a minute.
+            unread = self.transport.get_write_buffer_size()
+            (self.transport.close if unread else self.transport.abort)()
+            return
+        log.info(
+            "closing a connection of %s, which has the most, to make room for another client", self.client
+        )
+        cycle.disconnected = True
+        cycle.message_event.set()
+        if cycle.response_started:
+            self.transport.abort()
+        else:
+            self._refuse(_TOO_MANY, _FULL)
+
+    # ---- the head of a request
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self._limits.stall_s, self._time_out_head)
+
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _time_out_head(self) -> None:
+        self._head_timer = None
+        if self.transport.is_closing() or not self._is_quiet():
+            return
+        if self._has_begun():
+            message = f"The head of the request was not complete within {self._limits.stall_s:g} seconds."
+            self._refuse(_LATE, message)
+        else:
+            self.transport.close()
+
+    def _has_begun(self) -> bool:
+        """Return True if a part of a request's head has arrived."""
+        return self.conn.our_state is h11.IDLE and bool(self.conn.trailing_data[0])
+
+    # ---- the client reads
+
+    def _expect_reading(self) -> None:
+        """Expect the client to read some of what is written in each period, until nothing is left."""
+        left = self.transport.get_write_buffer_size()
+        if self._write_timer is None and left:
+            self._write_timer = self.loop.call_later(self._limits.stall_s, self._check_reading, left)
+
+    def _check_reading(self, left_before: int) -> None:
+        self._write_timer = None
+        left = self.transport.get_write_buffer_size()
+        if left and left >= left_before:
+            log.info("%s does not read its answer: closing its connection", self.client)
+            self.transport.abort()
+        else:
+            self._expect_reading()
+
+    def _stop_timers(self) -> None:
+        self._cancel_head_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    # ---- refusals that no route sees
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer if that is still possible, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            request_id = new_request_id()
+            body = json.dumps(transport_error(status, message, request_id)).encode()
+            headers = [
+                (b"x-request-id", request_id.encode()),
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                CLOSE_HEADER,
+            ]
+            if status == _TOO_MANY:
+                headers.append((b"retry-after", str(_RETRY_AFTER_S).encode()))
+            for event in (
+                h11.Response(status_code=status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+def refusing_app(status: int, message: str) -> ASGIApp:
+    """Return an application that refuses every request."""
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = new_request_id()
+        headers = {"x-request-id": request_id, "connection": "close"}
+        if status == _TOO_MANY:
+            headers["retry-after"] = str(_RETRY_AFTER_S)
+        body = transport_error(status, message, request_id, scope["path"])
+        await JSONResponse(body, status, headers)(scope, receive, send)
+
+    return refuse
+
+
+def _quoted(found: re.Match[str]) -> str:
+    return f"'{found['sent']}'"
+
+
+def _detect_silence(peer: socket.socket | None, stall_s: float) -> None:
+    """Make the kernel report a vanished client, and keep it from buffering an answer that nobody reads."""
+    if peer is None or peer.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    for level, option, value in _socket_options(stall_s):
+        with contextlib.suppress(OSError):
+            peer.setsockopt(level, option, value)
+
+
+def _socket_options(stall_s: float) -> Iterator[tuple[int, int, int]]:
+    """Yield the options that this system has, because names differ between Linux and macOS."""
+    whole_s = max(1, round(stall_s))
+    yield socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+    wanted = {
+        "TCP_KEEPIDLE": whole_s,
+        "TCP_KEEPALIVE": whole_s,
+        "TCP_KEEPINTVL": max(1, whole_s // _PROBES),
+        "TCP_KEEPCNT": _PROBES,
+        "TCP_USER_TIMEOUT": round(1000 * stall_s),
+        "TCP_NOTSENT_LOWAT": _UNSENT_BYTES,
+    }
+    for name, value in wanted.items():
+        option = getattr(socket, name, None)
+        if option is not None:
+            yield socket.IPPROTO_TCP, option, value

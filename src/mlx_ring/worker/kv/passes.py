@@ -1,0 +1,254 @@
+"""One forward pass over rows of a step.
+
+How rows of a step become forward passes: grouped, brought together, given room and caches.
+
+What becomes of the passes that were asked for: begun, committed, undone or failed.
+
+A pass is begun when it is built: from then on its tokens count, so that another can be built on top of it. It is
+committed once it was evaluated. What was built and not given to the device can be undone without a
+trace; after a pass has failed there, its banks are looked at, and rows whose content is gone are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+
+from mlx_ring.core.errors import StepFailed
+from mlx_ring.worker.kv.bank import Bank, Row
+from mlx_ring.worker.kv.grouping import SHORT_PROMPT_TOKENS, Candidate, group_even_rows, group_rows
+from mlx_ring.worker.kv.layers import JoinedStates, Layer, Layout, RowPart, RowStates, join_states
+from mlx_ring.worker.kv.placement import Banks
+from mlx_ring.worker.kv.rows import BatchRows, row_cache
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One forward pass: `(len(rows), max(counts))` tokens, padded on the right."""
+
+    rows: tuple[int, ...]
+    """Indices into the rows that were asked for, in the order of the batch."""
+    counts: tuple[int, ...]
+    """Real tokens of each row."""
+    caches: list[Any]
+    """One for each owned layer, with mlx-lm's cache interface."""
+    offset: int | mx.array
+    """Position of the first token: one for all rows, or `(batch,)`."""
+    members: BatchRows = field(repr=False)
+    states: list[Any] = field(default_factory=list[Any], repr=False)
+    states_before: list[RowStates | None] = field(default_factory=list["RowStates | None"], repr=False)
+    """The rows' states when the batch was begun."""
+    planes_before: list[list[mx.array]] | None = field(default=None, repr=False)
+    """The bank's planes when the pass was built, while it can be undone."""
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What to evaluate with the outputs, so that one evaluation does all."""
+        tails = [array for tail in self.members.tails.values() for array in tail]
+        states = [array for state in self.states for array in _leaves(state.state)]
+        return [*self.members.bank.arrays(), *tails, *states]
+
+    def remember(self) -> None:
+        """Before the forward pass is built: make it possible to undo it."""
+        # New handles: a write to the bank's own changes what those name.
+        self.planes_before = [[mx.array(plane) for plane in planes] for planes in self.members.bank.planes]
+
+    def forget(self) -> None:
+        """Before the pass is evaluated: while the planes are remembered, MLX copies them to write to them."""
+        self.planes_before = None
+
+
+def _leaves(tree: Any) -> Iterator[mx.array]:
+    """The arrays in what mlx-lm's caches call their state."""
+    if isinstance(tree, mx.array):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for part in cast("Sequence[Any]", tree):
+            yield from _leaves(part)
+
+
+class Assembly:
+    """Makes the batches of one store."""
+
+    def __init__(self, layout: Layout, banks: Banks, *, ragged: bool) -> None:
+        self._layout = layout
+        self._banks = banks
+        self._ragged = ragged and not any(part.chunked for part in layout.row_parts)
+        self._longest_chunk = min(
+            (layout.block(window) for window in layout.windows), default=SHORT_PROMPT_TOKENS
+        )
+
+    def batches(self, rows: Sequence[Row], counts: Sequence[int]) -> list[Batch]:
+        """Passes that append `counts` tokens to the rows; their memory is there."""
+        groups = self._groups(rows, counts)
+        placed = self._banks.place([[rows[index] for index in group] for group in groups])
+        indices = {id(row): index for index, row in enumerate(rows)}
+        return [
+            self._batch(bank, [indices[id(row)] for row in group], rows, counts) for bank, group in placed
+        ]
+
+    def _groups(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
+        if self._layout.object_parts:
+            return self._groups_with_states(rows, counts)
+        return self._groups_of(range(len(rows)), rows, counts)
+
+    def _groups_with_states(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
+        """Rows with one token each go together, for padding would go into their states."""
+        groups: list[list[int]] = []
+        by_shape: dict[Hashable, list[int]] = {}
+        copies = all(part.copies for part in self._layout.object_parts)
+        for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if count == 1 and copies and row.states is not None:
+                by_shape.setdefault(row.states.joined.shape, []).append(index)
+            else:
+                groups.append([index])
+        return [
+            *groups,
+            *(group for alike in by_shape.values() for group in self._groups_of(alike, rows, counts)),
+        ]
+
+    def _groups_of(
+        self, indices: Iterable[int], rows: Sequence[Row], counts: Sequence[int]
+    ) -> list[list[int]]:
+        windows = self._layout.windows
+        candidates = [
+            Candidate(
+                index,
+                rows[index].length,
+                counts[index],
+                0 if rows[index].bank is None else id(rows[index].bank),
+                tuple(rows[index].base(window) for window in windows),
+            )
+            for index in indices
+        ]
+        if not self._ragged:
+            return group_even_rows(candidates)
+        return group_rows(candidates, self._longest_chunk)
+
+    def _batch(self, bank: Bank, group: Sequence[int], rows: Sequence[Row], counts: Sequence[int]) -> Batch:
+        order = sorted(group, key=lambda index: rows[index].slot)
+        members = [rows[index] for index in order]
+        widths = [counts[index] for index in order]
+        self._banks.reserve(bank, members, widths)
+        batch = BatchRows(self._layout, bank, members, widths)
+        parts = self._layout.object_parts
+        states = join_states(parts, [row.states for row in members]) if parts else []
+        caches = [_layer_cache(layer, batch, states) for layer in self._layout.layers]
+        return Batch(tuple(order), tuple(widths), caches, batch.offset, batch, states)
+
+
+def _layer_cache(layer: Layer, members: BatchRows, states: Sequence[Any]) -> Any:
+    return layer.assemble(
+        [
+            row_cache(members, part) if isinstance(part, RowPart) else states[part.index]
+            for part in layer.parts
+        ]
+    )
+
+
+class PassLedger:
+    """The passes of one store that are not committed."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._can_undo = all(part.copies for part in layout.object_parts)
+        self._asked: list[Batch] = []
+        self._begun: list[Batch] = []
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether a pass that was built leaves everything before it as it was."""
+        return self._can_undo
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._asked.clear()
+        self._begun.clear()
+
+    def ask(self, batches: Iterable[Batch]) -> None:
+        """Note passes that will be built."""
+        self._asked += batches
+
+    def begin(self, batch: Batch) -> None:
+        """The forward pass is built: its tokens count."""
+        if batch not in self._asked:
+            raise StepFailed("The batch was not the last one asked for; its tokens are not kept.")
+        self._asked.remove(batch)
+        self._begun.append(batch)
+        batch.states_before = [row.states for row in batch.members.rows]
+        joined = JoinedStates(batch.states, len(batch.rows)) if batch.states else None
+        for index, (row, count) in enumerate(zip(batch.members.rows, batch.counts, strict=True)):
+            row.length += count
+            if joined is not None:
+                row.states = RowStates(joined, index)
+
+    def commit(self, batch: Batch) -> None:
+        """The pass was evaluated; others may have been built on top of it. One that was not begun is, first."""
+        if batch not in self._begun:
+            mx.eval(batch.arrays)
+            self.begin(batch)
+        self._begun.remove(batch)
+        batch.members.store_tails()
+
+    def undo(self, batches: Sequence[Batch]) -> None:
+        """Take back passes that were built last, whether they were begun or not: nothing of them is kept."""
+        for batch in reversed(batches):
+            was_begun = batch in self._begun
+            self._take_back(batch)
+            if batch.planes_before is not None:
+                batch.members.bank.planes = batch.planes_before
+                batch.forget()
+            elif not was_begun:
+                self._check(batch.members.bank)
+            self._lose_changed(batch)
+
+    def fail(self, batches: Sequence[Batch]) -> None:
+        """Passes failed while they were evaluated: sequences stand as before, or are lost."""
+        for batch in reversed(batches):
+            self._take_back(batch)
+            batch.forget()
+        self._asked += batches
+        self.settle()
+
+    def settle(self) -> None:
+        """Passes that were asked for and never begun failed: make sure that their banks are sound."""
+        failed, self._asked = self._asked, []
+        for batch in failed:
+            self._check(batch.members.bank)
+            self._lose_changed(batch)
+
+    @staticmethod
+    def _check(bank: Bank) -> None:
+        """Make sure that a bank is sound after a pass was broken off."""
+        try:
+            mx.eval(bank.arrays())
+        except Exception as error:  # noqa: BLE001 - MLX raises whatever the failed pass did
+            _lose(bank.rows, str(error))
+            bank.drop()
+
+    def _take_back(self, batch: Batch) -> None:
+        """Uncount a batch's tokens."""
+        if batch in self._asked:
+            self._asked.remove(batch)
+        if batch not in self._begun:
+            return
+        self._begun.remove(batch)
+        rows = zip(batch.members.rows, batch.counts, batch.states_before, strict=True)
+        for row, count, states in rows:
+            row.length -= count
+            row.states = states
+
+    def _lose_changed(self, batch: Batch) -> None:
+        """States that a pass changes in place are gone with it."""
+        if not self._can_undo:
+            _lose([row for row in batch.members.rows if row.states is not None], "its state cannot go back")
+
+
+def _lose(rows: Sequence[Row], reason: str) -> None:
+    for row in rows:
+        row.lost = (
+            f"Sequence {row.sequence} lost its KV in a step that failed ({reason}). "
+            "Free it and prefill again."
+        )
