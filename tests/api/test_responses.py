@@ -13,7 +13,7 @@ from tests.lazily import lazily
 
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
-from mlx_ring.api.errors import Trouble
+from mlx_ring.api.dialect import ErrorInfo
 from mlx_ring.api.openai.responses.items import seal
 from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of
 from mlx_ring.api.openai.responses.writer import ResponseWriter, response_of, usage_of
@@ -110,7 +110,7 @@ def test_an_answer_at_its_limit_is_incomplete_and_so_is_its_last_item() -> None:
 def test_a_failure_is_told_to_readers_of_events_and_raised_by_sdks() -> None:
     made = writer()
     events: Events = [*made.opening(), *made.part(Content("Hel"))]
-    events += made.failing(Trouble(503, "Worker 1 died.", "server_error", "worker_lost"))
+    events += made.failing(ErrorInfo(503, "Worker 1 died.", "server_error", "worker_lost"))
     assert kinds(checked(events))[-4:] == ["content_part.done", "output_item.done", "failed", "error"]
     failed = responses.Response.model_validate(events[-2]["response"])
     assert failed.status == "failed"
