@@ -58,7 +58,7 @@ def _named(function: FunctionType) -> Iterator[object]:
         value = function.__globals__[name]
         yield value
         if isinstance(value, ModuleType):
-            yield from (getattr(value, attribute, None) for attribute in names)
+            yield from (vars(value)[attribute] for attribute in names & vars(value).keys())
 
 
 def _may_follow(value: object, module: str | None) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from tests.api.clients import Api
+from tests.lazily import lazily
 
 from mlx_ring.api.anthropic.request import MessagesRequest, conversation_of
 from mlx_ring.api.anthropic.writer import Costs, MessageWriter, Stop
@@ -15,7 +15,11 @@ from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
 from mlx_ring.api.chat.request import Conversation
 
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+if TYPE_CHECKING:
+    from anthropic import types
+else:
+    types = lazily("anthropic.types")
+
 Events = list[Any]
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 PARTS: tuple[AnswerPart, ...] = (
@@ -54,9 +58,10 @@ def steps(events: Events) -> list[tuple[str, object]]:
 
 def test_blocks_open_grow_and_close_in_the_order_of_the_answer() -> None:
     events = written(MessageWriter("msg_1", "twin"))
+    adapter = TypeAdapter[Any](types.RawMessageStreamEvent)
     for event in events:
         if event["type"] != "ping":
-            EVENT.validate_python(event)
+            adapter.validate_python(event)
     assert steps(events) == [
         ("message_start", None),
         ("ping", None),
@@ -78,12 +83,12 @@ def test_blocks_open_grow_and_close_in_the_order_of_the_answer() -> None:
         ("message_delta", None),
         ("message_stop", None),
     ]
-    start = Message.model_validate(events[0]["message"])
+    start = types.Message.model_validate(events[0]["message"])
     assert (start.content, start.stop_reason, start.usage.input_tokens) == ([], None, 10)
     assert events[-2]["delta"] == {"stop_reason": "tool_use"} | dict.fromkeys(
         ("stop_sequence", "stop_details", "container")
     )
-    usage = Message.model_validate(events[0]["message"] | {"usage": events[-2]["usage"]}).usage
+    usage = types.Message.model_validate(events[0]["message"] | {"usage": events[-2]["usage"]}).usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (6, 4, 9)
 
 
@@ -91,7 +96,7 @@ def test_the_whole_message_is_what_its_events_add_up_to() -> None:
     writer = MessageWriter("msg_1", "twin")
     for part in PARTS:
         list(writer.part(part))
-    message = Message.model_validate(writer.whole(Stop("tool_use"), Costs(10, 4, 9)))
+    message = types.Message.model_validate(writer.whole(Stop("tool_use"), Costs(10, 4, 9)))
     thought, said, first, second = message.content
     assert thought.type == "thinking"
     assert (thought.thinking, bool(thought.signature)) == ("Let me see.", True)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import anthropic
 import pytest
-from anthropic import beta_tool
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
+from tests.lazily import lazily
 
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import NotReady, WorkerLost
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = lazily("anthropic")
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 SAYS = f"<think>\nHm.\n</think>\n\nI add.{CALL}"
@@ -95,7 +100,7 @@ def test_the_tool_runner_runs_the_tool_and_sends_all_of_it_back(
 ) -> None:
     ran: list[tuple[int, int]] = []
 
-    @beta_tool
+    @anthropic.beta_tool
     def add(a: int, b: int) -> str:
         """Adds two numbers."""
         ran.append((a, b))

@@ -15,6 +15,7 @@ from tests.api.clients import Api
 from tests.api.twins import CONTEXT
 from tests.examples import examples
 
+from mlx_ring.api.app import DIALECTS
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import NotReady, Overloaded, PlanError, RingError, WorkerLost
@@ -102,7 +103,7 @@ def test_what_may_pass_says_when_to_come_again_and_what_may_not_says_so(
 
 def test_fastapis_422_is_a_400_of_the_dialect() -> None:
     app = FastAPI()
-    install_error_handlers(app)
+    install_error_handlers(app, DIALECTS)
 
     async def counted(count: int) -> int:
         return count

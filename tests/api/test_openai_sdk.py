@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai.types.responses import FunctionToolParam
-from openai.types.responses.response_input_item_param import FunctionCallOutput
 from pydantic import BaseModel
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
+from tests.lazily import lazily
 
 from mlx_ring.core.errors import WorkerLost
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types.responses import FunctionToolParam
+    from openai.types.responses.response_input_item_param import FunctionCallOutput
+else:
+    openai = lazily("openai")
 
 
 @pytest.fixture
@@ -91,7 +96,10 @@ class GetWeather(BaseModel):
 CALL = (
     '<think>Hm.</think>\n<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 )
-WEATHER = openai.pydantic_function_tool(GetWeather)
+
+
+def weather() -> Any:
+    return openai.pydantic_function_tool(GetWeather)
 
 
 @pytest.fixture
@@ -107,7 +115,7 @@ def caller() -> Iterator[openai.OpenAI]:
 @pytest.mark.processes
 def test_a_streamed_call_is_put_together_and_parsed(caller: openai.OpenAI) -> None:
     with caller.chat.completions.stream(
-        model="twin", messages=[{"role": "user", "content": "Weather?"}], tools=[WEATHER]
+        model="twin", messages=[{"role": "user", "content": "Weather?"}], tools=[weather()]
     ) as stream:
         kinds = [event.type for event in stream]
         message = stream.get_final_completion().choices[0].message
@@ -121,7 +129,7 @@ def test_a_streamed_call_is_put_together_and_parsed(caller: openai.OpenAI) -> No
 @pytest.mark.processes
 def test_a_call_and_its_result_go_back_as_history(caller: openai.OpenAI) -> None:
     asked: Any = {"role": "user", "content": "Weather?"}
-    answer = caller.chat.completions.create(model="twin", messages=[asked], tools=[WEATHER])
+    answer = caller.chat.completions.create(model="twin", messages=[asked], tools=[weather()])
     message = answer.choices[0].message
     assert answer.choices[0].finish_reason == "tool_calls"
     assert message.tool_calls is not None
@@ -130,7 +138,7 @@ def test_a_call_and_its_result_go_back_as_history(caller: openai.OpenAI) -> None
     again = caller.chat.completions.create(
         model="twin",
         messages=[asked, history, result],
-        tools=[WEATHER],
+        tools=[weather()],
     )
     assert again.choices[0].message.tool_calls
 

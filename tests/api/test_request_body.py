@@ -16,7 +16,7 @@ from starlette.types import Message
 from tests.api.clients import Api, refusal
 
 from mlx_ring.api.anthropic.request import MessagesRequest
-from mlx_ring.api.errors import trouble_of
+from mlx_ring.api.errors import error_info
 from mlx_ring.api.openai.chat import ChatRequest
 from mlx_ring.api.openai.completions import CompletionRequest
 from mlx_ring.api.openai.embeddings import EmbeddingRequest
@@ -124,7 +124,7 @@ def test_what_the_headers_show_to_be_wrong_is_refused_before_the_body_is_asked_f
     scope = {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
     with pytest.raises(RequestError) as refused:
         asyncio.run(read_body(Request(scope, receive), Body, 2**20, 1))
-    assert trouble_of(refused.value).status == status
+    assert error_info(refused.value).status == status
 
 
 def test_a_mark_of_the_byte_order_is_no_part_of_the_body(api: Api) -> None:

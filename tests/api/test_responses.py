@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from tests.api.clients import Api, refusal
 from tests.api.twins import MarkingTokenizer, TwinService
+from tests.lazily import lazily
 
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
-from mlx_ring.api.errors import Trouble
+from mlx_ring.api.dialect import ErrorInfo
 from mlx_ring.api.openai.responses.items import seal
 from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of
 from mlx_ring.api.openai.responses.writer import ResponseWriter, response_of, usage_of
 from mlx_ring.core.types import SamplingParams
 
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+if TYPE_CHECKING:
+    from openai.types import responses
+else:
+    responses = lazily("openai.types.responses")
+
 Events = list[Any]
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 PARTS: tuple[AnswerPart, ...] = (
@@ -46,11 +51,16 @@ def kinds(events: Events) -> list[str]:
     return [str(event["type"]).removeprefix("response.") for event in events]
 
 
+@functools.cache
+def event_adapter() -> TypeAdapter[Any]:
+    return TypeAdapter(responses.ResponseStreamEvent)
+
+
 def checked(events: Events) -> Events:
     """Each event is one that the SDK's own types take, numbered without a gap."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
-        EVENT.validate_python(event)
+        event_adapter().validate_python(event)
     return events
 
 
@@ -72,7 +82,7 @@ def test_items_open_grow_and_close_in_the_order_of_the_answer() -> None:
         *CALL,
         "completed",
     ]
-    whole = Response.model_validate(events[-1]["response"])
+    whole = responses.Response.model_validate(events[-1]["response"])
     thought, said, first, second = (item.to_dict() for item in whole.output)
     assert thought["content"] == [{"type": "reasoning_text", "text": "Let me see."}]
     assert thought["encrypted_content"] == seal("Let me see.")
@@ -100,9 +110,9 @@ def test_an_answer_at_its_limit_is_incomplete_and_so_is_its_last_item() -> None:
 def test_a_failure_is_told_to_readers_of_events_and_raised_by_sdks() -> None:
     made = writer()
     events: Events = [*made.opening(), *made.part(Content("Hel"))]
-    events += made.failing(Trouble(503, "Worker 1 died.", "server_error", "worker_lost"))
+    events += made.failing(ErrorInfo(503, "Worker 1 died.", "server_error", "worker_lost"))
     assert kinds(checked(events))[-4:] == ["content_part.done", "output_item.done", "failed", "error"]
-    failed = Response.model_validate(events[-2]["response"])
+    failed = responses.Response.model_validate(events[-2]["response"])
     assert failed.status == "failed"
     assert failed.error is not None
     assert (failed.error.code, failed.error.message) == ("server_error", "Worker 1 died.")

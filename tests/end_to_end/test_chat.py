@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import openai
 import pytest
 from pydantic import BaseModel
+from tests.lazily import lazily
 from tests.processes import Server, serving
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazily("openai")
 
 WEATHER: Any = {
     "type": "function",

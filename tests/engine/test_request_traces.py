@@ -22,7 +22,7 @@ class Kept:
     ended_ns: int | None = None
     traceparent: str = PARENT
 
-    def tell(self, attributes: Attributes, *, name: str = "") -> None: ...
+    def set_attributes(self, attributes: Attributes, *, name: str = "") -> None: ...
 
     def end(self, at_ns: int | None = None, *, error: str = "") -> None:
         del error

@@ -17,14 +17,14 @@ from mlx_ring.host.child import ChildProcess
 UNTIL_LIFELINE = "import os, sys; print('up', flush=True)\nwhile os.read(int(sys.argv[-1]), 1): pass\n"
 DEAF = """
 import signal
-from mlx_ring.host.process import tell_stacks_on_signal
+from mlx_ring.host.process import dump_stacks_on_signal
 
 def hang():
     print('up', flush=True)
     while True:
         signal.pause()
 
-tell_stacks_on_signal()
+dump_stacks_on_signal()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 hang()
 """

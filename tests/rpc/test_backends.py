@@ -5,41 +5,41 @@ from __future__ import annotations
 import pytest
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.rpc.backends import RankMeans, choose_backend
+from mlx_ring.rpc.backends import RankCapabilities, choose_backend
 
 RING = frozenset({"ring"})
 MAC = frozenset({"ring", "jaccl"})
 CUDA = frozenset({"ring", "nccl"})
 MATRIX = [[None, "rdma_en2"], ["rdma_en3", None]]
 MACS = (
-    RankMeans("mini", MAC, rdma_devices=frozenset({"rdma_en2"})),
-    RankMeans("studio", MAC, rdma_devices=frozenset({"rdma_en3"})),
+    RankCapabilities("mini", MAC, rdma_devices=frozenset({"rdma_en2"})),
+    RankCapabilities("studio", MAC, rdma_devices=frozenset({"rdma_en3"})),
 )
-GPUS = (RankMeans("box", CUDA, "0"), RankMeans("box", CUDA, "1"))
+GPUS = (RankCapabilities("box", CUDA, "0"), RankCapabilities("box", CUDA, "1"))
 
 
 def test_rdma_is_taken_where_every_machine_has_it_and_a_file_tells_what_leads_where() -> None:
-    assert choose_backend("auto", MACS, wish="", rdma=MATRIX).backend == "jaccl"
-    without = choose_backend("auto", MACS, wish="")
+    assert choose_backend("auto", MACS, option="", rdma=MATRIX).backend == "jaccl"
+    without = choose_backend("auto", MACS, option="")
     assert (without.backend, without.why.split("; ")[0]) == ("ring", "it works everywhere")
     assert "not jaccl: nothing tells which RDMA device leads to which machine" in without.why
-    one = choose_backend("auto", (MACS[0], RankMeans("studio", MAC)), wish="", rdma=MATRIX)
+    one = choose_backend("auto", (MACS[0], RankCapabilities("studio", MAC)), option="", rdma=MATRIX)
     assert one.backend == "ring"
     assert "studio has no RDMA device" in one.why
 
 
 def test_nccl_is_taken_where_each_rank_has_a_gpu_of_its_own_on_one_machine() -> None:
-    assert choose_backend("auto", GPUS, wish="").backend == "nccl"
-    shared = choose_backend("auto", (GPUS[0], GPUS[0]), wish="")
+    assert choose_backend("auto", GPUS, option="").backend == "nccl"
+    shared = choose_backend("auto", (GPUS[0], GPUS[0]), option="")
     assert (shared.backend, "there are 1" in shared.why) == ("ring", True)
-    apart = choose_backend("auto", (GPUS[0], RankMeans("other", CUDA, "0")), wish="")
+    apart = choose_backend("auto", (GPUS[0], RankCapabilities("other", CUDA, "0")), option="")
     assert (apart.backend, "listens on every network" in apart.why) == ("ring", True)
 
 
 def test_mpi_is_taken_only_where_it_is_asked_for() -> None:
-    both = (RankMeans("vm", frozenset({"ring", "mpi"})),) * 2
-    assert choose_backend("auto", both, wish="").backend == "ring"
-    assert choose_backend("mpi", both, wish="").backend == "mpi"
+    both = (RankCapabilities("vm", frozenset({"ring", "mpi"})),) * 2
+    assert choose_backend("auto", both, option="").backend == "ring"
+    assert choose_backend("mpi", both, option="").backend == "mpi"
 
 
 @pytest.mark.parametrize(
@@ -47,33 +47,37 @@ def test_mpi_is_taken_only_where_it_is_asked_for() -> None:
     [
         (
             "jaccl",
-            (RankMeans("vm", RING),) * 2,
+            (RankCapabilities("vm", RING),) * 2,
             r"--x: MLX's backend jaccl is not available on vm: .*rdma_ctl enable",
         ),
         ("jaccl", (MACS[0], MACS[0]), "several of these workers are on one"),
         ("jaccl", MACS, "name a hostfile with `rdma`"),
         (
             "nccl",
-            (RankMeans("vm", RING),) * 2,
+            (RankCapabilities("vm", RING),) * 2,
             r"nccl is not available on vm: .*CUDA.*\. ring would be available\.$",
         ),
         (
             "nccl",
-            (GPUS[0], RankMeans("box", CUDA)),
+            (GPUS[0], RankCapabilities("box", CUDA)),
             "NCCL needs a GPU for each of the 2 workers, and there are 1",
         ),
-        ("nccl", (GPUS[0], RankMeans("other", CUDA, "0")), "NCCL listens on every network: use ring"),
-        ("mpi", (RankMeans("a", frozenset({"mpi"})), RankMeans("b", frozenset({"mpi"}))), "one machine only"),
-        ("ring", (RankMeans("a", frozenset()),) * 2, "ring is not available on a"),
+        ("nccl", (GPUS[0], RankCapabilities("other", CUDA, "0")), "NCCL listens on every network: use ring"),
+        (
+            "mpi",
+            (RankCapabilities("a", frozenset({"mpi"})), RankCapabilities("b", frozenset({"mpi"}))),
+            "one machine only",
+        ),
+        ("ring", (RankCapabilities("a", frozenset()),) * 2, "ring is not available on a"),
     ],
 )
 def test_what_was_asked_for_and_cannot_be_is_refused_with_what_to_do(
-    asked: str, ranks: tuple[RankMeans, ...], said: str
+    asked: str, ranks: tuple[RankCapabilities, ...], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        choose_backend(asked, ranks, wish="--x")
+        choose_backend(asked, ranks, option="--x")
 
 
 def test_a_matrix_that_names_a_device_which_a_machine_has_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="names rdma_en9 on mini, which has rdma_en2"):
-        choose_backend("jaccl", MACS, wish="--x", rdma=[[None, "rdma_en9"], ["rdma_en3", None]])
+        choose_backend("jaccl", MACS, option="--x", rdma=[[None, "rdma_en9"], ["rdma_en3", None]])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_ring.core.errors import ProtocolError
-from mlx_ring.rpc.frames import Frame, Packer, Trial, pack, pays, told, unpack
+from mlx_ring.rpc.frames import Frame, Packer, Trial, describe_benefit, pack, pays, unpack
 from mlx_ring.rpc.protos import worker_pb2
 
 WIDTHS = {
@@ -121,7 +121,7 @@ def test_packing_pays_where_the_wire_is_slower_than_the_packer() -> None:
     trial = Trial(nbytes=1_000_000, packed_bytes=700_000, seconds=0.002)
     assert pays(trial, 12.5e6)
     assert not pays(trial, 125e6)
-    assert "which saves 24.00 ms at 12.5 MB/s and takes 2.00" in told(trial, 12.5e6)
+    assert "which saves 24.00 ms at 12.5 MB/s and takes 2.00" in describe_benefit(trial, 12.5e6)
 
 
 @given(bytes_per_s=st.floats(1e3, 1e11), seconds=st.floats(0, 1), packed=st.integers(1, 10**6))

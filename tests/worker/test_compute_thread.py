@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from mlx_ring.worker.compute_thread import Jobs
+from mlx_ring.worker.compute_thread import JobQueue
 
 
 def test_jobs_are_taken_in_the_order_in_which_they_came() -> None:
-    jobs = Jobs[int]()
+    jobs = JobQueue[int]()
     for job in range(3):
         jobs.put(job)
     assert [jobs.get(), jobs.get_within(0.0), jobs.get()] == [0, 1, 2]
@@ -20,11 +20,11 @@ def test_jobs_are_taken_in_the_order_in_which_they_came() -> None:
 def test_a_wait_ends_however_short_it_is_and_however_late_it_begins() -> None:
     """`queue.SimpleQueue` fails this within a few thousand turns on Python 3.11 and 3.12."""
     for _ in range(50_000):
-        assert Jobs[int]().get_within(1e-7) is None
+        assert JobQueue[int]().get_within(1e-7) is None
 
 
 def test_whoever_waits_is_woken_by_what_comes_from_another_thread() -> None:
-    jobs, taken, count = Jobs[int](), list[int](), 20_000
+    jobs, taken, count = JobQueue[int](), list[int](), 20_000
 
     def take() -> None:
         while len(taken) < count:
@@ -41,7 +41,7 @@ def test_whoever_waits_is_woken_by_what_comes_from_another_thread() -> None:
 
 
 def test_a_signal_handler_wakes_the_thread_that_it_interrupts() -> None:
-    jobs = Jobs[int]()
+    jobs = JobQueue[int]()
     before = signal.signal(signal.SIGALRM, lambda _number, _frame: jobs.put(7))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)

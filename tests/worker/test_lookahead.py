@@ -190,7 +190,7 @@ def drawn(done: step_pb2.StepDone) -> dict[int, list[int]]:
 def watch(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the steps that are built ahead."""
     ahead: list[int] = []
-    ask = runner._can_go_on
+    ask = runner._can_build_ahead
 
     def can_go_on(before: Any, step: step_pb2.Step) -> bool:
         if ask(before, step):
@@ -198,7 +198,7 @@ def watch(runner: StageRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return True
         return False
 
-    monkeypatch.setattr(runner, "_can_go_on", can_go_on)
+    monkeypatch.setattr(runner, "_can_build_ahead", can_go_on)
     return ahead
 
 
@@ -313,13 +313,13 @@ def test_a_token_that_had_to_be_drawn_again_takes_back_what_was_built_on_it(
     expected = alone(folder, PROMPT, sampling)
     (runner,) = make_stages(folder, CUTS[1])
     taken_back: list[int] = []
-    take_back = runner._take_back
+    roll_back = runner._roll_back
 
     def tell(work: StepWork) -> None:
         taken_back.append(work.step.step)
-        take_back(work)
+        roll_back(work)
 
-    monkeypatch.setattr(runner, "_take_back", tell)
+    monkeypatch.setattr(runner, "_roll_back", tell)
     steps = Steps()
     first = steps.make(chunk(1, 0, PROMPT, want()), operations=[open_sequence(1, **sampling)])
     more = [steps.make(previous(1, len(PROMPT) + index)) for index in range(LENGTH - 1)]

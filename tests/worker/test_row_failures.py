@@ -180,7 +180,7 @@ def test_a_parked_sequence_is_forked_and_steps_no_more(pipeline: Pipeline, expec
     park = step_pb2.CacheOperation(park=step_pb2.Park(sequence=1))
     answers = pipeline.run(previous(1, len(PROMPT)), operations=[park])
     assert failures(answers) == [("ProtocolError", [1])] * len(answers)
-    assert all("Sequence 1 is parked" in answer.failure.message for answer in answers)
+    assert all("Sequence 1 is retained" in answer.failure.message for answer in answers)
     fork = step_pb2.CacheOperation(fork=step_pb2.Fork(source=1, destination=2, length=len(PROMPT)))
     row = decode(2, len(PROMPT), expected[0])
     assert tokens_of(pipeline.results(row, operations=[opened(2), fork])[2]) == expected[1:2]

@@ -253,8 +253,8 @@ class CountingGroup(Group):
         super().__init__(mx.distributed.init())
         self.ended = 0
 
-    def step_is_over(self) -> None:
-        super().step_is_over()
+    def end_step(self) -> None:
+        super().end_step()
         self.ended += 1
 
 

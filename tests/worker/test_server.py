@@ -17,7 +17,7 @@ from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.links import Inbox, LinkKey
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
-from mlx_ring.worker.server import WorkerFront, WorkerIdentity
+from mlx_ring.worker.server import WorkerIdentity, WorkerServer
 
 NEXT = LinkKey("demo-1", 1, 1)
 
@@ -48,9 +48,9 @@ class _From:
         """It is being ended anyway."""
 
 
-def assigned(stage: int, previous_node: str = "") -> tuple[WorkerFront, Inbox]:
+def assigned(stage: int, previous_node: str = "") -> tuple[WorkerServer, Inbox]:
     """A worker that is to hold this stage of three, and where its activations arrive."""
-    front = WorkerFront(WorkerIdentity("here", stage, 0, "none"))
+    front = WorkerServer(WorkerIdentity("here", stage, 0, "none"))
     assignment = worker_pb2.StageAssignment(
         instance="demo-1", epoch=1, stage=stage, stages=3, previous_node=previous_node
     )
@@ -58,7 +58,7 @@ def assigned(stage: int, previous_node: str = "") -> tuple[WorkerFront, Inbox]:
     return front, inbox
 
 
-def link(front: WorkerFront, *frames: Frame, context: object = None) -> worker_pb2.FrameAccepted:
+def link(front: WorkerServer, *frames: Frame, context: object = None) -> worker_pb2.FrameAccepted:
     """Its first answer; the link is then closed."""
     (first,) = front.link(iter(frames), cast("Any", context or _Local()))
     return first

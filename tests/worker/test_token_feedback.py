@@ -10,7 +10,7 @@ from mlx_ring.core.errors import ProtocolError, RequestError, StepFailed, Worker
 from mlx_ring.rpc.links import SAMPLED, Inbox, LinkKey, WireTensor
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.sequences import SequenceTable, TokenHandover
+from mlx_ring.worker.sequences import SequenceTable, TokenFeedback
 
 
 class Stage0:
@@ -21,7 +21,7 @@ class Stage0:
         self.table = SequenceTable(KVStore([KVCache()], mx.float32), 100)
         opened = [step_pb2.Open(sequence=sequence, max_length=9) for sequence in (1, 2)]
         self.table.apply([step_pb2.CacheOperation(open=each) for each in opened])
-        self.handover = TokenHandover(self.inbox, self.table)
+        self.handover = TokenFeedback(self.inbox, self.table)
 
     def arrive(self, step: int, *tokens: int, failure: step_pb2.Failure | None = None) -> None:
         self.inbox.put(key(step), WireTensor("uint32", (0,), b"", tokens, failure))

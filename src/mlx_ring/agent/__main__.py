@@ -14,7 +14,7 @@ from mlx_ring.agent.server import AgentFront
 from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.child import watch_lifeline
-from mlx_ring.host.process import tell_stacks_on_signal
+from mlx_ring.host.process import dump_stacks_on_signal
 from mlx_ring.rpc.channels import make_aio_server
 
 log = logging.getLogger("mlx_ring.agent")
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log_dir=options.log_dir,
         log_format=options.log_format,
     )
-    tell_stacks_on_signal()
+    dump_stacks_on_signal()
     try:
         asyncio.run(_serve(options))
     finally:

@@ -10,7 +10,7 @@ from mlx_ring.agent.weights.peers import Peer
 from mlx_ring.agent.weights.stages import fetch_stages
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.core.types import LayerRange
-from mlx_ring.host.process import give_back_freed_memory
+from mlx_ring.host.process import release_freed_memory
 from mlx_ring.rpc.channels import WEIGHTS_MESSAGE_BYTES, open_aio_channel
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.rpc.tls.certificates import HEAD_NAME, node_name
@@ -46,7 +46,7 @@ class FetchedModels:
             folder = await fetch_stages(
                 self._store, request.weights, stages, peers, self._node, progress, hold
             )
-        give_back_freed_memory()
+        release_freed_memory()
         return folder
 
     def release(self, running: Sequence[str]) -> None:

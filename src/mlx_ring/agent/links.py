@@ -25,7 +25,7 @@ from mlx_ring.agent.loading import told_failure
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError, RingError
 from mlx_ring.host.private_files import write_private
-from mlx_ring.host.process import give_back_freed_memory
+from mlx_ring.host.process import release_freed_memory
 from mlx_ring.rpc.channels import PROBE_MESSAGE_BYTES, make_server, open_channel
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.link_probe import LinkMeasure, LinkResponder, ProbeBounds, probe_link
@@ -207,7 +207,7 @@ class LinkFront:
             with open_channel(address, self._trust(), node_name(node)) as channel:
                 return probe_link(channel, make_hello(node=self._node), f"{node} at {address}", self._bounds)
         finally:
-            give_back_freed_memory()
+            release_freed_memory()
 
 
 def make_responder(node: str, guard: PeerGuard) -> grpc.Server:

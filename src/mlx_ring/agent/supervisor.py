@@ -33,7 +33,7 @@ from mlx_ring.rpc.backends import asked_backend, joined_ranks, rank_in_group
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
-from mlx_ring.rpc.tls.handshakes import told_by_library
+from mlx_ring.rpc.tls.handshakes import loggable_line
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -293,7 +293,7 @@ class Supervisor:
                 name=name,
                 rank=assignment.rank,
                 environment=_environment(options) | (own_gpu(assignment) if joined_ranks(assignment) else {}),
-                word=told_by_library,
+                word=loggable_line,
             )
         return await LentChild.start(
             lent_at(options.lent, place),

@@ -6,8 +6,9 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from mlx_ring.api.anthropic import routes as anthropic
+from mlx_ring.api.anthropic.dialect import ANTHROPIC
 from mlx_ring.api.context import ApiContext
+from mlx_ring.api.dialect import Dialects
 from mlx_ring.api.docs import routes as docs
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.metrics import page as metrics
@@ -16,18 +17,18 @@ from mlx_ring.api.middleware.body_memory import Bodies, BodyRoom
 from mlx_ring.api.middleware.guard import Admission, Guard
 from mlx_ring.api.middleware.http_metrics import HttpMeter, Observed
 from mlx_ring.api.middleware.tracing import Traced
-from mlx_ring.api.ollama import embed as ollama_embed
-from mlx_ring.api.ollama import models as ollama_models
-from mlx_ring.api.ollama import routes as ollama_chat
-from mlx_ring.api.openai import chat, completions, embeddings, models, tokens
-from mlx_ring.api.openai.responses import route as responses
+from mlx_ring.api.ollama.dialect import OLLAMA
+from mlx_ring.api.openai.dialect import OPENAI
 from mlx_ring.api.openapi import describe_api
-from mlx_ring.api.ops import cache, cluster, events, health
-from mlx_ring.api.ops import models as loading
+from mlx_ring.api.ops import cache, cluster, events, health, models
 from mlx_ring.api.page import routes as page
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.traces import Tracing
+
+DIALECTS = Dialects(OPENAI, ANTHROPIC, OLLAMA)
+"""APIs that clients speak; what none of the others claims is OpenAI's."""
+_OPERATIONS = (models, health, cluster, cache, events, docs)
 
 
 def build_app(
@@ -36,28 +37,23 @@ def build_app(
     tracing: Tracing | None = None,
     admission: Admission | None = None,
 ) -> FastAPI:
-    """The HTTP side of the models that are served; what `admission` closes takes no new requests."""
+    """Build the HTTP side of the served models; once `admission` is closed, new requests are refused."""
     admission = admission or Admission()
     app = FastAPI(
         title="mlx-ring", version=version("mlx-ring"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
     context = ApiContext(catalog, settings, admission)
     http = HttpMeter()
-    # Where several routes take a path, the first does: `/models/{model}` would take `/models/load`.
-    modules = (
-        *(chat, completions, responses, embeddings, tokens, anthropic),
-        *(ollama_chat, ollama_embed, ollama_models),
-        *(loading, models, health, cluster, cache, events, docs),
-    )
     routers = [
-        *(module.routes(context) for module in modules),
+        *(routes(context) for dialect in DIALECTS for routes in dialect.routes),
+        *(module.routes(context) for module in _OPERATIONS),
         *(metrics.routes(context, http), page.routes()),
     ]
     for router in routers:
         app.include_router(router)
     app.state.keep_alive_s = settings.keep_alive_s
-    describe_api(app, routers, settings)
-    install_error_handlers(app)
+    describe_api(app, routers, settings, DIALECTS)
+    install_error_handlers(app, DIALECTS)
     app.add_middleware(Bodies, settings=settings, room=BodyRoom(settings.max_bodies_bytes))
     if tracing is not None:
         app.add_middleware(Traced, tracing=tracing)

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
-from mlx_ring.api.errors import error_schema
+from mlx_ring.api.dialect import Dialects
 from mlx_ring.api.request_body import WITHOUT_EFFECT, Body
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import EVENT_STREAM, Endpoint, begun_in_time
@@ -122,28 +122,37 @@ class _Operation:
     schema: type[Body] | None
     parameters: Sequence[str]
     """In the path."""
+    error: type[BaseModel]
+    """Schema of the dialect's error bodies."""
 
 
-def describe_api(app: FastAPI, routers: Sequence[APIRouter], settings: ApiSettings) -> None:
+def describe_api(
+    app: FastAPI, routers: Sequence[APIRouter], settings: ApiSettings, dialects: Dialects
+) -> None:
     """Have `/openapi.json` tell what was told of each of the routers' routes."""
     made: list[Json] = []
 
     def openapi() -> Json:
         if not made:
-            made.append(_document(list(_operations(routers)), settings))
+            made.append(_document(list(_operations(routers, dialects)), settings))
         return made[0]
 
     app.openapi = openapi
 
 
-def _operations(routers: Sequence[APIRouter]) -> Iterable[_Operation]:
+def _operations(routers: Sequence[APIRouter], dialects: Dialects) -> Iterable[_Operation]:
     """Of every route that is not hidden on purpose; one of which nothing was told is a mistake of ours."""
     for route in (route for router in routers for route in router.routes):
         if isinstance(route, APIRoute) and route.include_in_schema:
             about, schema = (route.openapi_extra or {})[_KEY]
             for method in sorted(route.methods or ()):
                 yield _Operation(
-                    route.path_format, method.lower(), about, schema, tuple(route.param_convertors)
+                    route.path_format,
+                    method.lower(),
+                    about,
+                    schema,
+                    tuple(route.param_convertors),
+                    dialects.of(route.path_format).error_schema,
                 )
 
 
@@ -185,7 +194,7 @@ def _schemas(operations: Iterable[_Operation]) -> tuple[Refs, Json]:
             each.about.answer,
             each.about.unwell,
             *each.about.streams.values(),
-            error_schema(each.path),
+            each.error,
         )
         if model is not None
     )
@@ -242,7 +251,7 @@ def _in_query(parameter: tuple[str, str]) -> Json:
 
 
 def _responses(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json:
-    about, model = operation.about, error_schema(operation.path)
+    about, model = operation.about, operation.error
     content: Json = {} if about.answer is None else {_JSON: {"schema": refs[about.answer]}}
     for media_type, each in about.streams.items():
         content[media_type] = {"schema": _EVENT if media_type == EVENT_STREAM else {"type": "string"}}

@@ -16,8 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mlx_ring.api.errors import error_body, is_anthropic, log_failure
-from mlx_ring.api.sse import event
+from mlx_ring.api.errors import log_failure, stream_failure
 
 T = TypeVar("T")
 
@@ -62,15 +61,16 @@ class LiveAnswer(Response, Generic[WorkT]):
         self,
         begin: Callable[[], AbstractAsyncContextManager[WorkT]],
         write: Callable[[WorkT], AsyncGenerator[bytes]],
-        failure: Callable[[Exception], bytes],
         media_type: str = EVENT_STREAM,
+        failure: Callable[[Exception], bytes] | None = None,
     ) -> None:
         """What is raised while the work begins gets a status of its own; later the answer's last bytes say it.
 
         Args:
             begin: gives the work, which ends with its context.
             write: what the work writes.
-            failure: how an error is written.
+            media_type: content type of the answer.
+            failure: encoder of an error; None: the dialect's own.
         """
         super().__init__(
             media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -92,7 +92,9 @@ class LiveAnswer(Response, Generic[WorkT]):
                         await _send_data(send, data)
             except Exception as error:  # noqa: BLE001 - the status is out: the stream itself must say it
                 log_failure(error, scope.get("request_id", "-"))
-                await _send_data(send, self._failure(error))
+                failure = self._failure
+                data = stream_failure(error, scope) if failure is None else failure(error)
+                await _send_data(send, data)
             await send({"type": "http.response.body", "body": b""})
 
 
@@ -155,7 +157,7 @@ class _Begun(Response):
             raise
         except Exception as error:  # noqa: BLE001 - the status is out: the stream itself must say it
             log_failure(error, scope.get("request_id", "-"))
-            await send({"type": "http.response.body", "body": _failure(error, scope)})
+            await send({"type": "http.response.body", "body": stream_failure(error, scope)})
         finally:
             self._work.cancel()
 
@@ -164,9 +166,3 @@ class _Begun(Response):
             await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
             await asyncio.wait((self._work,), timeout=self._quiet_s)
         return self._work.result()
-
-
-def _failure(error: Exception, scope: Scope) -> bytes:
-    path = scope["path"]
-    body = error_body(error, path, scope.get("request_id", "-"))
-    return event(body, "error") if is_anthropic(path) else event(body)

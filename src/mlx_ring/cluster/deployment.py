@@ -22,7 +22,13 @@ from typing import Protocol, TypeVar
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
 from mlx_ring.core.errors import PlanError, RingError
 from mlx_ring.host.trusted_interfaces import FLAG, LOOPBACK, TrustedInterface
-from mlx_ring.rpc.backends import RankMeans, asked_backend, choose_backend, joined_ranks, wish_of
+from mlx_ring.rpc.backends import (
+    RankCapabilities,
+    asked_backend,
+    backend_option,
+    choose_backend,
+    joined_ranks,
+)
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -44,15 +50,15 @@ def settle_backend(
         return
     rdma = json.loads(assignment.rdma) if assignment.rdma else None
     means = [_means(worker, node) for worker, node in ranks]
-    choice = choose_backend(asked_backend(assignment), means, wish=wish_of(assignment), rdma=rdma)
+    choice = choose_backend(asked_backend(assignment), means, option=backend_option(assignment), rdma=rdma)
     assignment.backend, assignment.backend_why = choice.backend, choice.why
     if (assignment.stage, assignment.rank) == joined_ranks(assignment)[0]:
         log.info("%d workers are joined by MLX's backend %s: %s", len(ranks), choice.backend, choice.why)
 
 
-def _means(worker: agent_pb2.StartedWorker, node: str) -> RankMeans:
+def _means(worker: agent_pb2.StartedWorker, node: str) -> RankCapabilities:
     told = worker.means
-    return RankMeans(node, frozenset(told.backends), told.gpu, frozenset(told.rdma_devices))
+    return RankCapabilities(node, frozenset(told.backends), told.gpu, frozenset(told.rdma_devices))
 
 
 _STOP_WAIT_S = 8.0

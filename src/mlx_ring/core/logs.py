@@ -75,7 +75,7 @@ class JsonFormatter(TagFormatter):
     def format(self, record: logging.LogRecord) -> str:
         process, rank = self.origin(record)
         worker = _WORKER.fullmatch(process)
-        told: dict[str, object] = {
+        fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
@@ -87,15 +87,17 @@ class JsonFormatter(TagFormatter):
             "epoch": _number(self.epoch),
         }
         if request_id := getattr(record, "request_id", "") or REQUEST_ID.get():
-            told["request_id"] = request_id
+            fields["request_id"] = request_id
         if traceparent := TRACEPARENT.get():
-            told["trace_id"] = traceparent.split("-")[1]
+            fields["trace_id"] = traceparent.split("-")[1]
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
+            fields["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
-            told["stack"] = self.formatStack(record.stack_info)
-        told |= {name: value for name, value in vars(record).items() if name not in _OWN and name not in told}
-        return json.dumps(told, default=str)
+            fields["stack"] = self.formatStack(record.stack_info)
+        fields |= {
+            name: value for name, value in vars(record).items() if name not in _OWN and name not in fields
+        }
+        return json.dumps(fields, default=str)
 
 
 def make_formatter(log_format: LogFormat, node: str, process: str, rank: int | None) -> TagFormatter:
@@ -113,8 +115,8 @@ def _number(tag: str) -> int | None:
     return int(tag) if tag.isdecimal() else None
 
 
-LINES_KEPT = 300
-LONGEST_KEPT = 2000
+BUFFERED_LINES = 300
+LONGEST_BUFFERED_LINE = 2000
 """Characters of a line."""
 _TAGGED = re.compile(r"(\S+) ([A-Z]+) node=\S+ process=(\S+) rank=\S+ epoch=\S+ (\S+?): (.*)", re.DOTALL)
 
@@ -135,12 +137,12 @@ class LogLine:
         return asdict(self)
 
 
-class KeptLines(logging.Handler):
+class LogBuffer(logging.Handler):
     """Keeps the last lines that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: deque[LogLine] = deque(maxlen=LINES_KEPT)
+        self._lines: deque[LogLine] = deque(maxlen=BUFFERED_LINES)
         self._last = 0
         self._one_at_a_time = threading.Lock()
 
@@ -152,15 +154,17 @@ class KeptLines(logging.Handler):
 
     def keep_tagged(self, line: str) -> None:
         """A child's, which says itself where it comes from; as text, or as JSON."""
-        told = _read_json(line) if line.startswith("{") else _read_text(line)
-        if told is not None:
-            moment, level, process, logger, text = told
+        fields = _read_json(line) if line.startswith("{") else _read_text(line)
+        if fields is not None:
+            moment, level, process, logger, text = fields
             self._keep(_unix_time_s(moment), level, process, logger, text)
 
     def _keep(self, unix_time_s: float, level: str, process: str, logger: str, text: str) -> None:
         with self._one_at_a_time:
             self._last += 1
-            self._lines.append(LogLine(self._last, unix_time_s, level, process, logger, text[:LONGEST_KEPT]))
+            self._lines.append(
+                LogLine(self._last, unix_time_s, level, process, logger, text[:LONGEST_BUFFERED_LINE])
+            )
 
     def after(self, number: int) -> list[LogLine]:
         """Those with a higher number."""
@@ -170,13 +174,13 @@ class KeptLines(logging.Handler):
             return [line for line in self._lines if line.number > number]
 
 
-KEPT = KeptLines()
+LOG_BUFFER = LogBuffer()
 """This process's. It keeps what `configure_logging` has it given."""
 
 
 def recent_lines(after: int = 0) -> list[LogLine]:
     """The last lines that came after the one of that number."""
-    return KEPT.after(after)
+    return LOG_BUFFER.after(after)
 
 
 def _read_text(line: str) -> tuple[str, ...] | None:
@@ -186,11 +190,11 @@ def _read_text(line: str) -> tuple[str, ...] | None:
 
 def _read_json(line: str) -> tuple[str, ...] | None:
     try:
-        told: dict[str, Any] = json.loads(line)
+        fields: dict[str, Any] = json.loads(line)
     except ValueError:
         return None
-    text = "\n".join(str(told[name]) for name in ("message", "exception") if name in told)
-    return (*(str(told.get(name, "")) for name in ("time", "level", "process", "logger")), text)
+    text = "\n".join(str(fields[name]) for name in ("message", "exception") if name in fields)
+    return (*(str(fields.get(name, "")) for name in ("time", "level", "process", "logger")), text)
 
 
 def _unix_time_s(moment: str) -> float:
@@ -233,7 +237,7 @@ class _CentralLogger(logging.Logger):
 
 
 def _without_foreign_traceback(record: logging.LogRecord) -> bool:
-    """A filter: what gRPC could not read of a peer is told in one line, for the stack is gRPC's own."""
+    """A filter: what gRPC could not read of a peer is fields in one line, for the stack is gRPC's own."""
     error = record.exc_info[1] if record.exc_info else None
     if type(error).__name__ in _OF_PEERS:
         record.msg, record.args = f"{record.getMessage()}: {error}", ()
@@ -293,7 +297,7 @@ def configure_logging(
     stderr = _StderrHandler()
     handlers: list[logging.Handler] = [stderr]
     if keeps_lines:
-        handlers.append(KEPT)
+        handlers.append(LOG_BUFFER)
     early = [each for each in logging.getLogger().handlers if isinstance(each, _EarlyHandler)]
     trouble = ""
     if log_dir is not None:
@@ -334,8 +338,8 @@ def write_to_stderr(line: str) -> None:
 def pass_on(line: str) -> None:
     """A line of a child's log, which is in the child's own file: it goes where this process's go besides their file."""
     handlers = logging.getLogger().handlers
-    if KEPT in handlers:
-        KEPT.keep_tagged(line)
+    if LOG_BUFFER in handlers:
+        LOG_BUFFER.keep_tagged(line)
     if not any(isinstance(each, _StderrHandler) and each.level >= logging.CRITICAL for each in handlers):
         write_to_stderr(line)
 

@@ -39,7 +39,7 @@ class _OpenSpan:
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
-    def tell(self, attributes: Attributes, *, name: str = "") -> None:
+    def set_attributes(self, attributes: Attributes, *, name: str = "") -> None:
         self._span.set_attributes(dict(attributes))
         if name:
             self._span.update_name(name)

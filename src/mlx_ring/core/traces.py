@@ -48,7 +48,7 @@ class Span(Protocol):
         """W3C's, for what is done within it."""
         ...
 
-    def tell(self, attributes: Attributes, *, name: str = "") -> None:
+    def set_attributes(self, attributes: Attributes, *, name: str = "") -> None:
         """Add to what it tells; a name replaces its own."""
         ...
 

@@ -78,7 +78,7 @@ class RequestTracer:
             part("prefill", opened, ended.ended_at if first is None else first, read)
         if first is not None and last is not None:
             part("decode", first, last, {"gen_ai.usage.output_tokens": ended.completion_tokens})
-        span.tell(_usage(ended))
+        span.set_attributes(_usage(ended))
         span.end(
             to_unix_ns + int(ended.ended_at * 1e9),
             error="" if ended.error is None else type(ended.error).__name__,

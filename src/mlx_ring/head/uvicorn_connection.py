@@ -31,6 +31,7 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from mlx_ring.api.app import DIALECTS
 from mlx_ring.api.errors import transport_error
 from mlx_ring.core.traces import new_request_id
 from mlx_ring.head.load_shedding import ConnectionLimits, make_room, peer_of
@@ -226,7 +227,7 @@ class ClientConnection(H11Protocol):
         """Answer if that is still possible, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             request_id = new_request_id()
-            body = json.dumps(transport_error(status, message, request_id)).encode()
+            body = json.dumps(transport_error(DIALECTS, status, message, request_id)).encode()
             headers = [
                 (b"x-request-id", request_id.encode()),
                 (b"content-type", b"application/json"),
@@ -252,7 +253,7 @@ def refusing_app(status: int, message: str) -> ASGIApp:
         headers = {"x-request-id": request_id, "connection": "close"}
         if status == _TOO_MANY:
             headers["retry-after"] = str(_RETRY_AFTER_S)
-        body = transport_error(status, message, request_id, scope["path"])
+        body = transport_error(DIALECTS, status, message, request_id, scope["path"])
         await JSONResponse(body, status, headers)(scope, receive, send)
 
     return refuse

@@ -195,7 +195,7 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-def give_back_freed_memory() -> None:
+def release_freed_memory() -> None:
     """Let the system have it: after much has come and gone, that is most of what a small process holds.
 
     glibc alone keeps so much, and alone offers to give it back.
@@ -207,6 +207,6 @@ def give_back_freed_memory() -> None:
 SIGNAL = signal.SIGUSR1
 
 
-def tell_stacks_on_signal() -> None:
+def dump_stacks_on_signal() -> None:
     """From now on, even while a thread holds the interpreter."""
     faulthandler.register(SIGNAL, all_threads=True, chain=False)

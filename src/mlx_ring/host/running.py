@@ -89,10 +89,10 @@ def running_here(state: Path) -> list[Running]:
 
 def end_running(state: Path) -> list[str]:
     """End heads, and then agents that are still there, with all their workers; a sentence for each."""
-    told: list[str] = []
+    ended: list[str] = []
     for kind in ("head", "agent"):
-        told += _end([found for found in running_here(state) if found.kind == kind])
-    return told
+        ended += _end([found for found in running_here(state) if found.kind == kind])
+    return ended
 
 
 def arguments_digest(arguments: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ MENDS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class RankMeans:
+class RankCapabilities:
     """With what one rank can be joined to others."""
 
     machine: str
@@ -58,14 +58,18 @@ class Choice:
 
 
 def choose_backend(
-    asked: str, ranks: Sequence[RankMeans], *, wish: str, rdma: Sequence[Sequence[object]] | None = None
+    asked: str,
+    ranks: Sequence[RankCapabilities],
+    *,
+    option: str,
+    rdma: Sequence[Sequence[object]] | None = None,
 ) -> Choice:
     """The backend of a group.
 
     Args:
         asked: one of `BACKENDS`, or `auto`.
         ranks: of the group, in order.
-        wish: what was asked for, as a person wrote it: "--link jaccl".
+        option: what was asked for, as a person wrote it: "--link jaccl".
         rdma: devices from each rank to each, where a hostfile tells them.
 
     Raises:
@@ -74,12 +78,12 @@ def choose_backend(
     for backend in BACKENDS:
         if asked == backend:
             if problem := _problem(backend, ranks, rdma):
-                raise ConfigError(f"{wish}: {problem}.{_instead(ranks, rdma)}")
+                raise ConfigError(f"{option}: {problem}.{_instead(ranks, rdma)}")
             return Choice(backend, "asked for")
     return _best(ranks, rdma)
 
 
-def _best(ranks: Sequence[RankMeans], rdma: Sequence[Sequence[object]] | None) -> Choice:
+def _best(ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence[object]] | None) -> Choice:
     """What cannot be had is said only where a machine has part of it: who has no RDMA need not read of it."""
     without_jaccl = _problem("jaccl", ranks, rdma)
     if not without_jaccl:
@@ -96,12 +100,14 @@ def _best(ranks: Sequence[RankMeans], rdma: Sequence[Sequence[object]] | None) -
     return Choice("ring", "; ".join(["it works everywhere", *missed]))
 
 
-def _instead(ranks: Sequence[RankMeans], rdma: Sequence[Sequence[object]] | None) -> str:
+def _instead(ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence[object]] | None) -> str:
     others = [backend for backend in BACKENDS if backend != "mpi" and not _problem(backend, ranks, rdma)]
     return f" {' or '.join(others)} would be available." if others else ""
 
 
-def _problem(backend: Backend, ranks: Sequence[RankMeans], rdma: Sequence[Sequence[object]] | None) -> str:
+def _problem(
+    backend: Backend, ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence[object]] | None
+) -> str:
     """Why it cannot be, with what to do; empty where it can."""
     without = sorted({rank.machine for rank in ranks if backend not in rank.backends})
     if without:
@@ -113,14 +119,14 @@ def _problem(backend: Backend, ranks: Sequence[RankMeans], rdma: Sequence[Sequen
     return _problem_of_jaccl(ranks, rdma) if backend == "jaccl" else ""
 
 
-def _problem_of_nccl(ranks: Sequence[RankMeans]) -> str:
+def _problem_of_nccl(ranks: Sequence[RankCapabilities]) -> str:
     gpus = {(rank.machine, rank.gpu) for rank in ranks if rank.gpu}
     if len(gpus) < len(ranks):
         return f"NCCL needs a GPU for each of the {len(ranks)} workers, and there are {len(gpus)}: start fewer, or use ring"
     return ""
 
 
-def _problem_of_jaccl(ranks: Sequence[RankMeans], rdma: Sequence[Sequence[object]] | None) -> str:
+def _problem_of_jaccl(ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence[object]] | None) -> str:
     if _machines(ranks) < len(ranks):
         return "RDMA leads from machine to machine, and several of these workers are on one: use ring"
     without = [rank.machine for rank in ranks if not rank.rdma_devices]
@@ -148,7 +154,7 @@ def devices_of(row: Sequence[object]) -> list[str]:
     return named
 
 
-def _machines(ranks: Sequence[RankMeans]) -> int:
+def _machines(ranks: Sequence[RankCapabilities]) -> int:
     return len({rank.machine for rank in ranks})
 
 
@@ -195,7 +201,7 @@ def asked_backend(assignment: worker_pb2.StageAssignment) -> str:
     return assignment.link if is_of_link else AUTO
 
 
-def wish_of(assignment: worker_pb2.StageAssignment) -> str:
+def backend_option(assignment: worker_pb2.StageAssignment) -> str:
     """What was asked for, as a person wrote it."""
     if assignment.tp_size <= 1 and assignment.link in BACKENDS:
         return f"--link {assignment.link}"

@@ -100,7 +100,7 @@ def make_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Server:
     """A server whose calls run on `threads` threads; a stream holds one for as long as it lives."""
-    _tell_rubbish_in_a_line()
+    _shorten_decode_errors()
     return grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="grpc"),
         interceptors=list(interceptors),
@@ -114,7 +114,7 @@ def make_aio_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
     """A server inside the running event loop."""
-    _tell_rubbish_in_a_line()
+    _shorten_decode_errors()
     return grpc.aio.server(interceptors=interceptors, options=_options(max_message_bytes))
 
 
@@ -134,7 +134,7 @@ def add_secure_port(
         ) from error
 
 
-def _tell_rubbish_in_a_line() -> None:
+def _shorten_decode_errors() -> None:
     """A peer whose messages are none is answered with an error; where it broke inside says nothing to anybody."""
     for name in _READERS:
         logging.getLogger(name).addFilter(_in_a_line)

@@ -173,7 +173,7 @@ def pays(trial: Trial, bytes_per_s: float) -> bool:
     return trial.packed_bytes / bytes_per_s + trial.seconds < _MARGIN * plain_s
 
 
-def told(trial: Trial, bytes_per_s: float) -> str:
+def describe_benefit(trial: Trial, bytes_per_s: float) -> str:
     """The reason of `pays`, as a sentence's part."""
     saved_s = (trial.nbytes - trial.packed_bytes) / bytes_per_s
     return (
@@ -226,7 +226,7 @@ class Packer:
         )
         if sizes:
             most = max(sizes, key=lambda size: size.nbytes)
-            use.compresses, use.why = most.packs, told(most.trial, self.bytes_per_s)
+            use.compresses, use.why = most.packs, describe_benefit(most.trial, self.bytes_per_s)
         return use
 
     def _packed(self, frame: Frame) -> Frame:

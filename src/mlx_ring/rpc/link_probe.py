@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerStuck
-from mlx_ring.host.process import give_back_freed_memory
+from mlx_ring.host.process import release_freed_memory
 from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
 from mlx_ring.rpc.frames import Frame, encode_frame, receive_frame
 from mlx_ring.rpc.hello import check_hello
@@ -281,7 +281,7 @@ class LinkResponder:
                     return
         finally:
             patience.cancel()
-            give_back_freed_memory()
+            release_freed_memory()
 
     async def respond_aio(
         self, frames: AsyncIterator[Frame], context: grpc.aio.ServicerContext[object, object]

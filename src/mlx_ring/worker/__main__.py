@@ -12,13 +12,13 @@ from types import FrameType
 
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.child import watch_lifeline
-from mlx_ring.host.process import tell_stacks_on_signal
+from mlx_ring.host.process import dump_stacks_on_signal
 from mlx_ring.models.lean_imports import import_mlx_lm
 from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.methods import LOAD, STATUS, STEPS
 from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
 from mlx_ring.rpc.tls.guard import PeerGuard
-from mlx_ring.worker.compute_thread import take_long_turns, take_short_turns
+from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
 from mlx_ring.worker.platform.blas import choose_blas
 from mlx_ring.worker.platform.device import keep_freed_memory
 
@@ -30,7 +30,7 @@ _LOCAL_ONLY = (LOAD.path,)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Start the front, then compute in this thread until told to end."""
+    """Start the worker, then compute in this thread until told to end."""
     options = _parse(arguments)
     configure_logging(
         process=f"worker-{options.stage}-{options.rank}",
@@ -40,39 +40,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log_dir=options.log_dir,
         log_format=options.log_format,
     )
-    tell_stacks_on_signal()
+    dump_stacks_on_signal()
     watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    take_turns = take_short_turns if options.in_group else take_long_turns
-    take_turns()
+    set_scheduling = prefer_latency if options.in_group else prefer_throughput
+    set_scheduling()
     keep_freed_memory()
     blas = choose_blas(options.blas, options.blas_threads)
     import_mlx_lm()
 
-    from mlx_ring.worker.group import GroupPort, group_means
-    from mlx_ring.worker.server import Reach, WorkerFront, WorkerIdentity  # MLX must load after the BLAS
+    from mlx_ring.worker.group import GroupPort, group_capabilities
+    from mlx_ring.worker.server import (  # MLX must load after the BLAS
+        PeerAccess,
+        WorkerIdentity,
+        WorkerServer,
+    )
 
-    reach = Reach(None if options.credentials is None else load_credentials(options.credentials))
+    access = PeerAccess(None if options.credentials is None else load_credentials(options.credentials))
     if options.in_group:
-        reach.group, reach.means = GroupPort(options.group_host), group_means(options.in_group)
-    front = WorkerFront(WorkerIdentity(options.node, options.stage, options.rank, blas), reach)
+        access.group, access.capabilities = (
+            GroupPort(options.group_host),
+            group_capabilities(options.in_group),
+        )
+    worker = WorkerServer(WorkerIdentity(options.node, options.stage, options.rank, blas), access)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        front.stop()
+        worker.stop()
 
     signal.signal(signal.SIGTERM, stop)
     # gRPC's threads are short of work and must be quick; this one computes.
-    take_short_turns()
-    guard = PeerGuard(reach.revoked.refusal, _HEAD_ONLY, _LOCAL_ONLY)
-    reach.end_refused = guard.end_refused
+    prefer_latency()
+    guard = PeerGuard(access.revoked.refusal, _HEAD_ONLY, _LOCAL_ONLY)
+    access.end_refused = guard.end_refused
     server = make_server(threads=16, interceptors=[guard])
-    server.add_generic_rpc_handlers((front.handler(),))
+    server.add_generic_rpc_handlers((worker.handler(),))
     server.add_insecure_port(f"unix:{options.socket}")
     if options.credentials is not None:
-        reach.port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(options.credentials))
+        access.port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(options.credentials))
     server.start()
-    take_turns()
-    front.compute()
+    set_scheduling()
+    worker.compute()
     server.stop(grace=None).wait(_END_WITHIN_S)
     logging.shutdown()
     # gRPC's threads may still hold an open stream; nothing of it is wanted any more.

@@ -30,7 +30,7 @@ from typing import Generic, NoReturn, TypeVar
 Job = TypeVar("Job")
 
 
-class Jobs(Generic[Job]):
+class JobQueue(Generic[Job]):
     """Any thread adds, and so does a signal handler; one thread takes."""
 
     def __init__(self) -> None:
@@ -75,15 +75,15 @@ def end_process(error: Exception) -> NoReturn:
     os._exit(1)
 
 
-def take_long_turns() -> None:
+def prefer_throughput() -> None:
     """From now on, for the calling thread and those that it starts. Linux only; elsewhere nothing happens."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def take_short_turns() -> None:
-    """As any thread does, so that it answers at once: the opposite of `take_long_turns`."""
+def prefer_latency() -> None:
+    """As any thread does, so that it answers at once: the opposite of `prefer_throughput`."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

@@ -195,7 +195,7 @@ _MPI_LIBRARIES = ("libmpi.so.40", "libmpi.so", "libmpi.dylib", "/opt/homebrew/li
 _RDMA_LIBRARY = "librdma.dylib"
 
 
-def group_means(asked: str) -> worker_pb2.GroupMeans:
+def group_capabilities(asked: str) -> worker_pb2.GroupMeans:
     """What there is; of MPI, whose library brings much along, only where it was asked for."""
     if asked == _MPI:
         _name_mpi_library()

@@ -17,7 +17,7 @@ from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.links import SAMPLED, Inbox, LinkKey, WireTensor
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.sequences import UNKNOWN_TOKEN, LazyToken, OpenSequence, SequenceTable, TokenHandover
+from mlx_ring.worker.sequences import UNKNOWN_TOKEN, LazyToken, OpenSequence, SequenceTable, TokenFeedback
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensors import from_message, from_wire
 
@@ -33,7 +33,7 @@ class RowWants:
     draws: tuple[int, ...] = ()
     """Those of them at which a token is drawn, in the order of the answer."""
     hidden: bool = False
-    looks: tuple[step_pb2.Want, ...] = ()
+    lookups: tuple[step_pb2.Want, ...] = ()
     """Wants other than tokens: they are looked up in what was computed."""
 
 
@@ -61,14 +61,14 @@ def read_wants(row: step_pb2.Row, count: int) -> RowWants:
     hidden = {want.what in _HIDDEN for want in wants}
     if len(hidden) > 1:
         raise ProtocolError(f"The row of sequence {row.sequence} wants hidden states and logits at once.")
-    looks = tuple(want for want in wants if want.what != Want.TOKEN)
-    for want in looks:
+    lookups = tuple(want for want in wants if want.what != Want.TOKEN)
+    for want in lookups:
         _check_targets(want, count)
     return RowWants(
         tuple(sorted({offset for want in wants for offset in offsets_of(want, count)})),
         _draws(row, count),
         hidden == {True},
-        looks,
+        lookups,
     )
 
 
@@ -130,7 +130,7 @@ class StepInput:
     @property
     def only_draws(self) -> bool:
         """Whether nobody wants more of the logits than the tokens that are drawn from them."""
-        return not any(row.wants.looks or row.state.opened.sampling.logprobs for row in self.rows)
+        return not any(row.wants.lookups or row.state.opened.sampling.logprobs for row in self.rows)
 
     @property
     def has_grammars(self) -> bool:
@@ -151,14 +151,14 @@ class StepInputs:
     """Takes steps' inputs from where they come."""
 
     def __init__(
-        self, model: StageModel, inbox: Inbox, sequences: SequenceTable, handover: TokenHandover
+        self, model: StageModel, inbox: Inbox, sequences: SequenceTable, handover: TokenFeedback
     ) -> None:
         self._model = model
         self._inbox = inbox
         self._sequences = sequences
-        self._handover = handover
+        self._token_feedback = handover
 
-    def at_hand(self, step: step_pb2.Step, patience_s: float) -> bool:
+    def is_ready(self, step: step_pb2.Step, patience_s: float) -> bool:
         """Whether all that the step feeds is here or being drawn, or here within `patience_s`."""
         if not self._model.is_first:
             return self._inbox.holds(step_key(step), patience_s)
@@ -168,7 +168,7 @@ class StepInputs:
         if not row.previous:
             return True
         if not self._model.is_last:
-            return self._handover.has(row.sequence)
+            return self._token_feedback.has(row.sequence)
         if row.sequence not in self._sequences:
             return False
         state = self._sequences[row.sequence]
@@ -186,10 +186,10 @@ class StepInputs:
         if not self._model.is_first:
             return self._inbox.recv(step_key(step), deadline)
         if not self._model.is_last:
-            self._handover.collect()
+            self._token_feedback.collect()
             for row in step.rows:
                 if row.previous:
-                    self._handover.wait(row.sequence, deadline)
+                    self._token_feedback.wait(row.sequence, deadline)
         return None
 
     def feed(
@@ -230,7 +230,7 @@ class StepInputs:
             raise ProtocolError(f"The row of sequence {row.sequence} has drafts after more than one token.")
         state = self._sequences.check(row, count)
         wants = read_wants(row, count) if self._model.is_last else NOTHING
-        tokens, lazy = _said_tokens(row, count), None
+        tokens, lazy = _named_tokens(row, count), None
         if row.previous and self._model.is_first:
             tokens[0], lazy = self._previous(row.sequence, state)
         return RowInput(row, state, tokens, lazy, wants, state.sampled)
@@ -238,7 +238,7 @@ class StepInputs:
     def _previous(self, sequence: int, state: OpenSequence) -> tuple[int, LazyToken | None]:
         if state.drawing is not None:
             return UNKNOWN_TOKEN, state.drawing
-        return self._handover.token(sequence), None
+        return self._token_feedback.token(sequence), None
 
 
 def step_key(step: step_pb2.Step) -> LinkKey:
@@ -264,7 +264,7 @@ def row_length(row: step_pb2.Row) -> int:
             raise ProtocolError(f"The row of sequence {row.sequence} has no input.")
 
 
-def _said_tokens(row: step_pb2.Row, count: int) -> list[int]:
+def _named_tokens(row: step_pb2.Row, count: int) -> list[int]:
     """The tokens that the step itself names; zeros stand for embeddings and for what it does not name."""
     match row.WhichOneof("input"):
         case "tokens":

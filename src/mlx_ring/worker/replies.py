@@ -19,13 +19,13 @@ from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.links import Inbox, LinkSender, WireTensor
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.inputs import sampled_key, step_key
-from mlx_ring.worker.results import look_up
+from mlx_ring.worker.results import add_lookups
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.step import StepWork, monotonic_us
 from mlx_ring.worker.tensors import to_wire
 
 
-class ToldOfSteps(Protocol):
+class StepListener(Protocol):
     """An end of a link whose messages match by the order of steps."""
 
     def expect(self, step: step_pb2.Step) -> None:
@@ -40,7 +40,7 @@ class StageLinks:
     inbox: Inbox
     next: LinkSender | None = None
     first: LinkSender | None = None
-    told: tuple[ToldOfSteps, ...] = ()
+    listeners: tuple[StepListener, ...] = ()
     """Ends that must hear of every step before it is tried."""
 
 
@@ -54,7 +54,7 @@ class StepAnswers:
 
     def expect(self, step: step_pb2.Step) -> None:
         """A step has come, and will be answered."""
-        for end in self._links.told if step.rows else ():
+        for end in self._links.listeners if step.rows else ():
             end.expect(step)
 
     def give(self, work: StepWork) -> step_pb2.StepDone:
@@ -97,10 +97,10 @@ class StepAnswers:
             for row in work.inputs.rows
             if row.row.wants
         }
-        for drawn in work.told:
+        for drawn in work.reported:
             results[drawn.sequence].tokens.extend(drawn.results)
-        if work.is_looked_at:
-            look_up(work.inputs, work.passes, results)
+        if work.has_lookups:
+            add_lookups(work.inputs, work.passes, results)
 
     def _hand_on(self, work: StepWork, failure: step_pb2.Failure | None) -> None:
         """Send activations to the next stage, with the token ids if it cannot know them."""
@@ -124,7 +124,7 @@ class StepAnswers:
         if not work.step.hand_over_tokens or self._links.first is None or work.inputs is None:
             return
         sending = monotonic_us()
-        sampled = {drawn.sequence: drawn.token for drawn in work.told}
+        sampled = {drawn.sequence: drawn.token for drawn in work.reported}
         tokens = tuple(sampled[row.row.sequence] for row in work.inputs.rows if row.row.sequence in sampled)
         self._links.first.send(sampled_key(work.step), WireTensor("uint32", (0,), b"", tokens, failure))
         work.clock.link_send += monotonic_us() - sending
@@ -176,7 +176,7 @@ class _Work:
 
 
 class StepTraces:
-    """The spans of one rank. Told of every step that is done, in order."""
+    """The spans of one rank. Takes every step that is done, in order."""
 
     def __init__(self, clock: Callable[[], int] = unix_us) -> None:
         """`clock` gives Unix time in microseconds."""
@@ -187,12 +187,12 @@ class StepTraces:
 
     def note(self, step: step_pb2.Step, timings: step_pb2.Timings) -> list[Span]:
         """Take in a step; gives the spans that have ended with it."""
-        ended = self._heed(step) if step.operations else []
+        ended = self._record_operations(step) if step.operations else []
         if self._parents:
             ended += self._note_rows(step, timings)
         return [work.span() for work in ended]
 
-    def _heed(self, step: step_pb2.Step) -> list[_Work]:
+    def _record_operations(self, step: step_pb2.Step) -> list[_Work]:
         ended: list[_Work] = []
         for operation in step.operations:
             match operation.WhichOneof("operation"):

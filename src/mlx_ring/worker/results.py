@@ -91,7 +91,7 @@ class StepDraws:
             self._sample.tokens = group.from_first(self._sample.tokens)
         self._logits = logits
         self._logprobs = self._look(self._sample.tokens)
-        self._announce(self._sample.tokens)
+        self._publish(self._sample.tokens)
 
     def _take(self, step: StepInput, item: Pass) -> mx.array | None:
         """The logits at a pass's positions that draw, (positions, vocabulary); None where there are none."""
@@ -119,7 +119,7 @@ class StepDraws:
         tops = [sampling.top_logprobs for sampling, count in asked for _ in range(count)]
         return LazyLogprobs(self._logits, tokens, tops)
 
-    def _announce(self, tokens: mx.array) -> None:
+    def _publish(self, tokens: mx.array) -> None:
         """Let the sequences' next rows be built on the tokens that are being drawn."""
         for draw in self._draws:
             if not draw.row.row.draft:
@@ -190,12 +190,12 @@ def _accept(sampled: Sequence[int], draft: Sequence[int]) -> list[int]:
     return accepted
 
 
-def look_up(step: StepInput, passes: Sequence[Pass], results: Mapping[int, step_pb2.RowResult]) -> None:
+def add_lookups(step: StepInput, passes: Sequence[Pass], results: Mapping[int, step_pb2.RowResult]) -> None:
     """Add to the rows' results what they want besides tokens. Evaluates."""
     for item in passes:
         for place, member in enumerate(item.members):
             row = step.rows[member]
-            for want in row.wants.looks:
+            for want in row.wants.lookups:
                 values = _values_at(item, place, offsets_of(want, len(row.tokens)))
                 _add(want, values, results[row.row.sequence])
 

@@ -20,7 +20,7 @@ from mlx_ring.worker.inputs import StepInput, StepInputs, row_length, sampled_ke
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.replies import StageLinks, StepAnswers, StepTraces
 from mlx_ring.worker.results import NO_MASKS, StepDraws, grammar_masks
-from mlx_ring.worker.sequences import SequenceTable, TokenHandover
+from mlx_ring.worker.sequences import SequenceTable, TokenFeedback
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.step import Patience, StepClock, StepWork, monotonic_us
 from mlx_ring.worker.tensor import Group
@@ -51,8 +51,8 @@ class StageRunner:
         self._forward = StageForward(model, kv)
         self._grammars = grammars if model.is_last else None
         self._sequences = SequenceTable(kv, model.vocab_size, self._grammars)
-        self._handover = TokenHandover(links.inbox, self._sequences)
-        self._inputs = StepInputs(model, links.inbox, self._sequences, self._handover)
+        self._token_feedback = TokenFeedback(links.inbox, self._sequences)
+        self._inputs = StepInputs(model, links.inbox, self._sequences, self._token_feedback)
         self._answers = StepAnswers(assignment, model, links)
         self._submits_ahead = (
             mx.default_device() != mx.Device(mx.cpu) if submits_ahead is None else submits_ahead
@@ -89,7 +89,7 @@ class StageRunner:
         self._answers.expect(step)
         work = StepWork(step, StepClock(arrived_us, monotonic_us()))
         before = self._under_way
-        if before is not None and not self._can_go_on(before, step):
+        if before is not None and not self._can_build_ahead(before, step):
             yield self._finish(before)
             before = None
             work.clock.started = monotonic_us()
@@ -98,7 +98,7 @@ class StageRunner:
             if self._submits_ahead:
                 self._submit(work)
             yield self._finish(before, work)
-            if work.is_taken_back:
+            if work.is_rolled_back:
                 self._attempt(work, self._build)
         self._submit(work)
         self._draw_by_grammar(work)
@@ -130,14 +130,14 @@ class StageRunner:
         for _ in self.finish():
             pass
         self._sequences.reset()
-        self._handover.reset()
+        self._token_feedback.reset()
         self._traces = StepTraces()
         self.last_step = 0
         self.kv_bytes = self._kv.nbytes
 
     # ---- a step is built
 
-    def _can_go_on(self, before: StepWork, step: step_pb2.Step) -> bool:
+    def _can_build_ahead(self, before: StepWork, step: step_pb2.Step) -> bool:
         """Whether a step can be built while the one before is under way, without waiting for long.
 
         Never in a group: when it can is a matter of time, which passes differently on each rank, and so KV might move
@@ -145,14 +145,14 @@ class StageRunner:
         """
         return (
             self._group is None
-            and before.leaves_way
+            and before.allows_building_ahead
             and self._kv.can_undo
             and bool(step.rows)
             and all(operation.HasField("open") for operation in step.operations)
             and not self._forward.stops(step)
             # KV that the device is reading would be copied as a whole if any of it moved.
             and self._kv.stay([(row.sequence, row_length(row)) for row in step.rows if row.HasField("input")])
-            and self._inputs.at_hand(step, self._patience.seconds(before, monotonic_us()))
+            and self._inputs.is_ready(step, self._patience.seconds(before, monotonic_us()))
         )
 
     def _start(self, work: StepWork) -> None:
@@ -165,7 +165,7 @@ class StageRunner:
         try:
             part(work)
         except Exception as error:  # noqa: BLE001 - whatever it is, the head and the next stage must hear of it
-            self._take_back(work)
+            self._roll_back(work)
             work.error = error
             if self._group is not None and part == self._build:
                 self.spoiled = error
@@ -205,20 +205,20 @@ class StageRunner:
         work.activations = flat_activations(work.passes) if work.passes else None
         if self._model.is_first and step.hand_over_tokens:
             sampling = [row.row.sequence for row in work.inputs.rows if samples_token(row.row)]
-            self._handover.expect(sampled_key(step), sampling)
+            self._token_feedback.expect(sampled_key(step), sampling)
 
     def _draws(self, inputs: StepInput, work: StepWork, masks: StepMasks = NO_MASKS) -> StepDraws:
         head = self._model.head if inputs.only_draws else None
         return StepDraws(inputs, work.passes, self._group, head, masks)
 
-    def _take_back(self, work: StepWork) -> None:
+    def _roll_back(self, work: StepWork) -> None:
         """Undo what was built: sequences stand as before the step, but for its operations."""
         self._kv.undo([item.batch for item in work.passes])
         if work.draws is not None:
             work.draws.withdraw()
         for row in work.inputs.rows if work.inputs is not None else []:
             row.state.sampled = row.sampled_before
-        work.take_back()
+        work.roll_back()
 
     # ---- a step is computed
 
@@ -231,7 +231,7 @@ class StageRunner:
         try:
             evaluate(work.passes, *work.outputs)
         except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
-            self._lose(work, error)
+            self._mark_lost(work, error)
         work.clock.submitted = monotonic_us()
 
     def _draw_by_grammar(self, work: StepWork) -> None:
@@ -249,7 +249,7 @@ class StageRunner:
             mx.async_eval(*work.draws.arrays)
             work.outputs += work.draws.arrays
         except Exception as error:  # noqa: BLE001 - as above
-            self._lose(work, error)
+            self._mark_lost(work, error)
 
     def _forget_grammars(self, inputs: StepInput, masks: StepMasks) -> None:
         """Whoever asks for one that has failed gets it afresh."""
@@ -264,11 +264,11 @@ class StageRunner:
         outputs = list(work.draws.arrays) if work.draws is not None else []
         if outputs:
             outputs += [end_mark([item]) for item in work.passes if not any(item.offsets)]
-        if work.is_looked_at or work.waits_to_draw:
+        if work.has_lookups or work.waits_to_draw:
             outputs += [item.values for item in work.passes if any(item.offsets)]
         return outputs or [end_mark(work.passes)]
 
-    def _lose(self, work: StepWork, error: Exception) -> None:
+    def _mark_lost(self, work: StepWork, error: Exception) -> None:
         """The step failed while it was computed."""
         if work.draws is not None:
             work.draws.withdraw()
@@ -302,14 +302,14 @@ class StageRunner:
                 self._kv.commit(item.batch)
         except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
             if follower is not None:
-                self._take_back(follower)
-            self._lose(work, error)
+                self._roll_back(follower)
+            self._mark_lost(work, error)
             return
         if self._group is not None:
-            self._group.step_is_over()
+            self._group.end_step()
         built_on = follower.built_on if follower is not None else set[int]()
         if follower is not None and any(row.is_redrawn and row.sequence in built_on for row in work.drawn):
-            self._take_back(follower)
+            self._roll_back(follower)
             built_on.clear()
         if work.draws is not None:
             work.draws.withdraw()

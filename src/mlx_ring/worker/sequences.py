@@ -50,7 +50,7 @@ class OpenSequence:
     """The same, while that step is under way."""
     redrawn: bool = False
     """Whether what was sampled last is another token than the lazy one."""
-    parked: bool = False
+    retained: bool = False
     grammar: AnswerGrammar | None = None
     """On a stage that draws: what the answer must match."""
 
@@ -120,11 +120,11 @@ class SequenceTable:
                 sequences = self._concerned(operation)
                 if not sequences:
                     raise
-                told = (
+                failure = (
                     error if isinstance(error, RingError) else StepFailed(f"{type(error).__name__}: {error}")
                 )
                 for sequence in sequences:
-                    failed.setdefault(sequence, told)
+                    failed.setdefault(sequence, failure)
         return failed
 
     def _apply(self, operation: step_pb2.CacheOperation) -> None:
@@ -138,7 +138,7 @@ class SequenceTable:
             case "free":
                 self._free(operation.free.sequence)
             case "park":
-                self._park(operation.park.sequence)
+                self._retain(operation.park.sequence)
             case "reset":
                 self.reset()
             case _:
@@ -152,7 +152,7 @@ class SequenceTable:
             case "fork":
                 fork = operation.fork
                 source = self._open.get(fork.source)
-                is_kept = source is not None and source.parked
+                is_kept = source is not None and source.retained
                 return (fork.destination, fork.source) if is_kept else (fork.destination,)
             case "trim":
                 return (operation.trim.sequence,)
@@ -195,10 +195,10 @@ class SequenceTable:
         self._kv.trim(trim.sequence, trim.length)
         del state.tokens[trim.length :]
 
-    def _park(self, sequence: int) -> None:
+    def _retain(self, sequence: int) -> None:
         state = self[sequence]
-        self._kv.park(sequence)
-        state.parked = True
+        self._kv.retain(sequence)
+        state.retained = True
         # It draws no more, and what its matcher has learnt may be many megabytes.
         state.grammar = None
 
@@ -220,8 +220,8 @@ class SequenceTable:
             ProtocolError: it cannot step, its KV is gone, or the head's idea of its length is not this rank's.
         """
         state = self[row.sequence]
-        if state.parked:
-            raise ProtocolError(f"Sequence {row.sequence} is parked: it can be forked, and steps no more.")
+        if state.retained:
+            raise ProtocolError(f"Sequence {row.sequence} is retained: it can be forked, and steps no more.")
         length = self._kv.length(row.sequence)
         if length != row.start:
             raise ProtocolError(
@@ -241,7 +241,7 @@ class SequenceTable:
         state.sampled = state.drawing = None
 
 
-class TokenHandover:
+class TokenFeedback:
     """Stage 0's side."""
 
     def __init__(self, inbox: Inbox, sequences: SequenceTable) -> None:

@@ -30,7 +30,7 @@ from mlx_ring.rpc.methods import LINK, LOAD, STATUS, STEPS, WORKER_SERVICE, serv
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.peers import Revoked, address_of_call, is_local, peer_of_call
-from mlx_ring.worker.compute_thread import Jobs, end_process
+from mlx_ring.worker.compute_thread import JobQueue, end_process
 from mlx_ring.worker.grammars import GrammarCompiler, grammar_error
 from mlx_ring.worker.group import GroupPort
 from mlx_ring.worker.platform.device import device_memory, device_name
@@ -57,7 +57,7 @@ class WorkerIdentity:
 
 
 @dataclass(slots=True)
-class Reach:
+class PeerAccess:
     """How this worker speaks with other machines."""
 
     trust: Credentials | None = None
@@ -67,7 +67,7 @@ class Reach:
     """Where others reach it; 0 while nobody can."""
     group: GroupPort | None = None
     """Where the other ranks of its stage will reach it; None where it has none."""
-    means: worker_pb2.GroupMeans | None = None
+    capabilities: worker_pb2.GroupMeans | None = None
     """With what it can join them."""
     end_refused: Callable[[], object] = lambda: None
     """Ends running calls of machines that are refused by now."""
@@ -86,13 +86,13 @@ class _StepStream:
         self.answers: queue.SimpleQueue[worker_pb2.StepsReply | None] = queue.SimpleQueue()
 
 
-class WorkerFront:
+class WorkerServer:
     """What a worker answers, and the loop in which it computes."""
 
-    def __init__(self, identity: WorkerIdentity, reach: Reach | None = None) -> None:
+    def __init__(self, identity: WorkerIdentity, access: PeerAccess | None = None) -> None:
         self._identity = identity
-        self._reach = reach or Reach()
-        self._jobs: Jobs[Callable[[], None]] = Jobs()
+        self._access = access or PeerAccess()
+        self._jobs: JobQueue[Callable[[], None]] = JobQueue()
         self._runner: StageRunner | None = None
         self._grammars: GrammarCompiler | None = None
         self._request: worker_pb2.LoadRequest | None = None
@@ -196,7 +196,7 @@ class WorkerFront:
 
         try:
             built = build_stage(
-                request, inbox, self.hello(), report, trust=self._reach.trust, group_port=self._reach.group
+                request, inbox, self.hello(), report, trust=self._access.trust, group_port=self._access.group
             )
             self._runner, self._dtype, self._kv = built.runner, built.dtype, built.kv
             self._sends, self._grammars = built.sends, built.grammars
@@ -278,7 +278,7 @@ class WorkerFront:
     def _prepare(self, stream: _StepStream, wanted: worker_pb2.PrepareGrammar) -> None:
         """Have a grammar compiled while steps go on."""
 
-        def tell(error: BaseException | None) -> None:
+        def on_compiled(error: BaseException | None) -> None:
             prepared = worker_pb2.GrammarPrepared(
                 id=wanted.id, failure=None if error is None else error_to_failure(grammar_error(error))
             )
@@ -286,7 +286,7 @@ class WorkerFront:
 
         with self._lock:
             if stream is self._stream and self._grammars is not None:
-                self._grammars.prepare(wanted, tell)
+                self._grammars.prepare(wanted, on_compiled)
 
     def _drop_grammar(self, stream: _StepStream, id_: int) -> None:
         """Compute thread: behind the steps that came before."""
@@ -354,7 +354,7 @@ class WorkerFront:
         self, request: worker_pb2.StatusRequest, _context: grpc.ServicerContext
     ) -> worker_pb2.WorkerStatus:
         """Life and size, told without the compute thread, so that a long step does not look like death."""
-        self._reach.revoke(request.revoked)
+        self._access.revoke(request.revoked)
         runner = self._runner
         memory, left = device_memory()
         return worker_pb2.WorkerStatus(
@@ -374,11 +374,11 @@ class WorkerFront:
             kv=self._kv,
             memory_bytes=memory,
             memory_left_bytes=left,
-            port=self._reach.port,
+            port=self._access.port,
             sends=self._sends(),
-            group_port=self._reach.group.number if self._reach.group else 0,
-            group_host=self._reach.group.host if self._reach.group else "",
-            means=self._reach.means,
+            group_port=self._access.group.number if self._access.group else 0,
+            group_host=self._access.group.host if self._access.group else "",
+            means=self._access.capabilities,
             group=self._group(),
         )
 
@@ -431,10 +431,10 @@ def _greeting(frame: Frame) -> hello_pb2.Hello:
 class _StepJob:
     """A step waiting for the compute thread."""
 
-    front: WorkerFront
+    worker: WorkerServer
     stream: _StepStream
     step: step_pb2.Step
     arrived_us: int
 
     def __call__(self) -> None:
-        self.front.execute(self.stream, self.step, self.arrived_us)
+        self.worker.execute(self.stream, self.step, self.arrived_us)

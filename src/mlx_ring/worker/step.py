@@ -106,20 +106,20 @@ class StepWork:
         return self.inputs is not None and all(len(row.tokens) == 1 for row in self.inputs.rows)
 
     @property
-    def is_looked_at(self) -> bool:
+    def has_lookups(self) -> bool:
         """Whether rows want more than tokens."""
-        return self.inputs is not None and any(row.wants.looks for row in self.inputs.rows)
+        return self.inputs is not None and any(row.wants.lookups for row in self.inputs.rows)
 
     @property
-    def told(self) -> list[DrawnRow]:
+    def reported(self) -> list[DrawnRow]:
         """What was drawn and is somebody's: a row may fail once it draws, and draws all the same."""
         return [drawn for drawn in self.drawn if drawn.sequence not in self.failed]
 
     @property
-    def leaves_way(self) -> bool:
+    def allows_building_ahead(self) -> bool:
         """Whether another step can be built on it: its answer needs nothing more of the device, nor its KV."""
         tails = any(item.batch.members.tails for item in self.passes)
-        return self.is_under_way and not self.is_looked_at and not tails
+        return self.is_under_way and not self.has_lookups and not tails
 
     @property
     def built_on(self) -> set[int]:
@@ -128,11 +128,11 @@ class StepWork:
         return {row.row.sequence for row in rows if row.lazy is not None}
 
     @property
-    def is_taken_back(self) -> bool:
+    def is_rolled_back(self) -> bool:
         """Whether the step was built in vain, and must be built again."""
         return self.error is None and bool(self.step.rows) and self.inputs is None
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Forget what was built."""
         self.inputs, self.passes, self.draws, self.activations = None, [], None, None
         self.outputs, self.is_submitted, self.waits_to_draw = [], False, False

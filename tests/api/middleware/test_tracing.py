@@ -22,7 +22,7 @@ class Recorded:
     traceparent: str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     error: str | None = None
 
-    def tell(self, attributes: Attributes, *, name: str = "") -> None:
+    def set_attributes(self, attributes: Attributes, *, name: str = "") -> None:
         self.name = name or self.name
         self.told |= attributes
 

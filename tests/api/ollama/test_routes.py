@@ -11,7 +11,8 @@ from ollama import Client, Options, ResponseError
 from tests.api.clients import Api, serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
 
-from mlx_ring.api.ollama.writer import LineWriter
+from mlx_ring.api.errors import error_info
+from mlx_ring.api.ollama.dialect import OLLAMA
 from mlx_ring.core.errors import StepFailed
 
 THOUGHT, CALL = "Let me see.", '{"name": "add", "arguments": {"a": 1}}'
@@ -152,7 +153,8 @@ def test_errors_are_ollamas_own_also_in_mid_stream(client: Client, api: Api) -> 
     assert "'nobody'" in unknown.value.error
     refused = api.post("/api/chat", {"messages": MESSAGES, "options": {"num_ctx": 5000}})
     assert refused.status_code == 400
-    assert LineWriter.failure(StepFailed("It broke.")) == b'{"error":"It broke."}\n'
+    failed = OLLAMA.error_body(error_info(StepFailed("It broke.")), "-")
+    assert OLLAMA.stream_failure(failed) == b'{"error":"It broke."}\n'
     assert refused.json() == {"error": "'options.num_ctx' is 5000; this model's context is 4096 tokens here."}
 
 

@@ -23,7 +23,7 @@ from mlx_ring.rpc.methods import STOP
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.rpc.tls.certificates import HEAD_NAME
 from mlx_ring.rpc.tls.credentials import Anchor
-from mlx_ring.rpc.tls.handshakes import handshake_error, refused_handshake, told_by_library
+from mlx_ring.rpc.tls.handshakes import handshake_error, loggable_line, refused_handshake
 
 SERVER = """
 import sys, os
@@ -116,9 +116,9 @@ def test_other_lines_are_not_about_handshakes() -> None:
 
 def test_of_what_a_worker_writes_the_library_s_chatter_is_left_out() -> None:
     line = "I1121 13:17:08.055926 4454 ssl_transport_security.cc:2563] Handshake failed with error HTTP_REQUEST: x"
-    assert told_by_library(line) == "refused a connection: it spoke plain HTTP"
-    assert told_by_library("I1121 13:17:08.055926 4454 server.cc:1] started") == ""
-    assert told_by_library("Fatal Python error: Aborted") == "Fatal Python error: Aborted"
+    assert loggable_line(line) == "refused a connection: it spoke plain HTTP"
+    assert loggable_line("I1121 13:17:08.055926 4454 server.cc:1] started") == ""
+    assert loggable_line("Fatal Python error: Aborted") == "Fatal Python error: Aborted"
 
 
 def test_errors_about_something_else_are_left_to_others() -> None:

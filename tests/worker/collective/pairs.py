@@ -64,13 +64,13 @@ def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: 
 
     from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender
     from mlx_ring.worker.collective.messages import Form
-    from mlx_ring.worker.collective.ways import way_between
-    from mlx_ring.worker.group import group_means
+    from mlx_ring.worker.collective.transports import transport_between
+    from mlx_ring.worker.group import group_capabilities
 
     backend = "mpi" if kind == "mpi" else "ring"
-    group_means(backend)
+    group_capabilities(backend)
     group = mx.distributed.init(strict=True, backend=backend)
-    way = way_between(group, backend, 0, sums=kind == "allreduce")
+    way = transport_between(group, backend, 0, sums=kind == "allreduce")
     form = Form(_HIDDEN, "float32", 4)
     end: Any
     if rank == 0:

@@ -167,7 +167,7 @@ def test_a_recurrent_row_that_is_kept_keeps_no_other_rows_states(family: str) ->
         run.step({row: [token] for row in range(1, 9)})
     for row in range(2, 9):
         run.store.free(row)
-    run.store.park(1)
+    run.store.retain(1)
     gc.collect()
     assert mx.get_active_memory() - before < 2 * run.store.nbytes
     run.store.fork(1, 9, 22, take=True)

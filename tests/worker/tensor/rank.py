@@ -127,7 +127,7 @@ def _run_group(group: Group) -> Arrays:
 def _bytes_after_a_rest(group: Group) -> int:
     """Of a small sum, where the step before has left one of 16 MiB that nobody wanted."""
     group.all_sum(mx.ones(1 << 22))
-    group.step_is_over()
+    group.end_step()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     mx.eval(group.all_sum(mx.ones(1)))

@@ -97,14 +97,14 @@ def test_whatever_comes_they_decide_alike(
     limit: bool,  # noqa: FBT001 - hypothesis passes by name
 ) -> None:
     made = ranks([part_of_kv(SHARES, rank, TOGETHER) for rank in range(3)], 3 * TOGETHER if limit else None)
-    known, parked = set[int](), set[int]()
+    known, retained = set[int](), set[int]()
     for what, sequences in steps:
         if what == "step":
             for sequence in sequences - known:
                 for one in made:
                     one.store.open(sequence, 4096)
             known |= sequences
-            work = {sequence: counts[sequence] for sequence in sorted(sequences - parked)}
+            work = {sequence: counts[sequence] for sequence in sorted(sequences - retained)}
             first, *others = [one.step(work) for one in made] if work else [None]
             assert all(other == first for other in others)
             continue
@@ -113,7 +113,7 @@ def test_whatever_comes_they_decide_alike(
                 _operate(one.store, what, sequence)
             if what == "free":
                 known.remove(sequence)
-            parked = (parked | {sequence} if what == "park" else parked) & known
+            retained = (retained | {sequence} if what == "park" else retained) & known
 
 
 def _operate(store: KVStore, what: str, sequence: int) -> None:
@@ -122,7 +122,7 @@ def _operate(store: KVStore, what: str, sequence: int) -> None:
     elif what == "trim":
         store.trim(sequence, store.length(sequence) // 2)
     else:
-        store.park(sequence)
+        store.retain(sequence)
 
 
 def test_a_usual_step_is_parted_without_a_rest() -> None:

@@ -15,15 +15,14 @@ from mlx_ring.api.anthropic.writer import PING, Costs, MessageWriter, Stop
 from mlx_ring.api.chat.answer import ChatAnswer, News, answer_chat, stream_chat
 from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.errors import error_body
+from mlx_ring.api.dialect import Json, event
 from mlx_ring.api.openai.sampling import sampling_params
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.service import ModelService
-from mlx_ring.api.sse import Json, event
 from mlx_ring.api.streaming import EVENT_STREAM
 from mlx_ring.core.types import SamplingParams
 
-_PATH = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -46,8 +45,7 @@ def routes(context: ApiContext) -> APIRouter:
         )
         writer = MessageWriter(message_id, service.model_id, shows_thinking=_shows_thinking(fields))
         if fields.stream:
-            request_id = request.scope.get("request_id", "-")
-            stream = MessageStream(writer, sampling, Costs(chat.prompt_tokens), request_id)
+            stream = MessageStream(writer, sampling, Costs(chat.prompt_tokens))
             return stream_chat(engine, chat, stream, keep_alive_s=context.settings.keep_alive_s)
         [answer] = await answer_chat(request, engine, chat)
         for part in answer.parts:
@@ -61,8 +59,8 @@ def routes(context: ApiContext) -> APIRouter:
         prompt = await encode_conversation(context, service, conversation)
         return JSONResponse({"input_tokens": len(prompt)})
 
-    documented(router, _PATH, messages, MessagesRequest, about.MESSAGES)
-    documented(router, f"{_PATH}/count_tokens", count_tokens, CountTokensRequest, about.COUNT_TOKENS)
+    documented(router, MESSAGES_PATH, messages, MessagesRequest, about.MESSAGES)
+    documented(router, f"{MESSAGES_PATH}/count_tokens", count_tokens, CountTokensRequest, about.COUNT_TOKENS)
     return router
 
 
@@ -72,14 +70,11 @@ class MessageStream:
     media_type = EVENT_STREAM
     keep_alive = event(PING, "ping")
 
-    def __init__(
-        self, writer: MessageWriter, sampling: SamplingParams, costs: Costs, request_id: str
-    ) -> None:
+    def __init__(self, writer: MessageWriter, sampling: SamplingParams, costs: Costs) -> None:
         """`costs` are those that are known before the answer."""
         self._writer = writer
         self._sampling = sampling
         self._costs = costs
-        self._request_id = request_id
 
     def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
         del answers
@@ -92,9 +87,6 @@ class MessageStream:
     def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
         [answer] = answers
         return _sent(self._writer.closing(_stop(answer, self._sampling), _costs(answer)))
-
-    def failure(self, error: Exception) -> bytes:
-        return event(error_body(error, _PATH, self._request_id), "error")
 
 
 def _sent(events: Iterable[Json]) -> bytes:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.dialect import Json
 from mlx_ring.api.openapi import About, Told
-from mlx_ring.api.sse import Json
 from mlx_ring.api.streaming import EVENT_STREAM
 
 

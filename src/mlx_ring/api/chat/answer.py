@@ -162,15 +162,24 @@ class ChatWriter(Protocol):
         """All have ended."""
         ...
 
-    def failure(self, error: Exception) -> bytes:
-        """In place of all that would have come."""
-        ...
-
 
 def stream_chat(
-    engine: Answering, chat: PreparedChat, writer: ChatWriter, *, keep_alive_s: float
+    engine: Answering,
+    chat: PreparedChat,
+    writer: ChatWriter,
+    *,
+    keep_alive_s: float,
+    failure: Callable[[Exception], bytes] | None = None,
 ) -> Response:
-    """The answers as they come. What the engine refuses is raised before the first byte."""
+    """Stream the answers. An error of the engine is raised if it comes before the first byte.
+
+    Args:
+        engine: computes the answers.
+        chat: the sequences, and how their text is read.
+        writer: makes the bytes.
+        keep_alive_s: seconds of silence after which the stream shows that it lives.
+        failure: encoder of an error that ends the stream; None: the dialect's own.
+    """
 
     async def write(generation: ChatGeneration) -> AsyncGenerator[bytes]:
         yield writer.opening(generation.answers)
@@ -179,7 +188,7 @@ def stream_chat(
                 yield writer.news(news, generation.answers) if news else writer.keep_alive
         yield writer.closing(generation.answers)
 
-    return LiveAnswer(lambda: _begun(engine, chat), write, writer.failure, writer.media_type)
+    return LiveAnswer(lambda: _begun(engine, chat), write, writer.media_type, failure)
 
 
 def _nobody(_: News) -> None:

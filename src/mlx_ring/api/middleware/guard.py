@@ -22,7 +22,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_ring.api.errors import error_response, is_anthropic, log_failure
+from mlx_ring.api.dialect import dialect_of
+from mlx_ring.api.errors import error_response, log_failure
 from mlx_ring.api.page.routes import wants_page
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import Draining, Refused, Unauthenticated
@@ -215,8 +216,9 @@ class Guard:
 
     def _add_headers(self, headers: MutableHeaders, scope: Scope, origin: str | None) -> None:
         headers["x-request-id"] = scope["request_id"]
-        if is_anthropic(scope["path"]):
-            headers["request-id"] = scope["request_id"]
+        second_header = dialect_of(scope).request_id_header
+        if second_header is not None:
+            headers[second_header] = scope["request_id"]
         if self._admission.is_draining:
             headers["connection"] = "close"
         if origin is not None:

@@ -54,7 +54,7 @@ class Traced:
 
 def _close(span: Span, scope: Scope, status: int) -> None:
     route = route_of(scope)
-    span.tell(
+    span.set_attributes(
         {
             "http.route": route,
             "http.response.status_code": status,

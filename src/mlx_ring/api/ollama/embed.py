@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.context import ApiContext
+from mlx_ring.api.dialect import Json, json_bytes
 from mlx_ring.api.embeddings import Embedding, Text, embed, floats, require_embeddings, written
 from mlx_ring.api.ollama import writer as about
 from mlx_ring.api.ollama.request import KeepAlive, Options, check_context, find_model
@@ -19,7 +20,6 @@ from mlx_ring.api.openai.sampling import one_or_many
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
-from mlx_ring.api.sse import Json, json_bytes
 from mlx_ring.api.streaming import while_connected
 from mlx_ring.core.errors import RequestError
 

@@ -13,11 +13,10 @@ from typing import Literal, cast
 
 from mlx_ring.api.chat.answer import Call, ChatAnswer, News
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
-from mlx_ring.api.errors import trouble_of
+from mlx_ring.api.dialect import Json, json_bytes
 from mlx_ring.api.openai.chat import finite_logprob
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import About, Told
-from mlx_ring.api.sse import Json, json_bytes
 from mlx_ring.core.types import TokenLogprob
 
 _SECOND_NS = 1_000_000_000
@@ -65,7 +64,7 @@ class LineWriter:
         return b"".join(line for one in news for line in self._lines(one, answers[one.index]))
 
     def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
-        return _line(self._last(answers[0], "", "", ()))
+        return json_line(self._last(answers[0], "", "", ()))
 
     def whole(self, answer: ChatAnswer) -> Json:
         last = self._last(answer, answer.content, answer.reasoning, answer.calls)
@@ -74,10 +73,6 @@ class LineWriter:
     def loaded(self, reason: str) -> Json:
         """The answer to a request that asks nothing: the model was loaded, or unloaded."""
         return self._piece("", "", ()) | {"done": True, "done_reason": reason}
-
-    @staticmethod
-    def failure(error: Exception) -> bytes:
-        return _line({"error": trouble_of(error).message})
 
     def _lines(self, news: News, answer: ChatAnswer) -> Iterator[bytes]:
         """Tokens' log-probabilities come with the first piece that they made, or with an empty one."""
@@ -88,7 +83,7 @@ class LineWriter:
         if scored:
             first, *rest = pieces or [self._piece("", "", ())]
             pieces = [first | scored, *rest]
-        return map(_line, pieces)
+        return map(json_line, pieces)
 
     def _part(self, part: AnswerPart, answer: ChatAnswer) -> list[Json]:
         match part:
@@ -174,7 +169,8 @@ def _evaluations(answer: ChatAnswer) -> Json:
     }
 
 
-def _line(value: Json) -> bytes:
+def json_line(value: Json) -> bytes:
+    """Encode a value as one line of a stream."""
     return json_bytes(value) + b"\n"
 
 

@@ -17,9 +17,10 @@ from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Cont
 from mlx_ring.api.chat.prepare import prepare_chat, with_effort
 from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.context import ApiContext
+from mlx_ring.api.dialect import Json, event, json_bytes
 from mlx_ring.api.generation import performance, usage
 from mlx_ring.api.openai import answers as about
-from mlx_ring.api.openai.choices import DONE, around_choice, failure_event, system_fingerprint
+from mlx_ring.api.openai.choices import DONE, around_choice, system_fingerprint
 from mlx_ring.api.openai.messages import Message, template_messages
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
@@ -34,7 +35,6 @@ from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openai.tools import FunctionTool, ToolChoice, read_tool_use
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.request_body import Refused, needs
-from mlx_ring.api.sse import Json, event, json_bytes
 from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import TokenLogprob
@@ -141,9 +141,6 @@ class ChatCompletionWriter:
 
     def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
         return (event(self._chunk_body | _costs(answers)) if self._usage_chunk else b"") + DONE
-
-    def failure(self, error: Exception) -> bytes:
-        return failure_event(error)
 
     def _news_chunks(self, news: News) -> Iterator[Json]:
         """Tokens' log-probabilities come with the first part that they made, or with nothing where they made none."""

@@ -11,10 +11,9 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.errors import error_body
+from mlx_ring.api.dialect import Json, event, json_bytes
 from mlx_ring.api.generation import Answer, Generation, performance, usage
 from mlx_ring.api.service import Answering
-from mlx_ring.api.sse import Json, event, json_bytes
 from mlx_ring.api.streaming import KEEP_ALIVE, LiveAnswer, while_connected
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.generation import Delta, GenerateRequest
@@ -98,7 +97,7 @@ class AnswerStream(LiveAnswer[Generation]):
     def __init__(
         self, engine: Answering, task: Task, writer: Writer, *, usage_chunk: bool, keep_alive_s: float
     ) -> None:
-        super().__init__(lambda: task.generation(engine), self._events, failure_event)
+        super().__init__(lambda: task.generation(engine), self._events)
         self._task = task
         self._writer = writer
         self._usage_chunk = usage_chunk
@@ -133,8 +132,3 @@ def around_choice(body: Json, *, usage_chunk: bool) -> tuple[bytes, bytes]:
     """A chunk's event before and after its one choice, the same throughout a stream; `body` has no choices."""
     before = json_bytes(body).removesuffix(b"]}")
     return b"data: " + before, b'],"usage":null}\n\n' if usage_chunk else b"]}\n\n"
-
-
-def failure_event(error: Exception) -> bytes:
-    """An error in mid-stream, which SDKs raise."""
-    return event(error_body(error, "/v1", ""))

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from starlette.responses import Response
 
 from mlx_ring.api.context import ApiContext
+from mlx_ring.api.dialect import Json
 from mlx_ring.api.generation import Answer
 from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.chat import finite_logprob
@@ -30,7 +31,6 @@ from mlx_ring.api.openai.token_text import TokenText, TokenTexts
 from mlx_ring.api.openapi import documented
 from mlx_ring.api.request_body import Refused, needs
 from mlx_ring.api.service import Tokenizer
-from mlx_ring.api.sse import Json
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import Delta
 from mlx_ring.core.types import TokenLogprob

@@ -320,9 +320,9 @@ def routes(context: ApiContext) -> APIRouter:
 
     async def cluster_events(request: Request) -> Response:
         def failure(error: Exception) -> bytes:
-            return event("error", error_body(error, request.url.path))
+            return event("error", error_body(error, request.scope))
 
-        return LiveAnswer(feed.watching, _as_they_come, failure)
+        return LiveAnswer(feed.watching, _as_they_come, failure=failure)
 
     told(router, "/cluster/events", cluster_events, about.CLUSTER_EVENTS)
     return router

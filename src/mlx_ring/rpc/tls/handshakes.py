@@ -76,7 +76,7 @@ def refused_handshake(line: str) -> str:
     return f"refused a connection: {reason}"
 
 
-def told_by_library(line: str) -> str:
+def loggable_line(line: str) -> str:
     """What is worth a log line of what a process writes that lets gRPC speak: empty for the library's other chatter."""
     return refused_handshake(line) or ("" if _GRPC_LINE.match(line) else line)
 
@@ -87,7 +87,7 @@ def log_refused_handshakes() -> None:
 
     Descriptor 2 becomes a pipe to a thread: what gRPC writes there is read, and what anybody else
     writes goes on to where stderr was. Not for processes that compute: their last words, when
-    native code aborts, must not wait for a thread. Who starts them reads their lines: `told_by_library`.
+    native code aborts, must not wait for a thread. Who starts them reads their lines: `loggable_line`.
     """
     original = os.dup(2)
     reading, writing = os.pipe()

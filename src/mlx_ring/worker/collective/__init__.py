@@ -10,8 +10,8 @@ from mlx_ring.rpc.backends import ALLREDUCE, backend_of
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.collective.links import CollectiveReceiver, CollectiveSender
 from mlx_ring.worker.collective.messages import Form
-from mlx_ring.worker.collective.ways import Way, way_between
-from mlx_ring.worker.replies import StageLinks, ToldOfSteps
+from mlx_ring.worker.collective.transports import Transport, transport_between
+from mlx_ring.worker.replies import StageLinks, StepListener
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensors import dtype_name
 
@@ -23,21 +23,26 @@ def over_collectives(
     group: mx.distributed.Group,
 ) -> StageLinks:
     """The stage's links, with activations over the group of all stages; tokens and failures stay where they were."""
-    way = partial(way_between, group, backend_of(assignment), sums=assignment.link == ALLREDUCE)
+    transport = partial(transport_between, group, backend_of(assignment), sums=assignment.link == ALLREDUCE)
     stage = assignment.stage
     return with_collectives(
-        links, model, way(sender=stage - 1) if stage else None, way(sender=stage) if links.next else None
+        links,
+        model,
+        transport(sender=stage - 1) if stage else None,
+        transport(sender=stage) if links.next else None,
     )
 
 
-def with_collectives(links: StageLinks, model: StageModel, come: Way | None, go: Way | None) -> StageLinks:
+def with_collectives(
+    links: StageLinks, model: StageModel, incoming: Transport | None, outgoing: Transport | None
+) -> StageLinks:
     """The stage's links, with activations over these ways, from the stage before and to the next."""
     form = Form(model.hidden_size, dtype_name(model.dtype), model.dtype.size)
-    told: list[ToldOfSteps] = []
+    listeners: list[StepListener] = []
     onward = links.next
-    if come is not None:
-        told.append(CollectiveReceiver(come, form, links.inbox, "the stage before"))
-    if onward is not None and go is not None:
-        onward = CollectiveSender(go, form, onward)
-        told.append(onward)
-    return StageLinks(links.inbox, onward, links.first, tuple(told))
+    if incoming is not None:
+        listeners.append(CollectiveReceiver(incoming, form, links.inbox, "the stage before"))
+    if onward is not None and outgoing is not None:
+        onward = CollectiveSender(outgoing, form, onward)
+        listeners.append(onward)
+    return StageLinks(links.inbox, onward, links.first, tuple(listeners))

@@ -17,7 +17,7 @@ from mlx_ring.core.errors import WorkerLost
 from mlx_ring.rpc.links import Inbox, LinkKey, LinkSender, WireTensor
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.collective.messages import Form, Slot, slot_of
-from mlx_ring.worker.collective.ways import Way
+from mlx_ring.worker.collective.transports import Transport
 from mlx_ring.worker.compute_thread import end_process
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,10 @@ OnError = Callable[[Exception], None]
 class CollectiveSender:
     """The sending end. What a collective's message cannot carry goes over another link, which tells the receiver of failures."""
 
-    def __init__(self, way: Way, form: Form, other: LinkSender, on_error: OnError = end_process) -> None:
-        self._way = way
+    def __init__(
+        self, transport: Transport, form: Form, other: LinkSender, on_error: OnError = end_process
+    ) -> None:
+        self._transport = transport
         self._form = form
         self._other = other
         self._on_error = on_error
@@ -65,7 +67,7 @@ class CollectiveSender:
     def _send_all(self) -> None:
         try:
             for slot, tensor in iter(self._outgoing.get, None):
-                self._way.send(self._form.write(slot, tensor))
+                self._transport.send(self._form.write(slot, tensor))
         except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
             self._on_error(error)
 
@@ -74,10 +76,10 @@ class CollectiveReceiver:
     """The receiving end: files messages in an inbox."""
 
     def __init__(
-        self, way: Way, form: Form, inbox: Inbox, peer: str, on_error: OnError = end_process
+        self, transport: Transport, form: Form, inbox: Inbox, peer: str, on_error: OnError = end_process
     ) -> None:
         """`peer` is who sends, for sentences."""
-        self._way = way
+        self._transport = transport
         self._form = form
         self._inbox = inbox
         self._peer = peer
@@ -95,7 +97,7 @@ class CollectiveReceiver:
     def _receive_all(self) -> None:
         try:
             for slot in iter(self._expected.get, None):
-                tensor = self._form.read(slot, self._way.receive(self._form.nbytes(slot)))
+                tensor = self._form.read(slot, self._transport.receive(self._form.nbytes(slot)))
                 if tensor is not None:
                     self._inbox.put(slot.key, tensor)
         except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong

@@ -99,7 +99,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Told = Callable[[BaseException | None], object]
+OnCompiled = Callable[[BaseException | None], object]
 """Hears whether a grammar is there, in any thread: None, or why it never will be."""
 
 
@@ -119,8 +119,8 @@ class GrammarCompiler:
         self._wanted: dict[int, KeptGrammar] = {}
         """By the head's ids."""
 
-    def prepare(self, wanted: worker_pb2.PrepareGrammar, told: Told) -> None:
-        """Have a grammar until it is dropped. `told` hears when it is there, unless it is dropped before."""
+    def prepare(self, wanted: worker_pb2.PrepareGrammar, on_compiled: OnCompiled) -> None:
+        """Have a grammar until it is dropped. `on_compiled` hears when it is there, unless it is dropped before."""
         key = key_of(wanted.grammar)
         with self._lock:
             kept = self._kept.find(key)
@@ -129,7 +129,7 @@ class GrammarCompiler:
                 kept = self._kept.add(wanted.grammar, key, compiled)
             kept.wanted_by.add(wanted.id)
             self._wanted[wanted.id] = kept
-        kept.compiled.add_done_callback(lambda _: self._tell(wanted.id, kept, told))
+        kept.compiled.add_done_callback(lambda _: self._report_compiled(wanted.id, kept, on_compiled))
 
     def drop(self, id_: int) -> None:
         """The head wants a grammar no more."""
@@ -166,7 +166,7 @@ class GrammarCompiler:
             self._thread = deep_thread("grammar")
         return self._thread.submit(self._compile, kind, text)
 
-    def _tell(self, id_: int, kept: KeptGrammar, told: Told) -> None:
+    def _report_compiled(self, id_: int, kept: KeptGrammar, on_compiled: OnCompiled) -> None:
         if kept.compiled.cancelled():
             return
         error = kept.compiled.exception()
@@ -175,7 +175,7 @@ class GrammarCompiler:
                 self._kept.forget(kept)
             is_wanted = self._wanted.get(id_) is kept
         if is_wanted:
-            told(error)
+            on_compiled(error)
 
     def _compile(self, kind: str, text: str) -> Compiled:
         from llguidance import LLMatcher  # as the tokenizer

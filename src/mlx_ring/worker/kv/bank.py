@@ -65,12 +65,12 @@ class BankMemory:
     def aim_slots(self, slots: int) -> None:
         """Have room for so many rows, soon."""
         self._aimed_slots = slots
-        self.go_on()
+        self.continue_resizing()
 
     def aim_capacity(self, window: int | None, capacity: int) -> None:
         """Have room for so many tokens in every slot, soon."""
         self._aimed[window] = capacity
-        self.go_on()
+        self.continue_resizing()
 
     def reserve(self, window: int | None, need: int, limit: int, count: int = 1) -> None:
         """Have room for `need` tokens now, and for more soon where few are left. No row will hold more than `limit`.
@@ -127,7 +127,7 @@ class BankMemory:
         """Whether `reserve` would copy."""
         return need > self.capacity(window) or self._target(window, need, limit) > self.aimed_capacity(window)
 
-    def go_on(self) -> None:
+    def continue_resizing(self) -> None:
         """Bring some arrays to the size that is aimed at."""
         self._bring(max(self._growth.step_bytes, self.nbytes // STEPS))
 
@@ -202,7 +202,7 @@ class Row:
     """For the parts that no bank holds; None before its first pass."""
     lost: str = ""
     """Why the content is gone, if it is."""
-    parked: bool = False
+    retained: bool = False
     """Whether its sequence has ended and it is kept for forks alone."""
 
     def base(self, window: int | None) -> int:
@@ -265,15 +265,15 @@ class Bank:
         if source is not None:
             self._copy_in(slot, row, source, origin)
             source.remove(row)
-        self._seat(slot, row)
+        self._set_slot(slot, row)
 
     def take_copy(self, row: Row, source: Bank, origin: int) -> None:
         """Give a new row a slot with what it holds of another's."""
         slot = len(self.rows)
         self._copy_in(slot, row, source, origin)
-        self._seat(slot, row)
+        self._set_slot(slot, row)
 
-    def _seat(self, slot: int, row: Row) -> None:
+    def _set_slot(self, slot: int, row: Row) -> None:
         self._clear(slot, row)
         row.bank, row.slot = self, slot
         self.rows.append(row)

@@ -196,7 +196,7 @@ class PassLedger:
         """Take back passes that were built last, whether they were begun or not: nothing of them is kept."""
         for batch in reversed(batches):
             was_begun = batch in self._begun
-            self._take_back(batch)
+            self._roll_back(batch)
             if batch.planes_before is not None:
                 batch.members.bank.planes = batch.planes_before
                 batch.forget()
@@ -207,7 +207,7 @@ class PassLedger:
     def fail(self, batches: Sequence[Batch]) -> None:
         """Passes failed while they were evaluated: sequences stand as before, or are lost."""
         for batch in reversed(batches):
-            self._take_back(batch)
+            self._roll_back(batch)
             batch.forget()
         self._asked += batches
         self.settle()
@@ -225,10 +225,10 @@ class PassLedger:
         try:
             mx.eval(bank.arrays())
         except Exception as error:  # noqa: BLE001 - MLX raises whatever the failed pass did
-            _lose(bank.rows, str(error))
+            _mark_lost(bank.rows, str(error))
             bank.drop()
 
-    def _take_back(self, batch: Batch) -> None:
+    def _roll_back(self, batch: Batch) -> None:
         """Uncount a batch's tokens."""
         if batch in self._asked:
             self._asked.remove(batch)
@@ -243,10 +243,12 @@ class PassLedger:
     def _lose_changed(self, batch: Batch) -> None:
         """States that a pass changes in place are gone with it."""
         if not self._can_undo:
-            _lose([row for row in batch.members.rows if row.states is not None], "its state cannot go back")
+            _mark_lost(
+                [row for row in batch.members.rows if row.states is not None], "its state cannot go back"
+            )
 
 
-def _lose(rows: Sequence[Row], reason: str) -> None:
+def _mark_lost(rows: Sequence[Row], reason: str) -> None:
     for row in rows:
         row.lost = (
             f"Sequence {row.sequence} lost its KV in a step that failed ({reason}). "

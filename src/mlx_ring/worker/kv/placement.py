@@ -63,7 +63,7 @@ class Banks:
     def _join(self, group: Sequence[Row]) -> list[tuple[Bank, list[Row]]]:
         bank = self._target(group)
         if bank.memory.is_changing:
-            bank.memory.go_on()
+            bank.memory.continue_resizing()
         residents = [row for row in group if row.bank is bank]
         strangers = [row for row in group if row.bank is not bank]
         limits = {window: self._limit(bank, window, strangers) for window in self._layout.kinds}
@@ -86,7 +86,7 @@ class Banks:
         self.reserve(bank, [row], [room])
         return bank
 
-    def park(self, row: Row) -> None:
+    def retain(self, row: Row) -> None:
         """Move a row into a bank of its own that has no more room than it needs."""
         source = row.bank
         if source is None:

@@ -112,12 +112,12 @@ class KVStore:
         if row.bank is not None:
             row.bank.tighten()
 
-    def park(self, sequence: int) -> None:
+    def retain(self, sequence: int) -> None:
         """Keep an ended sequence for forks: it steps no more, and takes no more memory than it needs."""
         self._ledger.settle()
         row = self._sound(sequence)
-        row.parked = True
-        self._banks.park(row)
+        row.retained = True
+        self._banks.retain(row)
         if row.states is not None:
             row.states = row.states.owned(self._layout.object_parts)
 
@@ -262,11 +262,11 @@ class KVStore:
         """Whether so many tokens can be appended.
 
         Raises:
-            ProtocolError: the sequence is not open, is parked, has no room for them, or they are none.
+            ProtocolError: the sequence is not open, is retained, has no room for them, or they are none.
             StepFailed: its content is gone, or is being filled from outside.
         """
         row = self._sound(sequence)
-        if row.parked:
+        if row.retained:
             raise ProtocolError(f"Sequence {sequence} has ended and is kept for forks; it steps no more.")
         if row.written:
             raise StepFailed(f"Sequence {sequence} is being filled; it steps after it was adopted.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from mlx_ring.core.errors import RingError
 from mlx_ring.host.child import watch_lifeline
 from mlx_ring.models.lean_imports import import_mlx_lm
-from mlx_ring.worker.compute_thread import take_long_turns
+from mlx_ring.worker.compute_thread import prefer_throughput
 from mlx_ring.worker.platform.blas import choose_blas
 
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.lifeline_fd is not None:
         watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
-    take_long_turns()
+    prefer_throughput()
     blas = choose_blas(options.blas, options.blas_threads)
     import_mlx_lm()
 

@@ -29,7 +29,7 @@ class Group:
         self._last = mx.distributed.all_sum(self._in_turn(array), group=self._joined)
         return self._last
 
-    def step_is_over(self) -> None:
+    def end_step(self) -> None:
         """What was built and not computed never will be: to every rank alike, for all wait for the end of a step.
 
         Without this the next step would compute the rest of a pass of which nobody wanted more than the KV, and find that

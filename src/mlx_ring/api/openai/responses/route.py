@@ -13,7 +13,8 @@ from mlx_ring.api.chat.answer import ChatAnswer, News, answer_chat, stream_chat
 from mlx_ring.api.chat.parts import Content
 from mlx_ring.api.chat.prepare import prepare_chat
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.errors import trouble_of
+from mlx_ring.api.dialect import Json, event
+from mlx_ring.api.errors import error_info
 from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.chat import finite_logprob
 from mlx_ring.api.openai.choices import DONE
@@ -22,7 +23,6 @@ from mlx_ring.api.openai.responses.writer import End, ResponseWriter, response_o
 from mlx_ring.api.openai.sampling import sampling_params
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented
-from mlx_ring.api.sse import Json, event
 from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE
 from mlx_ring.core.types import TokenLogprob
 
@@ -47,7 +47,9 @@ def routes(context: ApiContext) -> APIRouter:
         writer = ResponseWriter(response, seals_reasoning=fields.seals_reasoning)
         stream = ResponseStream(writer, TokenTexts(service.tokenizer))
         if fields.stream:
-            return stream_chat(engine, chat, stream, keep_alive_s=context.settings.keep_alive_s)
+            return stream_chat(
+                engine, chat, stream, keep_alive_s=context.settings.keep_alive_s, failure=stream.failure
+            )
         [answer] = await answer_chat(request, engine, chat, stream.add)
         return JSONResponse(writer.whole(_end(answer), _usage(answer)))
 
@@ -81,7 +83,7 @@ class ResponseStream:
         return _sent(self._writer.closing(_end(answer), _usage(answer))) + DONE
 
     def failure(self, error: Exception) -> bytes:
-        return _sent(self._writer.failing(trouble_of(error)))
+        return _sent(self._writer.failing(error_info(error)))
 
     def add(self, news: News) -> list[Json]:
         """The events of what has come. Log-probabilities go with the answer's text, and with nothing else."""

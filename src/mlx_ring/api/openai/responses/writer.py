@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Reasoning
-from mlx_ring.api.errors import Trouble
+from mlx_ring.api.dialect import ErrorInfo, Json
 from mlx_ring.api.openai.responses.items import seal
 from mlx_ring.api.openai.responses.request import (
     FunctionTool,
@@ -22,7 +22,6 @@ from mlx_ring.api.openai.responses.request import (
     ResponsesRequest,
 )
 from mlx_ring.api.openai.sampling import JsonObjectFormat
-from mlx_ring.api.sse import Json
 from mlx_ring.core.types import SamplingParams
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -202,16 +201,16 @@ class ResponseWriter:
         self._end(end, usage)
         yield self._event(f"response.{end}", {"response": self._whole()})
 
-    def failing(self, trouble: Trouble) -> Iterator[Json]:
+    def failing(self, info: ErrorInfo) -> Iterator[Json]:
         """What ended the answer: once for who reads events, once as SDKs raise it."""
         yield from self._stop("incomplete")
         self._response |= {
             "status": "failed",
-            "error": {"code": _failure_code(trouble), "message": trouble.message},
+            "error": {"code": _failure_code(info), "message": info.message},
         }
         yield self._event("response.failed", {"response": self._whole()})
-        told: Json = {"code": trouble.code, "message": trouble.message, "param": trouble.param}
-        yield self._event("error", told | {"error": told | {"type": trouble.type}})
+        told: Json = {"code": info.code, "message": info.message, "param": info.param}
+        yield self._event("error", told | {"error": told | {"type": info.type}})
 
     def whole(self, end: End, usage: Json) -> Json:
         """The response, after its last part."""
@@ -261,10 +260,10 @@ class ResponseWriter:
         return event
 
 
-def _failure_code(trouble: Trouble) -> str:
+def _failure_code(info: ErrorInfo) -> str:
     """OpenAI's few."""
     return {"rate_limit_error": "rate_limit_exceeded", "server_error": "server_error"}.get(
-        trouble.type, "invalid_prompt"
+        info.type, "invalid_prompt"
     )
 
 

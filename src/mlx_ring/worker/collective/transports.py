@@ -13,7 +13,7 @@ import mlx.core as mx
 _NCCL = "nccl"
 
 
-class Way(Protocol):
+class Transport(Protocol):
     """From one stage to the next."""
 
     def send(self, message: bytearray) -> None: ...
@@ -21,7 +21,7 @@ class Way(Protocol):
     def receive(self, nbytes: int) -> memoryview: ...
 
 
-def way_between(group: mx.distributed.Group, backend: str, sender: int, *, sums: bool) -> Way:
+def transport_between(group: mx.distributed.Group, backend: str, sender: int, *, sums: bool) -> Transport:
     """From the rank `sender` to the one after it; `sums` where both ends join a sum, for backends without another way."""
     # NCCL's collectives run on the device, all others' on the CPU.
     device = mx.Device(mx.gpu if backend == _NCCL else mx.cpu)

@@ -42,7 +42,7 @@ def store_with(tokens: int, *caches: Any, **options: Any) -> KVStore:
 def test_a_parked_sequence_takes_no_more_than_its_tokens() -> None:
     store = store_with(300)
     store.free(2)
-    store.park(1)
+    store.retain(1)
     assert store.nbytes == 300 * TOKEN_BYTES
     assert content(store, 1) == list(range(300))
 
@@ -56,16 +56,16 @@ def test_a_parked_row_shares_no_memory_with_the_bank_it_left() -> None:
     append(store, {1: range(256), 2: range(256)})
     gc.collect()
     before = mx.get_active_memory()
-    store.park(1)
+    store.retain(1)
     store.free(2)
     gc.collect()
     freed = before - mx.get_active_memory()
-    assert freed >= 0.9 * tokens * TOKEN_BYTES, "the bank is gone, and the parked row is not part of it"
+    assert freed >= 0.9 * tokens * TOKEN_BYTES, "the bank is gone, and the retained row is not part of it"
 
 
 def test_parking_leaves_the_others_in_their_place() -> None:
     store = store_with(300)
-    store.park(1)
+    store.retain(1)
     append(store, {2: [7]})
     assert content(store, 2) == [*range(300), 7]
     assert content(store, 1) == list(range(300))
@@ -73,7 +73,7 @@ def test_parking_leaves_the_others_in_their_place() -> None:
 
 def test_a_parked_sequence_steps_no_more() -> None:
     store = store_with(20)
-    store.park(1)
+    store.retain(1)
     with pytest.raises(ProtocolError, match="kept for forks"):
         store.batches([(1, 1)])
     append(store, {2: [1]})
@@ -81,7 +81,7 @@ def test_a_parked_sequence_steps_no_more() -> None:
 
 def test_a_fork_of_a_parked_sequence_goes_on_by_itself() -> None:
     store = store_with(300)
-    store.park(1)
+    store.retain(1)
     store.open(3, 1000)
     store.fork(1, 3, 100)
     append(store, {3: [5, 6], 2: [8]})
@@ -91,7 +91,7 @@ def test_a_fork_of_a_parked_sequence_goes_on_by_itself() -> None:
 
 def test_taking_moves_the_memory_and_ends_the_source() -> None:
     store = store_with(300)
-    store.park(1)
+    store.retain(1)
     store.open(3, 1000)
     held = store.nbytes
     store.fork(1, 3, 290, take=True)
@@ -104,7 +104,7 @@ def test_taking_moves_the_memory_and_ends_the_source() -> None:
 
 def test_a_refused_take_leaves_the_source() -> None:
     store = store_with(200, RotatingKVCache(8), slack=4)
-    store.park(1)
+    store.retain(1)
     store.open(3, 100)
     with pytest.raises(StepFailed):
         store.fork(1, 3, 5, take=True)
@@ -137,7 +137,7 @@ def test_who_begins_from_a_parked_sequence_computes_what_it_alone_would(name: st
     run.open(1, 2)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     run.step({1: prompt})
-    run.store.park(1)
+    run.store.retain(1)
     run.store.fork(1, 2, len(prompt), take=take)
     logits = run.step({2: [5, 3]})[2]
     assert apart(logits, run.alone([prompt, [5, 3]])) < 1e-4

@@ -6,16 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_ring.worker.compute_thread import take_long_turns, take_short_turns
+from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the policies are Linux'")
 def test_turns_are_the_calling_threads_and_those_of_threads_it_starts() -> None:
     def policies() -> list[int]:
-        take_long_turns()
+        prefer_throughput()
         with ThreadPoolExecutor(1) as started:
             seen = [os.sched_getscheduler(0), started.submit(os.sched_getscheduler, 0).result()]
-        take_short_turns()
+        prefer_latency()
         return [*seen, os.sched_getscheduler(0)]
 
     with ThreadPoolExecutor(1) as thread:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from mlx_ring.core.logs import LINES_KEPT, LONGEST_KEPT, KeptLines, LogFormat, make_formatter
+from mlx_ring.core.logs import BUFFERED_LINES, LONGEST_BUFFERED_LINE, LogBuffer, LogFormat, make_formatter
 
 
-def kept() -> KeptLines:
-    lines = KeptLines()
+def kept() -> LogBuffer:
+    lines = LogBuffer()
     lines.setFormatter(make_formatter("text", "mini", "head", None))
     return lines
 
@@ -29,11 +29,11 @@ def test_lines_are_counted_and_told_from_there_on() -> None:
 
 def test_only_the_last_lines_are_kept_and_no_line_is_endless() -> None:
     lines = kept()
-    for number in range(LINES_KEPT + 5):
+    for number in range(BUFFERED_LINES + 5):
         lines.handle(record(f"{number} " + "x" * 10_000))
     told = lines.after(0)
-    assert (len(told), told[0].number, told[-1].number) == (LINES_KEPT, 6, LINES_KEPT + 5)
-    assert {len(line.text) for line in told} == {LONGEST_KEPT}
+    assert (len(told), told[0].number, told[-1].number) == (BUFFERED_LINES, 6, BUFFERED_LINES + 5)
+    assert {len(line.text) for line in told} == {LONGEST_BUFFERED_LINE}
 
 
 def test_a_child_s_line_is_kept_as_the_child_said_it_in_either_format() -> None:

@@ -1,0 +1,66 @@
+"""Anthropic's API as a dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from mlx_ring.api.anthropic.routes import MESSAGES_PATH, routes
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.dialect import Dialect, ErrorInfo, Json, event
+
+_SERVER_ERROR = 500
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+_DETAILS: Mapping[str, Json] = {"thread": {"details": {"error_code": "thread_unsupported_request"}}}
+"""More fields of an error, by the field that was refused: with these the SDK repeats the request without it."""
+
+
+class AnthropicErrorFields(BaseModel):
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    type: Literal["error"]
+    error: AnthropicErrorFields
+    request_id: str
+
+
+def _error_body(info: ErrorInfo, request_id: str) -> Json:
+    details = _DETAILS.get(info.param or "", {})
+    fields = {"type": _error_type(info), "message": info.message, **details, **info.more}
+    return {"type": "error", "error": fields, "request_id": request_id}
+
+
+def _error_type(info: ErrorInfo) -> str:
+    if info.status >= _SERVER_ERROR:
+        return "overloaded_error" if info.passes else "api_error"
+    return _ERROR_TYPES.get(info.status, "invalid_request_error")
+
+
+def _stream_failure(body: Json) -> bytes:
+    return event(body, "error")
+
+
+ANTHROPIC: Dialect[ApiContext] = Dialect(
+    name="Anthropic",
+    prefixes=(MESSAGES_PATH,),
+    routes=(routes,),
+    error_body=_error_body,
+    error_schema=AnthropicError,
+    stream_failure=_stream_failure,
+    request_id_header="request-id",
+)

@@ -1,0 +1,31 @@
+"""Ollama's API as a dialect."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.dialect import Dialect, ErrorInfo, Json
+from mlx_ring.api.ollama import embed, models, routes
+from mlx_ring.api.ollama.writer import json_line
+
+
+class OllamaError(BaseModel):
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    error: str
+    """One sentence: what happened, with which value, and what to do."""
+
+
+def _error_body(info: ErrorInfo, _: str) -> Json:
+    return {"error": info.message}
+
+
+OLLAMA: Dialect[ApiContext] = Dialect(
+    name="Ollama",
+    prefixes=("/api",),
+    routes=(routes.routes, embed.routes, models.routes),
+    error_body=_error_body,
+    error_schema=OllamaError,
+    stream_failure=json_line,
+)

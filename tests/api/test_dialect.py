@@ -1,0 +1,54 @@
+"""Every dialect is registered with the application, and a path belongs to one of them."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+from tests.api.twins import TwinCatalog, TwinService
+
+from mlx_ring import api
+from mlx_ring.api.app import DIALECTS
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.dialect import Dialect
+from mlx_ring.api.settings import ApiSettings
+
+
+def defined_dialects() -> Iterator[Dialect[Any]]:
+    """Yield every dialect that a module `dialect` of a package of the API defines."""
+    for package in pkgutil.iter_modules(api.__path__, f"{api.__name__}."):
+        if package.ispkg:
+            names = {
+                name.name for name in pkgutil.iter_modules(importlib.import_module(package.name).__path__)
+            }
+            if "dialect" in names:
+                values = vars(importlib.import_module(f"{package.name}.dialect")).values()
+                yield from (value for value in values if isinstance(value, Dialect))
+
+
+def paths(dialect: Dialect[Any]) -> set[str]:
+    context = ApiContext(TwinCatalog(TwinService()), ApiSettings())
+    routers = [routes(context) for routes in dialect.routes]
+    return {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
+
+
+def test_every_dialect_that_is_defined_is_registered() -> None:
+    assert {dialect.name for dialect in defined_dialects()} == {dialect.name for dialect in DIALECTS}
+
+
+@pytest.mark.parametrize("dialect", list(DIALECTS), ids=lambda dialect: dialect.name)
+def test_the_routes_of_a_dialect_are_on_paths_of_its_own(dialect: Dialect[Any]) -> None:
+    assert paths(dialect)
+    assert {path for path in paths(dialect) if DIALECTS.of(path) is not dialect} == set()
+
+
+def test_a_path_belongs_to_the_dialect_with_its_prefix_and_else_to_the_first() -> None:
+    default, *others = DIALECTS
+    for dialect in others:
+        for prefix in dialect.prefixes:
+            assert DIALECTS.of(prefix) is DIALECTS.of(f"{prefix}/below") is dialect
+            assert DIALECTS.of(f"{prefix}x") is default

@@ -1,0 +1,19 @@
+"""Import a large library when a test first uses it. Every process of a run imports every test file."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+class _Lazy:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self._name), attribute)
+
+
+def lazily(name: str) -> Any:
+    """Return a stand-in for a module. A type checker needs the real import under `TYPE_CHECKING`."""
+    return _Lazy(name)
