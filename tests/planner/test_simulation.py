@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.pipeline_simulation.closed_loop import ClosedLoop, Load
-from tests.pipeline_simulation.outcome import Outcome, Work
-from tests.pipeline_simulation.simulation import Simulation, StepMaker, Times
 
+from mlx_ring.planner.closed_loop import ClosedLoop, Load
+from mlx_ring.planner.outcome import Outcome, Work
+from mlx_ring.planner.simulation import Simulation, StepMaker, Times
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
 

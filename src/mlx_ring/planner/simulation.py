@@ -14,9 +14,8 @@ from itertools import count
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
-from tests.pipeline_simulation.costs import tokens_fed
-from tests.pipeline_simulation.outcome import Outcome, SequenceTimes, StageUse, Work
-
+from mlx_ring.planner.costs import tokens_fed
+from mlx_ring.planner.outcome import Outcome, SequenceTimes, StageUse, Work
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
 
