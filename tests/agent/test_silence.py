@@ -10,16 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 import pytest
 from tests.cgroups import limited, skip_without_groups
+from tests.eventually import eventually
 
 from mlx_ring.agent.supervisor import Silence
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what threads wait for")
 
-_LIMIT_S = 60.0
 _BUSY = ("sh", "-c", "while :; do :; done")
 
 
@@ -33,16 +33,16 @@ def running(*command: str) -> Generator[int]:
         process.wait()
 
 
-def look_until(silence: Silence, has_happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _LIMIT_S
-    while not has_happened():
-        assert time.monotonic() < deadline
-        silence.unanswered()
+def seconds_after(silence: Silence, pause_s: float = 0.0) -> float:
+    """Return the seconds of silence after one more look without an answer."""
+    _let_pass(pause_s)
+    silence.unanswered()
+    return silence.seconds
 
 
 def grows(silence: Silence) -> None:
     before = silence.seconds
-    look_until(silence, lambda: silence.seconds > before + 0.2)
+    eventually(lambda: seconds_after(silence), lambda seconds: seconds > before + 0.2)
 
 
 def test_a_stopped_process_is_silent() -> None:
@@ -61,11 +61,7 @@ def test_a_process_that_computes_and_does_not_answer_is_silent() -> None:
     """In looks far enough apart that the clock of processors, which ticks every 10 ms, shows it."""
     with running(*_BUSY) as pid:
         silence = Silence(pid)
-        deadline = time.monotonic() + _LIMIT_S
-        while silence.seconds == 0:
-            assert time.monotonic() < deadline
-            _let_pass(0.3)
-            silence.unanswered()
+        eventually(lambda: seconds_after(silence, 0.3))
 
 
 def test_a_process_that_gets_no_processor_is_not_silent() -> None:
@@ -107,12 +103,7 @@ _SHORT_LIVED = "import threading\nwhile True:\n  t = threading.Thread(target=lam
 def test_time_of_threads_that_have_ended_counts() -> None:
     with running(sys.executable, "-c", _SHORT_LIVED) as pid:
         silence = Silence(pid)
-        looks = 0
-        while silence.seconds < 1 and looks < _LIMIT_S:
-            _let_pass(0.3)
-            silence.unanswered()
-            looks += 1
-        assert silence.seconds >= 1
+        eventually(lambda: seconds_after(silence, 0.3), lambda seconds: seconds >= 1)
 
 
 def test_who_is_starved_for_ever_is_silent_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

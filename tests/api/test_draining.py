@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from tests.api.clients import Api, error_of, refusal, serving
-from tests.api.test_streaming import ENDLESS, until
+from tests.api.test_streaming import ENDLESS
 from tests.api.twins import TwinService
+from tests.eventually import eventually
 
 from mlx_ring.api.middleware.guard import Admission
 
@@ -50,7 +51,7 @@ def test_a_stream_that_has_begun_goes_on_to_its_end() -> None:
             assert httpx.post(f"{url}/v1/completions", json=ENDLESS).status_code == 503
             *_, reason, last = lines
         assert ('"finish_reason":"length"' in reason, last) == (True, "data: [DONE]")
-        until(lambda: admission.open == 0)
+        eventually(lambda: admission.open == 0)
 
 
 def test_what_is_not_finished_when_the_server_ends_is_told_so() -> None:
@@ -58,7 +59,7 @@ def test_what_is_not_finished_when_the_server_ends_is_told_so() -> None:
     with ThreadPoolExecutor(1) as clients:
         with serving(TwinService(automatic=False), admission=admission) as url:
             asked = clients.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x"}, timeout=60)
-            until(lambda: admission.open == 1)
+            eventually(lambda: admission.open == 1)
             admission.close()
         _, message = refusal(asked.result(60), 503)
     assert message == "The server is shutting down."

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.clients import error_of, serving
-from tests.api.test_streaming import ENDLESS, until, waiting
+from tests.api.test_streaming import ENDLESS, waiting
 from tests.api.twins import TwinService
+from tests.eventually import eventually
 
 from mlx_ring.api.ops.events import MOST_WATCHERS
 from mlx_ring.api.settings import ApiSettings
@@ -26,7 +27,7 @@ def test_the_state_holds_the_cluster_the_cache_and_who_asks_but_nothing_of_what_
     secret = "what nobody else should read"  # noqa: S105 - a prompt
     asked = ENDLESS | {"prompt": secret}
     with serving(service) as url, httpx.stream("POST", f"{url}/v1/completions", json=asked):
-        until(lambda: waiting(service) == 1)
+        eventually(lambda: waiting(service) == 1)
         with httpx.stream("GET", f"{url}/cluster/events") as watched:
             assert watched.headers["content-type"].startswith("text/event-stream")
             state = first_state(watched.iter_lines())
@@ -76,7 +77,7 @@ def test_who_leaves_makes_room_and_too_many_are_refused() -> None:
             with client.stream("GET", f"{url}/cluster/events") as again:
                 return again.status_code == 200
 
-        until(has_room)
+        eventually(has_room)
 
 
 def test_it_needs_a_key_and_a_server_that_ends_does_not_wait_for_watchers(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import httpx
 import pytest
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, TwinService
+from tests.eventually import eventually
 
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.engine_stats import Policy
@@ -19,14 +19,6 @@ from mlx_ring.core.errors import WorkerLost
 CHAT = {"messages": [{"role": "user", "content": "Hello."}], "stream": True}
 ENDLESS = {"prompt": "Hello.", "max_tokens": 10**9, "stream": True}
 PATIENCE_S = 20.0
-
-
-def until(happens: Callable[[], bool]) -> None:
-    """Wait for what another thread brings about."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not happens():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -67,9 +59,9 @@ def test_a_client_that_leaves_a_stream_stops_every_sequence(n: int) -> None:
             lines = got.iter_lines()
             for _ in range(5):
                 next(lines)
-            until(lambda: service.sequences_held == n)
+            eventually(lambda: service.sequences_held == n)
             assert httpx.get(f"{url}/cache/stats").json()["kv_bytes"] > 0
-        until(lambda: service.sequences_held == 0)
+        eventually(lambda: service.sequences_held == 0)
         assert waiting(service) == 0
         assert httpx.get(f"{url}/health").json()["kv_bytes"] == 0
         assert service.engine.stats().finished == {"abort": n}
@@ -86,8 +78,8 @@ def test_a_client_that_leaves_before_the_first_token_stops_its_sequence(
     with socket.create_connection((address.host, address.port or 0)) as connection:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body.content)}\r\n\r\n"
         connection.sendall(head.encode() + body.content)
-        until(lambda: waiting(service) == 1)
-    until(lambda: waiting(service) == 0)
+        eventually(lambda: waiting(service) == 1)
+    eventually(lambda: waiting(service) == 0)
     assert service.engine.stats().finished == {"abort": 1}
 
 
@@ -147,7 +139,7 @@ def test_over_the_places_to_wait_429_says_when_to_come_again_until_one_is_free()
             assert refused.json()["error"]["code"] == "overloaded"
             assert "1 request waits already" in refused.json()["error"]["message"]
             second.close()
-            until(lambda: waiting(service) == 1)
+            eventually(lambda: waiting(service) == 1)
             with chat() as third:
                 assert third.status_code == 200
 

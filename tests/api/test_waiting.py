@@ -9,8 +9,9 @@ import threading
 import httpx
 import pytest
 from tests.api.clients import serving
-from tests.api.test_streaming import CHAT, until
+from tests.api.test_streaming import CHAT
 from tests.api.twins import TwinCatalog, TwinService
+from tests.eventually import eventually
 
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.settings import ApiSettings
@@ -66,7 +67,7 @@ def test_who_leaves_while_a_model_is_loaded_is_no_failure(caplog: pytest.LogCapt
     with serving(service, OFTEN, catalog=catalog) as url:
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=TALK, timeout=20) as got:
             next(got.iter_lines())
-        until(lambda: bool(caplog.records))
+        eventually(lambda: caplog.records)
         catalog.may_load.set()
     (line,) = caplog.records
     assert line.getMessage().endswith("ended=client_left")

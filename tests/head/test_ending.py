@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-from tests.api.test_streaming import until
+from tests.eventually import eventually
 from tests.processes import Server, serving
 
 
@@ -26,7 +26,7 @@ def test_running_answers_are_finished_new_ones_refused_and_a_second_signal_ends_
     with serving(tiny_model, folder=tmp_path) as server, ExitStack() as stack:
         short, long = stream(stack, server, 60), stream(stack, server, 10**9)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: httpx.get(f"{server.url}/health/ready").status_code == 503)
+        eventually(lambda: httpx.get(f"{server.url}/health/ready").status_code == 503)
         assert httpx.get(f"{server.url}/health").json()["status"] == "draining"
         refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.headers["connection"]) == (503, "close")
