@@ -1,1 +1,0 @@
-"""How the cluster stands, told to whoever watches while they watch."""
