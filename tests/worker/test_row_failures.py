@@ -205,7 +205,7 @@ def test_an_operation_that_the_device_fails_names_its_sequence_and_the_others_ar
         raise RuntimeError("[malloc] Unable to allocate")
 
     with monkeypatch.context() as patch:
-        patch.setattr(KVStore, "park", no_memory)
+        patch.setattr(KVStore, "retain", no_memory)
         park = step_pb2.CacheOperation(park=step_pb2.Park(sequence=1))
         answers = pipeline.run(chunk(3, 0, PROMPT, want()), operations=[park, opened(3)])
     assert failures(answers) == [("StepFailed", [1])] * len(answers)

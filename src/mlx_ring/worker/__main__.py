@@ -1,4 +1,4 @@
-"""`python -m mlx_ring.worker`: one rank of one stage, started by the agent alone."""
+"""Run one rank of one stage: `python -m mlx_ring.worker`. Only the agent starts it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from mlx_ring.worker.platform.device import keep_freed_memory
 
 _END_WITHIN_S = 1.0
 _HEAD_ONLY = (STEPS.path, STATUS.path)
-"""Nodes send activations to each other; this is the head's."""
+"""Calls that only the head may make. Nodes send activations to each other, but not these."""
 _LOCAL_ONLY = (LOAD.path,)
-"""This machine's agent's, over the Unix socket: it looks first at where a group of MLX's would be spoken."""
+"""Calls that only this machine's agent may make, over the Unix socket.
+
+The agent first checks which interface an MLX group would use.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Start the worker, then compute in this thread until told to end."""
+    """Start the server, then compute in this thread until the worker is stopped."""
     options = _parse(arguments)
     configure_logging(
         process=f"worker-{options.stage}-{options.rank}",
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         worker.stop()
 
     signal.signal(signal.SIGTERM, stop)
-    # gRPC's threads are short of work and must be quick; this one computes.
+    # gRPC's threads have little work and must react quickly; this thread computes.
     prefer_latency()
     guard = PeerGuard(access.revoked.refusal, _HEAD_ONLY, _LOCAL_ONLY)
     access.end_refused = guard.end_refused
@@ -82,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     worker.compute()
     server.stop(grace=None).wait(_END_WITHIN_S)
     logging.shutdown()
-    # gRPC's threads may still hold an open stream; nothing of it is wanted any more.
+    # gRPC's threads may still hold an open stream, which nobody needs any more.
     os._exit(0)
 
 
@@ -90,9 +93,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mlx_ring.worker", description=__doc__)
     parser.add_argument("--socket", required=True, help="Unix socket to listen on")
     parser.add_argument("--node", required=True)
-    parser.add_argument("--listen", default="[::]", help="address for other machines")
+    parser.add_argument("--listen", default="[::]", help="address on which other machines connect")
     parser.add_argument(
-        "--credentials", type=Path, help="this node's; without them no other machine is listened to"
+        "--credentials",
+        type=Path,
+        help="folder of this node's credentials; without it, only this machine can connect",
     )
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
@@ -101,9 +106,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument(
-        "--in-group", metavar="BACKEND", help="MLX joins it with others, by this backend or `auto`"
+        "--in-group", metavar="BACKEND", help="backend by which MLX joins this rank with others, or `auto`"
     )
-    parser.add_argument("--group-host", default="127.0.0.1", help="the one address to listen on for them")
+    parser.add_argument(
+        "--group-host",
+        default="127.0.0.1",
+        help="address on which this rank listens for the others of its group",
+    )
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     return parser.parse_args(arguments)

@@ -1,8 +1,7 @@
-"""One step's rows through this stage's layers, lazily.
+"""Lazy passes of a step's rows through this stage's layers.
 
-Rows arrive ragged and leave flat: between stages activations are `(tokens,
-hidden)`, rows in step order, without padding. Here they are grouped into padded
-batches, as the KV store asks, and taken apart again.
+Rows arrive ragged and leave flat: between stages activations are `(tokens, hidden)`, rows in step order, without
+padding. Here they are grouped into padded batches, as the KV store asks, and separated again.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from mlx_ring.worker.shard import Output, StageModel
 
 @dataclass(slots=True)
 class Pass:
-    """One batch's forward pass, built and not evaluated."""
+    """Forward pass of one batch, built and not evaluated."""
 
     batch: Batch
     members: list[int]
-    """The batch's rows, as indices into the step's."""
+    """Indices of the batch's rows within the step."""
     offsets: list[tuple[int, ...]]
-    """On the last stage: where each member wants results."""
+    """Offsets at which each member wants results, on the last stage."""
     positions: int
-    """Results for each member, those included that only fill up."""
+    """Number of results for each member, including padding."""
     values: mx.array
-    """(members, tokens, hidden) activations; on the last stage (members, positions, vocabulary or hidden)."""
+    """Activations `(members, tokens, hidden)`; on the last stage `(members, positions, vocabulary or hidden)`."""
 
 
 class StageForward:
-    """Builds steps' passes through a stage, and keeps its KV in step with what is built."""
+    """Builder of passes through a stage, which keeps the KV consistent with them."""
 
     def __init__(self, model: StageModel, kv: KVStore) -> None:
         self._model = model
@@ -45,13 +44,13 @@ class StageForward:
         self._is_slow = attention.is_slow_here()
 
     def stops(self, step: step_pb2.Step) -> bool:
-        """Whether the step would be computed while it is built, which stops whoever builds it."""
+        """Report whether building the step would also compute it, which blocks the caller."""
         return self._is_slow and any(
             _is_long(row.start, row_length(row)) for row in step.rows if row.HasField("input")
         )
 
     def build(self, step: StepInput, passes: list[Pass]) -> None:
-        """Add the passes for all rows to `passes`, one by one, so that a failure leaves those that were built."""
+        """Append the passes for all rows to `passes` one by one, so that a failure leaves those that were built."""
         rows = range(len(step.rows))
         hidden = [row for row in rows if step.rows[row].wants.hidden]
         if not hidden:
@@ -60,7 +59,7 @@ class StageForward:
         logits = [row for row in rows if not step.rows[row].wants.hidden]
         if logits:
             self._build(step, logits, "logits", passes)
-            # The rows that follow may move in their banks, so that these passes cannot be undone.
+            # The rows that follow may move in their banks, after which these passes cannot be undone.
             evaluate(passes)
         self._build(step, hidden, "hidden", passes)
 
@@ -102,12 +101,12 @@ class StageForward:
 
 
 def _is_long(start: int, count: int) -> bool:
-    """Whether a row's attention pays for stopping."""
+    """Report whether a row's attention is long enough to be computed while it is built."""
     return count > 1 and count * (start + count) >= attention.WORTH_IT
 
 
 def evaluate(passes: Sequence[Pass], *others: mx.array) -> None:
-    """Have passes computed, and whatever is made of them. Does not wait."""
+    """Start computing the passes and the arrays made of them. Does not wait."""
     arrays: list[mx.array] = list(others)
     for item in passes:
         item.batch.forget()
@@ -116,9 +115,9 @@ def evaluate(passes: Sequence[Pass], *others: mx.array) -> None:
 
 
 def end_mark(passes: Sequence[Pass]) -> mx.array:
-    """Something small that is done when the passes are, for a step whose values nobody wants.
+    """Return a small array that is ready when the passes are, for a step whose values nobody wants.
 
-    It holds none of the KV: that would make MLX copy it for the next step.
+    It holds none of the KV, which MLX would otherwise copy for the next step.
     """
     last = passes[-1]
     arrays = last.batch.arrays or [last.values]
@@ -126,7 +125,7 @@ def end_mark(passes: Sequence[Pass]) -> mx.array:
 
 
 def flat_activations(passes: Sequence[Pass]) -> mx.array:
-    """`(tokens, hidden)`, rows in step order and row-major: what goes to the next stage."""
+    """Return `(tokens, hidden)` for the next stage: rows in step order, row-major."""
     if len(passes) == 1:
         (only,) = passes
         in_order = only.members == sorted(only.members)
@@ -141,7 +140,7 @@ def flat_activations(passes: Sequence[Pass]) -> mx.array:
 
 
 def _token_matrix(rows: Sequence[RowInput], width: int) -> mx.array:
-    """(batch, width) int32, right-padded; first tokens that are being drawn are taken from where that is done."""
+    """Return (batch, width) int32, right-padded. First tokens that are being drawn come from where they are drawn."""
     lazy = [row.lazy for row in rows]
     if not any(lazy):
         return mx.array([_padded(row.tokens, width) for row in rows], mx.int32)
@@ -157,7 +156,7 @@ def _padded(tokens: Sequence[int], width: int) -> Sequence[int]:
 
 
 def _first_tokens(rows: Sequence[RowInput]) -> mx.array:
-    """(batch,) int32 of lazy tokens, and of known ones among them."""
+    """Return (batch,) int32 of lazy tokens, and of known ones among them."""
     drawn = {id(row.lazy.drawn): row.lazy.drawn for row in rows if row.lazy is not None}
     begins = dict(
         zip(drawn, accumulate((array.shape[0] for array in drawn.values()), initial=0), strict=False)
@@ -177,7 +176,7 @@ def _first_tokens(rows: Sequence[RowInput]) -> mx.array:
 
 
 def _gather(step: StepInput, members: Sequence[int], width: int) -> mx.array | None:
-    """The members' activations as `(batch, width, hidden)`, right-padded."""
+    """Return the members' activations as `(batch, width, hidden)`, right-padded."""
     if step.hidden is None:
         return None
     hidden = step.hidden
@@ -189,6 +188,6 @@ def _gather(step: StepInput, members: Sequence[int], width: int) -> mx.array | N
 
 
 def _pad_offsets(wanted: Sequence[Sequence[int]]) -> mx.array:
-    """Offsets as `(batch, most)`: short rows repeat offset 0, whose surplus results nobody reads."""
+    """Return offsets as `(batch, most)`. Short rows repeat offset 0; nobody reads those extra results."""
     most = max(1, *map(len, wanted)) if wanted else 1
     return mx.array([[*offsets, *[0] * (most - len(offsets))] for offsets in wanted], mx.int32)

@@ -1,8 +1,6 @@
-"""What a row wants of the last stage: at which positions, and of which kind.
+"""Input of a step: each row's tokens or activations, and the results that it wants.
 
-What a step feeds: each row's tokens, and the activations where a stage comes before.
-
-A row that cannot be fed fails alone; the stages after hear of it with the activations of the others.
+A row with invalid input fails alone. The stages after it learn of the failure with the activations of the others.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ Want = step_pb2.Want
 
 @dataclass(frozen=True, slots=True)
 class RowWants:
-    """A row's wants, read once."""
+    """Results that a row wants of the last stage, read once."""
 
     offsets: tuple[int, ...] = ()
-    """Into the row, ascending: where the model's head runs."""
+    """Offsets into the row at which the model's head runs, ascending."""
     draws: tuple[int, ...] = ()
-    """Those of them at which a token is drawn, in the order of the answer."""
+    """Offsets at which a token is drawn, in the order of the answer."""
     hidden: bool = False
     lookups: tuple[step_pb2.Want, ...] = ()
-    """Wants other than tokens: they are looked up in what was computed."""
+    """Results other than tokens; they are looked up in the computed values."""
 
 
 NOTHING = RowWants()
@@ -43,15 +41,15 @@ _HIDDEN = (Want.HIDDEN, Want.HIDDEN_SUM)
 
 
 def samples_token(row: step_pb2.Row) -> bool:
-    """Whether a row's result includes a sampled token."""
+    """Report whether a row's result includes a sampled token."""
     return any(want.what == Want.TOKEN for want in row.wants)
 
 
 def read_wants(row: step_pb2.Row, count: int) -> RowWants:
-    """The wants of a row of `count` tokens.
+    """Return the wants of a row of `count` tokens.
 
     Raises:
-        ProtocolError: they contradict each other or the row.
+        ProtocolError: the wants contradict each other or the row.
     """
     wants = row.wants
     if not wants:
@@ -90,7 +88,7 @@ def _check_targets(want: step_pb2.Want, count: int) -> None:
 
 
 def offsets_of(want: step_pb2.Want, count: int) -> Sequence[int]:
-    """The offsets that one want names, in its order."""
+    """Return the offsets that one want names, in its order."""
     if want.where == Want.LAST:
         return (count - 1,)
     if want.where == Want.ALL:
@@ -103,42 +101,42 @@ def offsets_of(want: step_pb2.Want, count: int) -> Sequence[int]:
 
 @dataclass(slots=True)
 class RowInput:
-    """A row that can be fed."""
+    """A row with valid input."""
 
     row: step_pb2.Row
     state: OpenSequence
     tokens: list[int]
     lazy: LazyToken | None
-    """Stands for the first token, which is being drawn."""
+    """The first token, while it is being drawn."""
     wants: RowWants
-    """On the last stage."""
+    """Wants, on the last stage."""
     sampled_before: int | None
-    """What the sequence's `sampled` was."""
+    """Value of the sequence's `sampled` before this row."""
 
     def position(self, offset: int) -> int:
-        """Of the token that is drawn at an offset into the row."""
+        """Return the position of the token that is drawn at an offset into the row."""
         return self.row.start + offset + 1
 
 
 @dataclass(slots=True)
 class StepInput:
-    """The rows of a step that can be fed, and `(tokens, hidden)` that enters this stage's layers, if anything does."""
+    """Rows of a step with valid input, and the `(tokens, hidden)` that enters this stage's layers, if any."""
 
     rows: list[RowInput]
     hidden: mx.array | None
 
     @property
     def only_draws(self) -> bool:
-        """Whether nobody wants more of the logits than the tokens that are drawn from them."""
+        """True if the logits are only used to draw tokens."""
         return not any(row.wants.lookups or row.state.opened.sampling.logprobs for row in self.rows)
 
     @property
     def has_grammars(self) -> bool:
-        """Whether some row draws under one: that needs every token before."""
+        """True if a row draws under a grammar, which needs every token before."""
         return any(row.state.grammar is not None and row.wants.draws for row in self.rows)
 
     def begins(self) -> list[int]:
-        """Where each row begins in the flat activations."""
+        """Return the index of each row's first token in the flat activations."""
         begins: list[int] = []
         total = 0
         for row in self.rows:
@@ -148,7 +146,7 @@ class StepInput:
 
 
 class StepInputs:
-    """Takes steps' inputs from where they come."""
+    """Reader of steps' inputs."""
 
     def __init__(
         self, model: StageModel, inbox: Inbox, sequences: SequenceTable, handover: TokenFeedback
@@ -159,7 +157,7 @@ class StepInputs:
         self._token_feedback = handover
 
     def is_ready(self, step: step_pb2.Step, patience_s: float) -> bool:
-        """Whether all that the step feeds is here or being drawn, or here within `patience_s`."""
+        """Report whether all inputs of the step have come, are being drawn, or come within `patience_s`."""
         if not self._model.is_first:
             return self._inbox.holds(step_key(step), patience_s)
         return all(self._has_tokens(row) for row in step.rows)
@@ -174,11 +172,11 @@ class StepInputs:
         state = self._sequences[row.sequence]
         if state.drawing is None:
             return state.sampled is not None
-        # Penalties need the token itself, and so does whoever had to draw it twice last time.
+        # Penalties need the token itself. So does a row that had to draw again last time.
         return not (state.sampling.penalises or state.redrawn)
 
     def receive(self, step: step_pb2.Step, deadline: float | None) -> WireTensor | None:
-        """Wait for what the step needs from other stages: activations, or tokens for rows with `previous`.
+        """Wait for the step's input from other stages: activations, or tokens for rows with `previous`.
 
         Raises:
             RingError: the step failed there, the deadline passed, or the link broke.
@@ -195,7 +193,7 @@ class StepInputs:
     def feed(
         self, step: step_pb2.Step, message: WireTensor | None, failed: dict[int, RingError]
     ) -> StepInput:
-        """The rows that can be fed; their sequences take note of the tokens. The others are added to `failed`."""
+        """Return the rows with valid input, and record their tokens. Errors of the others are added to `failed`."""
         sent = self._sent(step, message, failed)
         fed = [row_input for row in sent if (row_input := self._try_row(row, failed)) is not None]
         hidden = _embeddings(step, fed) if message is None else _received(message, sent, fed)
@@ -207,7 +205,7 @@ class StepInputs:
     def _sent(
         step: step_pb2.Step, message: WireTensor | None, failed: dict[int, RingError]
     ) -> Sequence[step_pb2.Row]:
-        """The rows that no stage before has given up."""
+        """Return the rows that did not fail on a stage before."""
         if message is None or message.failure is None:
             return step.rows
         failed.update(dict.fromkeys(message.failure.sequences, failure_to_error(message.failure)))
@@ -242,17 +240,17 @@ class StepInputs:
 
 
 def step_key(step: step_pb2.Step) -> LinkKey:
-    """What the step's activations are filed under."""
+    """Return the key of the step's activations."""
     return LinkKey(step.instance, step.epoch, step.step)
 
 
 def sampled_key(step: step_pb2.Step) -> LinkKey:
-    """What the tokens that the step samples are filed under."""
+    """Return the key of the tokens that the step samples."""
     return LinkKey(step.instance, step.epoch, step.step, SAMPLED)
 
 
 def row_length(row: step_pb2.Row) -> int:
-    """Tokens that a row feeds. Raises `ProtocolError` where it has no input."""
+    """Return the number of tokens that a row feeds. Raises `ProtocolError` if it has no input."""
     match row.WhichOneof("input"):
         case "token" | "previous":
             return 1 + len(row.draft)
@@ -265,7 +263,7 @@ def row_length(row: step_pb2.Row) -> int:
 
 
 def _named_tokens(row: step_pb2.Row, count: int) -> list[int]:
-    """The tokens that the step itself names; zeros stand for embeddings and for what it does not name."""
+    """Return the tokens that the step names. Zeros stand for embeddings and for tokens that it does not name."""
     match row.WhichOneof("input"):
         case "tokens":
             return list(row.tokens.ids)
@@ -276,7 +274,10 @@ def _named_tokens(row: step_pb2.Row, count: int) -> list[int]:
 
 
 def _received(message: WireTensor, sent: Sequence[step_pb2.Row], fed: Sequence[RowInput]) -> mx.array:
-    """What a stage before sent for the rows that are fed; they take their tokens from there, if there are any."""
+    """Return the activations from the stage before, for the rows that are fed.
+
+    Their tokens also come from there if it sent any.
+    """
     begins = dict(
         zip((row.sequence for row in sent), accumulate(map(row_length, sent), initial=0), strict=False)
     )
@@ -297,7 +298,7 @@ def _received(message: WireTensor, sent: Sequence[step_pb2.Row], fed: Sequence[R
 
 
 def _embeddings(step: step_pb2.Step, fed: Sequence[RowInput]) -> mx.array | None:
-    """`(tokens, hidden)` that enters layer 0, where the rows are embeddings instead of tokens."""
+    """Return the `(tokens, hidden)` that enters layer 0 if the rows are embeddings."""
     given = [row.row.HasField("embeddings") for row in fed]
     if not any(given):
         return None

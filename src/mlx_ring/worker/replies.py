@@ -1,9 +1,7 @@
-"""What a stage says of a step that is done: to the head, to the next stage, and to stage 0.
+"""Replies to a finished step: to the head, to the next stage and to stage 0.
 
-What a rank tells of its steps for requests that are traced: a span for each chunk of a prompt, one for all of decoding.
-
-The head exports them: a worker's machine may have no way to where traces are collected. Requests that are not traced
-cost a look at each step's operations.
+They include spans for traced requests: one for each chunk of a prompt, and one for all of decoding. The head exports
+them because a worker's machine may not reach the collector. A step without traced requests only costs a check.
 """
 
 from __future__ import annotations
@@ -26,26 +24,26 @@ from mlx_ring.worker.tensors import to_wire
 
 
 class StepListener(Protocol):
-    """An end of a link whose messages match by the order of steps."""
+    """End of a link whose messages are matched by the order of steps."""
 
     def expect(self, step: step_pb2.Step) -> None:
-        """Hear of a step with rows, in the order of the stream."""
+        """Expect a step with rows, in the order of the stream."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StageLinks:
-    """A stage's ends: what comes in, what goes to the next stage, what goes back to stage 0."""
+    """Links of a stage: from the stage before, to the next stage, and back to stage 0."""
 
     inbox: Inbox
     next: LinkSender | None = None
     first: LinkSender | None = None
     listeners: tuple[StepListener, ...] = ()
-    """Ends that must hear of every step before it is tried."""
+    """Link ends that must learn of every step before it is tried."""
 
 
 class StepAnswers:
-    """Answers steps, and hands on what others wait for."""
+    """Sender of answers and of what other stages wait for."""
 
     def __init__(self, assignment: worker_pb2.StageAssignment, model: StageModel, links: StageLinks) -> None:
         self._assignment = assignment
@@ -53,12 +51,12 @@ class StepAnswers:
         self._links = links
 
     def expect(self, step: step_pb2.Step) -> None:
-        """A step has come, and will be answered."""
+        """Announce a step that will be answered."""
         for end in self._links.listeners if step.rows else ():
             end.expect(step)
 
     def give(self, work: StepWork) -> step_pb2.StepDone:
-        """Send on what the step gave, or that it failed; the head's answer, less times and sizes."""
+        """Send on the step's output or its failure. Return the head's answer, without times and sizes."""
         step = work.step
         done = step_pb2.StepDone(
             instance=step.instance,
@@ -71,7 +69,7 @@ class StepAnswers:
         if work.error is None and step.rows:
             try:
                 self._pass_on(work, done, failure)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the head and the next stage must hear of it
+            except Exception as error:  # noqa: BLE001 - any error must reach the head and the next stage
                 work.error = error
         if work.error is not None:
             done.ClearField("results")
@@ -103,7 +101,7 @@ class StepAnswers:
             add_lookups(work.inputs, work.passes, results)
 
     def _hand_on(self, work: StepWork, failure: step_pb2.Failure | None) -> None:
-        """Send activations to the next stage, with the token ids if it cannot know them."""
+        """Send activations to the next stage, with token ids that it cannot know."""
         if self._links.next is None or work.inputs is None:
             return
         sending = monotonic_us()
@@ -120,7 +118,7 @@ class StepAnswers:
         work.clock.link_send += monotonic_us() - sending
 
     def _hand_over(self, work: StepWork, failure: step_pb2.Failure | None) -> None:
-        """Send what was sampled back to stage 0, where the head asks for it."""
+        """Send sampled tokens to stage 0, if the head asks for it."""
         if not work.step.hand_over_tokens or self._links.first is None or work.inputs is None:
             return
         sending = monotonic_us()
@@ -138,7 +136,7 @@ class StepAnswers:
 
 Span = step_pb2.StageSpan
 _CHUNKS = ("tokens", "embeddings")
-"""Inputs of rows that read a prompt."""
+"""Inputs of rows that prefill a prompt."""
 
 
 def unix_us() -> int:
@@ -147,7 +145,7 @@ def unix_us() -> int:
 
 @dataclass(slots=True)
 class _Work:
-    """What was done so far, as plain numbers: messages are slow to count in."""
+    """Work done so far, as plain numbers, because counting in messages is slow."""
 
     parent: str
     is_decode: bool
@@ -176,17 +174,17 @@ class _Work:
 
 
 class StepTraces:
-    """The spans of one rank. Takes every step that is done, in order."""
+    """Spans of one rank. It takes every finished step, in order."""
 
     def __init__(self, clock: Callable[[], int] = unix_us) -> None:
-        """`clock` gives Unix time in microseconds."""
+        """Start without spans; `clock` returns Unix time in microseconds."""
         self._clock = clock
         self._parents: dict[int, str] = {}
-        """By sequence, whose steps are traced."""
+        """Parent of each traced sequence."""
         self._decoding: dict[int, _Work] = {}
 
     def note(self, step: step_pb2.Step, timings: step_pb2.Timings) -> list[Span]:
-        """Take in a step; gives the spans that have ended with it."""
+        """Record a step and return the spans that ended with it."""
         ended = self._record_operations(step) if step.operations else []
         if self._parents:
             ended += self._note_rows(step, timings)
@@ -215,12 +213,12 @@ class StepTraces:
         return [] if work is None else [work]
 
     def _note_rows(self, step: step_pb2.Step, timings: step_pb2.Timings) -> list[_Work]:
-        """Gives the chunks of prompts: each is a span."""
+        """Record the rows, and return the spans of prompt chunks."""
         rows = [(row, parent) for row in step.rows if (parent := self._parents.get(row.sequence)) is not None]
         if not rows:
             return []
         finished = self._clock()
-        # A machine without a clock of its own may be in 1970.
+        # The clock of a machine without a battery may stand in 1970.
         started = max(0, finished - (timings.finished_us - timings.started_us))
         spent = (timings.queue_us, timings.link_wait_us, timings.compute_us, timings.link_send_us)
         chunks: list[_Work] = []

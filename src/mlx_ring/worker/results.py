@@ -1,4 +1,4 @@
-"""What the last stage gives back: tokens drawn in one pass over all rows, and what else was asked for."""
+"""Results of the last stage: tokens drawn in one pass over all rows, and whatever else rows want."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ NO_MASKS = StepMasks()
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """One row's share of the sampling pass."""
+    """One row's part of the sampling pass."""
 
     row: RowInput
     begin: int
-    """Among all positions that draw."""
+    """Index of its first position among all that draw."""
     places: Sequence[int]
-    """Of its positions among the pass's values, flattened."""
+    """Indices of its positions among the pass's flattened values."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnRow:
-    """What a row sampled."""
+    """Tokens that a row sampled."""
 
     row: RowInput
     token: int
-    """The last one: what the sequence goes on with."""
+    """The last token, from which the sequence continues."""
     results: list[step_pb2.TokenLogprobs]
     is_redrawn: bool
-    """Whether that is another token than the lazy one."""
+    """True if the last token differs from the lazy one."""
 
     @property
     def sequence(self) -> int:
         return self.row.row.sequence
 
     def settle(self, *, used: bool) -> None:
-        """Tell the sequence; `used` says that its next row was built on the lazy token."""
+        """Update the sequence. `used` says that its next row was built on the lazy token."""
         state = self.row.state
         state.redrawn = self.is_redrawn
         if used:
@@ -57,7 +57,7 @@ class DrawnRow:
 
 
 class StepDraws:
-    """The tokens that a step draws: lazy until `read`."""
+    """Tokens that a step draws: lazy until `read`."""
 
     def __init__(
         self,
@@ -67,9 +67,10 @@ class StepDraws:
         head: SplitHead | None = None,
         masks: StepMasks = NO_MASKS,
     ) -> None:
-        """In a group rank 0's tokens are everybody's: ranks on unlike hardware may differ in bits.
+        """Build the draws of a step.
 
-        With `head` the passes' values are each rank's part of the logits.
+        In a group all ranks use rank 0's tokens, because unlike hardware may compute different bits.
+        With `head`, the passes' values are each rank's part of the logits.
         """
         self._draws: list[_Draw] = []
         parts = [part for item in passes if (part := self._take(step, item)) is not None]
@@ -94,7 +95,7 @@ class StepDraws:
         self._publish(self._sample.tokens)
 
     def _take(self, step: StepInput, item: Pass) -> mx.array | None:
-        """The logits at a pass's positions that draw, (positions, vocabulary); None where there are none."""
+        """Return the logits at a pass's positions that draw, `(positions, vocabulary)`, or None without any."""
         begin = first = sum(len(draw.places) for draw in self._draws)
         places: list[int] = []
         for place, member in enumerate(item.members):
@@ -112,7 +113,7 @@ class StepDraws:
         return logits if places == list(range(logits.shape[0])) else logits[mx.array(places)]
 
     def _look(self, tokens: mx.array) -> LazyLogprobs | None:
-        """Log-probabilities of the drawn tokens, where some row wants them."""
+        """Return log-probabilities of the drawn tokens, if a row wants them."""
         asked = [(draw.row.state.opened.sampling, len(draw.places)) for draw in self._draws]
         if not any(sampling.logprobs for sampling, _ in asked):
             return None
@@ -127,12 +128,12 @@ class StepDraws:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What to evaluate."""
+        """Arrays to evaluate."""
         sample = self._sample.arrays if self._sample is not None else []
         return [*sample, *(self._logprobs.arrays if self._logprobs is not None else [])]
 
     def read(self) -> list[DrawnRow]:
-        """The tokens of each row that draws. Evaluates."""
+        """Evaluate, and return the tokens of each row that draws."""
         if self._sample is None:
             return []
         tokens, changed = self._sample.read()
@@ -157,7 +158,7 @@ class StepDraws:
         return DrawnRow(draw.row, accepted[-1], results, is_redrawn=end - 1 in changed)
 
     def withdraw(self) -> None:
-        """Nobody may build on these tokens any more."""
+        """Forbid further rows to be built on these tokens."""
         for draw in self._draws:
             drawing = draw.row.state.drawing
             if self._sample is not None and drawing is not None and drawing.drawn is self._sample.tokens:
@@ -165,7 +166,10 @@ class StepDraws:
 
 
 def grammar_masks(step: StepInput, vocabulary: int, failed: dict[int, RingError]) -> StepMasks:
-    """What the rows that answer under a grammar may draw. Those whose grammar fails are added to `failed`: what they draw is for nobody."""
+    """Return the tokens that rows with a grammar may draw.
+
+    Rows whose grammar fails are added to `failed`, and their draws are ignored.
+    """
     masks = make_masks(
         [
             Drawing(
@@ -181,7 +185,7 @@ def grammar_masks(step: StepInput, vocabulary: int, failed: dict[int, RingError]
 
 
 def _accept(sampled: Sequence[int], draft: Sequence[int]) -> list[int]:
-    """The sampled tokens that stand: as long as each draft token equals what was sampled in its place."""
+    """Return the sampled tokens that hold: each one up to the first that differs from its draft token."""
     accepted: list[int] = []
     for index, token in enumerate(sampled):
         accepted.append(token)
@@ -191,7 +195,7 @@ def _accept(sampled: Sequence[int], draft: Sequence[int]) -> list[int]:
 
 
 def add_lookups(step: StepInput, passes: Sequence[Pass], results: Mapping[int, step_pb2.RowResult]) -> None:
-    """Add to the rows' results what they want besides tokens. Evaluates."""
+    """Evaluate, and add to the rows' results what they want besides tokens."""
     for item in passes:
         for place, member in enumerate(item.members):
             row = step.rows[member]
@@ -201,7 +205,7 @@ def add_lookups(step: StepInput, passes: Sequence[Pass], results: Mapping[int, s
 
 
 def _values_at(item: Pass, place: int, offsets: Sequence[int]) -> mx.array:
-    """A member's values at some of its offsets: a view where those are all that were computed."""
+    """Return a member's values at some offsets: a view if those are all that were computed."""
     computed = item.offsets[place]
     if tuple(offsets) == computed:
         return item.values[place, : len(computed)]

@@ -1,7 +1,7 @@
-"""One stage's steps: cache operations, activations in, layers, activations or results out.
+"""Execution of one stage's steps: cache operations, activations in, layers, activations or results out.
 
-A step is taken in, built, submitted to the device, and concluded: waited for and answered. While one is under
-way the next is built on top of it where nothing has to be waited for, so that the device does not wait for
+A step is taken in, built, submitted to the device, and concluded: waited for and answered. While one step is under
+way, the next is built on top of it if nothing must be waited for, so that the device does not wait for
 Python. Answers leave in stream order. Only the compute thread calls this.
 """
 
@@ -27,7 +27,7 @@ from mlx_ring.worker.tensor import Group
 
 
 class StageRunner:
-    """Executes steps strictly in stream order and answers each."""
+    """Runner that executes steps strictly in stream order and answers each."""
 
     def __init__(
         self,
@@ -40,10 +40,14 @@ class StageRunner:
         *,
         submits_ahead: bool | None = None,
     ) -> None:
-        """`grammars` are for the last stage, which draws. `submits_ahead` says whether the device is given a step before the last one is done.
+        """Connect the parts of a stage.
 
-        By default a GPU is: it takes commands without making us wait. The CPU's queue is short, so that
-        whoever fills it waits for most of the step, and the answer before that would be late by it.
+        By default a GPU gets a step before the last one is done: it accepts commands without making the caller wait.
+        A CPU does not. Its queue is short, so the caller would wait for most of the step and answer the last one late.
+
+        Args:
+            grammars: for the last stage, which draws.
+            submits_ahead: whether the device gets a step before the last one is done.
         """
         self._assignment = assignment
         self._model = model
@@ -59,13 +63,13 @@ class StageRunner:
         )
         self._group = group
         self.spoiled: Exception | None = None
-        """Why this rank's group can go on no more: a step failed, which the other ranks may have gone on with."""
+        """Error that made this rank's group unusable: a step failed here that other ranks may have continued."""
         self._under_way: StepWork | None = None
         self._patience = Patience()
         self._traces = StepTraces()
         self.last_step = 0
         self.kv_bytes = 0
-        """Held after the last step that was answered; other threads may ask."""
+        """Bytes of KV held after the last answered step; other threads may read it."""
 
     @property
     def num_sequences(self) -> int:
@@ -73,18 +77,18 @@ class StageRunner:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step was taken in that has not been answered."""
+        """True if a step was taken in and not answered."""
         return self._under_way is not None
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for another step before `finish` is called, where one is under way."""
+        """Seconds to wait for another step before calling `finish`, while one is under way."""
         return 0.0 if self._under_way is None else self._patience.seconds(self._under_way, monotonic_us())
 
     def take(self, step: step_pb2.Step, arrived_us: int) -> Iterator[step_pb2.StepDone]:
-        """Take in a step; gives the answers that are due, of the step before and perhaps of this one.
+        """Take in a step and yield the answers that are due: of the step before, and perhaps of this one.
 
-        A failure is an answer too, and a tombstone for whoever waits downstream.
+        A failure is also an answer, and becomes a tombstone for the stages downstream.
         """
         self._answers.expect(step)
         work = StepWork(step, StepClock(arrived_us, monotonic_us()))
@@ -107,7 +111,7 @@ class StageRunner:
             yield self._finish(work)
 
     def finish(self) -> Iterator[step_pb2.StepDone]:
-        """Wait for the step that is under way; gives its answer, if there is one."""
+        """Wait for the step that is under way, and yield its answer if there is one."""
         if self._under_way is not None:
             yield self._finish(self._under_way)
 
@@ -117,16 +121,17 @@ class StageRunner:
         return done
 
     def limit_kv(self, limit_bytes: int) -> None:
-        """What the head lets this rank hold.
+        """Limit the KV memory of this rank, as the head asks.
 
-        It is no matter to a group's ranks, which must all have the same rows in a pass, whatever is left on each: the
-        head counts, and puts sequences back where a rank holds too much.
+        The ranks of a group ignore it: a pass must have the same rows on all of them, however much memory each has
+        left.
+        There the head counts, and preempts sequences when a rank holds too much.
         """
         if self._group is None:
             self._kv.limit(limit_bytes or None)
 
     def reset(self) -> None:
-        """Free every sequence, as a new head wants it."""
+        """Free every sequence for a new head."""
         for _ in self.finish():
             pass
         self._sequences.reset()
@@ -135,13 +140,13 @@ class StageRunner:
         self.last_step = 0
         self.kv_bytes = self._kv.nbytes
 
-    # ---- a step is built
+    # ---- building
 
     def _can_build_ahead(self, before: StepWork, step: step_pb2.Step) -> bool:
-        """Whether a step can be built while the one before is under way, without waiting for long.
+        """Report whether a step can be built while the one before is under way, without a long wait.
 
-        Never in a group: when it can is a matter of time, which passes differently on each rank, and so KV might move
-        at different steps; the same rows must share a pass on all of them.
+        Never in a group: the answer depends on timing, which differs between ranks. KV might then move at different
+        steps, but the same rows must share a pass on all ranks.
         """
         return (
             self._group is None
@@ -150,7 +155,7 @@ class StageRunner:
             and bool(step.rows)
             and all(operation.HasField("open") for operation in step.operations)
             and not self._forward.stops(step)
-            # KV that the device is reading would be copied as a whole if any of it moved.
+            # If KV that the device is reading moved, MLX would copy it as a whole.
             and self._kv.stay([(row.sequence, row_length(row)) for row in step.rows if row.HasField("input")])
             and self._inputs.is_ready(step, self._patience.seconds(before, monotonic_us()))
         )
@@ -164,14 +169,14 @@ class StageRunner:
     def _attempt(self, work: StepWork, part: Callable[[StepWork], None]) -> None:
         try:
             part(work)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the head and the next stage must hear of it
+        except Exception as error:  # noqa: BLE001 - any error must reach the head and the next stage
             self._roll_back(work)
             work.error = error
             if self._group is not None and part == self._build:
                 self.spoiled = error
 
     def _take_in(self, work: StepWork) -> None:
-        """All that happens once, however often the step is built."""
+        """Do what must happen only once, however often the step is built."""
         self._admit(work.step)
         work.refused = self._sequences.apply(work.step.operations)
         if work.step.rows:
@@ -192,7 +197,7 @@ class StageRunner:
         self.last_step = step.step
 
     def _build(self, work: StepWork) -> None:
-        """Everything up to the answer, lazily. It can be taken back."""
+        """Build everything up to the answer, lazily. It can be rolled back."""
         step, refused = work.step, work.refused
         work.failed = {row.sequence: refused[row.sequence] for row in step.rows if row.sequence in refused}
         work.inputs = self._inputs.feed(step, work.message, work.failed)
@@ -212,7 +217,7 @@ class StageRunner:
         return StepDraws(inputs, work.passes, self._group, head, masks)
 
     def _roll_back(self, work: StepWork) -> None:
-        """Undo what was built: sequences stand as before the step, but for its operations."""
+        """Undo what was built. Sequences return to their state before the step, except for its operations."""
         self._kv.undo([item.batch for item in work.passes])
         if work.draws is not None:
             work.draws.withdraw()
@@ -220,24 +225,24 @@ class StageRunner:
             row.state.sampled = row.sampled_before
         work.roll_back()
 
-    # ---- a step is computed
+    # ---- computing
 
     def _submit(self, work: StepWork) -> None:
-        """Give the step to the device. Does not wait for it."""
+        """Give the step to the device without waiting for it."""
         if work.is_submitted or not work.is_under_way:
             return
         work.is_submitted = True
         work.outputs = self._outputs(work)
         try:
             evaluate(work.passes, *work.outputs)
-        except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
+        except Exception as error:  # noqa: BLE001 - MLX raises any kind of error
             self._mark_lost(work, error)
         work.clock.submitted = monotonic_us()
 
     def _draw_by_grammar(self, work: StepWork) -> None:
-        """Draw where a grammar has its say: it needs every token before, and tells while the device computes the pass.
+        """Draw under grammars. They need every token before, and run while the device computes the pass.
 
-        No step can be taken back from here on, for it has been given to the device.
+        From here on the step cannot be rolled back, because the device has it.
         """
         if not work.waits_to_draw or not work.is_under_way or work.inputs is None:
             return
@@ -248,11 +253,11 @@ class StageRunner:
             work.draws = self._draws(work.inputs, work, masks)
             mx.async_eval(*work.draws.arrays)
             work.outputs += work.draws.arrays
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - MLX raises any kind of error
             self._mark_lost(work, error)
 
     def _forget_grammars(self, inputs: StepInput, masks: StepMasks) -> None:
-        """Whoever asks for one that has failed gets it afresh."""
+        """Forget grammars that failed, so that the next request for one compiles it anew."""
         for row in inputs.rows:
             if row.row.sequence in masks.failed and self._grammars is not None:
                 self._grammars.forget(row.state.opened)
@@ -269,7 +274,7 @@ class StageRunner:
         return outputs or [end_mark(work.passes)]
 
     def _mark_lost(self, work: StepWork, error: Exception) -> None:
-        """The step failed while it was computed."""
+        """Record that the step failed while it was computed."""
         if work.draws is not None:
             work.draws.withdraw()
         self._kv.fail([item.batch for item in work.passes])
@@ -277,10 +282,10 @@ class StageRunner:
         if self._group is not None:
             self.spoiled = error
 
-    # ---- a step is answered
+    # ---- answering
 
     def _finish(self, work: StepWork, follower: StepWork | None = None) -> step_pb2.StepDone:
-        """Wait for the step and answer it. A follower that was built on what did not come true is taken back."""
+        """Wait for the step and answer it. Roll back a follower that was built on tokens that changed."""
         self._under_way = None
         if work.is_under_way:
             self._conclude(work, follower)
@@ -293,14 +298,14 @@ class StageRunner:
         return done
 
     def _conclude(self, work: StepWork, follower: StepWork | None) -> None:
-        """Wait until the device is done with the step, and take note of what it sampled."""
+        """Wait until the device has finished the step, and record what it sampled."""
         try:
             mx.eval(*work.outputs)
             work.drawn = work.draws.read() if work.draws is not None else []
             self._patience.note(work, monotonic_us())
             for item in work.passes:
                 self._kv.commit(item.batch)
-        except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
+        except Exception as error:  # noqa: BLE001 - MLX raises any kind of error
             if follower is not None:
                 self._roll_back(follower)
             self._mark_lost(work, error)

@@ -1,7 +1,7 @@
-"""The worker's gRPC front. Its threads make no arrays: they hand work to the compute thread and take answers.
+"""gRPC server of a worker. Its threads make no arrays: they hand work to the compute thread and pass on its answers.
 
-The compute thread is the process's main thread: MLX's streams belong to threads,
-so the one that loads is the one that computes.
+The compute thread is the process's main thread. MLX's streams belong to threads,
+so the thread that loads the model also computes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Received = TypeVar("Received")
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who this worker is, for greetings and status."""
+    """Identity of this worker, for greetings and status."""
 
     node: str
     stage: int
@@ -58,28 +58,28 @@ class WorkerIdentity:
 
 @dataclass(slots=True)
 class PeerAccess:
-    """How this worker speaks with other machines."""
+    """Connections of this worker with other machines."""
 
     trust: Credentials | None = None
-    """None: it only speaks with its own machine."""
+    """Credentials for other machines. None: the worker only talks with its own machine."""
     revoked: Revoked = field(default_factory=Revoked)
     port: int = 0
-    """Where others reach it; 0 while nobody can."""
+    """Port for other machines; 0 while they cannot connect."""
     group: GroupPort | None = None
-    """Where the other ranks of its stage will reach it; None where it has none."""
+    """Port for the other ranks of its stage; None without a group."""
     capabilities: worker_pb2.GroupMeans | None = None
-    """With what it can join them."""
+    """Backends and devices by which it can join a group."""
     end_refused: Callable[[], object] = lambda: None
-    """Ends running calls of machines that are refused by now."""
+    """Function that ends running calls of machines whose certificates were revoked."""
 
     def revoke(self, serials: Iterable[str]) -> None:
-        """From now on certificates with these serials open nothing, and what they have opened ends."""
+        """Refuse certificates with these serials from now on, and end the calls that they opened."""
         if self.revoked.replace(serials):
             self.end_refused()
 
 
 class _StepStream:
-    """The head's stream of steps: its answers, and whether a newer head has taken over."""
+    """The head's stream of steps, and the answers to it."""
 
     def __init__(self, fencing_id: int) -> None:
         self.fencing_id = fencing_id
@@ -87,7 +87,7 @@ class _StepStream:
 
 
 class WorkerServer:
-    """What a worker answers, and the loop in which it computes."""
+    """gRPC methods of a worker, and the loop in which it computes."""
 
     def __init__(self, identity: WorkerIdentity, access: PeerAccess | None = None) -> None:
         self._identity = identity
@@ -101,7 +101,7 @@ class WorkerServer:
         self._stopping = False
         self._stream: _StepStream | None = None
         self._taken_from: _StepStream | None = None
-        """Where the steps came from that the runner has taken in."""
+        """Stream whose steps the runner took in."""
         self._lock = threading.Lock()
         self._phase = "empty"
         self._dtype = ""
@@ -121,7 +121,7 @@ class WorkerServer:
             self._next_job()()
 
     def _next_job(self) -> Callable[[], None]:
-        """What comes next; while a step is under way, it is answered unless the next job comes very soon."""
+        """Return the next job. If none comes soon while a step is under way, answer that step first."""
         runner = self._runner
         if runner is not None and runner.is_under_way:
             job = self._jobs.get_within(runner.patience_s)
@@ -131,14 +131,14 @@ class WorkerServer:
         return self._jobs.get()
 
     def stop(self) -> None:
-        """End `compute` after the job in hand; jobs that wait, or wait for others, are wanted no more."""
+        """End `compute` after the current job, and drop the jobs that wait."""
         self._stopping = True
         if self._inbox is not None:
             self._inbox.break_off(NotReady("This worker is ending."))
         self._jobs.put(lambda: None)
 
     def hello(self) -> hello_pb2.Hello:
-        """Who this worker is, what it has loaded and how far it has come."""
+        """Describe this worker, the stage that it loaded and its last step."""
         request, runner = self._request, self._runner
         assignment = request.assignment if request else worker_pb2.StageAssignment()
         return make_hello(
@@ -157,7 +157,7 @@ class WorkerServer:
     def load(
         self, request: worker_pb2.LoadRequest, _context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.LoadProgress]:
-        """Load what the plan assigns; the stream ends with `ready` or a failure."""
+        """Load the stage that the plan assigns. The stream ends with `ready` or a failure."""
         try:
             check_hello(request.hello, make_hello(node=self._identity.node), "the agent")
             inbox = self._assign(request)
@@ -188,7 +188,7 @@ class WorkerServer:
         inbox: Inbox,
         progress: queue.SimpleQueue[worker_pb2.LoadProgress | None],
     ) -> None:
-        """Compute thread: build the stage, say how it went."""
+        """Build the stage and report the result. Runs on the compute thread."""
 
         def report(message: worker_pb2.LoadProgress) -> None:
             self._weight_bytes = max(self._weight_bytes, message.bytes_loaded)
@@ -215,7 +215,7 @@ class WorkerServer:
     def steps(
         self, requests: Iterator[worker_pb2.StepsRequest], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.StepsReply]:
-        """Greet, then execute steps in the order they come and answer each."""
+        """Greet, then execute steps in their order and answer each."""
         try:
             stream = self._open_stream(_first(requests, context).hello)
         except RingError as error:
@@ -232,7 +232,7 @@ class WorkerServer:
         stream = _StepStream(hello.fencing_id)
         with self._lock:
             if self._stream is not None and self._request and has_collective_link(self._request.assignment):
-                # What another head had under way would be left in the collective on some stages and not on others.
+                # Steps of the earlier head would stay in the collective on some stages and not on others.
                 raise NotReady("Workers whose links are collectives serve one head: start others.")
             before, self._stream = self._stream, stream
             if before is not None and before.fencing_id > hello.fencing_id:
@@ -247,7 +247,10 @@ class WorkerServer:
         return stream
 
     def _enter_epoch(self, epoch: int) -> None:
-        """A head that takes loaded workers over counts on: what is on its way from before is dropped wherever it arrives."""
+        """Enter a new epoch, which drops messages of earlier ones.
+
+        A head that takes over loaded workers counts epochs on.
+        """
         request, inbox = self._request, self._inbox
         if request is not None and inbox is not None and epoch > request.assignment.epoch:
             request.assignment.epoch = epoch
@@ -276,7 +279,7 @@ class WorkerServer:
             self._runner.limit_kv(limit_bytes)
 
     def _prepare(self, stream: _StepStream, wanted: worker_pb2.PrepareGrammar) -> None:
-        """Have a grammar compiled while steps go on."""
+        """Compile a grammar while steps run."""
 
         def on_compiled(error: BaseException | None) -> None:
             prepared = worker_pb2.GrammarPrepared(
@@ -289,12 +292,12 @@ class WorkerServer:
                 self._grammars.prepare(wanted, on_compiled)
 
     def _drop_grammar(self, stream: _StepStream, id_: int) -> None:
-        """Compute thread: behind the steps that came before."""
+        """Drop a grammar. Runs on the compute thread, after the steps that came before."""
         if stream is self._stream and self._grammars is not None:
             self._grammars.drop(id_)
 
     def execute(self, stream: _StepStream, step: step_pb2.Step, arrived_us: int) -> None:
-        """Compute thread: take in one step, unless another head has taken over since it came."""
+        """Take in one step, unless another head has taken over since it came. Runs on the compute thread."""
         if stream is self._stream and self._runner is not None:
             self._taken_from = stream
             self._answer(self._runner.take(step, arrived_us))
@@ -305,7 +308,7 @@ class WorkerServer:
                 log.error("step %d failed: %s", done.step, done.failure.message)
             if self._runner is not None and self._runner.spoiled:
                 end_process(self._runner.spoiled)
-            # A head that has taken over since asked for none of these.
+            # A head that has taken over since did not ask for these answers.
             if self._taken_from is self._stream and self._stream is not None:
                 self._stream.answers.put(worker_pb2.StepsReply(done=done))
 
@@ -314,7 +317,7 @@ class WorkerServer:
     def link(
         self, frames: Iterator[Frame], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.FrameAccepted]:
-        """Take what another stage sends, until it closes the stream."""
+        """Receive what another stage sends, until it closes the stream."""
         address = address_of_call(context)
         try:
             theirs = _greeting(_first(frames, context))
@@ -334,7 +337,10 @@ class WorkerServer:
             inbox.break_off(WorkerLost(f"The link from stage {theirs.stage} on {theirs.node} broke."))
 
     def _accept_link(self, hello: hello_pb2.Hello, context: grpc.ServicerContext) -> Inbox:
-        """Only from the worker that the plan puts before this one: whoever else greeted could end its link, and so the instance."""
+        """Return the inbox, but only to the worker that the plan puts before this one.
+
+        Anyone else could end its link and so the instance.
+        """
         if not self._assigned.wait(_ASSIGNMENT_WAIT_S) or self._inbox is None:
             raise NotReady(f"This worker was given no stage within {_ASSIGNMENT_WAIT_S:g} s.")
         peer = f"stage {hello.stage} on {hello.node}"
@@ -353,7 +359,7 @@ class WorkerServer:
     def status(
         self, request: worker_pb2.StatusRequest, _context: grpc.ServicerContext
     ) -> worker_pb2.WorkerStatus:
-        """Life and size, told without the compute thread, so that a long step does not look like death."""
+        """Report state and sizes without the compute thread, so that a long step does not look like a dead worker."""
         self._access.revoke(request.revoked)
         runner = self._runner
         memory, left = device_memory()
@@ -390,10 +396,12 @@ class WorkerServer:
 
 
 def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str) -> None:
-    """The certificate is that of the node which has the stage before; empty: this machine, on which nobody shows one.
+    """Check that the caller's certificate belongs to the node of the stage before.
+
+    An empty node is this machine, where callers show no certificate.
 
     Raises:
-        PeerRefused: it is another's.
+        PeerRefused: the certificate belongs to another node.
     """
     caller = "" if is_local(context) else peer_of_call(context).node
     if caller and caller != greeted_as:
@@ -405,10 +413,10 @@ def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str)
 
 
 def _first(messages: Iterator[Received], context: grpc.ServicerContext) -> Received:
-    """A stream's greeting. One that does not greet is ended, for it holds a thread.
+    """Return a stream's greeting. A stream without one is ended because it holds a thread.
 
     Raises:
-        ProtocolError: none came.
+        ProtocolError: no greeting came.
     """
     patience = threading.Timer(_GREETING_WAIT_S, context.cancel)
     patience.start()
@@ -421,7 +429,7 @@ def _first(messages: Iterator[Received], context: grpc.ServicerContext) -> Recei
 
 
 def _greeting(frame: Frame) -> hello_pb2.Hello:
-    """Raises `ProtocolError` where it is none."""
+    """Return the greeting of a frame, or raise `ProtocolError` if it holds none."""
     if not frame.header.HasField("hello"):
         raise ProtocolError(frame.problem or "A link begins with a greeting; another frame came.")
     return frame.header.hello
