@@ -145,7 +145,7 @@ class Pipeline:
             self.decode_steps.discard(done.step)
             for row in self.twin.sent[done.step - 1].rows:
                 self.sampling_rows[row.sequence] -= bool(row.wants)
-        for advance in self.scheduler.answer(done, self.now):
+        for advance in self.scheduler.on_answer(done, self.now):
             self._take(advance)
         self.send()
 

@@ -245,7 +245,7 @@ def test_a_rank_that_owes_an_answer_past_its_deadline_is_late(deadline: float) -
         owed = engine.oldest_unanswered()
         assert owed is not None
         assert (owed.rank, owed.waited_s, owed.is_late) == (RankId(0, 0), 21.0, deadline > 0)
-        engine.heed(RankId(0, 0), owed.step)
+        engine.record_started(RankId(0, 0), owed.step)
         heeded = engine.oldest_unanswered()
         assert heeded is not None
         assert (heeded.waited_s, heeded.is_late) == (0.0, False), "it has taken the step in just now"

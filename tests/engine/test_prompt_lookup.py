@@ -54,7 +54,7 @@ def test_what_is_never_right_is_asked_for_ever_more_seldom() -> None:
         draft = lookup.propose(text, 0, 8, free())
         if draft:
             asked += 1
-            lookup.verified(len(draft), 0)
+            lookup.record_verified(len(draft), 0)
     assert 3 < asked < 20
 
 
@@ -62,11 +62,11 @@ def test_what_becomes_right_again_is_asked_for_again() -> None:
     lookup, text = PromptLookup(), [1, 2, 3, 4, 1, 2, 3]
     for _ in range(20):
         if draft := lookup.propose(text, 0, 8, free()):
-            lookup.verified(len(draft), 0)
+            lookup.record_verified(len(draft), 0)
     drafts = [lookup.propose(text, 0, 8, free()) for _ in range(600)]
-    lookup.verified(1, 1)
+    lookup.record_verified(1, 1)
     for draft in filter(None, (lookup.propose(text, 0, 8, free()) for _ in range(100))):
-        lookup.verified(len(draft), len(draft))
+        lookup.record_verified(len(draft), len(draft))
     assert any(drafts)
     assert len(lookup.propose(text, 0, 8, free())) > 1
 

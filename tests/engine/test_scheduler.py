@@ -330,7 +330,7 @@ def test_an_answer_of_another_epoch_or_instance_is_dropped() -> None:
         step_pb2.StepDone(instance="demo", epoch=0, step=1),
         step_pb2.StepDone(instance="other", epoch=1, step=1),
     ):
-        assert pipeline.scheduler.answer(stale, now=1.0) == []
+        assert pipeline.scheduler.on_answer(stale, now=1.0) == []
     assert pipeline.scheduler.stats().steps_completed == 0
 
 
@@ -344,7 +344,7 @@ def test_an_answer_out_of_order_or_of_nobody_is_refused(stage: int, rank: int, s
     pipeline.add(6)
     done = step_pb2.StepDone(instance="demo", epoch=1, stage=stage, rank=rank, step=step)
     with pytest.raises(ProtocolError):
-        pipeline.scheduler.answer(done, now=1.0)
+        pipeline.scheduler.on_answer(done, now=1.0)
 
 
 def test_the_rank_that_everybody_waits_for_is_known_with_how_long() -> None:
@@ -429,5 +429,5 @@ def test_what_was_kept_is_given_up_when_a_rank_says_that_it_is_gone() -> None:
     number = pipeline.scheduler.stats().steps_completed + 1
     failure = error_to_failure(ProtocolError("gone"), [kept.id])
     done = step_pb2.StepDone(instance="demo", epoch=1, step=number, failure=failure)
-    pipeline.scheduler.answer(done, pipeline.now)
+    pipeline.scheduler.on_answer(done, pipeline.now)
     assert pipeline.scheduler.cache_stats().entries == 0

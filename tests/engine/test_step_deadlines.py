@@ -19,7 +19,7 @@ def test_without_a_least_nothing_is_ever_late() -> None:
 def test_the_first_steps_of_a_kind_may_take_longer_than_later_ones() -> None:
     deadlines = StepDeadlines(30.0)
     assert deadlines.of(0, ONE) == deadlines.of(0, CHUNK) == 120.0
-    deadlines.note(timing(1, 10_000))
+    deadlines.record(timing(1, 10_000))
     assert deadlines.of(0, ONE) == 30.0
     assert deadlines.of(0, CHUNK) == 120.0, "no chunk was read yet"
     assert deadlines.of(1, ONE) == 120.0, "nor has the other stage done anything"
@@ -33,7 +33,7 @@ def test_the_prediction_counts_where_it_is_long() -> None:
 
 def test_what_was_measured_counts_where_it_is_longer_than_predicted() -> None:
     deadlines = StepDeadlines(30.0, lambda _stage, _size: 1.0)
-    deadlines.note(timing(1, 4_000_000, tokens=100, is_decode=False))
+    deadlines.record(timing(1, 4_000_000, tokens=100, is_decode=False))
     assert deadlines.of(0, CHUNK) == 20 * 512 * 0.04
 
 
@@ -41,7 +41,7 @@ def test_operations_alone_have_a_deadline_too() -> None:
     nothing = StepSize(rows=0, tokens=0, context_tokens=0, is_decode=False)
     deadlines = StepDeadlines(30.0, lambda _stage, _size: 99.0)
     assert deadlines.of(0, nothing) == 120.0
-    deadlines.note(timing(1, 10_000))
+    deadlines.record(timing(1, 10_000))
     assert deadlines.of(0, nothing) == 30.0
 
 
@@ -49,5 +49,5 @@ def test_operations_alone_have_a_deadline_too() -> None:
 def test_a_step_ten_times_as_slow_as_the_last_one_is_never_late(times_us: list[int]) -> None:
     deadlines = StepDeadlines(30.0)
     for compute_us in times_us:
-        deadlines.note(timing(1, compute_us))
+        deadlines.record(timing(1, compute_us))
     assert deadlines.of(0, ONE) > 10 * times_us[-1] / 1e6

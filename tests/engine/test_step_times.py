@@ -12,7 +12,7 @@ from mlx_ring.engine.step_times import StepWindow
 def window(*timings: StepTiming) -> StepWindow:
     kept = StepWindow()
     for one in timings:
-        kept.note(one)
+        kept.record(one)
     return kept
 
 

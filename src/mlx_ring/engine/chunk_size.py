@@ -37,7 +37,7 @@ class RunningMean:
         self.value = value if self.value is None else self.value + _WEIGHT * (value - self.value)
 
 
-class Pacing:
+class ChunkSizer:
     """Learns what steps cost and sizes chunks."""
 
     def __init__(self, stages: int, *, chunk: int, max_itl_ratio: float) -> None:
@@ -59,7 +59,7 @@ class Pacing:
         self._draft_us = [RunningMean() for _ in range(stages)]
         """By stage: what a draft token adds to a decode step."""
 
-    def note(self, timing: StepTiming, *, is_prefill: bool) -> None:
+    def record(self, timing: StepTiming, *, is_prefill: bool) -> None:
         """Learn from one rank's answer."""
         stage = timing.rank.stage
         if not timing.tokens:

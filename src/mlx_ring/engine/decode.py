@@ -1,60 +1,145 @@
-"""Decode groups (micro-batches): which sequences step together, so that every stage has a group to work on. Pure."""
+"""The rows of the next decode step: micro-batches that take turns, and drafts of prompt lookup. Pure.
+
+Running sequences form as many micro-batches as there are stages, so that each stage has one to work on. A row's input
+may be the token that the sequence's previous row samples, so that no stage waits for the head.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from mlx_ring.core.engine_stats import Policy
+from mlx_ring.engine.chunk_size import ChunkSizer
+from mlx_ring.engine.kv_manager import KvManager
+from mlx_ring.engine.prompt_lookup import DraftedStep
+from mlx_ring.engine.rows import decode_row
 from mlx_ring.engine.sequence import Sequence
+from mlx_ring.rpc.protos import step_pb2
+
+Rows = list[tuple[Sequence, step_pb2.Row]]
 
 
 @dataclass(slots=True, eq=False)
-class DecodeGroup:
-    """Sequences that step together."""
+class MicroBatch:
+    """Sequences that decode in the same steps."""
 
     members: dict[int, Sequence] = field(default_factory=dict[int, Sequence])
     in_flight: int = 0
-    """Decode steps that the last stage has not answered."""
+    """Number of decode steps that the last stage has not answered."""
     last_step: int = 0
     """Number of its last decode step."""
 
-    def is_going(self, steps_ahead: int) -> bool:
-        """Whether it has a step under way, or could have."""
+    def is_active(self, steps_ahead: int) -> bool:
+        """Return True if it has a step in flight or could send one."""
         return self.in_flight > 0 or any(member.can_step(steps_ahead) for member in self.members.values())
 
 
-class DecodeGroups:
-    """As many groups as stages, whose sizes differ by one at most."""
+class MicroBatches:
+    """As many micro-batches as stages. Their sizes differ by one at most."""
 
     def __init__(self, count: int) -> None:
-        self._groups = [DecodeGroup() for _ in range(count)]
-        self._group_of: dict[int, DecodeGroup] = {}
+        self._batches = [MicroBatch() for _ in range(count)]
+        self._batch_of: dict[int, MicroBatch] = {}
 
     def __len__(self) -> int:
-        return len(self._group_of)
+        return len(self._batch_of)
 
     def __contains__(self, sequence: int) -> bool:
-        return sequence in self._group_of
+        return sequence in self._batch_of
 
-    def __iter__(self) -> Iterator[DecodeGroup]:
-        """Groups that have members, the one that has waited longest first."""
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Iterate over those with members, the one that has waited longest first."""
         return iter(
-            sorted((group for group in self._groups if group.members), key=lambda group: group.last_step)
+            sorted((batch for batch in self._batches if batch.members), key=lambda batch: batch.last_step)
         )
 
     def add(self, sequence: Sequence) -> None:
-        group = min(self._groups, key=lambda group: len(group.members))
-        group.members[sequence.id] = sequence
-        self._group_of[sequence.id] = group
+        """Add a sequence to the smallest micro-batch."""
+        batch = min(self._batches, key=lambda batch: len(batch.members))
+        batch.members[sequence.id] = sequence
+        self._batch_of[sequence.id] = batch
 
     def remove(self, sequence: int) -> None:
-        """Let a sequence go, and even out what is left: the youngest of the largest group moves."""
-        group = self._group_of.pop(sequence, None)
-        if group is None:
+        """Remove a sequence, and move the newest one of the largest micro-batch if sizes then differ too much."""
+        batch = self._batch_of.pop(sequence, None)
+        if batch is None:
             return
-        del group.members[sequence]
-        largest = max(self._groups, key=lambda group: len(group.members))
-        if len(largest.members) > len(group.members) + 1:
+        del batch.members[sequence]
+        largest = max(self._batches, key=lambda batch: len(batch.members))
+        if len(largest.members) > len(batch.members) + 1:
             moved = max(largest.members)
-            group.members[moved] = largest.members.pop(moved)
-            self._group_of[moved] = group
+            batch.members[moved] = largest.members.pop(moved)
+            self._batch_of[moved] = batch
+
+
+class Decoding(MicroBatches):
+    """The running sequences that decode, and the rows of their steps."""
+
+    def __init__(self, policy: Policy, stages: int, *, sizer: ChunkSizer, kv: KvManager) -> None:
+        super().__init__(stages)
+        self._policy = policy
+        self._sizer = sizer
+        self._kv = kv
+        self.drafts = 0
+        """Number of rows with a draft."""
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
+
+    def next_rows(self, make_room: Callable[[Sequence, int], bool]) -> tuple[MicroBatch, Rows] | None:
+        """Return the rows of the micro-batch that has waited longest, counted as sent; None if no step may go out.
+
+        Micro-batches take turns: two consecutive steps of one micro-batch would leave all stages but one idle.
+
+        Args:
+            make_room: reserves KV for a sequence of so many tokens; it may preempt sequences, this one included.
+        """
+        steps_ahead = self._policy.steps_ahead
+        active = [batch for batch in self if batch.is_active(steps_ahead)]
+        for place, batch in enumerate(active):
+            if batch.in_flight >= steps_ahead or (batch.in_flight and place):
+                continue
+            rows = self._rows(batch, make_room)
+            if rows:
+                for sequence, row in rows:
+                    self._count_sent(sequence, row)
+                return batch, rows
+        return None
+
+    def _rows(self, batch: MicroBatch, make_room: Callable[[Sequence, int], bool]) -> Rows:
+        ready = [member for member in batch.members.values() if member.can_step(self._policy.steps_ahead)]
+        step = DraftedStep(len(ready), self._sizer.verifying_cost)
+        rows = [
+            (sequence, decode_row(sequence, self._draft(sequence, step)))
+            for sequence in ready
+            if sequence.id in self and make_room(sequence, sequence.scheduled + 1)
+        ]
+        # Making room for one sequence may have preempted another one.
+        return [(sequence, row) for sequence, row in rows if sequence.id in self]
+
+    def _draft(self, sequence: Sequence, step: DraftedStep) -> tuple[int, ...]:
+        most = min(self._policy.draft_tokens, sequence.max_length - 2 - sequence.scheduled)
+        if most <= 0 or not self._kv.can_draft:
+            return ()
+        draft = sequence.lookup.propose(sequence.tokens, sequence.unanswered, most, step)
+        if not draft or not self._kv.may_draft(sequence, sequence.scheduled + 1 + len(draft)):
+            return ()
+        sequence.lookup.record_draft(step, len(draft))
+        return draft
+
+    def _count_sent(self, sequence: Sequence, row: step_pb2.Row) -> None:
+        sequence.feed(1 + len(row.draft))
+        sequence.unanswered += 1
+        sequence.verifying = bool(row.draft)
+        self.drafts += bool(row.draft)
+        self.draft_tokens += len(row.draft)
+
+    def rollback(self, sequence: Sequence, row: step_pb2.Row, sampled: int) -> None:
+        """Cut a sequence's KV to the verified part of its row's draft, which gave `sampled` tokens."""
+        sequence.verifying = False
+        sequence.lookup.record_verified(len(row.draft), sampled - 1)
+        self.accepted_tokens += sampled - 1
+        length = row.start + sampled
+        if length < sequence.scheduled:
+            sequence.scheduled = length
+            self._kv.trim(sequence, length)

@@ -231,7 +231,7 @@ class Engine:
             return
         now = self._clock()
         try:
-            advances = self._scheduler.answer(done, now)
+            advances = self._scheduler.on_answer(done, now)
         except ProtocolError as error:
             self.fail(error)
             return
@@ -344,9 +344,9 @@ class Engine:
         """Why nothing is answered any more; None while requests are."""
         return self._ended
 
-    def heed(self, rank: RankId, begun: int) -> None:
+    def record_started(self, rank: RankId, begun: int) -> None:
         """A heartbeat says that the rank has taken in a step: it may take its time for it from now on."""
-        self._scheduler.heed(rank, begun, self._clock())
+        self._scheduler.record_started(rank, begun, self._clock())
 
     def limit_kv(self, limits: Mapping[RankId, int]) -> None:
         """Give the KV of each rank so many bytes from now on.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from mlx_ring.core.engine_stats import RankTotals, StepTiming
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.decode import DecodeGroup
+from mlx_ring.engine.decode import MicroBatch
 from mlx_ring.engine.rows import tokens_fed
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.step_times import StepDeadlines, StepSize, StepWindow, Unanswered
@@ -20,7 +20,7 @@ _FIRST = RankId(0, 0)
 
 
 @dataclass(slots=True)
-class Flight:
+class SentStep:
     """A step that some rank has not answered yet."""
 
     step: step_pb2.Step
@@ -28,7 +28,7 @@ class Flight:
     """In the order of the step's rows."""
     generations: tuple[int, ...]
     """Of the sequences, when the step was sent."""
-    group: DecodeGroup | None
+    batch: MicroBatch | None
     """Whose decode step it is; None for prefill and for operations alone."""
     sent_at: float
     size: StepSize
@@ -38,7 +38,7 @@ class Flight:
 
     @property
     def is_prefill(self) -> bool:
-        return self.group is None and bool(self.sequences)
+        return self.batch is None and bool(self.sequences)
 
     def current(self) -> Iterator[tuple[Sequence, step_pb2.Row]]:
         """The rows whose sequences have not been put back since."""
@@ -64,19 +64,19 @@ class _Progress:
 class Answered:
     """What a rank's answer belongs to."""
 
-    flight: Flight
+    sent_step: SentStep
     rank: RankId
     timing: StepTiming
 
 
-class Flights:
+class StepsInFlight:
     """Every step from its sending until all ranks have answered it."""
 
     def __init__(self, ranks: Iterable[RankId], deadlines: StepDeadlines) -> None:
         self._progress = {rank: _Progress() for rank in ranks}
         self._deadlines = deadlines
         self._completed_at = 0.0
-        self._flights: dict[int, Flight] = {}
+        self._in_flight: dict[int, SentStep] = {}
         self._recent: deque[StepTiming] = deque(maxlen=_RECENT_STEPS)
         self.window = StepWindow()
         self.sent = 0
@@ -86,17 +86,19 @@ class Flights:
         """Prefill steps that some rank has not answered."""
 
     def send(
-        self, step: step_pb2.Step, sequences: Iterable[Sequence], group: DecodeGroup | None, now: float
-    ) -> Flight:
+        self, step: step_pb2.Step, sequences: Iterable[Sequence], batch: MicroBatch | None, now: float
+    ) -> SentStep:
         sequences = tuple(sequences)
         generations = tuple(sequence.generation for sequence in sequences)
-        flight = Flight(step, sequences, generations, group, now, _size(step, is_decode=group is not None))
-        self._flights[step.step] = flight
+        sent_step = SentStep(
+            step, sequences, generations, batch, now, _size(step, is_decode=batch is not None)
+        )
+        self._in_flight[step.step] = sent_step
         self.sent = step.step
-        self.prefills += flight.is_prefill
-        return flight
+        self.prefills += sent_step.is_prefill
+        return sent_step
 
-    def note(self, done: step_pb2.StepDone, now: float) -> Answered:
+    def record_answer(self, done: step_pb2.StepDone, now: float) -> Answered:
         """Take in an answer.
 
         Raises:
@@ -115,25 +117,25 @@ class Flights:
             )
         progress.step, progress.kv_bytes = done.step, done.kv_bytes
         progress.answered_at = now
-        flight = self._flights[done.step]
-        flight.answered_at = now
-        timing = _timing(rank, flight, done.timings)
+        sent_step = self._in_flight[done.step]
+        sent_step.answered_at = now
+        timing = _timing(rank, sent_step, done.timings)
         progress.totals.record(timing)
         self._recent.append(timing)
         if not done.HasField("failure"):
-            self.window.note(timing)
-            self._deadlines.note(timing)
-            if flight.is_prefill and rank == _FIRST:
+            self.window.record(timing)
+            self._deadlines.record(timing)
+            if sent_step.is_prefill and rank == _FIRST:
                 self.read_tokens += timing.tokens
-        return Answered(flight, rank, timing)
+        return Answered(sent_step, rank, timing)
 
-    def land(self) -> bool:
+    def discard_completed(self) -> bool:
         """Forget the steps that every rank has answered by now; tells whether there were any."""
         completed, has_landed = self.completed, False
-        while self._flights and (number := next(iter(self._flights))) <= completed:
-            flight = self._flights.pop(number)
-            self.prefills -= flight.is_prefill
-            self._completed_at = max(self._completed_at, flight.answered_at)
+        while self._in_flight and (number := next(iter(self._in_flight))) <= completed:
+            sent_step = self._in_flight.pop(number)
+            self.prefills -= sent_step.is_prefill
+            self._completed_at = max(self._completed_at, sent_step.answered_at)
             has_landed = True
         return has_landed
 
@@ -150,7 +152,7 @@ class Flights:
         """Where each rank's time went since `began`. Idle is what neither steps nor those under way account for."""
         told: dict[RankId, RankTotals] = {}
         for rank, progress in self._progress.items():
-            owed = self._flights.get(progress.step + 1)
+            owed = self._in_flight.get(progress.step + 1)
             under_way_s = 0.0 if owed is None else now - max(owed.sent_at, progress.answered_at)
             idle_us = int(1e6 * (now - began - under_way_s)) - progress.totals.busy_us
             told[rank] = replace(progress.totals, idle_us=max(0, idle_us))
@@ -160,7 +162,7 @@ class Flights:
     def recent(self) -> tuple[StepTiming, ...]:
         return tuple(self._recent)
 
-    def heed(self, rank: RankId, begun: int, now: float) -> None:
+    def record_started(self, rank: RankId, begun: int, now: float) -> None:
         """A rank is known, from elsewhere, to have taken in a step: it does something."""
         progress = self._progress.get(rank)
         if progress is not None and begun > progress.begun:
@@ -175,11 +177,11 @@ class Flights:
         number = self.completed + 1
         if number > self.sent:
             return None
-        flight = self._flights[number]
+        sent_step = self._in_flight[number]
         rank = min(rank for rank, progress in self._progress.items() if progress.step < number)
         begun_at = self._progress[rank].begun_at if self._progress[rank].begun == number else 0.0
-        since = max(flight.sent_at, flight.answered_at, self._completed_at, begun_at)
-        return Unanswered(rank, number, now - since, self._deadlines.of(rank.stage, flight.size))
+        since = max(sent_step.sent_at, sent_step.answered_at, self._completed_at, begun_at)
+        return Unanswered(rank, number, now - since, self._deadlines.of(rank.stage, sent_step.size))
 
 
 def _size(step: step_pb2.Step, *, is_decode: bool) -> StepSize:
@@ -188,19 +190,19 @@ def _size(step: step_pb2.Step, *, is_decode: bool) -> StepSize:
     return StepSize(rows, sum(map(tokens_fed, step.rows)), context, is_decode)
 
 
-def _timing(rank: RankId, flight: Flight, timings: step_pb2.Timings) -> StepTiming:
+def _timing(rank: RankId, sent_step: SentStep, timings: step_pb2.Timings) -> StepTiming:
     return StepTiming(
-        step=flight.step.step,
+        step=sent_step.step.step,
         rank=rank,
-        rows=len(flight.sequences),
-        tokens=flight.size.tokens,
-        is_decode=flight.group is not None,
+        rows=len(sent_step.sequences),
+        tokens=sent_step.size.tokens,
+        is_decode=sent_step.batch is not None,
         started_us=timings.started_us,
         finished_us=timings.finished_us,
         queue_us=timings.queue_us,
         link_wait_us=timings.link_wait_us,
         compute_us=timings.compute_us,
         link_send_us=timings.link_send_us,
-        context_tokens=flight.size.context_tokens,
-        sequence=flight.sequences[0].id if len(flight.sequences) == 1 else 0,
+        context_tokens=sent_step.size.context_tokens,
+        sequence=sent_step.sequences[0].id if len(sent_step.sequences) == 1 else 0,
     )

@@ -17,7 +17,7 @@ from mlx_ring.engine.rows import (
     fork_operation,
     free_operation,
     open_operation,
-    park_operation,
+    retain_operation,
     snapshot_operations,
     trim_operation,
 )
@@ -32,7 +32,7 @@ _OFFERED_TOKENS = 256
 _NOTHING = Found(None, 0)
 
 
-class KvPlan:
+class KvManager:
     """The KV of one instance, as the ranks will have it once they have executed what was sent."""
 
     def __init__(self, ranks: Mapping[RankId, RankKv] | None, *, prefix_cache: bool) -> None:
@@ -275,7 +275,7 @@ class KvPlan:
             return
         if len(tokens) < sequence.scheduled:
             self._operations.append(trim_operation(sequence.id, len(tokens)))
-        self._operations.append(park_operation(sequence.id))
+        self._operations.append(retain_operation(sequence.id))
         self.budget.charge(sequence.id, len(tokens))
         for needless in self._cache.keep(sequence.id, tokens, sequence.reached):
             self.free(needless)

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.engine.chunk_size import Pacing
-from mlx_ring.engine.decode import DecodeGroups
-from mlx_ring.engine.in_flight import Flights
-from mlx_ring.engine.kv_manager import KvPlan
+from mlx_ring.engine.chunk_size import ChunkSizer
+from mlx_ring.engine.decode import MicroBatches
+from mlx_ring.engine.in_flight import StepsInFlight
+from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.rows import prefill_row
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2
 
 
-class PrefillLine:
+class PrefillQueue:
     """In order of arrival; but while a long prompt is at the head, every second chunk is for short ones.
 
     A prompt whose step failed goes alone, so that it takes no other down if it is to blame.
@@ -45,7 +45,7 @@ class PrefillLine:
     def remove(self, sequence: int) -> None:
         self._line.pop(sequence, None)
 
-    def in_turn(self, left: Callable[[Sequence], int], most: int) -> list[Sequence]:
+    def next_in_turn(self, left: Callable[[Sequence], int], most: int) -> list[Sequence]:
         """Who may go into the next chunk; the first of them has to. Short are those with no more than `most` tokens left."""
         first = next(iter(self._line.values()))
         short = [
@@ -65,7 +65,7 @@ _BURST_S = 0.25
 """Requests that come within this time of each other have come together."""
 
 
-class Prefilling(PrefillLine):
+class Prefilling(PrefillQueue):
     """The line of prompts, and the steps that read them."""
 
     def __init__(
@@ -73,18 +73,18 @@ class Prefilling(PrefillLine):
         policy: Policy,
         stages: int,
         *,
-        groups: DecodeGroups,
-        flights: Flights,
-        pacing: Pacing,
-        kv: KvPlan,
+        batches: MicroBatches,
+        in_flight: StepsInFlight,
+        sizer: ChunkSizer,
+        kv: KvManager,
         running: Mapping[int, Sequence],
     ) -> None:
         super().__init__()
         self._policy = policy
         self._stages = stages
-        self._groups = groups
-        self._flights = flights
-        self._pacing = pacing
+        self._batches = batches
+        self._in_flight = in_flight
+        self._sizer = sizer
         self._kv = kv
         self._running = running
         self.last_step = 0
@@ -97,18 +97,18 @@ class Prefilling(PrefillLine):
         remaining = max(map(self._left, self))
         prompt = max(sequence.scheduled - sequence.reused + self._left(sequence) for sequence in self)
         beside_decode = self._has_to_spare()
-        size = self._pacing.chunk(remaining, prompt, beside_decode=beside_decode)
+        size = self._sizer.chunk(remaining, prompt, beside_decode=beside_decode)
         if not size:
             return []
         chunks = self._fill(size, size if beside_decode else _PROMPTS_TOGETHER * size)
         tokens = sum(len(row.tokens.ids) for _, row in chunks)
-        self._pacing.sent(self._flights.sent + 1, tokens, beside_decode=beside_decode)
+        self._sizer.sent(self._in_flight.sent + 1, tokens, beside_decode=beside_decode)
         return chunks
 
     def _fill(self, size: int, room: int) -> list[tuple[Sequence, step_pb2.Row]]:
         """As much of the first in turn as a chunk of `size` holds, and of those after it who fit as a whole."""
         chunks: list[tuple[Sequence, step_pb2.Row]] = []
-        for sequence in self.in_turn(self._left, self._policy.prefill_chunk):
+        for sequence in self.next_in_turn(self._left, self._policy.prefill_chunk):
             most = min(size, room)
             if chunks and self._left(sequence) > most:
                 break
@@ -141,8 +141,8 @@ class Prefilling(PrefillLine):
         return any(
             (member.first_token_at is not None and member.first_token_at < came)
             or member.admitted_at > came + _BURST_S
-            for group in self._groups
-            for member in group.members.values()
+            for batch in self._batches
+            for member in batch.members.values()
         )
 
     def _may_go(self) -> bool:
@@ -155,9 +155,9 @@ class Prefilling(PrefillLine):
         is_full = max(left) > chunk or sum(left) >= _PROMPTS_TOGETHER * chunk
         has_begun = any(sequence.scheduled for sequence in self)
         can_wait = not is_full and not has_begun and not self._has_to_spare()
-        if self._flights.prefills > self._stages - can_wait:
+        if self._in_flight.prefills > self._stages - can_wait:
             return False
         return self.is_catching_up() or all(
-            group.last_step > self.last_step or not group.is_going(self._policy.steps_ahead)
-            for group in self._groups
+            batch.last_step > self.last_step or not batch.is_active(self._policy.steps_ahead)
+            for batch in self._batches
         )

@@ -89,14 +89,14 @@ class PromptLookup:
             count = 1
         return tuple(continuation[unknown : unknown + count])
 
-    def verified(self, proposed: int, accepted: int) -> None:
+    def record_verified(self, proposed: int, accepted: int) -> None:
         """Learn how many of the proposed tokens were right."""
         # The first wrong token ends the run: those after it were not tried.
         tried = min(proposed, accepted + 1)
         self._acceptance += _WEIGHT * (accepted / tried - self._acceptance)
         self._pause = _FIRST_PAUSE if accepted else min(_LONGEST_PAUSE, self._pause * 2)
 
-    def carried(self, step: DraftedStep, count: int) -> None:
+    def record_draft(self, step: DraftedStep, count: int) -> None:
         """So many of the proposed tokens go into `step`."""
         step.add(self._acceptance, count)
 

@@ -44,7 +44,7 @@ def trim_operation(sequence_id: int, length: int) -> step_pb2.CacheOperation:
     return step_pb2.CacheOperation(trim=step_pb2.Trim(sequence=sequence_id, length=length))
 
 
-def park_operation(sequence_id: int) -> step_pb2.CacheOperation:
+def retain_operation(sequence_id: int) -> step_pb2.CacheOperation:
     return step_pb2.CacheOperation(park=step_pb2.Park(sequence=sequence_id))
 
 
@@ -60,7 +60,7 @@ def snapshot_operations(source: int, snapshot: int, length: int) -> list[step_pb
     return [
         step_pb2.CacheOperation(open=opened),
         fork_operation(source, snapshot, length, take=False),
-        park_operation(snapshot),
+        retain_operation(snapshot),
     ]
 
 

@@ -1,17 +1,11 @@
-"""Which rows go into which step. Pure: values in, steps out; no I/O, no clock, no arrays.
+"""Admission and order of an instance's steps. Pure: values in, steps out; no I/O, no clock, no arrays.
 
-The engine calls `schedule` and sends what it gives, then `answer` with what comes back. The
-policy, in short:
+The engine calls `schedule` and sends the steps, then calls `on_answer` with each answer. The policy:
 
-- Decode goes first. Running sequences are kept in as many groups as there are stages; each group has
-  `steps_ahead` steps under way, so that no stage waits for the head. A row's input is then
-  the token that the row before it samples (`previous`).
-- Prefill fills the gaps: a chunk of one prompt, or several short prompts whole, in order of arrival. A
-  prompt's chunks follow each other through the pipeline, `stages + 1` of them at most; between two decode
-  steps of a group at most one goes out, of a size that keeps the promised inter-token latency.
-- Where a sequence's own text says what may come next, its row carries drafts to verify.
-- A sequence is admitted when its grammar is there, if it has one, and its KV fits. When KV runs out, the youngest is put back and computed again.
-- Operations ride on the next step; where none is under way that could call for one, they go alone.
+- Decode goes first (`decode.py`), prefill fills the gaps (`prefill.py`).
+- Requests are admitted first come, first served, as soon as their grammar is ready and their KV fits.
+- The newest sequence is preempted, and computed again later, when KV memory runs out.
+- KV operations travel with the next step, or alone when no step is in sent_step that could cause one.
 """
 
 from __future__ import annotations
@@ -23,14 +17,13 @@ from dataclasses import dataclass
 from mlx_ring.core.engine_stats import CacheStats, Policy, SchedulerStats, StepTotals
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.types import RankId, TokenLogprob
-from mlx_ring.engine.chunk_size import Pacing
-from mlx_ring.engine.decode import DecodeGroup, DecodeGroups
-from mlx_ring.engine.in_flight import Flight, Flights
+from mlx_ring.engine.chunk_size import ChunkSizer
+from mlx_ring.engine.decode import Decoding, MicroBatch
+from mlx_ring.engine.in_flight import SentStep, StepsInFlight
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.kv_manager import KvPlan
+from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.prefill import Prefilling
-from mlx_ring.engine.prompt_lookup import DraftedStep
-from mlx_ring.engine.rows import decode_row, read_result, samples_token
+from mlx_ring.engine.rows import read_result, samples_token
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.step_times import Predict, StepDeadlines, StepTimes, Unanswered
 from mlx_ring.rpc.failures import failure_to_error
@@ -68,22 +61,21 @@ class Scheduler:
         self._policy = policy
         self._waiting: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
-        self._groups = DecodeGroups(self._stages)
-        self._kv = KvPlan(kv, prefix_cache=policy.prefix_cache)
-        self._pacing = Pacing(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
-        self._flights = Flights(ranks, StepDeadlines(policy.step_deadline_s, predict))
+        self._kv = KvManager(kv, prefix_cache=policy.prefix_cache)
+        self._sizer = ChunkSizer(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
+        self._decoding = Decoding(policy, self._stages, sizer=self._sizer, kv=self._kv)
+        self._in_flight = StepsInFlight(ranks, StepDeadlines(policy.step_deadline_s, predict))
         self._prefilling = Prefilling(
             policy,
             self._stages,
-            groups=self._groups,
-            flights=self._flights,
-            pacing=self._pacing,
+            batches=self._decoding,
+            in_flight=self._in_flight,
+            sizer=self._sizer,
             kv=self._kv,
             running=self._running,
         )
         self._steps_failed = 0
         self._preemptions = 0
-        self._drafts = self._draft_tokens = self._accepted_tokens = 0
         self._most_running = policy.max_num_seqs
         """Fewer once ranks held too much with so many: until one of them ends, who was put back would be so again."""
         self._closing = False
@@ -163,7 +155,7 @@ class Scheduler:
             return False
         sequence.generation += 1
         self._prefilling.remove(sequence.id)
-        self._groups.remove(sequence.id)
+        self._decoding.remove(sequence.id)
         self._most_running = self._policy.max_num_seqs
         return True
 
@@ -187,62 +179,21 @@ class Scheduler:
             steps.append(step)
             while (step := self._decode_step(now)) is not None:
                 steps.append(step)
-        if self._kv.has_operations and (self._closing or self._flights.completed == self._flights.sent):
+        if self._kv.has_operations and (self._closing or self._in_flight.completed == self._in_flight.sent):
             steps.append(self._make_step([], [], None, now))
         return steps
 
     def _decode_step(self, now: float) -> step_pb2.Step | None:
-        """The next decode step of the group that has waited longest.
-
-        Groups take turns: two steps of one group in a row would leave all stages but one without work.
-        """
+        """Make the next decode step, unless prompts are about to be complete: then all of them decode at once."""
         if self._prefilling.is_catching_up():
             return None
-        going = [group for group in self._groups if group.is_going(self._policy.steps_ahead)]
-        for place, group in enumerate(going):
-            if group.in_flight >= self._policy.steps_ahead or (group.in_flight and place):
-                continue
-            ready = [member for member in group.members.values() if member.can_step(self._policy.steps_ahead)]
-            drafted = DraftedStep(len(ready), self._pacing.verifying_cost)
-            rows = [
-                (sequence, row)
-                for sequence in ready
-                if (row := self._decode_row(sequence, drafted)) is not None
-            ]
-            # Room for one may have been made by putting back another.
-            rows = [(sequence, row) for sequence, row in rows if sequence.id in self._groups]
-            if rows:
-                return self._send_decode(group, rows, now)
-        return None
-
-    def _decode_row(self, sequence: Sequence, step: DraftedStep) -> step_pb2.Row | None:
-        """A sequence's next row; None when there is no room for it now."""
-        if sequence.id not in self._groups or not self._make_room(sequence, sequence.scheduled + 1):
+        chosen = self._decoding.next_rows(self._make_room)
+        if chosen is None:
             return None
-        return decode_row(sequence, self._draft(sequence, step))
-
-    def _draft(self, sequence: Sequence, step: DraftedStep) -> tuple[int, ...]:
-        most = min(self._policy.draft_tokens, sequence.max_length - 2 - sequence.scheduled)
-        if most <= 0 or not self._kv.can_draft:
-            return ()
-        draft = sequence.lookup.propose(sequence.tokens, sequence.unanswered, most, step)
-        if not draft or not self._kv.may_draft(sequence, sequence.scheduled + 1 + len(draft)):
-            return ()
-        sequence.lookup.carried(step, len(draft))
-        return draft
-
-    def _send_decode(
-        self, group: DecodeGroup, rows: list[tuple[Sequence, step_pb2.Row]], now: float
-    ) -> step_pb2.Step:
-        for sequence, row in rows:
-            sequence.feed(1 + len(row.draft))
-            sequence.unanswered += 1
-            sequence.verifying = bool(row.draft)
-            self._drafts += bool(row.draft)
-            self._draft_tokens += len(row.draft)
-        step = self._make_step([sequence for sequence, _ in rows], [row for _, row in rows], group, now)
-        group.in_flight += 1
-        group.last_step = step.step
+        batch, rows = chosen
+        step = self._make_step([sequence for sequence, _ in rows], [row for _, row in rows], batch, now)
+        batch.in_flight += 1
+        batch.last_step = step.step
         return step
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
@@ -251,7 +202,7 @@ class Scheduler:
             if self._kv.budget.being_freed:
                 return False
             youngest = self._running[max(self._running)]
-            self._put_back(youngest)
+            self._preempt(youngest)
             self._preemptions += 1
             if youngest is sequence:
                 return False
@@ -264,11 +215,11 @@ class Scheduler:
         self._most_running = len(self._running) - 1
         return False
 
-    def _put_back(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """Free a running sequence's KV; it waits where it came in, and will be computed again."""
         del self._running[sequence.id]
         self._prefilling.remove(sequence.id)
-        self._groups.remove(sequence.id)
+        self._decoding.remove(sequence.id)
         self._kv.free(sequence.id)
         sequence.put_back()
         self._waiting[sequence.id] = sequence
@@ -303,12 +254,12 @@ class Scheduler:
             self._prefilling.remove(sequence.id)
             if sequence.wants_tokens:
                 sequence.unanswered += 1
-                self._groups.add(sequence)
+                self._decoding.add(sequence)
 
     def _make_step(
-        self, sequences: list[Sequence], rows: list[step_pb2.Row], group: DecodeGroup | None, now: float
+        self, sequences: list[Sequence], rows: list[step_pb2.Row], batch: MicroBatch | None, now: float
     ) -> step_pb2.Step:
-        number = self._flights.sent + 1
+        number = self._in_flight.sent + 1
         step = step_pb2.Step(
             instance=self._instance,
             epoch=self._epoch,
@@ -317,12 +268,12 @@ class Scheduler:
             rows=rows,
             hand_over_tokens=self._stages > 1 and any(map(samples_token, rows)),
         )
-        self._flights.send(step, sequences, group, now)
+        self._in_flight.send(step, sequences, batch, now)
         return step
 
     # ---- answers come back
 
-    def answer(self, done: step_pb2.StepDone, now: float) -> list[Advance]:
+    def on_answer(self, done: step_pb2.StepDone, now: float) -> list[Advance]:
         """Take one rank's answer to one step; tells what it means for which sequences.
 
         Raises:
@@ -330,51 +281,51 @@ class Scheduler:
         """
         if (done.instance, done.epoch) != (self._instance, self._epoch):
             return []
-        answered = self._flights.note(done, now)
-        flight = answered.flight
+        answered = self._in_flight.record_answer(done, now)
+        sent_step = answered.sent_step
         self._kv.budget.report(answered.rank, done.kv_bytes)
         advances: list[Advance] = []
         if done.HasField("failure"):
-            advances += self._fail_rows(flight, done.failure)
+            advances += self._fail_rows(sent_step, done.failure)
         else:
-            self._pacing.note(answered.timing, is_prefill=flight.is_prefill)
+            self._sizer.record(answered.timing, is_prefill=sent_step.is_prefill)
         if answered.rank == self._sampler:
-            if flight.group is not None:
-                flight.group.in_flight -= 1
-            advances += self._commit_rows(flight, done, now)
-        if self._flights.land():
-            self._kv.settle(self._flights.completed)
+            if sent_step.batch is not None:
+                sent_step.batch.in_flight -= 1
+            advances += self._commit_rows(sent_step, done, now)
+        if self._in_flight.discard_completed():
+            self._kv.settle(self._in_flight.completed)
         return advances
 
-    def _fail_rows(self, flight: Flight, failure: step_pb2.Failure) -> Iterator[Advance]:
+    def _fail_rows(self, sent_step: SentStep, failure: step_pb2.Failure) -> Iterator[Advance]:
         """The rows that are named end. Where none is, all are computed again, each alone; a third time they end.
 
         So are rows that a rank found out of step: what broke them is another row's failure, still on its way. A
         step that carries rows of a sequence that is gone since may fail for that alone, and is not counted.
         """
-        self._steps_failed += not flight.failed
-        flight.failed = True
-        is_stale = len(list(flight.current())) < len(flight.sequences)
+        self._steps_failed += not sent_step.failed
+        sent_step.failed = True
+        is_stale = len(list(sent_step.current())) < len(sent_step.sequences)
         again = not failure.sequences or failure.kind == ProtocolError.__name__
         for sequence in failure.sequences:
             if sequence in self._kv.held and sequence not in self._running:
                 # It has ended, and what was kept of it is gone or not what it was taken for.
                 self._kv.free(sequence)
-        for sequence, _ in list(flight.current()):
+        for sequence, _ in list(sent_step.current()):
             if sequence.id not in self._running or (
                 failure.sequences and sequence.id not in failure.sequences
             ):
                 continue
             if again and (is_stale or sequence.replays < _MOST_REPLAYS):
                 sequence.replays += not is_stale
-                self._put_back(sequence)
+                self._preempt(sequence)
                 continue
             self._fail(sequence)
             yield Advance(sequence, error=failure_to_error(failure))
 
-    def _commit_rows(self, flight: Flight, done: step_pb2.StepDone, now: float) -> Iterator[Advance]:
+    def _commit_rows(self, sent_step: SentStep, done: step_pb2.StepDone, now: float) -> Iterator[Advance]:
         results = {result.sequence: result for result in done.results}
-        for sequence, row in list(flight.current()):
+        for sequence, row in list(sent_step.current()):
             if sequence.id not in self._running:
                 continue
             try:
@@ -387,19 +338,9 @@ class Scheduler:
             if reading.hidden_sum is not None:
                 sequence.add_hidden(reading.hidden_sum)
             if row.draft:
-                self._take_back(sequence, row, len(reading.sampled))
+                self._decoding.rollback(sequence, row, len(reading.sampled))
             if samples_token(row) or row.start + len(row.tokens.ids) >= sequence.fill_to:
                 yield self._advance(sequence, reading.sampled, now)
-
-    def _take_back(self, sequence: Sequence, row: step_pb2.Row, sampled: int) -> None:
-        """After drafts were verified: cut the KV to what they leave."""
-        sequence.verifying = False
-        sequence.lookup.verified(len(row.draft), sampled - 1)
-        self._accepted_tokens += sampled - 1
-        length = row.start + sampled
-        if length < sequence.scheduled:
-            sequence.scheduled = length
-            self._kv.trim(sequence, length)
 
     def _advance(self, sequence: Sequence, sampled: tuple[TokenLogprob, ...], now: float) -> Advance:
         sequence.unanswered -= bool(sampled)
@@ -410,17 +351,17 @@ class Scheduler:
 
     # ---- how it stands
 
-    def heed(self, rank: RankId, begun: int, now: float) -> None:
+    def record_started(self, rank: RankId, begun: int, now: float) -> None:
         """A rank is known, from elsewhere, to have taken in a step."""
-        self._flights.heed(rank, begun, now)
+        self._in_flight.record_started(rank, begun, now)
 
     def oldest_unanswered(self, now: float) -> Unanswered | None:
         """The rank that everybody waits for; None when nobody owes an answer."""
-        return self._flights.oldest_unanswered(now)
+        return self._in_flight.oldest_unanswered(now)
 
     def step_times(self) -> StepTimes:
         """What the last steps took."""
-        return self._flights.window.read()
+        return self._in_flight.window.read()
 
     def cache_stats(self) -> CacheStats:
         return self._kv.stats()
@@ -429,13 +370,13 @@ class Scheduler:
         """What was done since `began`."""
         cache = self._kv.stats()
         return StepTotals(
-            ranks=self._flights.totals(now, began),
-            read_tokens=self._flights.read_tokens,
+            ranks=self._in_flight.totals(now, began),
+            read_tokens=self._in_flight.read_tokens,
             steps_failed=self._steps_failed,
             preemptions=self._preemptions,
-            drafts=self._drafts,
-            draft_tokens=self._draft_tokens,
-            accepted_tokens=self._accepted_tokens,
+            drafts=self._decoding.drafts,
+            draft_tokens=self._decoding.draft_tokens,
+            accepted_tokens=self._decoding.accepted_tokens,
             cache_query_tokens=cache.query_tokens,
             cache_hit_tokens=cache.hit_tokens,
             cache_evictions=cache.evictions,
@@ -446,12 +387,12 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._waiting),
             sequences_held=self._kv.sequences_held,
-            kv_bytes=self._flights.kv_bytes,
-            steps_sent=self._flights.sent,
-            steps_completed=self._flights.completed,
+            kv_bytes=self._in_flight.kv_bytes,
+            steps_sent=self._in_flight.sent,
+            steps_completed=self._in_flight.completed,
             steps_failed=self._steps_failed,
-            recent=self._flights.recent,
+            recent=self._in_flight.recent,
             num_preemptions=self._preemptions,
-            draft_tokens=self._draft_tokens,
-            accepted_tokens=self._accepted_tokens,
+            draft_tokens=self._decoding.draft_tokens,
+            accepted_tokens=self._decoding.accepted_tokens,
         )

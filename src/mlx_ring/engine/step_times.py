@@ -82,7 +82,7 @@ class StepWindow:
         self._decode: dict[int, deque[StepTiming]] = defaultdict(_window)
         self._chunks: dict[int, deque[StepTiming]] = defaultdict(_window)
 
-    def note(self, timing: StepTiming) -> None:
+    def record(self, timing: StepTiming) -> None:
         """Take in a step that was done without a failure."""
         stage, rank = timing.rank
         if rank or not timing.rows:
@@ -197,7 +197,7 @@ class StepDeadlines:
         self._seconds: dict[tuple[int, bool], float] = {}
         """By stage and kind: of a decode step, of a token of a chunk."""
 
-    def note(self, timing: StepTiming) -> None:
+    def record(self, timing: StepTiming) -> None:
         """Learn from one rank's answer."""
         if not timing.tokens:
             return

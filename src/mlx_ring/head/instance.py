@@ -276,7 +276,7 @@ class Instance:
             error = WorkerStuck(f"{told} has not answered for {state.silent_s:.0f} s; it is stuck.")
             self.lose(error.blamed_on(site.node))
         elif self._engine is not None:
-            self._engine.heed(RankId(state.stage, state.rank), state.status.last_step)
+            self._engine.record_started(RankId(state.stage, state.rank), state.status.last_step)
 
     async def _find_stuck(self, engine: Engine) -> None:
         """Look now and then whether a rank owes an answer for too long, though it says that it lives."""
