@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
-from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, SamplingDefaults, State, WorkerInfo
+from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, State, WorkerInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
-from mlx_ring.core.types import LayerRange
+from mlx_ring.core.types import DEFAULT_SAMPLING, LayerRange
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
@@ -194,7 +194,7 @@ class TwinService:
         self.is_loaded = True
         self.context_length = context
         self.tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
-        self.default_sampling = SamplingDefaults()
+        self.default_sampling = DEFAULT_SAMPLING
         self.pooling = Pooling(why="a test says so")
         self.metadata: dict[str, object] = {"architecture": "twin"}
         self.error: RingError | None = None

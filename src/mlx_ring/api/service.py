@@ -10,7 +10,7 @@ from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.core.engine_stats import EngineStats, Meter, OpenRequest, Policy, StepTotals
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
-from mlx_ring.core.types import LayerRange
+from mlx_ring.core.types import LayerRange, Sampling
 from mlx_ring.models.pooling import Pooling
 
 
@@ -111,17 +111,6 @@ class ServingEngine(Answering, Protocol):
     def policy(self) -> Policy:
         """How steps are made."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """Of requests that do not say: OpenAI's, or those of the model's `generation_config.json`."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +252,7 @@ class ModelService(Protocol):
         ...
 
     @property
-    def default_sampling(self) -> SamplingDefaults: ...
+    def default_sampling(self) -> Sampling: ...
     @property
     def pooling(self) -> Pooling:
         """How embeddings are made of hidden states."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple, get_args
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -62,25 +62,48 @@ class Grammar:
     """What the request calls that which it comes from, for errors."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one sequence's tokens are drawn. A pure function of these, the seed and the position."""
+_ADVISED = {"advised": True}
+"""Mark of a parameter that a model's makers may advise in their `generation_config.json`."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Parameters that workers draw a sequence's tokens by. The message `Sampling` has the same fields.
+
+    A request field of the same name sets each of them; see `api/openai/sampling.py`.
+    """
+
+    temperature: float = field(default=0.0, metadata=_ADVISED)
+    top_p: float = field(default=1.0, metadata=_ADVISED)
+    top_k: int = field(default=0, metadata=_ADVISED)
     """0: off."""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    min_p: float = field(default=0.0, metadata=_ADVISED)
+    repetition_penalty: float = field(default=1.0, metadata=_ADVISED)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
+    """Pairs of a token and what is added to its logit."""
     logprobs: bool = False
     top_logprobs: int = 0
+    min_tokens: int = 0
+
+
+ADVISED_SAMPLING = tuple(each.name for each in fields(Sampling) if "advised" in each.metadata)
+"""Names of the parameters that a model's makers may advise."""
+DEFAULT_SAMPLING = Sampling(temperature=1.0)
+"""Defaults of requests to a model whose makers advise nothing; OpenAI's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(Sampling):
+    """All that says how one sequence's tokens are drawn and where they end.
+
+    Tokens are a pure function of these and of their position.
+    """
+
+    seed: int = 0
     max_tokens: int | None = None
     """None: to the end of the context."""
-    min_tokens: int = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

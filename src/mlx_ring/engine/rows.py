@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from mlx_ring.core.types import TokenLogprob
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2, tensor_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
+from mlx_ring.rpc.sampling import encode_sampling
 
 _NEXT_TOKEN = Want(where=Want.LAST, what=Want.TOKEN)
 _EVERY_TOKEN = Want(where=Want.ALL, what=Want.TOKEN)
@@ -177,19 +179,8 @@ def _pooled_wants(sequence: Sequence, start: int, end: int) -> Iterator[Want]:
 
 def _sampling(sequence: Sequence) -> step_pb2.Sampling:
     sampling = sequence.request.sampling
-    return step_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=min(sampling.top_k, _MOST_CANDIDATES),
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        logprobs=sampling.logprobs,
-        top_logprobs=sampling.top_logprobs,
-        min_tokens=sequence.least_answer,
-    )
+    top_k = min(sampling.top_k, _MOST_CANDIDATES)
+    return encode_sampling(replace(sampling, top_k=top_k, min_tokens=sequence.least_answer))
 
 
 def _token_logprob(given: step_pb2.TokenLogprobs) -> TokenLogprob:

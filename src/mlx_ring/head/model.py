@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mlx_ring.api.service import InstanceInfo, SamplingDefaults, State
+from mlx_ring.api.service import InstanceInfo, State
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.core.types import ADVISED_SAMPLING, DEFAULT_SAMPLING, Sampling
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
 from mlx_ring.engine.router import Router
 from mlx_ring.head.instance_view import LOADING, InstanceService
@@ -22,23 +24,17 @@ from mlx_ring.models.pooling import Pooling, read_pooling
 from mlx_ring.settings.config import Settings
 
 
-def sampling_defaults(config: Mapping[str, Any]) -> SamplingDefaults:
-    """What the model's makers advise, where their file gives numbers."""
-    fallback = SamplingDefaults()
-
-    def number(name: str, otherwise: float) -> float:
+def sampling_defaults(config: Mapping[str, Any]) -> Sampling:
+    """Return the parameters that the model's makers advise, and the defaults where their file gives no number."""
+    advised: dict[str, Any] = {}
+    for name in ADVISED_SAMPLING:
         value: object = config.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return otherwise
-        return float(value) if value >= 0 else otherwise
-
-    return SamplingDefaults(
-        temperature=0.0 if config.get("do_sample") is False else number("temperature", fallback.temperature),
-        top_p=number("top_p", fallback.top_p),
-        top_k=int(number("top_k", fallback.top_k)),
-        min_p=number("min_p", fallback.min_p),
-        repetition_penalty=number("repetition_penalty", fallback.repetition_penalty),
-    )
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+            kind: type[float] = type(getattr(DEFAULT_SAMPLING, name))
+            advised[name] = kind(value)
+    if config.get("do_sample") is False:
+        advised["temperature"] = 0.0
+    return replace(DEFAULT_SAMPLING, **advised)
 
 
 Ready = Callable[[ServedModel, InstanceInfo, float], None]
@@ -74,7 +70,7 @@ class HostedModel:
         self.last_asked = time.monotonic()
         """When a request came, by the monotonic clock."""
         self.created = int(time.time())
-        self.default_sampling: SamplingDefaults = sampling_defaults(served.folder.generation_config)
+        self.default_sampling: Sampling = sampling_defaults(served.folder.generation_config)
         self.pooling: Pooling = read_pooling(served.folder.path, settings.pooling)
         self._metadata = describe_model(served.folder)
         self._tasks: list[asyncio.Task[None]] = []

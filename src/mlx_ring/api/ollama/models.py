@@ -12,13 +12,14 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.context import ApiContext, workers_of_model
 from mlx_ring.api.ollama import writer as about
-from mlx_ring.api.ollama.request import find_model
+from mlx_ring.api.ollama.request import OPTION_NAMES, find_model
 from mlx_ring.api.ollama.writer import LineWriter
 from mlx_ring.api.openai.models import capabilities
 from mlx_ring.api.openapi import documented, told
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError, UnknownModel
+from mlx_ring.core.types import ADVISED_SAMPLING
 
 _API_VERSION = "0.12.11"
 """The version of Ollama whose API this is: clients ask whether it is new enough for them."""
@@ -143,13 +144,8 @@ def _shown(context: ApiContext, model: ModelService) -> Json:
 
 def _parameters(model: ModelService) -> str:
     """What requests that say nothing get, a line each."""
-    default = model.default_sampling
     values = {
-        "temperature": default.temperature,
-        "top_p": default.top_p,
-        "top_k": default.top_k,
-        "min_p": default.min_p,
-        "repeat_penalty": default.repetition_penalty,
+        OPTION_NAMES.get(name, name): getattr(model.default_sampling, name) for name in ADVISED_SAMPLING
     }
     return "\n".join(f"{name:<30} {value:g}" for name, value in values.items())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
@@ -21,9 +21,8 @@ from mlx_ring.api.chat.request import AnswerFormat, Tool
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openai.sampling import (
     Count,
-    Penalty,
+    DrawFields,
     SamplingFields,
-    Share,
     StopString,
     one_or_many,
     sampling_params,
@@ -170,6 +169,8 @@ def goes_at_once(keep_alive: KeepAlive | None) -> bool:
 
 _MOST_STOPS = 64
 _ANY_SEED = -1
+OPTION_NAMES = {"repetition_penalty": "repeat_penalty"}
+"""Ollama's names of the sampling parameters that it calls something else."""
 
 Stops = Annotated[
     Annotated[StopString, Tag("one")]
@@ -191,23 +192,17 @@ def _off(value: float) -> float:
     return value
 
 
-class Options(Body):
+class Options(DrawFields):
+    """Ollama's options. A `seed` of -1 draws another one each time."""
+
     num_predict: Annotated[int, Field(ge=-2)] | None = None
     """Most tokens of the answer; 0 and less: to the end of the context."""
     num_ctx: Count | None = None
     """The model's own context holds; one that is longer is refused."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    """-1: another one each time."""
     stop: Stops | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
     """0: no repeat penalty. It is over all tokens otherwise (-1), however many are asked for."""
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     typical_p: Annotated[float, AfterValidator(_off)] | None = None
     tfs_z: Annotated[float, AfterValidator(_off)] | None = None
     mirostat: Annotated[None, Refused("tokens are not drawn that way here; leave it out.", (0,))] = None
@@ -279,15 +274,10 @@ def read_sampling(
     if fields.top_logprobs is not None and not fields.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     check_context(given, service)
+    values: dict[str, Any] = {name: getattr(given, name) for name in DrawFields.model_fields}
+    values["seed"] = None if given.seed == _ANY_SEED else given.seed
     drawing = SamplingFields(
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        min_p=given.min_p,
-        seed=None if given.seed == _ANY_SEED else given.seed,
-        repetition_penalty=1.0 if given.repeat_last_n == 0 else given.repeat_penalty,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
+        **values, repetition_penalty=1.0 if given.repeat_last_n == 0 else given.repeat_penalty
     )
     params = sampling_params(
         drawing,

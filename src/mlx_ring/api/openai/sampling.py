@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
@@ -16,7 +17,7 @@ from mlx_ring.api.chat.request import AnswerFormat
 from mlx_ring.api.request_body import Body, Refused
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
-from mlx_ring.core.types import SamplingParams
+from mlx_ring.core.types import Sampling, SamplingParams
 
 _LEAST_TOP_P = 1e-6
 """What 0 means: the most likely token alone. The engine's own 0 is "off"."""
@@ -54,18 +55,24 @@ class StreamOptions(Body):
     include_obfuscation: Obfuscated = None
 
 
-class SamplingFields(Body):
-    """What every endpoint that answers with text takes."""
+class DrawFields(Body):
+    """Sampling parameters that have the same names in every dialect."""
 
-    model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     """-1 and 0: off."""
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+
+
+class SamplingFields(DrawFields):
+    """Fields of every endpoint that answers with text; those of `Sampling` have its names."""
+
+    model: str | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: (
         Annotated[
             dict[str, float],
@@ -83,10 +90,14 @@ class SamplingFields(Body):
         | None
     ) = None
     """By token id: -100 to 100."""
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: Stop | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+_NAMES = tuple(
+    name for each in dataclass_fields(Sampling) if (name := each.name) in SamplingFields.model_fields
+)
 
 
 class AnswerFields(SamplingFields):
@@ -109,26 +120,25 @@ def check_stream_options(fields: AnswerFields) -> None:
 def sampling_params(
     fields: SamplingFields, service: ModelService, *, max_tokens: int | None, top_logprobs: int | None
 ) -> SamplingParams:
-    """The engine's parameters; what the request leaves open is the model's default.
+    """Return the engine's parameters; what the request leaves open is the model's default.
 
     Args:
+        fields: the request.
+        service: the model.
         max_tokens: None: to the end of the context.
-        top_logprobs: None: no log-probabilities; else how many alternatives beside each token's own.
+        top_logprobs: None: no log-probabilities; else the number of alternatives beside each token's own.
     """
-    default = service.default_sampling
     min_tokens = fields.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(
             f"'min_tokens' is {min_tokens}, above the limit of {max_tokens} tokens.", param="min_tokens"
         )
-    return SamplingParams(
-        temperature=_given(fields.temperature, default.temperature),
-        top_p=max(_given(fields.top_p, default.top_p), _LEAST_TOP_P),
-        top_k=_top_k(_given(fields.top_k, default.top_k), service.vocab_size),
-        min_p=_given(fields.min_p, default.min_p),
-        repetition_penalty=_given(fields.repetition_penalty, default.repetition_penalty),
-        presence_penalty=fields.presence_penalty or 0.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
+    values = {name: _given(fields, name, service.default_sampling) for name in _NAMES}
+    params = SamplingParams(**values)
+    return replace(
+        params,
+        top_p=max(params.top_p, _LEAST_TOP_P),
+        top_k=_top_k(params.top_k, service.vocab_size),
         logit_bias=_logit_bias(fields.logit_bias or {}, service.vocab_size),
         seed=secrets.randbits(63) if fields.seed is None else fields.seed,
         logprobs=top_logprobs is not None,
@@ -153,13 +163,14 @@ def finish_reason(reason: str | None) -> Literal["stop", "length"] | None:
     return None if reason is None else "length" if reason == "length" else "stop"
 
 
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _given(fields: SamplingFields, name: str, default: Sampling) -> Any:
+    value: object = getattr(fields, name)
+    return getattr(default, name) if value is None else value
 
 
-def _top_k(value: float, vocab_size: int) -> int:
-    """As many as there are, or more, filters nothing."""
-    return 0 if value < 0 or value >= vocab_size else int(value)
+def _top_k(value: int, vocab_size: int) -> int:
+    """Return 0 for a number that filters nothing: one that is negative, or no less than the vocabulary."""
+    return 0 if value < 0 or value >= vocab_size else value
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

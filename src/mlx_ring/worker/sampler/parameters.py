@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from mlx_ring.core.errors import RequestError
+from mlx_ring.core.types import Sampling
+from mlx_ring.rpc.sampling import decode_sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,32 +23,12 @@ _GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
-    """`step_pb2.Sampling` with every "off" in one form: 0 for `top_k` and `min_p`, 1 for the ratios."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
+class Parameters(Sampling):
+    """Sampling parameters of one sequence, and what follows from them."""
 
     @classmethod
     def from_message(cls, message: step_pb2.Sampling) -> Parameters:
-        return cls(
-            temperature=message.temperature,
-            top_p=message.top_p or 1.0,
-            top_k=message.top_k,
-            min_p=message.min_p,
-            repetition_penalty=message.repetition_penalty or 1.0,
-            presence_penalty=message.presence_penalty,
-            frequency_penalty=message.frequency_penalty,
-            logit_bias=tuple(sorted(message.logit_bias.items())),
-            min_tokens=message.min_tokens,
-        )
+        return decode_sampling(message, cls)
 
     @property
     def greedy(self) -> bool:
@@ -67,20 +49,15 @@ class Parameters:
                 )
             if math.isnan(bias):
                 raise RequestError(f"logit_bias of token {token} is not a number.", param="logit_bias")
-        for name, value in (
-            ("temperature", self.temperature),
-            ("top_p", self.top_p),
-            ("min_p", self.min_p),
-            ("presence_penalty", self.presence_penalty),
-            ("frequency_penalty", self.frequency_penalty),
-        ):
-            if not math.isfinite(value):
-                raise RequestError(f"{name} is {value}; give a finite number.", param=name)
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise RequestError(
                 f"repetition_penalty is {self.repetition_penalty}; give a number above 0.",
                 param="repetition_penalty",
             )
+        for field in fields(self):
+            value: object = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise RequestError(f"{field.name} is {value}; give a finite number.", param=field.name)
 
 
 @dataclass(frozen=True, slots=True)
