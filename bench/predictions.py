@@ -29,10 +29,11 @@ from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.planner.measured import measured_node
 from mlx_ring.planner.model_sizes import profile_folder
-from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import LOCAL, ClusterProfile, ModelProfile
-from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.rpc.link_profile import LOCAL
 
 SHAPE = Shape(
     layers=12, hidden=768, intermediate=2304, heads=12, kv_heads=6, vocabulary=32_768, dtype="float32"
@@ -83,8 +84,8 @@ def profile_machine(core: int | None) -> MachineProfile:
 def predict(model: ModelProfile, profile: MachineProfile, cut: Sequence[int], context: int) -> Plan:
     """Plan this split with one machine per stage; a stream's context is half full."""
     nodes = tuple(measured_node(profile, f"stage {stage}") for stage in range(len(cut)))
-    wish = Wish(Demand(2 * context, 1), strategy="custom", counts=tuple(cut))
-    return place(model, ClusterProfile(nodes, usual_link=LOCAL), wish)
+    request = PlanRequest(Demand(2 * context, 1), strategy="custom", counts=tuple(cut))
+    return place(model, ClusterProfile(nodes, usual_link=LOCAL), request)
 
 
 def measure(

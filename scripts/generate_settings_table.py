@@ -1,4 +1,4 @@
-"""Write the table of settings in docs/configuration.md from the settings model, or check it with `--check`."""
+"""Write the tables of settings and of strategies in the documentation from the code, or check them with `--check`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from mlx_ring.settings.config import ENVIRONMENT_PREFIX, Settings, flag_name
 from mlx_ring.settings.settings_sources import allowed_values
+from mlx_ring.settings.strategies import STRATEGIES
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def settings_table() -> str:
@@ -23,17 +23,30 @@ def settings_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def strategies_table() -> str:
+    """Return a table with one row per strategy of the planner."""
+    rows = ["| strategy | placement |", "| --- | --- |"]
+    rows += [f"| `{name}` | {info.help[0].upper()}{info.help[1:]} |" for name, info in STRATEGIES.items()]
+    return "\n".join(rows) + "\n"
+
+
+TABLES = (("configuration.md", "settings", settings_table), ("planning.md", "strategies", strategies_table))
+"""Page, name of the table within it, and what writes it."""
+
+
 def main() -> None:
-    """Write or check the table."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    fresh = before + BEGIN + settings_table() + END + after
-    if sys.argv[1:] == ["--check"]:
-        if fresh != text:
-            sys.exit(f"The table in {PAGE.name} is out of date. Run `make docs`.")
-        return
-    PAGE.write_text(fresh, encoding="utf-8")
+    """Write or check the tables."""
+    for page, name, write in TABLES:
+        path = DOCS / page
+        text = path.read_text(encoding="utf-8")
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        fresh = before + begin + write() + end + after
+        if sys.argv[1:] != ["--check"]:
+            path.write_text(fresh, encoding="utf-8")
+        elif fresh != text:
+            sys.exit(f"The table in {page} is out of date. Run `make docs`.")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_ring.agent.trust import Trust, check_hosts, check_ways, trusted_devices
+from mlx_ring.agent.trust import check_hosts, check_ways, trusted_devices
 from mlx_ring.core.errors import PlanError
+from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.rpc.protos import worker_pb2
 
 NOWHERE = "198.51.100.7"

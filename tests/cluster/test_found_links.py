@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from mlx_ring.cluster.link_survey import FoundLink, as_they_are, hops_told, link_profiles, rounds
-from mlx_ring.planner.profiles import FRAMES_S, UNREACHABLE, LinkProfile
+from mlx_ring.rpc.link_profile import FRAMES_S, UNREACHABLE, LinkProfile
 
 
 @pytest.mark.parametrize("count", range(9))

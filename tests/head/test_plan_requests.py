@@ -7,14 +7,13 @@ import pytest
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.head.plan_requests import proportional_stages, wished
-from mlx_ring.planner.place import Wish
 from mlx_ring.planner.profiles import NodeProfile
-from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import load_settings
 
 DEMAND = Demand(1024, 1, 16)
-CUSTOM = Wish(DEMAND, strategy="custom")
+CUSTOM = PlanRequest(DEMAND, strategy="custom")
 
 
 def nodes(*names: str) -> list[NodeProfile]:
@@ -26,26 +25,26 @@ def custom(proportions: str, count: int) -> Settings:
 
 
 def test_shares_without_names_go_by_the_machines_order() -> None:
-    order, wish = wished(custom("0.7,0.3", 2), CUSTOM, nodes("a-1", "b-2"))
+    order, request = wished(custom("0.7,0.3", 2), CUSTOM, nodes("a-1", "b-2"))
     assert [node.name for node in order] == ["a-1", "b-2"]
-    assert (wish.strategy, wish.proportions) == ("custom", (0.7, 0.3))
+    assert (request.strategy, request.proportions) == ("custom", (0.7, 0.3))
 
 
 def test_shares_with_names_put_the_machines_in_their_order() -> None:
-    order, wish = wished(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1", "b-2"))
+    order, request = wished(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1", "b-2"))
     assert [node.name for node in order] == ["b-2", "a-1"]
-    assert wish.proportions == (0.7, 0.3)
+    assert request.proportions == (0.7, 0.3)
 
 
 def test_of_machines_that_are_left_named_shares_hold() -> None:
-    order, wish = wished(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1"))
+    order, request = wished(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1"))
     assert [node.name for node in order] == ["a-1"]
-    assert wish.proportions == (0.3,)
+    assert request.proportions == (0.3,)
 
 
 def test_of_machines_that_are_left_shares_without_names_do_not_hold(caplog: pytest.LogCaptureFixture) -> None:
-    _, wish = wished(custom("0.7,0.3", 2), CUSTOM, nodes("a-1"))
-    assert wish.strategy == "auto"
+    _, request = wished(custom("0.7,0.3", 2), CUSTOM, nodes("a-1"))
+    assert request.strategy == "auto"
     assert "proportions were given for 2 machines, and 1 are there" in caplog.text
 
 
@@ -63,9 +62,9 @@ def test_shares_that_name_other_machines_are_refused() -> None:
 
 
 def test_another_strategy_is_passed_on() -> None:
-    assert wished(load_settings({"strategy": "memory"}), Wish(DEMAND, strategy="memory"), nodes("a"))[
+    assert wished(load_settings({"strategy": "memory"}), PlanRequest(DEMAND, strategy="memory"), nodes("a"))[
         1
-    ] == Wish(DEMAND, strategy="memory")
+    ] == PlanRequest(DEMAND, strategy="memory")
 
 
 def test_one_machine_cuts_its_stages_by_proportions() -> None:

@@ -13,7 +13,7 @@ from mlx_ring.cluster.placement import Cut, even_split
 from mlx_ring.core.errors import PlanError
 from mlx_ring.head.rank_places import Stage, share_stages, with_trust
 from mlx_ring.host.trusted_interfaces import TrustedInterface
-from mlx_ring.planner.profiles import UNREACHABLE, LinkProfile
+from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
 LAYERS = 28
 

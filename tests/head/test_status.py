@@ -17,8 +17,8 @@ from mlx_ring.engine.step_times import StepTimes, StepWindow
 from mlx_ring.head.loading_progress import LoadingProgress
 from mlx_ring.head.status import InstanceView, Standing, instance_status, node_statuses
 from mlx_ring.planner.forecast import Forecast
-from mlx_ring.planner.place import Wish, place
-from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.planner.place import place
+from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 DEMAND = Demand(context_tokens=4096, sequences=1)
@@ -73,7 +73,7 @@ def view(**changes: object) -> InstanceView:
         layers=28,
         ranges=RANGES,
         nodes=(("a",), ("b",)),
-        plan=place(model_of(28), cluster, Wish(DEMAND, strategy="uniform")),
+        plan=place(model_of(28), cluster, PlanRequest(DEMAND, strategy="uniform")),
         forecast=Forecast(model_of(28), DEMAND, cluster, list(zip(NODES, RANGES, strict=True))),
         workers=(worker(0, "a"), worker(1, "b")),
         loading=LoadingProgress(),

@@ -7,13 +7,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from mlx_ring.models.tensor_shares import TensorSizes
-from mlx_ring.planner.profiles import (
-    ClusterProfile,
-    LayerProfile,
-    LinkProfile,
-    ModelProfile,
-    NodeProfile,
-)
+from mlx_ring.planner.profiles import ClusterProfile, LayerProfile, ModelProfile, NodeProfile
+from mlx_ring.rpc.link_profile import LinkProfile
 
 GB = 10**9
 

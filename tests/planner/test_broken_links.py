@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from tests.planner.clusters import NODES, cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.place import Wish, place
-from mlx_ring.planner.plan import AIMS, Aim, Plan
-from mlx_ring.planner.profiles import UNREACHABLE, ClusterProfile, LinkProfile, NodeProfile
+from mlx_ring.planner.place import place
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.planner.replicas import place_replicas
-from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest
+from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
 SMALL = Demand(context_tokens=1024, sequences=1)
-AUTO = Wish(SMALL)
+AUTO = PlanRequest(SMALL)
 QUICK = LinkProfile(0.1e-3, 1.2e9)
 
 
@@ -48,7 +49,7 @@ def test_where_only_machines_that_do_not_reach_each_other_have_room_the_error_na
 def test_a_fixed_order_over_a_broken_link_is_refused_by_name() -> None:
     cluster = broken(cluster_of(node_of("a"), node_of("b"), node_of("c")), ("b", "c"))
     with pytest.raises(PlanError, match="strategy uniform b would hand over to c"):
-        place(model_of(28), cluster, Wish(SMALL, strategy="uniform"))
+        place(model_of(28), cluster, PlanRequest(SMALL, strategy="uniform"))
 
 
 def test_a_slow_link_is_gone_around() -> None:
@@ -59,20 +60,22 @@ def test_a_slow_link_is_gone_around() -> None:
 
 
 def test_replicas_are_put_on_machines_that_reach_each_other() -> None:
-    wish = Wish(Demand(context_tokens=1024, sequences=4), aim="throughput")
+    request = PlanRequest(Demand(context_tokens=1024, sequences=4), objective="throughput")
     cluster = broken(cluster_of(*(node_of(name, 2) for name in "abcd"), link=QUICK), ("a", "b"))
-    plans = place_replicas(model_of(28), cluster, wish, 2)
+    plans = place_replicas(model_of(28), cluster, request, 2)
     assert [len(plan.stages) for plan in plans] == [2, 2]
     assert not any(frozenset("ab") in neighbours(plan) for plan in plans)
 
 
-@given(nodes=NODES, data=st.data(), aim=st.sampled_from(AIMS))
-def test_no_plan_by_auto_uses_a_broken_link(nodes: list[NodeProfile], data: st.DataObject, aim: Aim) -> None:
+@given(nodes=NODES, data=st.data(), objective=st.sampled_from(OBJECTIVES))
+def test_no_plan_by_auto_uses_a_broken_link(
+    nodes: list[NodeProfile], data: st.DataObject, objective: Objective
+) -> None:
     names = [node.name for node in nodes]
     pairs = data.draw(st.lists(st.tuples(st.sampled_from(names), st.sampled_from(names)), max_size=4))
     cluster = broken(cluster_of(*nodes), *((one, other) for one, other in pairs if one != other))
     try:
-        plan = place(model_of(12), cluster, Wish(SMALL, aim=aim))
+        plan = place(model_of(12), cluster, PlanRequest(SMALL, objective=objective))
     except PlanError:
         return
     assert not any(cluster.links.get(pair) == UNREACHABLE for pair in neighbours(plan))

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from tests.planner.clusters import cluster_of, node_of, trusting
 
-from mlx_ring.planner.profiles import LOCAL, UNREACHABLE, ClusterProfile, LinkProfile
+from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.rank_costs import Rings
+from mlx_ring.rpc.link_profile import LOCAL, UNREACHABLE, LinkProfile
 
 QUICK, SLOW = LinkProfile(50e-6, 5e9), LinkProfile(2e-3, 1e8)
 NAMES = "abcd"

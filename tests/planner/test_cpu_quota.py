@@ -13,9 +13,9 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.cpu_quota import ProcessorGrant, lone_stream
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.measured import measured_node
-from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import NodeProfile
-from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.planner.request import Demand, PlanRequest
 
 GRANTS = st.builds(ProcessorGrant, st.floats(0.05, 0.95), st.sampled_from([0.01, 0.1]))
 MOMENTS = 8
@@ -82,7 +82,7 @@ def granted(name: str, share: float, period_s: float = 0.1) -> NodeProfile:
 def test_forecast_and_plan_agree_about_machines_with_a_share() -> None:
     nodes = [granted("a", 0.6), granted("b", 0.2)]
     demand = Demand(4096, 1)
-    plan = place(model_of(28), cluster_of(*nodes), Wish(demand, strategy="uniform"))
+    plan = place(model_of(28), cluster_of(*nodes), PlanRequest(demand, strategy="uniform"))
     ranges = [LayerRange(0, 14), LayerRange(14, 28)]
     forecast = Forecast(model_of(28), demand, cluster_of(*nodes), list(zip(nodes, ranges, strict=True)))
     assert forecast.token_s(2048) == pytest.approx(plan.prediction.token_s)
@@ -92,8 +92,8 @@ def test_forecast_and_plan_agree_about_machines_with_a_share() -> None:
 
 
 def test_alone_a_machine_with_a_share_takes_all_of_its_time() -> None:
-    whole = place(model_of(28), cluster_of(node_of("a", gb_s=100)), Wish(Demand(4096, 1)))
-    part = place(model_of(28), cluster_of(granted("a", 0.5)), Wish(Demand(4096, 1)))
+    whole = place(model_of(28), cluster_of(node_of("a", gb_s=100)), PlanRequest(Demand(4096, 1)))
+    part = place(model_of(28), cluster_of(granted("a", 0.5)), PlanRequest(Demand(4096, 1)))
     assert part.prediction.token_s == pytest.approx(2 * whole.prediction.token_s)
 
 

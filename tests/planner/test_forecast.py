@@ -12,9 +12,9 @@ from tests.planner.clusters import cluster_of, model_of, node_of, shared_model
 
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.forecast import Forecast
-from mlx_ring.planner.place import Wish, place
-from mlx_ring.planner.profiles import LOCAL, LinkProfile
-from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.planner.place import place
+from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.rpc.link_profile import LOCAL, LinkProfile
 
 DEMAND = Demand(context_tokens=4096, sequences=2)
 
@@ -28,7 +28,7 @@ def forecast_of(*counts: int) -> Forecast:
 
 def test_it_expects_what_the_plan_did() -> None:
     nodes = [node_of("a", gb_s=100), node_of("b", gb_s=200)]
-    plan = place(model_of(28), cluster_of(*nodes), Wish(DEMAND, strategy="uniform"))
+    plan = place(model_of(28), cluster_of(*nodes), PlanRequest(DEMAND, strategy="uniform"))
     forecast = forecast_of(14, 14)
     for number, stage in enumerate(plan.stages):
         assert forecast.decode_s(number, 1, DEMAND.context_tokens // 2) == pytest.approx(stage.token_s)

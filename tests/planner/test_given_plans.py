@@ -9,10 +9,9 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.given_plans import plan_given
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.request import Wish
-from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.planner.request import Demand, PlanRequest
 
-WISH = Wish(Demand(4096, 1))
+WISH = PlanRequest(Demand(4096, 1))
 NODES = [node_of("a"), node_of("b"), node_of("c")]
 
 

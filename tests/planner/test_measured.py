@@ -8,11 +8,13 @@ import pytest
 from tests.planner.clusters import model_of, node_of
 from tests.profiles import COSTS, RATES, made_up_profile
 
-from mlx_ring.planner.measured import measured_link, measured_node
-from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.measured import measured_node
+from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.stage_costs import Demand, StageTables
+from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.rpc.link_probe import LinkMeasure
+from mlx_ring.rpc.link_profile import measured_link
 
 NODE = measured_node(made_up_profile(), "box")
 ONE = Demand(context_tokens=1024, sequences=1)
@@ -114,7 +116,7 @@ def test_where_half_precision_is_widened_memory_is_counted_so() -> None:
     )
     model = replace(narrow, widened=wide)
     other = replace(NODE, name="mac", widens=False)
-    plan = place(model, ClusterProfile((NODE, other)), Wish(ONE, strategy="custom", counts=(5, 5)))
+    plan = place(model, ClusterProfile((NODE, other)), PlanRequest(ONE, strategy="custom", counts=(5, 5)))
     box, mac = plan.stages
     assert box.weight_bytes == 2 * mac.weight_bytes
     tables = StageTables(model, ONE)

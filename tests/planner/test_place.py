@@ -11,10 +11,12 @@ from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.place import Wish, place
-from mlx_ring.planner.plan import STRATEGIES, Plan
-from mlx_ring.planner.profiles import LinkProfile, NodeProfile
-from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.planner.place import place
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.rpc.link_profile import LinkProfile
+from mlx_ring.settings.strategies import STRATEGIES
 
 SMALL = Demand(context_tokens=1024, sequences=1)
 
@@ -23,37 +25,42 @@ def counts(plan: Plan) -> list[int]:
     return [len(stage.layers) for stage in plan.stages]
 
 
-def wish(**options: Any) -> Wish:
+def plan_request(**options: Any) -> PlanRequest:
     given_options: dict[str, Any] = {"demand": SMALL, **options}
-    return Wish(**given_options)
+    return PlanRequest(**given_options)
 
 
-def test_memory_shares_layers_by_memory() -> None:
+def test_memory_allows_tensor_by_memory() -> None:
     nodes = [node_of("a", 8), node_of("b", 8), node_of("c", 16)]
-    assert counts(place(model_of(28), cluster_of(*nodes), wish(strategy="memory"))) == [7, 7, 14]
+    assert counts(place(model_of(28), cluster_of(*nodes), plan_request(strategy="memory"))) == [7, 7, 14]
 
 
 def test_proportions_are_kept() -> None:
     cluster = cluster_of(node_of("a"), node_of("b"))
-    assert counts(place(model_of(28), cluster, wish(strategy="custom", proportions=(0.7, 0.3)))) == [20, 8]
-    assert counts(place(model_of(28), cluster, wish(strategy="custom", counts=(5, 23)))) == [5, 23]
+    assert counts(place(model_of(28), cluster, plan_request(strategy="custom", proportions=(0.7, 0.3)))) == [
+        20,
+        8,
+    ]
+    assert counts(place(model_of(28), cluster, plan_request(strategy="custom", counts=(5, 23)))) == [5, 23]
 
 
 def test_uniform_and_compute_and_balanced() -> None:
     cluster = cluster_of(node_of("a", gb_s=100), node_of("b", gb_s=300))
-    assert counts(place(model_of(28), cluster, wish(strategy="uniform"))) == [14, 14]
-    assert counts(place(model_of(28), cluster, wish(strategy="compute"))) == [7, 21]
-    assert counts(place(model_of(28), cluster, wish(strategy="balanced"))) == [7, 21]
+    assert counts(place(model_of(28), cluster, plan_request(strategy="uniform"))) == [14, 14]
+    assert counts(place(model_of(28), cluster, plan_request(strategy="compute"))) == [7, 21]
+    assert counts(place(model_of(28), cluster, plan_request(strategy="balanced"))) == [7, 21]
 
 
 def test_balanced_gives_what_one_cannot_hold_to_the_others() -> None:
     cluster = cluster_of(node_of("a", 16, gb_s=100), node_of("b", 1.2, gb_s=800))
-    plan = place(model_of(28), cluster, wish(strategy="balanced"))
+    plan = place(model_of(28), cluster, plan_request(strategy="balanced"))
     assert counts(plan)[1] < 12
     assert (
         "its memory is full"
         in place(
-            model_of(28), cluster_of(node_of("b", 1.2, gb_s=800), node_of("a")), wish(strategy="balanced")
+            model_of(28),
+            cluster_of(node_of("b", 1.2, gb_s=800), node_of("a")),
+            plan_request(strategy="balanced"),
         )
         .stages[0]
         .why
@@ -61,7 +68,9 @@ def test_balanced_gives_what_one_cannot_hold_to_the_others() -> None:
 
 
 def test_auto_leaves_out_who_would_only_slow_it_down() -> None:
-    plan = place(model_of(28), cluster_of(node_of("slow", gb_s=20), node_of("fast", gb_s=400)), wish())
+    plan = place(
+        model_of(28), cluster_of(node_of("slow", gb_s=20), node_of("fast", gb_s=400)), plan_request()
+    )
     assert [stage.node for stage in plan.stages] == ["fast"]
     (left,) = plan.left_out
     assert left.node == "slow"
@@ -71,15 +80,15 @@ def test_auto_leaves_out_who_would_only_slow_it_down() -> None:
 def test_auto_for_throughput_takes_who_helps() -> None:
     cluster = cluster_of(node_of("a"), node_of("b"), link=LinkProfile(0.1e-3, 1e9))
     many = Demand(context_tokens=1024, sequences=16)
-    plan = place(model_of(28), cluster, wish(aim="throughput", demand=many))
+    plan = place(model_of(28), cluster, plan_request(objective="throughput", demand=many))
     assert len(plan.stages) == 2
-    alone = place(model_of(28), cluster_of(node_of("a")), wish(aim="throughput", demand=many))
+    alone = place(model_of(28), cluster_of(node_of("a")), plan_request(objective="throughput", demand=many))
     assert plan.prediction.tokens_per_s > 1.1 * alone.prediction.tokens_per_s
 
 
 def test_one_machine_that_would_be_faster_is_named() -> None:
     cluster = cluster_of(node_of("a", gb_s=400), node_of("b", gb_s=20))
-    (remark,) = place(model_of(28), cluster, wish(strategy="uniform")).remarks
+    (remark,) = place(model_of(28), cluster, plan_request(strategy="uniform")).remarks
     assert remark.startswith("a alone would answer a single stream sooner")
 
 
@@ -96,7 +105,7 @@ def test_memory_is_never_exceeded_and_every_layer_has_one_place(
     model = model_of(12, layer_bytes=150_000_000, kv_bytes=16_384, head_bytes=200_000_000)
     demand = Demand(context_tokens=context, sequences=sequences)
     try:
-        plan = place(model, cluster_of(*nodes), wish(strategy=strategy, demand=demand))
+        plan = place(model, cluster_of(*nodes), plan_request(strategy=strategy, demand=demand))
     except PlanError:
         reject()
     assert [layer for stage in plan.stages for layer in range(stage.layers.start, stage.layers.end)] == list(
@@ -119,12 +128,12 @@ def test_memory_is_never_exceeded_and_every_layer_has_one_place(
 def test_no_strategy_is_sooner_than_auto(nodes: list[NodeProfile]) -> None:
     model, cluster = model_of(12), cluster_of(*nodes)
     try:
-        best = place(model, cluster, wish()).prediction.token_s
+        best = place(model, cluster, plan_request()).prediction.token_s
     except PlanError:
         best = float("inf")
     for strategy in ("uniform", "memory", "compute", "balanced"):
         try:
-            other = place(model, cluster, wish(strategy=strategy)).prediction.token_s
+            other = place(model, cluster, plan_request(strategy=strategy)).prediction.token_s
         except PlanError:
             continue
         assert best <= other * (1 + 1e-9)
@@ -134,14 +143,14 @@ def test_too_small_a_cluster_hears_what_is_missing_and_what_fits() -> None:
     model = model_of(28, kv_bytes=8_000)
     demand = Demand(context_tokens=16_384, sequences=4)
     with pytest.raises(PlanError) as caught:
-        place(model, cluster_of(node_of("a", 6), node_of("b", 6)), wish(demand=demand))
+        place(model, cluster_of(node_of("a", 6), node_of("b", 6)), plan_request(demand=demand))
     told = str(caught.value)
     assert "are missing. What fits: " in told
     context = int(told.partition("a context of ")[2].split()[0])
     cluster = cluster_of(node_of("a", 6), node_of("b", 6))
-    place(model, cluster, wish(demand=Demand(context, 4)))
+    place(model, cluster, plan_request(demand=Demand(context, 4)))
     with pytest.raises(PlanError):
-        place(model, cluster, wish(demand=Demand(context + 256, 4)))
+        place(model, cluster, plan_request(demand=Demand(context + 256, 4)))
 
 
 @pytest.mark.parametrize(
@@ -155,4 +164,4 @@ def test_too_small_a_cluster_hears_what_is_missing_and_what_fits() -> None:
 )
 def test_a_wish_that_contradicts_itself_is_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
-        place(model_of(28), cluster_of(node_of("a"), node_of("b")), wish(**options))
+        place(model_of(28), cluster_of(node_of("a"), node_of("b")), plan_request(**options))

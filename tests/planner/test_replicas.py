@@ -11,13 +11,13 @@ from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.planner.replicas import place_replicas
-from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.planner.request import Demand, PlanRequest
 
-MANY = Wish(Demand(context_tokens=1024, sequences=16), aim="throughput")
+MANY = PlanRequest(Demand(context_tokens=1024, sequences=16), objective="throughput")
 
 
 def nodes_of(plans: tuple[Plan, ...]) -> list[set[str]]:
@@ -31,8 +31,8 @@ def test_machines_that_each_hold_the_model_each_get_it_where_throughput_is_asked
 
 
 def test_for_latency_there_is_one() -> None:
-    wish = Wish(Demand(context_tokens=1024, sequences=1))
-    assert len(place_replicas(model_of(28), cluster_of(*map(node_of, "abc")), wish, None)) == 1
+    request = PlanRequest(Demand(context_tokens=1024, sequences=1))
+    assert len(place_replicas(model_of(28), cluster_of(*map(node_of, "abc")), request, None)) == 1
 
 
 def test_machines_that_hold_it_only_together_are_one_replica() -> None:
@@ -51,7 +51,9 @@ def test_more_replicas_than_machines_or_memory_are_refused_with_the_reason() -> 
     with pytest.raises(PlanError, match="cannot hold 2 replicas"):
         place_replicas(model_of(28), small, MANY, 2)
     with pytest.raises(PlanError, match="strategy auto"):
-        place_replicas(model_of(28), small, Wish(MANY.demand, strategy="uniform", aim="throughput"), 2)
+        place_replicas(
+            model_of(28), small, PlanRequest(MANY.demand, strategy="uniform", objective="throughput"), 2
+        )
 
 
 def test_one_replica_is_what_place_plans() -> None:
@@ -63,15 +65,15 @@ def test_one_replica_is_what_place_plans() -> None:
 @given(NODES.filter(lambda nodes: 2 <= len(nodes) <= 4), st.integers(1, 12))
 def test_no_division_of_single_machines_gives_more(nodes: list[NodeProfile], sequences: int) -> None:
     cluster, model = cluster_of(*nodes), model_of(12)
-    wish = Wish(Demand(context_tokens=512, sequences=sequences), aim="throughput")
+    request = PlanRequest(Demand(context_tokens=512, sequences=sequences), objective="throughput")
     try:
-        plans = place_replicas(model, cluster, wish, 2)
+        plans = place_replicas(model, cluster, request, 2)
     except PlanError:
         reject()
     names = nodes_of(plans)
     assert not names[0] & names[1], "each has machines of its own"
     assert all(stage.memory_bytes <= stage.usable_bytes for plan in plans for stage in plan.stages)
-    share = Wish(Demand(context_tokens=512, sequences=-(-sequences // 2)), aim="throughput")
+    share = PlanRequest(Demand(context_tokens=512, sequences=-(-sequences // 2)), objective="throughput")
     total = sum(plan.prediction.tokens_per_s for plan in plans)
     for pair in combinations(nodes, 2):
         try:

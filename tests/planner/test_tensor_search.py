@@ -17,58 +17,60 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.tensor_shares import share_out
 from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
-from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import UNREACHABLE, ClusterProfile, LinkProfile, NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.planner.rank_costs import Rings
 from mlx_ring.planner.replicas import place_replicas
-from mlx_ring.planner.stage_costs import Demand, StageTables
+from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.planner.tensor_groups import SharedModel, alone, fitting_group, group_of
-from mlx_ring.planner.tensor_search import Promise, SharedLayers
+from mlx_ring.planner.tensor_search import SharedLayers, cost
+from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
 QUICK, SLOW = LinkProfile(20e-6, 5e9), LinkProfile(0.5e-3, 1.1e8)
 SMALL = Demand(context_tokens=1024, sequences=1)
 PAIR = (node_of("a"), node_of("b"))
 
 
-def wish(**options: Any) -> Wish:
+def plan_request(**options: Any) -> PlanRequest:
     given_options: dict[str, Any] = {"demand": SMALL, **options}
-    return Wish(**given_options)
+    return PlanRequest(**given_options)
 
 
-def weight(plan: Plan, asked: Wish) -> float:
-    return Promise(asked.demand, asked.aim, asked.prompt_tokens).cost(plan.prediction)
+def weight(plan: Plan, asked: PlanRequest) -> float:
+    return cost(asked, plan.prediction)
 
 
 def test_a_large_dense_model_is_shared_over_quick_links_and_not_over_slow_ones() -> None:
     model = shared_model(40)
-    together = place(model, trusting(*PAIR, link=QUICK), wish())
+    together = place(model, trusting(*PAIR, link=QUICK), plan_request())
     assert together.kind == "tensor"
     assert [(rank.node, rank.share) for rank in together.stages[0].ranks] == [("a", 0.5), ("b", 0.5)]
     assert together.remarks[0].startswith("a+b compute every layer together: ")
-    apart = place(model, trusting(*PAIR, link=SLOW), wish())
+    apart = place(model, trusting(*PAIR, link=SLOW), plan_request())
     assert apart.kind == "single"
     assert apart.prediction.token_s > 1.5 * together.prediction.token_s
     assert apart.remarks[-1].startswith("If a+b computed every layer together, it would be ")
 
 
 def test_without_a_trusted_interface_nothing_is_shared_and_the_plan_says_what_is_missed() -> None:
-    plan = place(shared_model(40), cluster_of(*PAIR, link=QUICK), wish())
+    plan = place(shared_model(40), cluster_of(*PAIR, link=QUICK), plan_request())
     assert plan.kind == "single"
     assert plan.remarks[-1].endswith("no interface between these machines is trusted.")
-    slow = place(shared_model(40), cluster_of(*PAIR, link=SLOW), wish())
+    slow = place(shared_model(40), cluster_of(*PAIR, link=SLOW), plan_request())
     assert not any("trusted" in remark for remark in slow.remarks)
 
 
 def test_a_model_that_cannot_be_split_is_not_and_the_plan_says_so() -> None:
     model = replace(shared_model(40), shared=None)
-    plan = place(model, trusting(*PAIR, link=QUICK), wish())
+    plan = place(model, trusting(*PAIR, link=QUICK), plan_request())
     assert plan.kind == "single"
     assert plan.remarks[-1].endswith("but the model's layers cannot be split.")
 
 
 def test_what_cannot_be_served_is_not_planned_and_the_plan_says_so() -> None:
-    plan = place(shared_model(40), trusting(*PAIR, link=QUICK), wish(shares_layers=False))
+    plan = place(shared_model(40), trusting(*PAIR, link=QUICK), plan_request(allows_tensor=False))
     assert plan.kind == "single"
     assert "leaves a process no group" in plan.remarks[-1]
 
@@ -79,34 +81,34 @@ def test_what_cannot_be_served_is_not_planned_and_the_plan_says_so() -> None:
         (PAIR[:1], {}, {"strategy": "tensor"}, "there is one; `serve --tp N`"),
         (PAIR, {}, {"strategy": "hybrid"}, "choose the strategy tensor"),
         (PAIR, {"shared": None}, {"strategy": "tensor"}, "cannot be split; that is done for Llama"),
-        (PAIR, {}, {"strategy": "tensor", "shares_layers": False}, "cannot be served"),
+        (PAIR, {}, {"strategy": "tensor", "allows_tensor": False}, "cannot be served"),
         (PAIR, {}, {"strategy": "tensor", "demand": Demand(32_768, 4000)}, "does not fit into the 32.0 GB"),
     ],
 )
-def test_a_strategy_that_shares_layers_is_refused_where_it_cannot_be(
+def test_a_strategy_that_allows_tensor_is_refused_where_it_cannot_be(
     nodes: tuple[NodeProfile, ...], changes: dict[str, Any], options: dict[str, Any], sentence: str
 ) -> None:
     model = replace(shared_model(), **changes)
     with pytest.raises(PlanError, match=sentence):
-        place(model, trusting(*nodes, link=QUICK), wish(**options))
+        place(model, trusting(*nodes, link=QUICK), plan_request(**options))
 
 
 def test_the_strategy_tensor_names_machines_without_a_trusted_interface_between_them() -> None:
     cluster = trusting(*PAIR, link=QUICK)
     cluster = replace(cluster, nodes=(*cluster.nodes, node_of("c")))
     with pytest.raises(PlanError, match="cannot be had with a and c: "):
-        place(shared_model(), cluster, wish(strategy="tensor"))
-    hybrid = place(shared_model(), cluster, wish(strategy="hybrid"))
+        place(shared_model(), cluster, plan_request(strategy="tensor"))
+    hybrid = place(shared_model(), cluster, plan_request(strategy="hybrid"))
     assert sorted([rank.node for rank in stage.ranks] for stage in hybrid.stages) == [["a", "b"], ["c"]]
 
 
 def test_shares_go_by_speed_and_no_further_than_memory() -> None:
     model = shared_model(40)
     slow, quick = node_of("slow", gb_s=100), node_of("quick", gb_s=300)
-    plan = place(model, trusting(slow, quick, link=QUICK), wish(strategy="tensor"))
+    plan = place(model, trusting(slow, quick, link=QUICK), plan_request(strategy="tensor"))
     assert [rank.share for rank in plan.stages[0].ranks] == pytest.approx([0.25, 0.75], abs=0.02)
     full = replace(quick, memory_bytes=3 * 10**9)
-    less = place(model, trusting(slow, full, link=QUICK), wish(strategy="tensor"))
+    less = place(model, trusting(slow, full, link=QUICK), plan_request(strategy="tensor"))
     held = less.stages[0].ranks[1]
     assert held.memory_bytes <= held.usable_bytes
     assert 0.2 < held.share < 0.4
@@ -122,10 +124,10 @@ def test_shares_go_by_speed_and_no_further_than_memory() -> None:
 )
 @examples(0.6)
 def test_no_rank_has_more_than_its_memory_and_shares_are_such_as_can_be_made(
-    nodes: list[NodeProfile], strategy: Any, aim: Any, link: LinkProfile, sequences: int, context: int
+    nodes: list[NodeProfile], strategy: Any, objective: Any, link: LinkProfile, sequences: int, context: int
 ) -> None:
     model = shared_model(12)
-    asked = wish(strategy=strategy, aim=aim, demand=Demand(context, sequences))
+    asked = plan_request(strategy=strategy, objective=objective, demand=Demand(context, sequences))
     try:
         plan = place(model, trusting(*nodes, link=link), asked)
     except PlanError:
@@ -153,14 +155,16 @@ def test_no_rank_has_more_than_its_memory_and_shares_are_such_as_can_be_made(
     st.sampled_from([QUICK, LinkProfile(0.2e-3, 1e9), SLOW]),
 )
 @examples(0.3)
-def test_auto_is_no_worse_than_any_candidate(nodes: list[NodeProfile], aim: Any, link: LinkProfile) -> None:
+def test_auto_is_no_worse_than_any_candidate(
+    nodes: list[NodeProfile], objective: Any, link: LinkProfile
+) -> None:
     model, cluster = shared_model(12), trusting(*nodes, link=link)
-    asked = wish(aim=aim, demand=Demand(2048, 4))
+    asked = plan_request(objective=objective, demand=Demand(2048, 4))
     try:
         best = weight(place(model, cluster, asked), asked)
     except PlanError:
         best = float("inf")
-    others: list[dict[str, Any]] = [{"shares_layers": False}, {"strategy": "tensor"}, {"strategy": "hybrid"}]
+    others: list[dict[str, Any]] = [{"allows_tensor": False}, {"strategy": "tensor"}, {"strategy": "hybrid"}]
     for changes in others:
         try:
             other = weight(place(model, cluster, replace(asked, **changes)), asked)
@@ -196,7 +200,7 @@ def told_in_full(
         if group is None or not group.fits(first, end):
             return float("inf")
         stages.append(GroupStage(group, LayerRange(first, end)))
-    return Promise(shared.demand, "latency", 1).cost(GroupPipeline(cluster, stages).prediction(1))
+    return cost(PlanRequest(shared.demand), GroupPipeline(cluster, stages).prediction(1))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -218,7 +222,7 @@ def test_tiny_clusters_get_the_best_of_all_ways(seed: int) -> None:
         if division
         for inner in combinations(range(1, layers), len(division) - 1)
     )
-    asked = wish(prompt_tokens=1)
+    asked = plan_request(prompt_tokens=1)
     assert weight(place(model, cluster, asked), asked) <= best * 1.01
 
 
@@ -226,7 +230,7 @@ def test_hybrid_finds_the_two_pairs_that_have_a_quick_link() -> None:
     nodes = [node_of(name, 4) for name in "abcd"]
     links = {frozenset("ac"): replace(QUICK, trusted=True), frozenset("bd"): replace(QUICK, trusted=True)}
     cluster = replace(cluster_of(*nodes, link=SLOW), links=links)
-    plan = place(shared_model(40, layer_bytes=250_000_000), cluster, wish())
+    plan = place(shared_model(40, layer_bytes=250_000_000), cluster, plan_request())
     assert plan.kind == "hybrid"
     assert sorted([rank.node for rank in stage.ranks] for stage in plan.stages) == [["a", "c"], ["b", "d"]]
 
@@ -249,7 +253,7 @@ def test_a_rank_that_has_everything_takes_what_a_stage_does() -> None:
 
 def test_a_pipeline_without_sharing_is_told_as_plans_tell_it() -> None:
     model, cluster = model_of(28), cluster_of(node_of("a"), node_of("b", gb_s=300), link=QUICK)
-    asked = wish(strategy="balanced", demand=Demand(2048, 4))
+    asked = plan_request(strategy="balanced", demand=Demand(2048, 4))
     plan = place(model, cluster, asked)
     shared = SharedModel(model, asked.demand, None)
     stages = [
@@ -280,7 +284,7 @@ def test_ranks_hold_their_heads_and_rows_and_all_of_what_is_whole() -> None:
 
 def test_replicas_and_sharing_are_weighed_by_the_tokens_of_all() -> None:
     model, cluster = shared_model(12), trusting(*PAIR, link=QUICK)
-    asked = wish(aim="throughput", demand=Demand(1024, 2))
+    asked = plan_request(objective="throughput", demand=Demand(1024, 2))
 
     def speed(count: int | None) -> float:
         return sum(plan.prediction.tokens_per_s for plan in place_replicas(model, cluster, asked, count))
@@ -291,13 +295,13 @@ def test_replicas_and_sharing_are_weighed_by_the_tokens_of_all() -> None:
 def test_what_fits_only_where_layers_are_shared_is_planned_without_replicas() -> None:
     model = shared_model(1, layer_bytes=6_000_000_000)
     cluster = trusting(node_of("a", 5), node_of("b", 5), link=QUICK)
-    asked = wish(aim="throughput", demand=Demand(1024, 2))
+    asked = plan_request(objective="throughput", demand=Demand(1024, 2))
     (plan,) = place_replicas(model, cluster, asked, None)
     assert plan.kind == "tensor"
 
 
 def test_no_group_has_machines_that_do_not_reach_each_other() -> None:
     cluster = replace(trusting(*PAIR, link=QUICK), links={frozenset("ab"): UNREACHABLE})
-    search = SharedLayers(shared_model(), cluster, Promise(SMALL, "latency", 1024))
+    search = SharedLayers(shared_model(), cluster, PlanRequest(SMALL))
     assert not search.is_possible
     assert search.tensor() is None

@@ -6,7 +6,8 @@ import pytest
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import Settings
-from mlx_ring.settings.old_names import COUNTERPARTS, WITHOUT_COUNTERPART, is_old, of_today, strategy_of_today
+from mlx_ring.settings.old_names import COUNTERPARTS, WITHOUT_COUNTERPART, is_old, of_today
+from mlx_ring.settings.strategies import current_strategy
 
 KNOWN = [
     "MODEL_REPO",
@@ -112,7 +113,7 @@ def test_what_means_nothing_here_is_refused_with_the_reason(old: dict[str, str],
 
 def test_strategies_have_had_other_names() -> None:
     assert [
-        strategy_of_today(name) for name in ("memory_proportional", "compute_proportional", "balanced", "x")
+        current_strategy(name) for name in ("memory_proportional", "compute_proportional", "balanced", "x")
     ] == [
         "memory",
         "compute",

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     let_grpc_speak()
     # gRPC reads how much to say when it comes in, which it does with these.
     from mlx_ring.agent.member import MemberOptions, serve_as_member
-    from mlx_ring.agent.trust import Trust
+    from mlx_ring.host.trusted_interfaces import Trust
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes
 
     configure_logging(

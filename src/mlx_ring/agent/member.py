@@ -29,10 +29,9 @@ from mlx_ring.agent.links import LinkFront, LinkStore, make_responder
 from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, recall_or_measure
 from mlx_ring.agent.server import AgentFront
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
-from mlx_ring.agent.trust import Trust
 from mlx_ring.agent.weights.serving import WeightsFront
 from mlx_ring.agent.weights.store import WeightStore
-from mlx_ring.core.cluster_folders import node_folder, weights_folder
+from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.logs import LogFormat
 from mlx_ring.host.addresses import HeadAddress
@@ -40,6 +39,7 @@ from mlx_ring.host.machine import node_name
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.process import usable_memory
+from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.rpc.backends import joined_ranks
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, add_secure_port, make_aio_server, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
@@ -236,8 +236,6 @@ def _cpu_s(worker: Worker) -> float:
     return 0.0
 
 
-AGENT_LOCK = "agent.lock"
-"""In the node's folder: held for as long as its agent runs."""
 _RENEWAL_S = 3600.0
 
 

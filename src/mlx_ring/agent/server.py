@@ -11,10 +11,11 @@ import grpc
 from mlx_ring.agent.fetched_models import FetchedModels
 from mlx_ring.agent.loading import failed_load, load_workers, start_workers, told_failure, until_done
 from mlx_ring.agent.supervisor import Supervisor, Worker
-from mlx_ring.agent.trust import Trust, check_hosts, check_ways, trusted_devices
+from mlx_ring.agent.trust import check_hosts, check_ways, trusted_devices
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.host.process import usable_memory
+from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.methods import AGENT_SERVICE, LOAD_STAGES, START, STOP, WATCH, service_handler
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2

@@ -24,11 +24,11 @@ import grpc
 
 from mlx_ring.agent.lending import LentChild, lent_at
 from mlx_ring.agent.mpi.places import give_places
-from mlx_ring.agent.trust import Trust
 from mlx_ring.core.environment import library_variable, speaking_environment, worker_environment
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.core.logs import LogFormat
 from mlx_ring.host.child import GRACE_S, ChildProcess
+from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.rpc.backends import asked_backend, joined_ranks, rank_in_group
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS

@@ -10,15 +10,13 @@ import ipaddress
 import json
 import logging
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
-from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.core.errors import PlanError
 from mlx_ring.host.trusted_interfaces import (
     FLAG,
     LOOPBACK,
-    TrustedInterface,
+    Trust,
     source_address,
-    trusted_interfaces,
 )
 from mlx_ring.rpc.backends import backend_of, devices_of, joined_ranks, rank_in_group
 from mlx_ring.rpc.protos import worker_pb2
@@ -30,23 +28,6 @@ _RDMA = "rdma_"
 _VARIABLES = frozenset({RING_OF_JACCL})
 """What a head may set for a group: anything else could have it spoken elsewhere."""
 _OF_ONE_MACHINE = frozenset({"mpi", "nccl"})
-
-
-@dataclass(frozen=True, slots=True)
-class Trust:
-    """What the owner named. Interfaces come and go, so they are looked at whenever it matters."""
-
-    named: tuple[str, ...] = ()
-
-    def now(self) -> tuple[tuple[TrustedInterface, ...], str]:
-        """Those that are there, and why one that was named is not, or nothing."""
-        found, problem = list[TrustedInterface](), ""
-        for name in self.named:
-            try:
-                found += trusted_interfaces([name])
-            except ConfigError as error:
-                problem = problem or str(error)
-        return tuple(dict.fromkeys(found)), problem
 
 
 def check_hosts(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) -> None:

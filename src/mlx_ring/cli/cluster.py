@@ -26,7 +26,7 @@ from mlx_ring.settings.settings_sources import load_settings, names_in_dotenv, n
 if TYPE_CHECKING:
     from mlx_ring.cluster.lifecycle.verbs import Standing
     from mlx_ring.cluster.lifecycle.wheels import WheelStore
-    from mlx_ring.planner.devices_file import DevicesFile
+    from mlx_ring.settings.devices_file import DevicesFile
 
 app = typer.Typer(help="Start, stop and watch the machines of one file, over ssh.", no_args_is_help=True)
 app.add_typer(on_host_app, name="on-host", hidden=True)
@@ -211,7 +211,7 @@ def speed(answer: Mapping[str, Any]) -> str:
 
 def _read(config: Path) -> DevicesFile:
     from mlx_ring.planner.cluster_file import load_content
-    from mlx_ring.planner.devices_file import lists_devices, read_devices
+    from mlx_ring.settings.devices_file import lists_devices, read_devices
 
     try:
         text = config.read_text("utf-8")

@@ -155,7 +155,7 @@ def _reachable(head: FoundHead) -> HeadAddress:
 
 def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> None:
     from mlx_ring.agent.member import MemberOptions, serve_as_member
-    from mlx_ring.agent.trust import Trust
+    from mlx_ring.host.trusted_interfaces import Trust
     from mlx_ring.rpc.tls.handshakes import log_refused_handshakes
     from mlx_ring.rpc.tls.identity import open_identity
 

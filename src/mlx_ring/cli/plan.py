@@ -21,14 +21,13 @@ from mlx_ring.planner.cluster_file import (
     load_content,
     read_cluster,
 )
-from mlx_ring.planner.devices_file import DevicesFile, lists_devices, read_devices
 from mlx_ring.planner.model_sizes import WeightFormat, profile_folder
-from mlx_ring.planner.place import Wish
-from mlx_ring.planner.plan import AIMS, STRATEGIES, Aim, Plan, Strategy
+from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.replicas import place_replicas
-from mlx_ring.planner.stage_costs import Demand
-from mlx_ring.settings.old_names import strategy_of_today
+from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest
+from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
+from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy, strategy_help
 
 log = logging.getLogger(__name__)
 _BITS = (2, 3, 4, 5, 6, 8, 16, 32)
@@ -51,11 +50,12 @@ def plan(
         str | None,
         typer.Option(
             metavar="|".join(STRATEGIES),
-            help="How layers are shared out; as the file says, or auto, otherwise.",
+            help=f"How layers are split; by default as the file says, or auto. {strategy_help()}.",
         ),
     ] = None,
     optimize_for: Annotated[
-        str | None, typer.Option(metavar="|".join(AIMS), help="Objective of `auto`; latency by default.")
+        str | None,
+        typer.Option(metavar="|".join(OBJECTIVES), help="Objective of `auto`; latency by default."),
     ] = None,
     aim: Annotated[str | None, typer.Option(hidden=True)] = None,
     proportions: Annotated[
@@ -95,18 +95,18 @@ def plan(
         kv_bits=_one_of("--kv-bits", kv_bits, _KV_BITS),
     )
     machines, listed = _cluster(cluster, machine)
-    wanted = strategy_of_today(strategy or listed.strategy or "auto")
-    wish = Wish(
+    wanted = current_strategy(strategy or listed.strategy or "auto")
+    request = PlanRequest(
         demand,
-        strategy=cast("Strategy", _one_of("--strategy", wanted, STRATEGIES)),
-        aim=cast("Aim", _one_of("--optimize-for", _objective(optimize_for, aim), AIMS)),
+        strategy=cast("Strategy", _one_of("--strategy", wanted, tuple(STRATEGIES))),
+        objective=cast("Objective", _one_of("--optimize-for", _objective(optimize_for, aim), OBJECTIVES)),
         proportions=_numbers("--proportions", proportions) or listed.proportions,
         counts=tuple(map(int, _numbers("--layers", layers))),
     )
-    if wanted == "custom" and not wish.proportions and not wish.counts:
+    if wanted == "custom" and not request.proportions and not request.counts:
         raise PlanError("The strategy custom needs --proportions, as 0.7,0.3, or --layers, as 20,8.")
     count = None if replicas is None else _at_least_one("--replicas", replicas)
-    made = place_replicas(profile, machines, wish, count)
+    made = place_replicas(profile, machines, request, count)
     if as_json:
         told = [each.as_json() for each in made]
         print(json.dumps(told[0] if len(told) == 1 else {"replicas": told}, indent=1))

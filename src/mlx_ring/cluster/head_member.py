@@ -8,14 +8,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from mlx_ring.agent.member import AGENT_LOCK
-from mlx_ring.agent.trust import Trust
-from mlx_ring.core.cluster_folders import node_folder
+from mlx_ring.core.cluster_folders import AGENT_LOCK, node_folder
 from mlx_ring.core.environment import inherited_environment, speaking_environment
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import try_lock
-from mlx_ring.host.trusted_interfaces import FLAG, TrustedInterface
+from mlx_ring.host.trusted_interfaces import FLAG, Trust, TrustedInterface
 from mlx_ring.settings.config import Settings
 
 _MODULE = "mlx_ring.agent.head_member"

@@ -14,8 +14,8 @@ from math import inf
 
 from mlx_ring.cluster.agent_link import AgentLink
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerStuck
-from mlx_ring.planner.profiles import FRAMES_S, UNREACHABLE, LinkProfile
 from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.link_profile import FRAMES_S, UNREACHABLE, LinkProfile
 from mlx_ring.rpc.protos import agent_pb2
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+AGENT_LOCK = "agent.lock"
+"""Name of the lock in the node's folder that its agent holds while it runs."""
 AUTHORITY_FILE = "authority.pem"
 """Beside a node's certificate: whom it trusts."""
 

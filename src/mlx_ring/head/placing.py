@@ -31,13 +31,14 @@ from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.given_plans import plan_given
 from mlx_ring.planner.measured import measured_node
 from mlx_ring.planner.model_sizes import profile_folder
-from mlx_ring.planner.place import Wish, place
+from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, LinkProfile, NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.planner.replicas import place_replicas
-from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.backends import GRPC
 from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, open_aio_channel
+from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import rank_shares, shared_stages
@@ -105,7 +106,7 @@ def arrange_here(
     if profile is None:
         return Arrangement(ranges, seats, None)
     node = measured_node(profile, site.node, reserve_share=1.0 - settings.memory_utilization)
-    forecast = _forecast(_wish(settings, served), served, ClusterProfile((node,)), ranges, seats)
+    forecast = _forecast(_plan_request(settings, served), served, ClusterProfile((node,)), ranges, seats)
     return Arrangement(ranges, seats, None, forecast)
 
 
@@ -121,13 +122,13 @@ def arrange_as_loaded(
     """As an earlier head has loaded it; `sites` are of its workers, in order of stage and rank."""
     cluster = ClusterProfile(tuple(_nodes(control, membership, {})), links)
     seats = seats_on(sites, found.cut.shares)
-    expected = _forecast(_wish_of(order), order.served, cluster, found.cut.ranges, seats)
+    expected = _forecast(_replica_request(order), order.served, cluster, found.cut.ranges, seats)
     plan = plan_of_cut(order, others, control, membership, found, links)
     return Arrangement(found.cut.ranges, seats, plan, expected)
 
 
 def _forecast(
-    wish: Wish,
+    request: PlanRequest,
     served: ServedModel,
     cluster: ClusterProfile,
     ranges: Sequence[LayerRange],
@@ -141,7 +142,7 @@ def _forecast(
         return None
     stages = [(by_name[stage[0].site.node], layers) for stage, layers in zip(seats, ranges, strict=True)]
     ranks = [[(by_name[seat.site.node], seat.share) for seat in stage] for stage in seats]
-    return Forecast(model, wish.demand, cluster, stages, ranks)
+    return Forecast(model, request.demand, cluster, stages, ranks)
 
 
 async def arrange_cluster(
@@ -172,7 +173,9 @@ async def arrange_cluster(
     plan = replace(plan, remarks=(*plan.remarks, *hops_told([stage.node for stage in plan.stages], links)))
     seats = with_ways(seats_of_plan(plan, by_node), order.settings.link)
     ranges = tuple(stage.layers for stage in plan.stages)
-    expected = _forecast(_wish_of(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, seats)
+    expected = _forecast(
+        _replica_request(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, seats
+    )
     return Arrangement(ranges, seats, plan, expected)
 
 
@@ -192,7 +195,7 @@ def _arrange_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, S
         except PlanError as error:
             problem = problem or error
             continue
-        forecast = _forecast(_wish_of(order), served, cluster, cut.ranges, seats)
+        forecast = _forecast(_replica_request(order), served, cluster, cut.ranges, seats)
         return Arrangement(cut.ranges, seats, plan, forecast)
     raise problem or PlanError("There is no machine to plan for.")
 
@@ -207,7 +210,7 @@ def _plan_given(
         for layers, nodes, shares in zip(cut.ranges, places, cut.shares, strict=True)
     ]
     model = profile_folder(order.served.folder, order.served.names[0])
-    return plan_given(model, cluster, _wish_of(order), stages, how)
+    return plan_given(model, cluster, _replica_request(order), stages, how)
 
 
 async def offered(arrangement: Arrangement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Arrangement:
@@ -239,11 +242,11 @@ def plan_replicas(
     Raises:
         PlanError: the machines cannot hold so many.
     """
-    nodes, wish = wished(settings, _wish(settings, served), _nodes(control, membership, taken))
+    nodes, request = wished(settings, _plan_request(settings, served), _nodes(control, membership, taken))
     return place_replicas(
         profile_folder(served.folder, served.names[0]),
         ClusterProfile(nodes, links),
-        wish,
+        request,
         settings.replicas,
     )
 
@@ -265,10 +268,10 @@ def plan_of_cut(
         except PlanError:
             return None
     nodes = tuple(by_name[node] for (node,) in found.nodes)
-    wish = replace(_wish_of(order), strategy="custom", counts=tuple(map(len, found.cut.ranges)))
+    request = replace(_replica_request(order), strategy="custom", counts=tuple(map(len, found.cut.ranges)))
     try:
         return place(
-            profile_folder(order.served.folder, order.served.names[0]), ClusterProfile(nodes, links), wish
+            profile_folder(order.served.folder, order.served.names[0]), ClusterProfile(nodes, links), request
         )
     except PlanError:
         return None
@@ -359,29 +362,32 @@ def _node_profile(member: Member, taken: int, head_bytes: int) -> NodeProfile:
     return replace(profile, memory_bytes=max(0, left))
 
 
-def _wish(settings: Settings, served: ServedModel) -> Wish:
+def _plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
     """What is promised: to one stream a long context; where throughput is asked for, a shorter one to all at once."""
     promised, sequences = KEPT_TOKENS, 1
     if settings.optimize_for == "throughput":
         promised, sequences = _PROMISED_TOKENS_EACH, settings.max_num_seqs
     context = settings.max_model_len or min(promised, served.folder.context_length)
     demand = Demand(context, sequences, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
-    return Wish(
-        demand, strategy=settings.strategy, aim=settings.optimize_for, shares_layers=settings.link == GRPC
+    return PlanRequest(
+        demand,
+        strategy=settings.strategy,
+        objective=settings.optimize_for,
+        allows_tensor=settings.link == GRPC,
     )
 
 
-def _wish_of(order: Order) -> Wish:
+def _replica_request(order: Order) -> PlanRequest:
     """One replica's part of what is promised."""
-    wish = _wish(order.settings, order.served)
-    share = -(-wish.demand.sequences // order.replicas)
-    return replace(wish, demand=replace(wish.demand, sequences=share))
+    request = _plan_request(order.settings, order.served)
+    share = -(-request.demand.sequences // order.replicas)
+    return replace(request, demand=replace(request.demand, sequences=share))
 
 
 def _plan(order: Order, cluster: ClusterProfile) -> Plan:
     profile = profile_folder(order.served.folder, order.served.names[0])
-    in_order, wish = wished(order.settings, _wish_of(order), cluster.nodes)
-    return place(profile, replace(cluster, nodes=in_order), wish)
+    in_order, request = wished(order.settings, _replica_request(order), cluster.nodes)
+    return place(profile, replace(cluster, nodes=in_order), request)
 
 
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:

@@ -9,18 +9,18 @@ from itertools import accumulate, pairwise
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.place import Wish
-from mlx_ring.planner.plan import proportional_counts
 from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.planner.request import PlanRequest
+from mlx_ring.planner.strategies import proportional_counts
 from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
 
 
 def wished(
-    settings: Settings, wish: Wish, nodes: Sequence[NodeProfile]
-) -> tuple[tuple[NodeProfile, ...], Wish]:
-    """The machines, in the order in which layers go to them, and the wish with the proportions that hold for them.
+    settings: Settings, request: PlanRequest, nodes: Sequence[NodeProfile]
+) -> tuple[tuple[NodeProfile, ...], PlanRequest]:
+    """The machines, in the order in which layers go to them, and the request with the proportions that hold for them.
 
     Proportions hold for the machines that were asked for. Where one is lost or comes besides, shares that name their
     nodes hold among those; shares without names cannot, and the plan is as `auto` makes it.
@@ -29,14 +29,14 @@ def wished(
         PlanError: the proportions are not for these machines.
     """
     if settings.strategy != "custom":
-        return tuple(nodes), wish
+        return tuple(nodes), request
     shares = named_shares(settings.proportions)
     if shares is not None:
-        return _by_name(shares, wish, nodes)
+        return _by_name(shares, request, nodes)
     if len(nodes) != settings.nodes:
         log.warning("proportions were given for %d machines, and %d are there", settings.nodes, len(nodes))
-        return tuple(nodes), replace(wish, strategy="auto")
-    return tuple(nodes), replace(wish, proportions=tuple(map(float, settings.proportions)))
+        return tuple(nodes), replace(request, strategy="auto")
+    return tuple(nodes), replace(request, proportions=tuple(map(float, settings.proportions)))
 
 
 def named_shares(proportions: Sequence[str]) -> dict[str, float] | None:
@@ -55,8 +55,8 @@ def named_shares(proportions: Sequence[str]) -> dict[str, float] | None:
 
 
 def _by_name(
-    shares: dict[str, float], wish: Wish, nodes: Sequence[NodeProfile]
-) -> tuple[tuple[NodeProfile, ...], Wish]:
+    shares: dict[str, float], request: PlanRequest, nodes: Sequence[NodeProfile]
+) -> tuple[tuple[NodeProfile, ...], PlanRequest]:
     by_name = {node.name: node for node in nodes}
     there = [name for name in shares if name in by_name]
     if unknown := sorted(by_name.keys() - shares.keys()):
@@ -65,7 +65,7 @@ def _by_name(
             raise PlanError(told)
         log.warning("%s It gets no layers.", told)
     proportions = tuple(shares[name] for name in there)
-    return tuple(by_name[name] for name in there), replace(wish, proportions=proportions)
+    return tuple(by_name[name] for name in there), replace(request, proportions=proportions)
 
 
 def proportional_stages(layers: int, stages: int, proportions: Sequence[str]) -> tuple[LayerRange, ...]:

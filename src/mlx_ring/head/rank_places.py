@@ -16,8 +16,8 @@ from mlx_ring.cluster.deployment import GroupWay, Site, group_ways, way_between
 from mlx_ring.cluster.placement import Cut
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ETHERNET, UNREACHABLE, LinkProfile
 from mlx_ring.rpc.backends import GRPC, joined_ranks
+from mlx_ring.rpc.link_profile import ETHERNET, UNREACHABLE, LinkProfile
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.rpc.rdma import as_json, is_mesh, is_ring, part_of
 from mlx_ring.settings.hostfile import Hostfile, is_loopback

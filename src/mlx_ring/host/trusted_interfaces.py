@@ -122,3 +122,20 @@ def _network(name: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
         return ipaddress.ip_network(name, strict=False)
     except ValueError:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What the owner named. Interfaces come and go, so they are looked at whenever it matters."""
+
+    named: tuple[str, ...] = ()
+
+    def now(self) -> tuple[tuple[TrustedInterface, ...], str]:
+        """Those that are there, and why one that was named is not, or nothing."""
+        found, problem = list[TrustedInterface](), ""
+        for name in self.named:
+            try:
+                found += trusted_interfaces([name])
+            except ConfigError as error:
+                problem = problem or str(error)
+        return tuple(dict.fromkeys(found)), problem

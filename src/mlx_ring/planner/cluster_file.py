@@ -11,19 +11,23 @@ from typing import Any, cast
 import yaml
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.planner.devices_file import estimated_cluster, lists_devices, read_devices
-from mlx_ring.planner.profiles import (
-    ETHERNET,
+from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
+from mlx_ring.rpc.link_profile import ETHERNET, LinkProfile
+from mlx_ring.settings.devices_file import (
     SHARE_FIELDS,
-    ClusterProfile,
-    LinkProfile,
-    NodeProfile,
+    Device,
+    DevicesFile,
+    lists_devices,
+    read_devices,
     read_share,
 )
 
 _SMALL_MAC_GB = 36
+_MAC_RESERVE = 0.05
 _MAC_SHARES = (0.67, 0.75)
 """Of a Mac's memory, what Metal recommends for its working set: up to 36 GB, and above."""
+_CORE_BANDWIDTH, _CORE_FLOPS = 12e9, 0.42e12
+"""Of one core of an M-series GPU: what Apple's chips have of memory bandwidth and of float32, about."""
 _MACHINE_NUMBERS = frozenset({"memory_gb", "bandwidth_gb_s", "tflops"})
 _MACHINE_FIELDS = _MACHINE_NUMBERS | SHARE_FIELDS | {"name", "machine", "reserve", "trusted_interface"}
 _LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted"})
@@ -65,14 +69,18 @@ def known_profile(text: str, name: str | None = None) -> NodeProfile:
         close = [f"{machine.name}-{size}" for machine in machines.values() for size in machine.gb]
         alike = [known for known in close if wanted is None or known.startswith(wanted.name)]
         raise ConfigError(f"The machine {text} is not known; known are {', '.join(alike)}.")
-    share = _MAC_SHARES[gigabytes > _SMALL_MAC_GB]
+    share = _mac_share(gigabytes)
     return NodeProfile(
         name=name or text,
         memory_bytes=int(gigabytes * share * 2**30),
         bandwidth=wanted.gb_s * 1e9,
         flops=wanted.tflops * 1e12,
-        reserve_share=0.05,
+        reserve_share=_MAC_RESERVE,
     )
+
+
+def _mac_share(gigabytes: float) -> float:
+    return _MAC_SHARES[gigabytes > _SMALL_MAC_GB]
 
 
 def load_content(text: str, where: str) -> object:
@@ -105,6 +113,29 @@ def read_cluster(text: str, where: str) -> ClusterProfile:
     entries = cast("dict[str, Any]", content)
     nodes = tuple(_read_machine(entry, where) for entry in cast("list[Any]", entries["machines"]))
     return cluster_of(nodes, links=entries.get("links") or [], usual=entries.get("usual_link"), where=where)
+
+
+def estimated_cluster(file: DevicesFile, where: str) -> ClusterProfile:
+    """For planning without the machines: memory as stated, speed by the number of GPU cores.
+
+    Raises:
+        ConfigError: a machine's memory or cores are not told.
+    """
+    return ClusterProfile(tuple(_estimated(device, where) for device in file.devices))
+
+
+def _estimated(device: Device, where: str) -> NodeProfile:
+    if device.memory_gb is None or device.gpu_cores is None:
+        raise ConfigError(
+            f"{where}: {device.name} needs `capabilities` with memory_gb and gpu_cores to be planned for without it."
+        )
+    return NodeProfile(
+        name=device.name,
+        memory_bytes=int(device.memory_gb * _mac_share(device.memory_gb) * 2**30),
+        bandwidth=_CORE_BANDWIDTH * device.gpu_cores,
+        flops=_CORE_FLOPS * device.gpu_cores,
+        reserve_share=_MAC_RESERVE if device.memory_utilization is None else 1 - device.memory_utilization,
+    )
 
 
 def cluster_of(

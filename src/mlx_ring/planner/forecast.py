@@ -9,7 +9,8 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.cpu_quota import lone_stream
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import RankCosts
-from mlx_ring.planner.stage_costs import Demand, StageTables, Times
+from mlx_ring.planner.request import Demand
+from mlx_ring.planner.stage_costs import StageTables, Times
 from mlx_ring.planner.tensor_groups import SharedModel, given_group
 
 

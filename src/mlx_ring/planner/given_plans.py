@@ -11,7 +11,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.request import Wish
+from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.tensor_groups import SharedModel, given_group
 from mlx_ring.planner.tensor_plans import plan_of
 from mlx_ring.planner.tensor_search import SharedWay
@@ -21,26 +21,26 @@ GivenStage = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
 
 
 def plan_given(
-    model: ModelProfile, cluster: ClusterProfile, wish: Wish, stages: Sequence[GivenStage], how: str
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, stages: Sequence[GivenStage], how: str
 ) -> Plan:
     """Their plan.
 
     Args:
         model: its sizes.
         cluster: for the links, and to say who is left out.
-        wish: what is promised.
+        request: what is promised.
         stages: in the pipeline's order.
         how: they came to have them.
 
     Raises:
         PlanError: they need more memory than a machine has for them.
     """
-    shared = SharedModel(model, wish.demand, model.shared)
+    shared = SharedModel(model, request.demand, model.shared)
     groups = [GroupStage(given_group(shared, cluster, ranks), layers) for layers, ranks in stages]
     pipeline = GroupPipeline(cluster, groups)
-    prediction = pipeline.prediction(wish.prompt_tokens)
+    prediction = pipeline.prediction(request.prompt_tokens)
     stage_s = tuple(pipeline.lone_stream(shared.context_tokens)[0])
-    plan = plan_of(model, cluster, wish, SharedWay(tuple(groups), stage_s, prediction, 0.0), "")
+    plan = plan_of(model, cluster, request, SharedWay(tuple(groups), stage_s, prediction, 0.0), "")
     _check_memory(plan)
     told = f"of {len(model.layers)} layers: {how}"
     given = tuple(replace(stage, why=f"{len(stage.layers)} {told}") for stage in plan.stages)

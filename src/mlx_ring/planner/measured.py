@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.planner.cpu_quota import ProcessorGrant
-from mlx_ring.planner.profiles import FRAMES_S, LinkProfile, NodeProfile
-from mlx_ring.rpc.link_probe import LinkMeasure
+from mlx_ring.planner.profiles import NodeProfile
 
 
 def measured_node(
@@ -51,8 +50,3 @@ def _grant(profile: MachineProfile) -> ProcessorGrant | None:
     if profile.device != "cpu" or profile.blas_threads > 1 or share is None or share >= 1 or period_s is None:
         return None
     return ProcessorGrant(share, period_s)
-
-
-def measured_link(measure: LinkMeasure) -> LinkProfile:
-    """A link, by its probe."""
-    return LinkProfile(round_trip_s=measure.round_trip_s, bandwidth=measure.bandwidth, frames_s=FRAMES_S)

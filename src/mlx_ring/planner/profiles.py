@@ -1,18 +1,14 @@
-"""What the planner knows: of a model, of machines, and of what is between them. Values only.
-
-The share of a machine's memory that plans may count on, as a file states it. Pure.
-"""
+"""Profiles of a model, of machines and of the links between them, as the planner reads them. Values only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
 
-from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.machine_profile import StepCosts, WeightRate
 from mlx_ring.models.tensor_shares import TensorSizes
 from mlx_ring.planner.cpu_quota import ProcessorGrant
+from mlx_ring.rpc.link_profile import ETHERNET, LOCAL, UNREACHABLE, LinkProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,44 +114,6 @@ def _quantized_bits(weights: str) -> int | None:
     return int(number) if rest == "bit" and number.isdigit() else None
 
 
-@dataclass(frozen=True, slots=True)
-class LinkProfile:
-    """Between two machines, one way and back."""
-
-    round_trip_s: float
-    bandwidth: float
-    """Bytes a second."""
-    frames_s: float = 0.0
-    """Of the round trip, what our own frames and their encryption take, where it was measured with them."""
-    trusted: bool = False
-    """Whether collectives may run here, which are neither encrypted nor authenticated."""
-    collective: LinkProfile | None = None
-    """What they take between the interfaces that are trusted, where that is another link and was measured; None: this one."""
-
-    def seconds(self, nbytes: float) -> float:
-        """One way."""
-        return self.round_trip_s / 2 + nbytes / self.bandwidth
-
-    def collective_seconds(self, nbytes: float) -> float:
-        """One way, for a part of a collective: over a plain connection, by threads that hand over to each other."""
-        if self.collective is not None:
-            return self.collective.collective_seconds(nbytes)
-        wire_s = max(0.0, self.round_trip_s - self.frames_s) / 2
-        return wire_s + _COLLECTIVE_HOP_S + nbytes / self.bandwidth
-
-
-_COLLECTIVE_HOP_S = 25e-6
-"""What MLX's ring takes for a hop beside the wire: its sum over two ranks on loopback is 52 us at best, which is two hops."""
-FRAMES_S = 100e-6
-"""There and back: gRPC with mutual TLS beside plain TCP, measured on loopback."""
-LOCAL = LinkProfile(round_trip_s=200e-6, bandwidth=2e9, frames_s=190e-6, trusted=True)
-"""Between two processes of one machine."""
-ETHERNET = LinkProfile(round_trip_s=500e-6, bandwidth=1.1e8)
-"""1 Gbit/s, where nothing better is said."""
-UNREACHABLE = LinkProfile(round_trip_s=float("inf"), bandwidth=1.0)
-"""Between machines that do not get through to each other."""
-
-
 @dataclass(frozen=True)
 class ClusterProfile:
     """Machines, in the order that their owner gave them, the head's first."""
@@ -173,41 +131,3 @@ class ClusterProfile:
         """Whether collectives may run between two machines: over a link that is trusted, or with an interface on each."""
         link = self.link(one.name, other.name)
         return link != UNREACHABLE and (link.trusted or (one.trusted and other.trusted))
-
-
-SHARE_FIELDS = frozenset({"gpu_memory_utilization", "memory_utilization"})
-"""As the flags are called, vLLM's and ours."""
-
-
-def read_share(name: str, where: str, *places: Mapping[str, Any]) -> float | None:
-    """Of the machine called `name`; None where none of the places states one.
-
-    Args:
-        name: of the machine, in sentences.
-        where: the file, in sentences.
-        places: fields among which it may stand; under `serve` names may have dashes for underscores.
-
-    Raises:
-        ConfigError: it is no share, or stands there twice.
-    """
-    given = [
-        (key, value)
-        for place in places
-        for key, value in place.items()
-        if is_share(key) and value is not None
-    ]
-    if len(given) > 1:
-        twice = " and ".join(key for key, _ in given)
-        raise ConfigError(f"{where}: the share of memory of {name} stands there twice, as {twice}: give one.")
-    for key, value in given:
-        if type(value) not in (int, float) or not 0 < cast("float", value) <= 1:
-            raise ConfigError(
-                f"{where}: {key} of {name} is {value!r}; it must be a number above 0, at most 1."
-            )
-        return float(cast("float", value))
-    return None
-
-
-def is_share(key: object) -> bool:
-    """Whether a field is called so."""
-    return str(key).replace("-", "_") in SHARE_FIELDS

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.models.tensor_shares import TensorShare, TensorSizes
-from mlx_ring.planner.profiles import ClusterProfile, LayerProfile, LinkProfile, NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, LayerProfile, NodeProfile
+from mlx_ring.planner.request import Demand
 from mlx_ring.planner.stage_costs import (
-    Demand,
     LayerKinds,
     Table,
     before,
@@ -30,6 +30,7 @@ from mlx_ring.planner.stage_costs import (
     prefill_scores,
     working_bytes,
 )
+from mlx_ring.rpc.link_profile import LinkProfile
 
 
 @dataclass(frozen=True, slots=True)

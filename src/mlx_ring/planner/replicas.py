@@ -1,4 +1,4 @@
-"""How many times a model is to be loaded, and on which machines each: `place_replicas(model, cluster, wish, count)`. Pure.
+"""How many times a model is to be loaded, and on which machines each: `place_replicas(model, cluster, request, count)`. Pure.
 
 Every replica answers its part of the promised sequences. What a set of machines gives as one pipeline is bounded by its
 slowest stage; over those bounds the best division into replicas is found exactly, by going through all sets.
@@ -14,9 +14,9 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.request import Wish
+from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import steadiest_costs
-from mlx_ring.planner.tensor_plans import MOST_NODES, weigh
+from mlx_ring.planner.tensor_plans import MOST_NODES, best_of_both
 from mlx_ring.planner.timetable import Timetable
 
 _WORTH = 1.02
@@ -24,25 +24,25 @@ _WORTH = 1.02
 
 
 def place_replicas(
-    model: ModelProfile, cluster: ClusterProfile, wish: Wish, count: int | None
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, count: int | None
 ) -> tuple[Plan, ...]:
     """A plan for each replica, with machines of its own.
 
     Args:
         model: its sizes.
         cluster: the machines.
-        wish: what is promised, to all replicas together.
+        request: what is promised, to all replicas together.
         count: of replicas; None: as many as give the most tokens, where throughput is the aim.
 
     Raises:
-        PlanError: the machines cannot hold so many, or the wish contradicts itself.
+        PlanError: the machines cannot hold so many, or the request contradicts itself.
     """
-    if count == 1 or (count is None and (wish.aim != "throughput" or wish.strategy != "auto")):
-        return (place(model, cluster, wish),)
-    _check(cluster, wish, count)
-    most = min(len(cluster.nodes), max(1, wish.demand.sequences))
+    if count == 1 or (count is None and (request.objective != "throughput" or request.strategy != "auto")):
+        return (place(model, cluster, request),)
+    _check(cluster, request, count)
+    most = min(len(cluster.nodes), max(1, request.demand.sequences))
     divisions = {
-        number: _best_division(model, cluster, wish, number)
+        number: _best_division(model, cluster, request, number)
         for number in ([count] if count else range(1, most + 1))
     }
     best: tuple[float, tuple[int, ...]] = (0.0, ())
@@ -51,7 +51,7 @@ def place_replicas(
             best = (speed, sets)
     if not best[1]:
         # One over all machines says best what is missing.
-        whole = place(model, cluster, wish)
+        whole = place(model, cluster, request)
         if count is None:
             # Nothing fits but layers that are shared.
             return (whole,)
@@ -59,18 +59,18 @@ def place_replicas(
             f"{len(cluster.nodes)} machines cannot hold {count} replicas of {model.name}; one over "
             f"{len(whole.stages)} of them fits. Ask for fewer, for a shorter context or for fewer sequences."
         )
-    each = replace(wish, demand=replace(wish.demand, sequences=_share(wish, len(best[1]))))
+    each = replace(request, demand=replace(request.demand, sequences=_share(request, len(best[1]))))
     plans = tuple(place(model, _among(cluster, members), each) for members in best[1])
-    if count is None and _is_better_shared(model, cluster, wish, plans):
-        return (place(model, cluster, wish),)
+    if count is None and _is_better_shared(model, cluster, request, plans):
+        return (place(model, cluster, request),)
     return plans
 
 
-def _check(cluster: ClusterProfile, wish: Wish, count: int | None) -> None:
+def _check(cluster: ClusterProfile, request: PlanRequest, count: int | None) -> None:
     nodes = len(cluster.nodes)
-    if wish.strategy != "auto":
+    if request.strategy != "auto":
         raise PlanError(
-            f"Replicas are planned by the strategy auto; {wish.strategy} was asked for with {count} of them."
+            f"Replicas are planned by the strategy auto; {request.strategy} was asked for with {count} of them."
         )
     if nodes > MOST_NODES:
         raise PlanError(f"{nodes} machines were given; replicas are planned for {MOST_NODES} at most.")
@@ -79,26 +79,26 @@ def _check(cluster: ClusterProfile, wish: Wish, count: int | None) -> None:
 
 
 def _is_better_shared(
-    model: ModelProfile, cluster: ClusterProfile, wish: Wish, plans: tuple[Plan, ...]
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: tuple[Plan, ...]
 ) -> bool:
     """Whether machines that share layers give more than all replicas together."""
-    if not wish.shares_layers:
+    if not request.allows_tensor:
         return False
-    shared = weigh(model, cluster, wish, None)
+    shared = best_of_both(model, cluster, request, None)
     together = sum(plan.prediction.tokens_per_s for plan in plans)
     return shared is not None and shared.prediction.tokens_per_s > together
 
 
-def _share(wish: Wish, replicas: int) -> int:
+def _share(request: PlanRequest, replicas: int) -> int:
     """Sequences that each answers."""
-    return -(-wish.demand.sequences // replicas)
+    return -(-request.demand.sequences // replicas)
 
 
 def _best_division(
-    model: ModelProfile, cluster: ClusterProfile, wish: Wish, replicas: int
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, replicas: int
 ) -> tuple[float, tuple[int, ...]]:
     """Tokens a second of all together, and the machines of each as bits; no machines where there is no room."""
-    speeds = _speeds(model, cluster, wish, replicas)
+    speeds = _speeds(model, cluster, request, replicas)
     everyone = (1 << len(cluster.nodes)) - 1
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
     for number in range(1, replicas + 1):
@@ -120,10 +120,12 @@ def _best_division(
     return speed, tuple(sorted(sets, key=lambda members: members & -members))
 
 
-def _speeds(model: ModelProfile, cluster: ClusterProfile, wish: Wish, replicas: int) -> dict[int, float]:
+def _speeds(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, replicas: int
+) -> dict[int, float]:
     """By set of machines: what it gives as one of so many replicas, in tokens a second."""
-    sequences = _share(wish, replicas)
-    timetable = Timetable(model, cluster, replace(wish.demand, sequences=sequences))
+    sequences = _share(request, replicas)
+    timetable = Timetable(model, cluster, replace(request.demand, sequences=sequences))
     most = len(cluster.nodes) - replicas + 1
     costs: dict[int, dict[int, float]] = {}
     speeds: dict[int, float] = {}

@@ -1,25 +1,50 @@
-"""What is asked of a plan. Values only."""
+"""Request for a plan: the promised load, the strategy and the objective. Values only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from mlx_ring.planner.plan import Aim, Strategy
-from mlx_ring.planner.stage_costs import Demand
+from mlx_ring.settings.strategies import Strategy
+
+Objective = Literal["latency", "throughput"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+_FULL_PRECISION_BITS, _SCALE_AND_BIAS_NUMBERS = 16, 2
+_QUANTIZED_GROUP = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What is asked of a plan."""
+class Demand:
+    """Load that a plan must be able to serve."""
+
+    context_tokens: int
+    sequences: int
+    kv_bits: int = 16
+
+    def kv_factor(self, number_bytes: int = 2) -> float:
+        """Return the size of the KV cache relative to an unquantized one.
+
+        Quantized groups of 64 numbers have a scale and a bias of `number_bytes` each.
+        """
+        if self.kv_bits >= _FULL_PRECISION_BITS:
+            return 1.0
+        overhead_bits = 8 * _SCALE_AND_BIAS_NUMBERS * number_bytes / _QUANTIZED_GROUP
+        return (self.kv_bits + overhead_bits) / (8 * number_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Requirements of a plan."""
 
     demand: Demand
     strategy: Strategy = "auto"
-    aim: Aim = "latency"
+    objective: Objective = "latency"
     proportions: tuple[float, ...] = ()
-    """With `custom`: of the layers, by machine."""
+    """Relative numbers of layers by machine, for the strategy `custom`."""
     counts: tuple[int, ...] = ()
-    """With `custom`: layers by machine, instead of proportions."""
-    shares_layers: bool = True
-    """Whether several machines may compute layers together, where the interfaces between them are trusted."""
+    """Numbers of layers by machine, for the strategy `custom`; used instead of proportions."""
+    allows_tensor: bool = True
+    """True if machines may compute layers together where the link between them is trusted."""
     prompt_tokens: int = 1024
-    """Of the prompt for which the time to the first token is told."""
+    """Length of the prompt for which the time to the first token is predicted."""

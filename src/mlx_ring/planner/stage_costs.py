@@ -16,32 +16,17 @@ from numpy.typing import NDArray
 
 from mlx_ring.host.machine_profile import WeightRate
 from mlx_ring.planner.profiles import LayerProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.request import Demand
 
 CHUNK_TOKENS = 512
 _NUMBERS_PER_TOKEN = 16
 """Of the hidden size, what a layer holds for one token of a chunk at its widest."""
 _FLOAT_BYTES = 4
-_QUANTIZED_GROUP = 64
 
 Table = NDArray[np.float64]
 """`(layers + 1, layers + 1)`: by first layer and end; infinite where no stage can be."""
 
 _Seconds = TypeVar("_Seconds")
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What is promised to those who ask."""
-
-    context_tokens: int
-    sequences: int
-    kv_bits: int = 16
-
-    def kv_factor(self, number_bytes: int = 2) -> float:
-        """Of plain KV with numbers of so many bytes: what the bits take, with a scale and a bias for 64 numbers."""
-        if self.kv_bits >= 16:  # noqa: PLR2004 - bits
-            return 1.0
-        return (self.kv_bits + 16 * number_bytes / _QUANTIZED_GROUP) / (8 * number_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.models.tensor_shares import TensorSizes, nearest_proportions, share_out
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import Fractions, RankCosts, Ring
-from mlx_ring.planner.stage_costs import CHUNK_TOKENS, Demand, LayerKinds, Table, Times, times_on
+from mlx_ring.planner.request import Demand
+from mlx_ring.planner.stage_costs import CHUNK_TOKENS, LayerKinds, Table, Times, times_on
 
 _SUMS_PER_LAYER = 2
 _TOKEN_BYTES = 4

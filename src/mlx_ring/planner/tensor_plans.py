@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import Protocol
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.models.tensor_shares import splittable
 from mlx_ring.planner.group_pipeline import GroupStage
 from mlx_ring.planner.plan import LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.request import Wish
+from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.tensor_groups import Member
-from mlx_ring.planner.tensor_search import Promise, SharedLayers, SharedWay
+from mlx_ring.planner.tensor_search import SharedLayers, SharedWay, cost
 
 MOST_NODES = 8
+
+
+class TensorSearch(Protocol):
+    """Search for the best way in which machines compute layers together."""
+
+    def __call__(self, search: SharedLayers, /, *, of_all: bool) -> SharedWay | None:
+        """Return the best way; with `of_all` over all machines of the cluster."""
+        ...
+
+
 _UNSPLIT, _UNTRUSTED, _UNSERVED = (
     "the model's layers cannot be split",
     "sums of layers are neither encrypted nor authenticated, and no interface between these machines is trusted",
@@ -23,13 +34,15 @@ _UNSPLIT, _UNTRUSTED, _UNSERVED = (
 )
 
 
-def weigh(model: ModelProfile, cluster: ClusterProfile, wish: Wish, apart: Plan | None) -> Plan | None:
+def best_of_both(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, apart: Plan | None
+) -> Plan | None:
     """The better of a plan in which each machine has layers of its own and of those in which some share them.
 
     Args:
         model: its sizes.
         cluster: eight machines at most.
-        wish: what is promised.
+        request: what is promised.
         apart: the best without sharing, where memory allows one.
 
     Returns:
@@ -37,43 +50,39 @@ def weigh(model: ModelProfile, cluster: ClusterProfile, wish: Wish, apart: Plan 
     """
     if len(cluster.nodes) == 1:
         return apart
-    promise = _promise(wish)
-    search = SharedLayers(model, cluster, promise)
-    if not wish.shares_layers or not search.is_possible:
-        return None if apart is None else _with_remark(apart, _left_undone(model, cluster, wish, apart))
+    search = SharedLayers(model, cluster, request)
+    if not request.allows_tensor or not search.is_possible:
+        return None if apart is None else _with_remark(apart, _left_undone(model, cluster, request, apart))
     found = [way for way in (search.tensor(), search.hybrid()) if way is not None]
     best = min(found, key=lambda way: way.cost, default=None)
     if best is None:
         return apart
-    if apart is None or best.cost < promise.cost(apart.prediction):
-        reason = _reason(best, wish, None if apart is None else apart.prediction)
-        return plan_of(model, cluster, wish, best, reason)
-    told = _times(best.prediction, wish)
+    if apart is None or best.cost < cost(request, apart.prediction):
+        reason = _reason(best, request, None if apart is None else apart.prediction)
+        return plan_of(model, cluster, request, best, reason)
+    told = _times(best.prediction, request)
     return _with_remark(apart, f"If {_groups(best)} computed {_what(best)} together, it would be {told}.")
 
 
-def place_shared(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> Plan:
+def place_tensor(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, search: TensorSearch
+) -> Plan:
     """By the strategy `tensor`, every layer on all machines; by `hybrid`, the best pipeline in which some share layers.
 
     Raises:
         PlanError: what stands against it.
     """
-    if problem := _problem(model, cluster, wish):
+    if problem := _problem(model, cluster, request):
         raise PlanError(problem)
-    search = SharedLayers(model, cluster, _promise(wish))
-    way = (search.tensor if wish.strategy == "tensor" else search.hybrid)(of_all=True)
+    way = search(SharedLayers(model, cluster, request), of_all=True)
     if way is None:
-        raise PlanError(_why_none(model, cluster, wish))
-    return plan_of(model, cluster, wish, way, _reason(way, wish, None))
+        raise PlanError(_why_none(model, cluster, request))
+    return plan_of(model, cluster, request, way, _reason(way, request, None))
 
 
-def _promise(wish: Wish) -> Promise:
-    return Promise(wish.demand, wish.aim, wish.prompt_tokens)
-
-
-def _problem(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
+def _problem(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
     """Why the machines cannot share layers at all; empty where they can."""
-    nodes, name = cluster.nodes, f"The strategy {wish.strategy}"
+    nodes, name = cluster.nodes, f"The strategy {request.strategy}"
     problems = (
         (
             len(nodes) == 1,
@@ -81,15 +90,15 @@ def _problem(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
         ),
         (
             len(nodes) > MOST_NODES,
-            f"{len(nodes)} machines were given; the strategy {wish.strategy} is planned for {MOST_NODES} at most.",
+            f"{len(nodes)} machines were given; the strategy {request.strategy} is planned for {MOST_NODES} at most.",
         ),
-        (not wish.shares_layers, f"{name} cannot be served: {_UNSERVED}. Choose another strategy."),
+        (not request.allows_tensor, f"{name} cannot be served: {_UNSERVED}. Choose another strategy."),
         (
             model.shared is None,
             f"{name} cannot be had with {model.name}: {_UNSPLIT}; that is done for {splittable()}.",
         ),
         (
-            wish.strategy == "hybrid" and len(nodes) == 2,  # noqa: PLR2004 - a pair
+            request.strategy == "hybrid" and len(nodes) == 2,  # noqa: PLR2004 - a pair
             f"{name} needs a stage of two machines and one more, and there are 2: choose the strategy tensor.",
         ),
         (
@@ -100,45 +109,44 @@ def _problem(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
     return next((told for stands, told in problems if stands), "")
 
 
-def _why_none(model: ModelProfile, cluster: ClusterProfile, wish: Wish) -> str:
+def _why_none(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
     """Why there is no way over all machines."""
     nodes = cluster.nodes
     for one, other in combinations(nodes, 2):
-        if not cluster.trusts(one, other) and wish.strategy == "tensor":
+        if not cluster.trusts(one, other) and request.strategy == "tensor":
             return (
                 f"The strategy tensor cannot be had with {one.name} and {other.name}: {_UNTRUSTED}. "
                 "Leave one of them out, or choose the strategy hybrid."
             )
     most = model.shared.most_ranks if model.shared is not None else len(nodes)
-    if wish.strategy == "tensor" and len(nodes) > most:
+    if request.strategy == "tensor" and len(nodes) > most:
         return f"{model.name} can be shared by {most} machines at most, and there are {len(nodes)}: leave some out."
     usable = sum(node.usable_bytes for node in nodes)
     return (
-        f"{model.name} with {wish.demand.sequences} x {wish.demand.context_tokens} tokens does not fit into the "
-        f"{usable / 1e9:.1f} GB of the {len(nodes)} machines by the strategy {wish.strategy}, whose ranks each hold norms, the "
+        f"{model.name} with {request.demand.sequences} x {request.demand.context_tokens} tokens does not fit into the "
+        f"{usable / 1e9:.1f} GB of the {len(nodes)} machines by the strategy {request.strategy}, whose ranks each hold norms, the "
         "table of tokens and working memory whole: shorten the context, or let the strategy auto choose."
     )
 
 
-def _left_undone(model: ModelProfile, cluster: ClusterProfile, wish: Wish, apart: Plan) -> str:
+def _left_undone(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, apart: Plan) -> str:
     """What sharing every layer would give and why it is not done; empty where it would give nothing."""
-    promise = _promise(wish)
-    way = SharedLayers(model, cluster, promise, trusting=True).tensor()
-    if way is None or way.cost >= promise.cost(apart.prediction):
+    way = SharedLayers(model, cluster, request, trusting=True).tensor()
+    if way is None or way.cost >= cost(request, apart.prediction):
         return ""
     why = _UNSPLIT if model.shared is None else _UNTRUSTED
-    if model.shared is not None and SharedLayers(model, cluster, promise).is_possible:
+    if model.shared is not None and SharedLayers(model, cluster, request).is_possible:
         why = _UNSERVED
-    return f"If {_groups(way)} computed {_what(way)} together, it would be {_times(way.prediction, wish)}, but {why}."
+    return f"If {_groups(way)} computed {_what(way)} together, it would be {_times(way.prediction, request)}, but {why}."
 
 
 def _with_remark(plan: Plan, remark: str) -> Plan:
     return replace(plan, remarks=(*plan.remarks, remark)) if remark else plan
 
 
-def _reason(way: SharedWay, wish: Wish, apart: Prediction | None) -> str:
-    told = f"{_groups(way)} compute {_what(way)} together: {_times(way.prediction, wish)}"
-    return f"{told}; with layers of their own, {_times(apart, wish)}." if apart is not None else f"{told}."
+def _reason(way: SharedWay, request: PlanRequest, apart: Prediction | None) -> str:
+    told = f"{_groups(way)} compute {_what(way)} together: {_times(way.prediction, request)}"
+    return f"{told}; with layers of their own, {_times(apart, request)}." if apart is not None else f"{told}."
 
 
 def _groups(way: SharedWay) -> str:
@@ -150,8 +158,8 @@ def _what(way: SharedWay) -> str:
     return "every layer" if len(way.stages) == 1 else "the layers of a stage"
 
 
-def _times(prediction: Prediction, wish: Wish) -> str:
-    if wish.aim == "throughput":
+def _times(prediction: Prediction, request: PlanRequest) -> str:
+    if request.objective == "throughput":
         return f"{prediction.tokens_per_s:.1f} tokens/s"
     return (
         f"{1e3 * prediction.token_s:.1f} ms a token and {prediction.first_token_s:.2f} s to the first of a prompt of "
@@ -162,14 +170,20 @@ def _times(prediction: Prediction, wish: Wish) -> str:
 # ---- a plan of a way
 
 
-def plan_of(model: ModelProfile, cluster: ClusterProfile, wish: Wish, way: SharedWay, reason: str) -> Plan:
+def plan_of(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, way: SharedWay, reason: str
+) -> Plan:
     """As it is told."""
-    told = "no plan with it gives more" if wish.aim == "throughput" else "no plan with it answers sooner"
-    demand, used = wish.demand, set(way.nodes)
+    told = (
+        "no plan with it gives more"
+        if request.objective == "throughput"
+        else "no plan with it answers sooner"
+    )
+    demand, used = request.demand, set(way.nodes)
     return Plan(
         model=model.name,
-        strategy=wish.strategy,
-        aim=wish.aim,
+        strategy=request.strategy,
+        objective=request.objective,
         context_tokens=demand.context_tokens,
         sequences=demand.sequences,
         kv_bits=demand.kv_bits,

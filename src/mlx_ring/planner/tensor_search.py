@@ -17,10 +17,11 @@ import numpy as np
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.group_pipeline import GroupPipeline, GroupStage
 from mlx_ring.planner.group_search import GroupSearch, GroupWay, block_ends, cut
-from mlx_ring.planner.plan import Aim, Prediction
+from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Rings
-from mlx_ring.planner.stage_costs import Demand, Table
+from mlx_ring.planner.request import PlanRequest
+from mlx_ring.planner.stage_costs import Table
 from mlx_ring.planner.tensor_groups import (
     Ends,
     RankGroup,
@@ -39,21 +40,6 @@ _CUTS = (True, False)
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """What plans are compared for."""
-
-    demand: Demand
-    aim: Aim
-    prompt_tokens: int
-
-    def cost(self, prediction: Prediction) -> float:
-        """Less is better: seconds of a prompt and its answer for one stream, or seconds a token of all."""
-        if self.aim == "throughput":
-            return 1 / prediction.tokens_per_s
-        return prediction.first_token_s + _ANSWER_TOKENS * prediction.token_s
-
-
-@dataclass(frozen=True, slots=True)
 class SharedWay:
     """Stages, of which one has several ranks at least."""
 
@@ -68,16 +54,26 @@ class SharedWay:
         return tuple(node.name for stage in self.stages for node in stage.group.nodes)
 
 
+def cost(request: PlanRequest, prediction: Prediction) -> float:
+    """Return the cost by which plans are compared; less is better.
+
+    It is the time of a prompt and its answer for one stream, or the time per token of all sequences.
+    """
+    if request.objective == "throughput":
+        return 1 / prediction.tokens_per_s
+    return prediction.first_token_s + _ANSWER_TOKENS * prediction.token_s
+
+
 class SharedLayers:
     """The best ways of a model over the machines of a cluster."""
 
     def __init__(
-        self, model: ModelProfile, cluster: ClusterProfile, promise: Promise, *, trusting: bool = False
+        self, model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, *, trusting: bool = False
     ) -> None:
         """With `trusting` as if every interface were trusted, and every model's layers could be split."""
-        self._shared = SharedModel(model, promise.demand, model.shared)
+        self._shared = SharedModel(model, request.demand, model.shared)
         self._cluster = cluster
-        self._promise = promise
+        self._request = request
         self._places = range(len(cluster.nodes))
         token_bytes = model.hidden_size * model.number_bytes
         self._rings = Rings(cluster, token_bytes, trusting=trusting)
@@ -122,8 +118,8 @@ class SharedLayers:
 
     def _weight(self, way: GroupWay) -> float:
         """By which ways are looked at: a slowest stage serves as many groups of sequences as there are stages."""
-        groups = min(len(way.candidates), self._promise.demand.sequences)
-        return way.cost * (1 if self._promise.aim == "latency" else groups)
+        groups = min(len(way.candidates), self._request.demand.sequences)
+        return way.cost * (1 if self._request.objective == "latency" else groups)
 
     # ---- one group
 
@@ -145,14 +141,14 @@ class SharedLayers:
 
     def _told(self, stages: Sequence[GroupStage]) -> SharedWay:
         pipeline = GroupPipeline(self._cluster, stages)
-        prediction = pipeline.prediction(self._promise.prompt_tokens)
+        prediction = pipeline.prediction(self._request.prompt_tokens)
         each = tuple(pipeline.lone_stream(self._shared.context_tokens)[0])
-        return SharedWay(tuple(stages), each, prediction, self._promise.cost(prediction))
+        return SharedWay(tuple(stages), each, prediction, cost(self._request, prediction))
 
     def _rows(self, stages: int) -> int:
         """Of a step, for which plans are made."""
-        sequences = self._promise.demand.sequences
-        return 1 if self._promise.aim == "latency" else -(-sequences // min(stages, sequences))
+        sequences = self._request.demand.sequences
+        return 1 if self._request.objective == "latency" else -(-sequences // min(stages, sequences))
 
     # ---- pipelines of groups
 
@@ -169,7 +165,7 @@ class SharedLayers:
         return group.stage_seconds(0, self._layers, self._rows(2), self._shared.context_tokens).steady
 
     def _search(self, candidates: Sequence[tuple[int, ...]]) -> GroupSearch:
-        ends, adds = block_ends(self._layers), self._promise.aim == "latency"
+        ends, adds = block_ends(self._layers), self._request.objective == "latency"
         tables = [
             _seconds(self._quick(members), self._rows(2), ends, adds=adds, any_shares=True)
             for members in candidates
@@ -214,7 +210,7 @@ class SharedLayers:
 
     def _cut(self, members: Sequence[tuple[int, ...]]) -> SharedWay | None:
         """Layers for these groups in this order, then shares for those layers, then layers for those shares."""
-        ends, adds = np.arange(self._layers + 1), self._promise.aim == "latency"
+        ends, adds = np.arange(self._layers + 1), self._request.objective == "latency"
         rows = self._rows(len(members))
         choices, found = [self._quick(each) for each in members], list[SharedWay]()
         for any_shares in _CUTS:

@@ -1,46 +1,105 @@
-"""What a model's stages and hops take on the machines of one cluster. Pure."""
+"""Predicted times of a pipeline over the machines of a cluster. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from mlx_ring.planner.cpu_quota import lone_stream
+from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.stage_costs import Demand, StageTables, Table, Times
+from mlx_ring.planner.request import Demand
+from mlx_ring.planner.search import Piece
+from mlx_ring.planner.stage_costs import CHUNK_TOKENS, StageTables, Table, Times
 
 
 class Timetable:
-    """Tables of seconds, kept once they are made."""
+    """Predicted seconds of stages and hops, computed once for each number of rows."""
 
     def __init__(self, model: ModelProfile, cluster: ClusterProfile, demand: Demand) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.demand = demand
         self.costs = StageTables(model, demand)
-        self._model = model
-        self._cluster = cluster
-        self._demand = demand
         self._by_rows: dict[int, list[Times[Table]]] = {}
 
+    def prediction(self, pieces: Sequence[Piece], prompt_tokens: int) -> Prediction:
+        """Return the predicted times of a pipeline."""
+        return Prediction(
+            token_s=self.lone_stream(pieces)[1],
+            tokens_per_s=self.tokens_per_s(pieces),
+            first_token_s=self._first_token_s(pieces, prompt_tokens),
+            prompt_tokens=prompt_tokens,
+        )
+
+    def lone_stream(self, pieces: Sequence[Piece]) -> tuple[list[float], float]:
+        """Return the seconds of each stage, and the seconds from token to token, for a single stream."""
+        unhindered, steady = (_of(tables, pieces) for tables in (self.tables(1), self.steady_tables(1)))
+        return lone_stream(unhindered, steady, self._round_trip_s(pieces, 1))
+
+    def tokens_per_s(self, pieces: Sequence[Piece]) -> float:
+        """Return the throughput of all sequences, in as many decode groups as there are stages.
+
+        A cycle lasts as long as the slowest stage takes for all groups, or one group takes for a whole round.
+        """
+        sequences, stages = self.demand.sequences, len(pieces)
+        groups = min(stages, sequences)
+        rows = -(-sequences // groups)
+        round_s = sum(_of(self.tables(rows), pieces)) + self._round_trip_s(pieces, rows)
+        return sequences / max(groups * max(_of(self.steady_tables(rows), pieces)), round_s)
+
+    def _first_token_s(self, pieces: Sequence[Piece], prompt_tokens: int) -> float:
+        chunks = -(-prompt_tokens // CHUNK_TOKENS)
+        nodes = self.cluster.nodes
+        times = [
+            self.costs.prefill_seconds(nodes[piece.node], piece.first, piece.end, prompt_tokens) / chunks
+            for piece in pieces
+        ]
+        hops = self._round_trip_s(pieces, min(prompt_tokens, CHUNK_TOKENS))
+        return sum(times) + (chunks - 1) * max(times) + hops + self.lone_stream(pieces)[1]
+
+    def _round_trip_s(self, pieces: Sequence[Piece], rows: int) -> float:
+        """Return the seconds of all hops of a pipeline, the hop back to the first stage included."""
+        hops = self.hops(rows)
+        places = [piece.node for piece in pieces]
+        if len(places) == 1:
+            return 0.0
+        return sum(
+            float(hops[one, other]) for one, other in zip(places, [*places[1:], places[0]], strict=True)
+        )
+
     def tables(self, rows: int) -> list[Table]:
-        """By machine: a step with so many rows, for every stage that it could be, where nothing came before."""
+        """Return for each machine the seconds of every possible stage, if the machine was idle before.
+
+        Args:
+            rows: number of rows in the step.
+        """
         return [times.unhindered for times in self._times(rows)]
 
     def steady_tables(self, rows: int) -> list[Table]:
-        """The same of machines that always compute."""
+        """Return for each machine the seconds of every possible stage, if the machine computes all the time."""
         return [times.steady for times in self._times(rows)]
 
     def _times(self, rows: int) -> list[Times[Table]]:
         if rows not in self._by_rows:
-            # Half of the context is what a stream has behind it in the mean.
-            context = self._demand.context_tokens // 2
-            self._by_rows[rows] = [self.costs.seconds(node, rows, context) for node in self._cluster.nodes]
+            # The mean context of a stream is half of the longest.
+            context = self.demand.context_tokens // 2
+            self._by_rows[rows] = [self.costs.seconds(node, rows, context) for node in self.cluster.nodes]
         return self._by_rows[rows]
 
     def hops(self, rows: int) -> Table:
-        """From machine to machine, with the activations of so many rows."""
-        nodes = self._cluster.nodes
-        each = [rows * self._model.hidden_size * self.costs.model_on(node).number_bytes for node in nodes]
+        """Return the seconds from machine to machine, with the activations of `rows` rows."""
+        nodes = self.cluster.nodes
+        each = [rows * self.model.hidden_size * self.costs.model_on(node).number_bytes for node in nodes]
         names = [node.name for node in nodes]
         return np.array(
             [
-                [self._cluster.link(one, other).seconds(nbytes) for other in names]
+                [self.cluster.link(one, other).seconds(nbytes) for other in names]
                 for one, nbytes in zip(names, each, strict=True)
             ]
         )
+
+
+def _of(tables: Sequence[Table], pieces: Sequence[Piece]) -> list[float]:
+    return [float(tables[piece.node][piece.first, piece.end]) for piece in pieces]

@@ -31,6 +31,7 @@ from mlx_ring.settings.fields import (
     read_strategy,
     setting,
 )
+from mlx_ring.settings.strategies import Strategy, strategy_help
 
 ENVIRONMENT_PREFIX = "MLX_RING_"
 _MODELS, _PLACEMENT, _CLUSTER, _SCHEDULING = "Models", "Placement", "Cluster", "Scheduling"
@@ -119,12 +120,9 @@ class Settings(CheckedSettings):
         _PLACEMENT,
         aliases=("--data-parallel-size", "-dp"),
     )
-    strategy: Annotated[
-        Literal["auto", "uniform", "memory", "compute", "balanced", "custom", "tensor", "hybrid"],
-        BeforeValidator(read_strategy),
-    ] = setting(
+    strategy: Annotated[Strategy, BeforeValidator(read_strategy)] = setting(
         "auto",
-        "How to split layers over machines; auto chooses the fastest plan.",
+        f"How to split layers over machines. {strategy_help()}.",
         _PLACEMENT,
         metavar="NAME",
         basic=True,

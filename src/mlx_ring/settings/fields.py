@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from mlx_ring.host.machine import SOCKET_PATH_LIMIT
-from mlx_ring.settings.old_names import strategy_of_today
+from mlx_ring.settings.strategies import current_strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def _short_enough(path: Path | None) -> Path | None:
 
 def read_strategy(value: object) -> object:
     """Replace a strategy's name of earlier versions by today's."""
-    return strategy_of_today(value) if isinstance(value, str) else value
+    return current_strategy(value) if isinstance(value, str) else value
 
 
 Text = Annotated[str, Field(min_length=1)]

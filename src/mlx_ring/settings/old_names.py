@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from mlx_ring.core.errors import ConfigError
 
-_STRATEGIES = {"memory_proportional": "memory", "compute_proportional": "compute"}
 _LEVELS = {"warn": "warning", "critical": "error", "fatal": "error", "notset": "debug", "trace": "debug"}
 _NOTHING = ("none", "null", "")
 _TRUTH = {
@@ -32,11 +31,6 @@ class Renamed:
 
     setting: str
     value: str
-
-
-def strategy_of_today(text: str) -> str:
-    """Return today's name of a strategy, such as `memory` for `memory_proportional`; other text as it is."""
-    return _STRATEGIES.get(text.strip().lower(), text)
 
 
 def of_today(old: Mapping[str, str], where: str) -> dict[str, Renamed]:

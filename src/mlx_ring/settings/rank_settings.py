@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.rpc.backends import BACKENDS
 from mlx_ring.settings.config import Settings
+from mlx_ring.settings.strategies import STRATEGIES
 
 _LINKS_OF_MACHINES = ("ring", "allreduce", "jaccl")
 """That join stages on several."""
@@ -44,7 +45,7 @@ def may_share_by_plan(settings: Settings) -> bool:
     """Whether machines may come to compute layers together by their plan, without `--tp`."""
     if settings.nodes == 1:
         return False
-    return settings.strategy in {"tensor", "hybrid"} or (
+    return STRATEGIES[settings.strategy].is_tensor_parallel or (
         settings.strategy == "auto" and bool(settings.trusted_interface)
     )
 

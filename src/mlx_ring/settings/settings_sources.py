@@ -28,6 +28,7 @@ from mlx_ring.settings.config import (
 )
 from mlx_ring.settings.fields import flag_of
 from mlx_ring.settings.old_names import is_old, of_today
+from mlx_ring.settings.strategies import STRATEGIES
 
 
 def allowed_values(field: FieldInfo) -> str:
@@ -267,7 +268,7 @@ def _whole(path: Path | None) -> Path | None:
 
 
 def _check_proportions(settings: Settings) -> None:
-    if settings.strategy in ("tensor", "hybrid") and settings.nodes == 1:
+    if STRATEGIES[settings.strategy].is_tensor_parallel and settings.nodes == 1:
         raise ConfigError(
             f"--strategy {settings.strategy} shares layers among machines, but --nodes is 1. Use --tp 2 to share them "
             "among workers of this machine."

@@ -12,7 +12,7 @@ from mlx_ring.cli.serve import serve
 from mlx_ring.cluster.lifecycle.arguments import FOR_AGENTS, agent_arguments, head_arguments
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.planner.devices_file import Device, DevicesFile
+from mlx_ring.settings.devices_file import Device, DevicesFile
 
 HEAD = Device("studio", "studio", is_coordinator=True, address="192.168.5.2", memory_gb=48)
 MINI = Device("mini", "mini", address="fd77::1", memory_gb=16)

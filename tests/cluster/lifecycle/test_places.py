@@ -13,7 +13,7 @@ from mlx_ring.cluster.lifecycle.arguments import (
     resolve,
     target_of,
 )
-from mlx_ring.planner.devices_file import Device
+from mlx_ring.settings.devices_file import Device
 
 OWN = frozenset({"192.168.5.2", "fd77::2", "127.0.0.1"})
 NAMES = {"studio.local": {"192.168.5.2"}, "mini.local": {"192.168.5.1"}, "odd": {"127.0.1.1"}}

@@ -12,7 +12,7 @@ from mlx_ring.cluster.lifecycle.programs import find_pythons, make_ready
 from mlx_ring.cluster.lifecycle.systems import Python
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.core.errors import HostFailed
-from mlx_ring.planner.devices_file import Device
+from mlx_ring.settings.devices_file import Device
 
 ALPINE = Python("/usr/bin/python3", "linux", "riscv64", "3.12", "musl", (0, 0))
 

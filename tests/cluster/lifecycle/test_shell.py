@@ -9,7 +9,7 @@ import pytest
 from mlx_ring.cluster.lifecycle.arguments import Place
 from mlx_ring.cluster.lifecycle.shell import check_exit, on_all, own_words, run_on, send_to, words_on
 from mlx_ring.core.errors import HostFailed, HostUnreached
-from mlx_ring.planner.devices_file import Device
+from mlx_ring.settings.devices_file import Device
 
 HERE = Place(Device("here", "localhost"), "localhost", is_here=True)
 MINI = Place(Device("mini", "me@mini"), "mini", is_here=False)

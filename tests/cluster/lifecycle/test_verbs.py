@@ -14,7 +14,7 @@ from mlx_ring.cluster.lifecycle.programs import Ready
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.core.errors import HostFailed, HostUnreached
 from mlx_ring.host.running import Running
-from mlx_ring.planner.devices_file import Device, DevicesFile
+from mlx_ring.settings.devices_file import Device, DevicesFile
 
 STORE = WheelStore(Path("packages"))
 FILE = DevicesFile((Device("a", "a", is_coordinator=True), Device("b", "b"), Device("c", "c")))

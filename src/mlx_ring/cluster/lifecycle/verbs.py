@@ -22,7 +22,7 @@ from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.core.errors import HostFailed, HostUnreached
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.running import Kind, Running, arguments_digest
-from mlx_ring.planner.devices_file import DevicesFile
+from mlx_ring.settings.devices_file import DevicesFile
 
 _TOKEN_LIFE = "1h"  # noqa: S105 - how long one holds
 _SLICE_S = 10.0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.planner.cluster_file import load_content, read_cluster
-from mlx_ring.planner.devices_file import DevicesFile, estimated_cluster, read_devices
+from mlx_ring.planner.cluster_file import estimated_cluster, load_content, read_cluster
+from mlx_ring.settings.devices_file import DevicesFile, read_devices
 
 PROTOTYPE = """
 {"devices":[

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.planner.profiles import read_share
+from mlx_ring.settings.devices_file import read_share
 
 NOTHING: Mapping[str, object] = {}
 

@@ -18,11 +18,11 @@ from typing import Any, cast
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import CLUSTER_PORT
-from mlx_ring.planner.plan import STRATEGIES
-from mlx_ring.planner.profiles import SHARE_FIELDS, ClusterProfile, NodeProfile, is_share, read_share
 from mlx_ring.settings.hostfile import Hostfile, is_hostfile, read_hostfile
-from mlx_ring.settings.old_names import strategy_of_today
+from mlx_ring.settings.strategies import STRATEGIES, current_strategy
 
+SHARE_FIELDS = frozenset({"gpu_memory_utilization", "memory_utilization"})
+"""As the flags are called, vLLM's and ours."""
 _COORDINATOR, _WORKER = ("coordinator", "head", "master"), ("worker", "node")
 _FIELDS = frozenset({"devices", "model", "sharding", "serve", "wheels"})
 _DEVICE_FIELDS = SHARE_FIELDS | {
@@ -33,10 +33,6 @@ _CAPABILITIES = SHARE_FIELDS | {"memory_gb", "gpu_cores"}
 _SHARDING_FIELDS = frozenset({"strategy", "custom_proportions"})
 _MODEL_FIELDS = frozenset({"name", "provider"})
 _MOST_PORT, _MOST_NODES = 65534, 8
-_CORE_BANDWIDTH, _CORE_FLOPS = 12e9, 0.42e12
-"""Of one core of an M-series GPU: what Apple's chips have of memory bandwidth and of float32, about."""
-_MAC_SHARES = ((36, 0.67), (float("inf"), 0.75))
-_MAC_RESERVE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,30 +94,6 @@ def read_devices(content: object, where: str) -> DevicesFile:
     if is_hostfile(content):
         return _of_hosts(read_hostfile(content, where), where)
     return _read_file(content, where)
-
-
-def estimated_cluster(file: DevicesFile, where: str) -> ClusterProfile:
-    """For planning without the machines: memory as stated, speed by the number of GPU cores.
-
-    Raises:
-        ConfigError: a machine's memory or cores are not told.
-    """
-    return ClusterProfile(tuple(_estimated(device, where) for device in file.devices))
-
-
-def _estimated(device: Device, where: str) -> NodeProfile:
-    if device.memory_gb is None or device.gpu_cores is None:
-        raise ConfigError(
-            f"{where}: {device.name} needs `capabilities` with memory_gb and gpu_cores to be planned for without it."
-        )
-    share = next(share for most, share in _MAC_SHARES if device.memory_gb <= most)
-    return NodeProfile(
-        name=device.name,
-        memory_bytes=int(device.memory_gb * share * 2**30),
-        bandwidth=_CORE_BANDWIDTH * device.gpu_cores,
-        flops=_CORE_FLOPS * device.gpu_cores,
-        reserve_share=_MAC_RESERVE if device.memory_utilization is None else 1 - device.memory_utilization,
-    )
 
 
 # ---- files of devices
@@ -232,7 +204,7 @@ def _read_model(entry: object, where: str) -> str:
 
 def _read_sharding(entry: object, devices: int, where: str) -> tuple[str, tuple[float, ...]]:
     fields = _fields(entry or {}, _SHARDING_FIELDS, where, "`sharding`")
-    strategy = strategy_of_today(_text(fields, "strategy", where))
+    strategy = current_strategy(_text(fields, "strategy", where))
     if strategy and strategy not in STRATEGIES:
         raise ConfigError(f"{where}: the strategy is {strategy}; it must be one of {', '.join(STRATEGIES)}.")
     given = fields.get("custom_proportions")
@@ -306,3 +278,40 @@ def _port(value: object, name: str, where: str) -> int:
             f"{where}: the port of {name} is {value!r}; it must be a whole number from 1 to {_MOST_PORT}."
         )
     return value
+
+
+# ---- the share of a machine's memory
+
+
+def read_share(name: str, where: str, *places: Mapping[str, Any]) -> float | None:
+    """Of the machine called `name`; None where none of the places states one.
+
+    Args:
+        name: of the machine, in sentences.
+        where: the file, in sentences.
+        places: fields among which it may stand; under `serve` names may have dashes for underscores.
+
+    Raises:
+        ConfigError: it is no share, or stands there twice.
+    """
+    given = [
+        (key, value)
+        for place in places
+        for key, value in place.items()
+        if is_share(key) and value is not None
+    ]
+    if len(given) > 1:
+        twice = " and ".join(key for key, _ in given)
+        raise ConfigError(f"{where}: the share of memory of {name} stands there twice, as {twice}: give one.")
+    for key, value in given:
+        if type(value) not in (int, float) or not 0 < cast("float", value) <= 1:
+            raise ConfigError(
+                f"{where}: {key} of {name} is {value!r}; it must be a number above 0, at most 1."
+            )
+        return float(cast("float", value))
+    return None
+
+
+def is_share(key: object) -> bool:
+    """Whether a field is called so."""
+    return str(key).replace("-", "_") in SHARE_FIELDS
