@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mlx_ring
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import Settings, bodies_mb, flag_name, state_folder
 from mlx_ring.settings.rank_settings import check_link, check_ranks
@@ -266,3 +268,11 @@ def test_all_bodies_together_have_room_for_two_of_the_longest() -> None:
         ConfigError, match=r"--max-bodies-mb is 39.*--max-request-mb is 20: make it 40 at least\."
     ):
         load_settings({"max_request_mb": 20, "max_bodies_mb": 39})
+
+
+def test_every_setting_is_read_by_some_code() -> None:
+    package = Path(mlx_ring.__file__).parent
+    sources = [path for path in package.rglob("*.py") if path.name not in ("config.py", "fields.py")]
+    code = "\n".join(path.read_text("utf-8") for path in sources)
+    unread = [name for name in Settings.model_fields if not re.search(rf"(\.{name}\b|\"{name}\")", code)]
+    assert unread == []
