@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from jsonschema import Draft202012Validator
 from tests.api.clients import Api
 
-from mlx_ring.api.openapi import Told
-from mlx_ring.api.ops.status import ClusterStatus
 from mlx_ring.api.settings import ApiSettings
 
 API = Api()
@@ -22,21 +19,13 @@ UNTRIED = {"/models/load": "loads a model of its own"}
 """Routes without an example that anybody could send."""
 
 
-def _below(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    yield kind
-    for each in kind.__subclasses__():
-        yield from _below(each)
-
-
-MODELS = {model.__name__: model for model in (*_below(Told), ClusterStatus)}
-
-
 def responses(path: str, method: str) -> dict[str, Any]:
     return DOCUMENT["paths"][path][method]["responses"]
 
 
-def model_of(reference: dict[str, str]) -> type[BaseModel]:
-    return MODELS[reference["$ref"].rpartition("/")[2]]
+def check(value: object, schema: dict[str, Any]) -> None:
+    """Check a value against a schema of the document."""
+    Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(value)
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
@@ -52,7 +41,7 @@ def test_what_a_route_answers_is_what_the_document_says(path: str, method: str) 
     content = responses(path, method)["200"]["content"]
     media_type = answer.headers["content-type"].partition(";")[0]
     if media_type == "application/json":
-        model_of(content[media_type]["schema"]).model_validate_json(answer.content)
+        check(answer.json(), content[media_type]["schema"])
     else:
         assert media_type in content
 
@@ -75,7 +64,7 @@ def test_streams_and_refusals_are_what_the_document_says(path: str, method: str)
             lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.strip()]
             for line in lines:
                 if line.startswith("{"):
-                    model_of(content["x-each"]).model_validate_json(line)
+                    check(json.loads(line), content["x-each"])
 
 
 def test_every_operation_names_the_statuses_that_can_occur() -> None:

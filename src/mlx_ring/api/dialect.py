@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.types import Scope
 
 Json = dict[str, object]
@@ -61,8 +60,8 @@ class Dialect(Generic[ContextT]):
     """Makers of its routers, in the order in which paths are matched."""
     error_body: Callable[[ErrorInfo, str], Json]
     """Writer of an error; takes the request's id too."""
-    error_schema: type[BaseModel]
-    """Schema of what `error_body` writes."""
+    error_schema: type
+    """Type of what `error_body` writes."""
     stream_failure: Callable[[Json], bytes]
     """Encoder of an error body that ends a stream."""
     request_id_header: str | None = None

@@ -1,100 +1,118 @@
-"""`/openapi.json`: what every route takes and answers, told where the route is added.
+"""`/openapi.json`: what each route accepts and answers, documented where the route is added.
 
-Routes read their own bodies and write their own answers, so nothing of this is enforced by FastAPI; tests compare the two.
+A route's answer is described by the type that its endpoint returns, so the type checker holds the document to the code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, Literal, cast
+from typing import Any, Generic, Literal, TypeVar
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict
-from pydantic.json_schema import models_json_schema
+from pydantic import ConfigDict, TypeAdapter, with_config
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
 from mlx_ring.api.dialect import Dialects
 from mlx_ring.api.request_body import WITHOUT_EFFECT, Body
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.api.streaming import EVENT_STREAM, Endpoint, begun_in_time
+from mlx_ring.api.streaming import EVENT_STREAM, begun_in_time
 
 Json = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
-_KEY = "about"
+_KEY = "documentation"
 _JSON = "application/json"
-_OF_ALL = (400, 403, 431, 500, 503)
-_OF_POSTS = (404, 408, 413, 429)
+_ANY_STATUSES = (400, 403, 431, 500, 503)
+_POST_STATUSES = (404, 408, 413, 429)
 _REASONS = {
-    400: "The request is wrong; the error names the field where one is at fault.",
-    401: "No API key, or one that the server does not know.",
-    403: "A foreign Host or Origin, or what only this machine may ask.",
-    404: "There is no such model here.",
-    408: "The body did not come, or the answer took longer than the server allows.",
-    409: "It would undo what is going on.",
+    400: "The request is invalid. The error names the field at fault, if there is one.",
+    401: "The API key is missing or unknown.",
+    403: "The Host or Origin is not allowed, or only this machine may send the request.",
+    404: "The server has no such model.",
+    408: "The body did not arrive in time, or the answer took longer than the server allows.",
+    409: "The request conflicts with an operation in progress.",
     413: "The body is too large.",
-    429: "Too many requests wait; `retry-after` says when to come again.",
+    429: "Too many requests are queued. Retry after the seconds in `retry-after`.",
     431: "The headers are too large.",
     500: "The server failed on this request.",
-    503: "The model cannot answer now, or the server is ending; `retry-after` says when to come again.",
+    503: "The model cannot answer now, or the server is shutting down. Retry after the seconds in `retry-after`.",
 }
-_REQUEST_ID: Json = {"x-request-id": {"description": "For the server's log.", "schema": {"type": "string"}}}
-_RETRY: Json = {"retry-after": {"description": "Seconds.", "schema": {"type": "string"}}}
+_REQUEST_ID: Json = {
+    "x-request-id": {"description": "Id of the request in the server's log.", "schema": {"type": "string"}}
+}
+_RETRY: Json = {
+    "retry-after": {"description": "Seconds to wait before the next try.", "schema": {"type": "string"}}
+}
 _EVENT: Json = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string", "contentMediaType": _JSON}},
     "required": ["data"],
 }
-"""Of a stream: its data are told apart, for the last ones of OpenAI's are no JSON."""
+"""Schema of a server-sent event. Its data has a schema of its own, because OpenAI's last event is not JSON."""
 _MAY_RETRY = (429, 503)
 _UNAUTHENTICATED, _UNAVAILABLE = 401, 503
 
 
-class Told(BaseModel):
-    """Base of what is answered. There may be more in it than is named; a field's docstring is its description."""
+@with_config(ConfigDict(use_attribute_docstrings=True))
+class JsonObject(TypedDict):
+    """Base of every JSON object in an answer. A field's docstring becomes its description."""
 
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What a route answers, and what else there is to know of it."""
+class RouteDoc(Generic[AnswerT]):
+    """Documentation of a route."""
 
     summary: str
-    answer: type[BaseModel] | None = None
-    """As JSON; None: of another kind."""
-    streams: Mapping[str, type[BaseModel] | None] = field(default_factory=dict[str, type[BaseModel] | None])
-    """By media type, what else it may be: a text, each of whose events or lines is one of these."""
+    answer: type[AnswerT] | None = None
+    """Type of the JSON answer; None where the answer is never JSON."""
+    streams: Mapping[str, type | None] = field(default_factory=dict[str, type | None])
+    """Other media types of the answer, each with the type of one event or line."""
     example: Json | None = None
-    """A body that is answered with 200, whatever is served."""
+    """Body that the server answers with 200, whichever model it serves."""
     query: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Parameters, none of which must be given, and what they mean."""
+    """Optional query parameters and their descriptions."""
     more_statuses: Sequence[int] = ()
     open: bool = False
-    """Whether it needs no key."""
-    unwell: type[BaseModel] | None = None
-    """The body of a 503, where that is no error's."""
+    """True where the route needs no API key."""
+    unwell: type | None = None
+    """Type of a 503's body, where it is not an error."""
     description: str = ""
     tag: str = "operations"
 
 
-def documented(
+def documented_post(
     router: APIRouter,
     path: str,
-    endpoint: Endpoint,
+    endpoint: Callable[[Request], Awaitable[AnswerT | Response]],
     schema: type[Body],
-    about: About,
+    doc: RouteDoc[AnswerT],
 ) -> None:
-    """Add a POST route whose endpoint reads a body of that schema. Streams of events begin in time."""
-    waited = begun_in_time(endpoint) if EVENT_STREAM in about.streams else endpoint
-    _add(router, path, waited, "POST", about, schema)
+    """Add a POST route that reads a body of this schema. An event stream starts in time, if only with comments."""
+
+    async def respond(request: Request) -> Response:
+        answer = await endpoint(request)
+        return answer if isinstance(answer, Response) else JSONResponse(answer)
+
+    in_time = begun_in_time(respond) if EVENT_STREAM in doc.streams else respond
+    _add(router, path, in_time, "POST", doc, schema)
 
 
-def told(router: APIRouter, path: str, endpoint: Callable[..., Any], about: About) -> None:
-    """Add a GET route. Whatever the endpoint returns but a response is written as JSON."""
-    _add(router, path, endpoint, "GET", about, None)
+def documented_get(
+    router: APIRouter,
+    path: str,
+    endpoint: Callable[..., Awaitable[AnswerT | Response]],
+    doc: RouteDoc[AnswerT],
+) -> None:
+    """Add a GET route. What the endpoint returns is written as JSON, unless it is a response."""
+    _add(router, path, endpoint, "GET", doc, None)
 
 
 def _add(
@@ -102,7 +120,7 @@ def _add(
     path: str,
     endpoint: Callable[..., Any],
     method: Literal["GET", "POST"],
-    about: About,
+    doc: RouteDoc[Any],
     schema: type[Body] | None,
 ) -> None:
     router.add_api_route(
@@ -110,7 +128,7 @@ def _add(
         endpoint,
         methods=[method],
         response_model=None,
-        openapi_extra={_KEY: (about, schema)},
+        openapi_extra={_KEY: (doc, schema)},
     )
 
 
@@ -118,18 +136,18 @@ def _add(
 class _Operation:
     path: str
     method: str
-    about: About
+    doc: RouteDoc[Any]
     schema: type[Body] | None
     parameters: Sequence[str]
-    """In the path."""
-    error: type[BaseModel]
-    """Schema of the dialect's error bodies."""
+    """Parameters in the path."""
+    error: type
+    """Type of the dialect's error bodies."""
 
 
 def describe_api(
     app: FastAPI, routers: Sequence[APIRouter], settings: ApiSettings, dialects: Dialects
 ) -> None:
-    """Have `/openapi.json` tell what was told of each of the routers' routes."""
+    """Make `/openapi.json` describe every documented route of the routers."""
     made: list[Json] = []
 
     def openapi() -> Json:
@@ -141,15 +159,15 @@ def describe_api(
 
 
 def _operations(routers: Sequence[APIRouter], dialects: Dialects) -> Iterable[_Operation]:
-    """Of every route that is not hidden on purpose; one of which nothing was told is a mistake of ours."""
+    """Return the operations of all routes that are not hidden. A route without documentation is a programming error."""
     for route in (route for router in routers for route in router.routes):
         if isinstance(route, APIRoute) and route.include_in_schema:
-            about, schema = (route.openapi_extra or {})[_KEY]
+            doc, schema = (route.openapi_extra or {})[_KEY]
             for method in sorted(route.methods or ()):
                 yield _Operation(
                     route.path_format,
                     method.lower(),
-                    about,
+                    doc,
                     schema,
                     tuple(route.param_convertors),
                     dialects.of(route.path_format).error_schema,
@@ -166,9 +184,9 @@ def _document(operations: Sequence[_Operation], settings: ApiSettings) -> Json:
         "info": {
             "title": "mlx-ring",
             "version": version("mlx-ring"),
-            "description": "One language model across the machines you own, for clients of OpenAI's, Anthropic's and Ollama's APIs.",
+            "description": "One language model across the machines you own, compatible with the OpenAI, Anthropic and Ollama APIs.",
         },
-        "tags": [{"name": tag} for tag in dict.fromkeys(each.about.tag for each in operations)],
+        "tags": [{"name": tag} for tag in dict.fromkeys(each.doc.tag for each in operations)],
         "paths": paths,
         "components": {"schemas": definitions},
     }
@@ -181,37 +199,37 @@ def _document(operations: Sequence[_Operation], settings: ApiSettings) -> Json:
     return document
 
 
-Refs = Mapping[type[BaseModel], Json]
+Refs = Mapping[type, Json]
 
 
 def _schemas(operations: Iterable[_Operation]) -> tuple[Refs, Json]:
-    """References to every model, and what they refer to; pydantic tells models of the same name apart."""
-    taken = dict.fromkeys(each.schema for each in operations if each.schema is not None)
-    given = dict.fromkeys(
-        model
-        for each in operations
-        for model in (
-            each.about.answer,
-            each.about.unwell,
-            *each.about.streams.values(),
-            each.error,
+    """Return a reference to every type's schema, and the schemas. Pydantic renames types of the same name."""
+    bodies = dict.fromkeys(each.schema for each in operations if each.schema is not None)
+    answers = dict.fromkeys(
+        each
+        for operation in operations
+        for each in (
+            operation.doc.answer,
+            operation.doc.unwell,
+            *operation.doc.streams.values(),
+            operation.error,
         )
-        if model is not None
+        if each is not None and each not in bodies
     )
-    pairs: list[tuple[type[BaseModel], Literal["validation", "serialization"]]] = []
-    pairs.extend((model, "validation") for model in taken)
-    pairs.extend((model, "serialization") for model in given if model not in taken)
-    refs, whole = models_json_schema(pairs, ref_template=_REF)
+    adapters: list[tuple[type, Literal["validation", "serialization"], TypeAdapter[Any]]] = []
+    adapters.extend((each, "validation", TypeAdapter(each)) for each in bodies)
+    adapters.extend((each, "serialization", TypeAdapter(each)) for each in answers)
+    schemas, whole = TypeAdapter.json_schemas(adapters, ref_template=_REF)
     definitions: Json = whole["$defs"]
-    found = {cast("type[BaseModel]", model): dict(ref) for (model, _), ref in refs.items()}
-    for model in taken:
-        _add_what_has_no_effect(definitions[found[model]["$ref"].rpartition("/")[2]])
-    return found, definitions
+    refs = {kind: dict(ref) for (kind, _), ref in schemas.items()}
+    for body in bodies:
+        _add_fields_without_effect(definitions[refs[body]["$ref"].rpartition("/")[2]])
+    return refs, definitions
 
 
-def _add_what_has_no_effect(schema: Json) -> None:
-    """Bodies are read without these."""
-    note = "Taken, and of no effect on the answer."
+def _add_fields_without_effect(schema: Json) -> None:
+    """Add the fields that the server accepts and drops before it validates a body."""
+    note = "Accepted, without effect on the answer."
     properties = schema.setdefault("properties", {})
     for name in sorted(WITHOUT_EFFECT):
         properties.setdefault(name, {"description": note})
@@ -219,24 +237,24 @@ def _add_what_has_no_effect(schema: Json) -> None:
 
 
 def _described(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json:
-    about = operation.about
+    doc = operation.doc
     named = "".join(part.capitalize() for part in operation.path.replace("{", "/").split("/") if part)
     described: Json = {
         "operationId": f"{operation.method}{named.replace('}', '')}",
-        "summary": about.summary,
-        **({"description": about.description} if about.description else {}),
-        "tags": [about.tag],
+        "summary": doc.summary,
+        **({"description": doc.description} if doc.description else {}),
+        "tags": [doc.tag],
         "responses": _responses(operation, refs, settings),
     }
-    parameters = [*map(_in_path, operation.parameters), *map(_in_query, about.query.items())]
+    parameters = [*map(_in_path, operation.parameters), *map(_in_query, doc.query.items())]
     if parameters:
         described["parameters"] = parameters
     if operation.schema is not None:
         content: Json = {"schema": refs[operation.schema]}
-        if about.example is not None:
-            content["example"] = about.example
+        if doc.example is not None:
+            content["example"] = doc.example
         described["requestBody"] = {"required": True, "content": {_JSON: content}}
-    if about.open and settings.api_keys:
+    if doc.open and settings.api_keys:
         described["security"] = []
     return described
 
@@ -251,32 +269,32 @@ def _in_query(parameter: tuple[str, str]) -> Json:
 
 
 def _responses(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json:
-    about, model = operation.about, operation.error
-    content: Json = {} if about.answer is None else {_JSON: {"schema": refs[about.answer]}}
-    for media_type, each in about.streams.items():
+    doc, model = operation.doc, operation.error
+    content: Json = {} if doc.answer is None else {_JSON: {"schema": refs[doc.answer]}}
+    for media_type, each in doc.streams.items():
         content[media_type] = {"schema": _EVENT if media_type == EVENT_STREAM else {"type": "string"}}
         if each is not None:
             content[media_type]["x-each"] = refs[each]
-    responses: Json = {"200": {"description": about.summary, "headers": _REQUEST_ID, "content": content}}
+    responses: Json = {"200": {"description": doc.summary, "headers": _REQUEST_ID, "content": content}}
     for status in sorted(_statuses(operation, settings)):
         responses[str(status)] = {
             "description": _REASONS[status],
             "headers": _REQUEST_ID | (_RETRY if status in _MAY_RETRY else {}),
-            "content": {_JSON: {"schema": _or_error(status, about, refs, refs[model])}},
+            "content": {_JSON: {"schema": _or_error(status, doc, refs, refs[model])}},
         }
     return responses
 
 
-def _or_error(status: int, about: About, refs: Refs, error: Json) -> Json:
-    if status == _UNAVAILABLE and about.unwell is not None:
-        return {"anyOf": [refs[about.unwell], error]}
+def _or_error(status: int, doc: RouteDoc[Any], refs: Refs, error: Json) -> Json:
+    if status == _UNAVAILABLE and doc.unwell is not None:
+        return {"anyOf": [refs[doc.unwell], error]}
     return error
 
 
 def _statuses(operation: _Operation, settings: ApiSettings) -> set[int]:
-    statuses = {*_OF_ALL, *operation.about.more_statuses}
+    statuses = {*_ANY_STATUSES, *operation.doc.more_statuses}
     if operation.schema is not None:
-        statuses |= {*_OF_POSTS}
-    if settings.api_keys and not operation.about.open:
+        statuses |= {*_POST_STATUSES}
+    if settings.api_keys and not operation.doc.open:
         statuses.add(_UNAUTHENTICATED)
     return statuses

@@ -1,16 +1,12 @@
-"""How a model calls its layers, seen in a run that computes nothing.
+"""Assignment of caches to a stage's layers, found by a dry run of the model.
 
-Which cache each layer is given, which argument carries the activations, and what layers hand to later
-ones besides: all that decides where a model can be cut.
+The dry run computes nothing. It shows which cache each layer gets, which argument carries the activations, and what
+layers pass to later ones besides: everything that decides where a model can be cut.
 
-Which cache belongs to which layer, and what stands in for the caches of other stages.
-
-mlx-lm hands a model one list of caches. Models index it as they like: one for each layer, two
-for each layer, none for layers without state. A dry run shows which cache each layer is given.
-
-A model also makes its masks from some layer's cache, and that layer may be another stage's.
-Such a slot is filled with an owned cache of the same kind, or, where the stage owns none, with a
-phantom that knows the position alone.
+mlx-lm gives a model one list of caches, which models index as they like: one for each layer, two for each layer, none
+for layers without state. A model also makes its masks from some layer's cache, which may belong to another stage.
+Such a slot is filled with an owned cache of the same kind. If the stage owns none, a phantom takes its
+place, which only knows the position.
 """
 
 from __future__ import annotations
@@ -29,30 +25,30 @@ from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
 
 Place = int | str
-"""An argument's index, or its name."""
+"""Index or name of an argument."""
 
 
 @dataclass(slots=True)
 class LayerCalls:
-    """What a dry run has seen."""
+    """Result of a dry run."""
 
     slots: list[set[int]]
-    """For each layer, the slots whose caches it is called with."""
+    """Slots of the caches with which each layer is called."""
     extras: list[int]
-    """For each layer, how many values it returns behind the activations."""
+    """Number of values that each layer returns after the activations."""
     place: Place = 0
-    """Which argument of a layer carries the activations."""
+    """Argument of a layer that carries the activations."""
     reads: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
-    """(earlier, later): the later layer is given a value that the earlier one returned behind the activations."""
+    """Pairs (earlier, later): the later layer gets a value that the earlier one returned after the activations."""
     embeds_again: bool = False
-    """Whether layers are given, beside the activations, what looks like them: the embedded tokens once more."""
+    """True if layers get another value shaped like the activations: the embedded tokens once more."""
 
 
 def watch_layers(model: nn.Module, layer_list: list[Any], make_caches: Callable[[], list[Any]]) -> LayerCalls:
     """Run the model once, lazily, with every layer watched.
 
-    Layers pass their input through. A model whose layers return more than activations has no use for
-    that: its own layers run then, on caches of their own, and nothing of it is evaluated.
+    Layers pass their input through. If a model's layers return more than activations, that does not suffice:
+    then its own layers run on separate caches, and nothing is evaluated.
     """
     try:
         return _watch(model, layer_list, make_caches(), run_layers=False)
@@ -74,7 +70,7 @@ def _watch(model: nn.Module, layer_list: list[Any], caches: list[Any], *, run_la
 
 
 class _Watcher:
-    """Gathers what the watched layers are called with."""
+    """Recorder of the watched layers' arguments."""
 
     def __init__(self, calls: LayerCalls, slots: dict[int, int], *, run_layers: bool) -> None:
         self._calls = calls
@@ -83,7 +79,7 @@ class _Watcher:
         self._handed_on: Any = None
         self._makers: dict[int, int] = {}
         self._kept: list[Any] = []
-        """Keeps what layers returned alive, so that no other object takes its identity."""
+        """Values that layers returned, kept alive so that no other object gets their identity."""
 
     def call(
         self, index: int, layer: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
@@ -116,7 +112,7 @@ class _Watcher:
 
 
 class _Watched:
-    """A layer in the dry run."""
+    """Layer in the dry run."""
 
     def __init__(self, original: Any, index: int, watcher: _Watcher) -> None:
         self._original = original
@@ -131,14 +127,14 @@ class _Watched:
 
 
 def take(place: Place, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """The argument that carries the activations; the first one where that is not told apart by name."""
+    """Return the argument that carries the activations. By index, it is the first one if there are only named ones."""
     if isinstance(place, str):
         return named[place]
     return arguments[place] if arguments else next(iter(named.values()))
 
 
 def _find_place(handed_on: Any, arguments: tuple[Any, ...], named: dict[str, Any], otherwise: Place) -> Place:
-    """Where the activations of the layer before come in."""
+    """Find the argument that carries the activations of the layer before."""
     if handed_on is not None:
         for place, value in (*enumerate(arguments), *named.items()):
             if value is handed_on:
@@ -155,7 +151,7 @@ def _is_like(value: Any, activations: Any) -> bool:
 
 
 def _flatten(values: Sequence[Any]) -> Iterator[Any]:
-    """Values, and what lists and tuples among them hold."""
+    """Yield the values, and those inside lists and tuples among them."""
     for value in values:
         yield value
         if isinstance(value, list | tuple):
@@ -166,7 +162,7 @@ Kind = tuple[Any, ...]
 
 
 class _Phantom:
-    """A cache of another stage where this one owns none of its kind: a position, and masks made from it."""
+    """Cache of another stage's kind: a position, and masks made from it."""
 
     def __init__(self, prototype: Any, offset: int | mx.array) -> None:
         self._prototype = prototype
@@ -179,17 +175,17 @@ class _Phantom:
         return self._prototype[index]
 
     def __setitem__(self, index: int, value: Any) -> None:
-        """The state is another stage's to keep."""
+        """Ignore the value: another stage keeps the state."""
 
     def make_mask(self, size: int, *_arguments: Any, window_size: int | None = None, **_named: Any) -> Any:
-        """Only layers of its own kind would read it, and this stage has none: any causal mask does."""
+        """Return a causal mask. Only layers of this kind would read it, and this stage has none."""
         if not hasattr(self._prototype, "offset"):
             return self._prototype.make_mask(size)
         return None if size == 1 else create_causal_mask(size, window_size=window_size)
 
 
 class CacheSlots:
-    """A model's list of caches, of which this stage owns some."""
+    """Model's list of caches, of which this stage owns some."""
 
     def __init__(
         self,
@@ -198,7 +194,7 @@ class CacheSlots:
         make: Callable[[], list[Any]],
         apart: Collection[int] = (),
     ) -> None:
-        """`apart` are slots that no layer is given: where they are not owned, no other cache fills them."""
+        """Map the slots. `apart` are slots that no layer gets: unless owned, no other cache fills them."""
         self._prototypes = prototypes
         self._owned = tuple(owned)
         self._make = make
@@ -210,14 +206,14 @@ class CacheSlots:
             places.get(slot, None if slot in apart else first_of_kind.get(_kind(prototype)))
             for slot, prototype in enumerate(prototypes)
         ]
-        """For each slot, the owned cache that fills it; None where a phantom must."""
+        """Owned cache that fills each slot; None if a phantom must."""
 
     def make_owned(self) -> list[Any]:
         caches = self._make()
         return [caches[slot] for slot in self._owned]
 
     def complete(self, caches: Sequence[Any], offset: int | mx.array) -> list[Any]:
-        """The whole list, from the owned caches in their order."""
+        """Return the whole list, from the owned caches in their order."""
         return [
             _phantom(prototype, offset) if source is None else caches[source]
             for source, prototype in zip(self._sources, self._prototypes, strict=True)
@@ -225,12 +221,12 @@ class CacheSlots:
 
 
 def find_cache_slots(calls: LayerCalls, layers: LayerRange, make: Callable[[], list[Any]]) -> CacheSlots:
-    """The slots that the layers `[start, end)` are given.
+    """Find the slots that the layers `[start, end)` get.
 
-    A slot that no layer is given is read before the layers: the first stage has it.
+    A slot that no layer gets is read before the layers, so the first stage owns it.
 
     Raises:
-        ModelUnsupported: a layer of another stage is given one of them too.
+        ModelUnsupported: a layer of another stage shares one of them.
     """
     users: dict[int, list[int]] = {}
     for layer, slots in enumerate(calls.slots):
@@ -250,7 +246,7 @@ def find_cache_slots(calls: LayerCalls, layers: LayerRange, make: Callable[[], l
 
 
 def _kind(cache: Any) -> Kind:
-    """Caches of one kind make the same masks."""
+    """Return the cache's kind. Caches of one kind make the same masks."""
     if isinstance(cache, CacheList):
         return (CacheList, *(_kind(part) for part in cast("Sequence[Any]", cache.caches)))
     return (type(cast("object", cache)), getattr(cache, "max_size", None), getattr(cache, "chunk_size", None))

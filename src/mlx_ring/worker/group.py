@@ -1,16 +1,15 @@
-"""How the ranks of a stage, or all stages, become a group of MLX's collectives: once in a process, which ends with its group.
+"""Groups of MLX's collectives: the ranks of a stage, or all stages. A process joins one once, and ends with it.
 
-While a rank waits for the others nothing else in its process runs, so that whoever started it minds the time.
+While a rank waits for the others, nothing else runs in its process, so its parent must limit the time.
 
-What MLX's backends read of the environment and of files when a group is made: one function for each backend.
+MLX's backends read the environment and files when a group is made; one function for each backend sets these:
 
-ring: `MLX_HOSTFILE`, addresses by rank. mpi: what the agent says, which gives the places. jaccl: `MLX_IBV_DEVICES`, the matrix
-of RDMA devices, and `MLX_JACCL_COORDINATOR`, where rank 0 tells the others how to reach it. nccl: `NCCL_HOST_IP` and
-`NCCL_PORT`, the same, `MLX_WORLD_SIZE`, and `NCCL_SOCKET_IFNAME`. All but mpi: `MLX_RANK`.
+- ring: `MLX_HOSTFILE`, addresses by rank. MLX takes any connection for the neighbour's, so its address is checked.
+- mpi: the agent's command, which assigns the ranks.
+- jaccl: `MLX_IBV_DEVICES`, the matrix of RDMA devices, and `MLX_JACCL_COORDINATOR`, the address of rank 0.
+- nccl: `NCCL_HOST_IP` and `NCCL_PORT`, the address of rank 0, `MLX_WORLD_SIZE`, and `NCCL_SOCKET_IFNAME`.
 
-Whether who connected to a rank's port is the rank before it: MLX's ring takes whoever comes first for its neighbour.
-
-With what this worker can join others in a group of MLX's collectives.
+All but mpi also read `MLX_RANK`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Variables = dict[str, str]
 def group_variables(
     backend: str, place: int, assignment: worker_pb2.StageAssignment, folder: Path
 ) -> Variables:
-    """For the rank at `place` of the assignment's group.
+    """Return the variables for the rank at `place` of the assignment's group.
 
     Args:
         backend: as MLX names it.
@@ -53,7 +52,7 @@ def group_variables(
 
 
 def _of_ring(place: int, assignment: worker_pb2.StageAssignment, folder: Path) -> Variables:
-    """A rank may listen at several addresses, between commas."""
+    """Return the ring's variables. A rank may listen at several addresses, separated by commas."""
     hosts = _write(folder / "hosts.json", [addresses.split(",") for addresses in assignment.group])
     return {"MLX_HOSTFILE": hosts, "MLX_RANK": str(place)}
 
@@ -72,14 +71,17 @@ def _of_jaccl(place: int, assignment: worker_pb2.StageAssignment, folder: Path) 
 
 
 def _of_nccl(place: int, assignment: worker_pb2.StageAssignment, _folder: Path) -> Variables:
-    """All ranks are on one machine: NCCL itself would listen on the first network that is not loopback, for as long as it lives."""
+    """Return NCCL's variables.
+
+    All ranks are on one machine, because NCCL would listen on the first other network as long as it lives.
+    """
     host, _, port = assignment.group[0].rpartition(":")
     return {
         "NCCL_HOST_IP": host,
         "NCCL_PORT": port,
         "MLX_RANK": str(place),
         "MLX_WORLD_SIZE": str(len(assignment.group)),
-        # `=`: this interface, and none whose name begins so.
+        # `=` means exactly this interface, not every one whose name begins so.
         "NCCL_SOCKET_IFNAME": "=lo",
     }
 
@@ -98,14 +100,14 @@ def _write(path: Path, content: object) -> str:
 
 
 def check_neighbour(listened: str, expected: str) -> None:
-    """To be called when the ring has been joined, and before anything is sent.
+    """Check who connected, after the ring was joined and before anything is sent.
 
     Args:
-        listened: where this process did, addresses with ports, with commas between them.
+        listened: addresses with ports on which this process listened, separated by commas.
         expected: the address from which the rank before it comes; empty: this machine.
 
     Raises:
-        PeerRefused: somebody else has come.
+        PeerRefused: another machine connected.
     """
     expected = expected or "127.0.0.1"
     ports = {int(address.rpartition(":")[2]) for address in listened.split(",")}
@@ -129,7 +131,7 @@ log = logging.getLogger(__name__)
 
 
 class GroupPort:
-    """A port of one address that is kept until the group is made there."""
+    """Port that is reserved until the group listens on it."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -143,10 +145,10 @@ class GroupPort:
 
 
 def join_group(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> Group | None:
-    """Connect with the other ranks of the stage; None where it has one.
+    """Join the other ranks of the stage; return None if it has only one.
 
     Raises:
-        WorkerLost: they were not found.
+        WorkerLost: the other ranks did not connect.
     """
     return Group(_join(assignment, port)) if assignment.tp_size > 1 else None
 
@@ -154,16 +156,16 @@ def join_group(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -
 def join_stages(
     assignment: worker_pb2.StageAssignment, port: GroupPort | None
 ) -> mx.distributed.Group | None:
-    """Connect with the other stages; None where links need no group.
+    """Join the other stages; return None if links need no group.
 
     Raises:
-        WorkerLost: they were not found.
+        WorkerLost: the other stages did not connect.
     """
     return _join(assignment, port) if has_collective_link(assignment) else None
 
 
 def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.distributed.Group:
-    """The ranks find each other by what the backend reads of the environment."""
+    """Join the group. Its ranks connect with the help of the variables that the backend reads."""
     backend, places = backend_of(assignment), joined_ranks(assignment)
     place = rank_in_group(assignment)
     if port is not None:
@@ -191,12 +193,12 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
 
 _MPI, _JACCL = "mpi", "jaccl"
 _MPI_LIBRARIES = ("libmpi.so.40", "libmpi.so", "libmpi.dylib", "/opt/homebrew/lib/libmpi.dylib")
-"""Open MPI's, where MLX looks for the second or third alone. Debian has a file for those who compile only by that name."""
+"""Names of Open MPI's library. MLX only tries the second or third, and Debian installs that name only for compiling."""
 _RDMA_LIBRARY = "librdma.dylib"
 
 
 def group_capabilities(asked: str) -> worker_pb2.GroupMeans:
-    """What there is; of MPI, whose library brings much along, only where it was asked for."""
+    """Return what this worker can join a group by. MPI's library is large, so it is only loaded on request."""
     if asked == _MPI:
         _name_mpi_library()
     wanted = [backend for backend in BACKENDS if backend in (asked, "ring", "nccl") or backend == _JACCL]
@@ -208,13 +210,13 @@ def group_capabilities(asked: str) -> worker_pb2.GroupMeans:
 
 
 def _own_gpu() -> str:
-    """The one that the agent gave this worker."""
+    """Return the GPU that the agent assigned to this worker."""
     visible = library_variable("CUDA_VISIBLE_DEVICES")
     return "" if "," in visible else visible
 
 
 def _name_mpi_library() -> None:
-    """Tell MLX the first of Open MPI's libraries that can be loaded. What a person has set stays."""
+    """Name the first of Open MPI's libraries that can be loaded to MLX, unless the user has set one."""
     if library_variable("MLX_MPI_LIBNAME"):
         return
     for name in _MPI_LIBRARIES:
@@ -227,7 +229,7 @@ def _name_mpi_library() -> None:
 
 
 def rdma_devices() -> list[str]:
-    """Names of this machine's RDMA devices, as macOS's library lists them; none where RDMA is not enabled."""
+    """Return the names of this machine's RDMA devices, from macOS's library; none if RDMA is not enabled."""
     if sys.platform != "darwin":
         return []
     try:

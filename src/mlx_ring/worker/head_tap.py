@@ -1,9 +1,7 @@
-"""What enters a model's head: the hidden states after its final norm.
+"""Input of a model's head: the hidden states after its final norm.
 
-The head is the dearest layer there is, so that it runs at the wanted positions alone. It is the place to
-choose them, too: whatever else a model does behind its last layer has seen all positions then.
-
-Replaces a method of one module of a model, and leaves the module what it was to everyone who asks.
+The head is the most expensive layer, so it runs only at the wanted positions. They are selected here because everything
+that a model does after its last layer has seen all positions by then.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ from mlx_ring.core.errors import ModelUnsupported
 def override(module: nn.Module, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Give the module a subclass of its class, whose method `name` is `make(the old one)`.
 
-    The module itself stays in its place: attributes, the paths of its parameters and `isinstance` go on to
-    hold, which a wrapper around it would break.
+    The module itself stays in its place. Attributes, the paths of its parameters and `isinstance` remain
+    valid, which a wrapper around it would break.
     """
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {name: make(getattr(kind, name))})
 
 
 class HeadTap:
-    """Thins out and notes what enters the head, be it a layer of its own or the embedding turned round."""
+    """Filter of the head's input, whether the head is a layer or the transposed embedding."""
 
     def __init__(self, model: nn.Module, heads: Sequence[str]) -> None:
         self._model = model
@@ -48,12 +46,12 @@ class HeadTap:
         *,
         hidden_only: bool,
     ) -> mx.array:
-        """A lazy pass.
+        """Build a lazy pass.
 
         Args:
-            forward: gives (batch, n, vocabulary) logits.
+            forward: returns (batch, n, vocabulary) logits.
             positions: (p,) or (batch, p) offsets into n whose results are wanted; None: all.
-            hidden_only: what enters the head is wanted, and its own product is never evaluated.
+            hidden_only: return the head's input, and never evaluate its product.
         """
         self._positions, self._entered = positions, None
         logits = forward()
@@ -77,14 +75,14 @@ class HeadTap:
 
 
 def _at_positions(output: mx.array, positions: mx.array) -> mx.array:
-    """(batch, n, width) at (p,) or (batch, p) offsets."""
+    """Return (batch, n, width) at (p,) or (batch, p) offsets."""
     if positions.ndim == 1:
         return output[:, positions]
     return mx.take_along_axis(output, positions[:, :, None], axis=1)
 
 
 def find_heads(model: nn.Module, vocab_size: int) -> tuple[str, ...]:
-    """Paths of the linear layers that give a vocabulary; none where the embedding serves as the head."""
+    """Return the paths of linear layers that produce a vocabulary; none if the embedding is the head."""
     return tuple(
         path
         for path, module in cast("list[tuple[str, nn.Module]]", model.named_modules())

@@ -1,10 +1,7 @@
-"""What a rank knows of its sequences: their tokens by position and how they are sampled.
+"""Sequences of a rank: their tokens by position, how they are sampled, and sampled tokens from the last stage.
 
-Sampled tokens on their way from the last stage to stage 0, for rows with `previous`.
-
-The last stage sends one small message for each step that asks for it; stage 0
-remembers which sequences that step sampled for, and waits only when a row needs
-a token that has not come.
+The last stage sends sampled tokens to stage 0 in one small message for each step that asks for it. Stage 0 remembers
+which sequences that step sampled for. It waits only when a row with `previous` needs a token that has not come.
 """
 
 from __future__ import annotations
@@ -23,15 +20,15 @@ from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.sampler import Parameters, SamplerRow
 
 UNKNOWN_TOKEN = -1
-"""Stands in a sequence's tokens for one that is being drawn."""
+"""Placeholder in a sequence's tokens for one that is being drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class LazyToken:
-    """A token that a step under way draws."""
+    """Token that a step under way draws."""
 
     drawn: mx.array
-    """(rows,) int32, of all rows of that step."""
+    """(rows,) int32, for all rows of that step."""
     index: int
 
 
@@ -41,33 +38,33 @@ class OpenSequence:
 
     opened: step_pb2.Open
     tokens: list[int]
-    """By position: `tokens[p]` was fed at position p."""
+    """Tokens by position: `tokens[p]` was fed at position p."""
     sampling: Parameters
     eos: frozenset[int]
     sampled: int | None = None
-    """What its previous step sampled: the input of a row with `previous`."""
+    """Token that its previous step sampled: the input of a row with `previous`."""
     drawing: LazyToken | None = None
-    """The same, while that step is under way."""
+    """The same token while that step is under way."""
     redrawn: bool = False
-    """Whether what was sampled last is another token than the lazy one."""
+    """True if the last sampled token differs from the lazy one."""
     retained: bool = False
     grammar: AnswerGrammar | None = None
-    """On a stage that draws: what the answer must match."""
+    """Grammar of the answer, on a stage that draws."""
 
     @classmethod
     def from_message(
         cls, opened: step_pb2.Open, vocabulary: int, grammars: GrammarCompiler | None = None
     ) -> OpenSequence:
-        """Raises `RequestError` for sampling that a model of this vocabulary cannot apply."""
+        """Open a sequence. Raises `RequestError` for sampling that a model of this vocabulary cannot apply."""
         sampling = Parameters.from_message(opened.sampling)
         sampling.check(vocabulary)
         grammar = grammars.begin(opened) if grammars is not None and opened.grammar else None
         return cls(opened, list(opened.tokens), sampling, frozenset(opened.eos), grammar=grammar)
 
     def sampler_row(self, position: int, allowed: Allowed | None = None) -> SamplerRow:
-        """How the token at `position` is drawn, given the tokens before it.
+        """Return how the token at `position` is drawn, given the tokens before it.
 
-        Where its grammar leaves nothing but to end, an answer ends, however short it was to be at least.
+        If its grammar only allows the end, the answer ends, even before its minimum length.
         """
         return SamplerRow(
             sampling=self.sampling,
@@ -81,10 +78,10 @@ class OpenSequence:
 
 
 class SequenceTable:
-    """Every open sequence, beside its KV. Cache operations run on both."""
+    """Open sequences and their KV. Cache operations run on both."""
 
     def __init__(self, kv: KVStore, vocabulary: int, grammars: GrammarCompiler | None = None) -> None:
-        """`grammars` are for the stage that draws; the others hold no answer to any."""
+        """Start without sequences; `grammars` is only for the stage that draws."""
         self._kv = kv
         self._vocabulary = vocabulary
         self._grammars = grammars
@@ -110,7 +107,7 @@ class SequenceTable:
         """Run a step's cache operations in their order.
 
         Returns:
-            For each sequence whose operation failed, why; the other operations were run.
+            The error of each sequence whose operation failed. The other operations were run.
         """
         failed: dict[int, RingError] = {}
         for operation in operations:
@@ -145,7 +142,10 @@ class SequenceTable:
                 raise ProtocolError("A cache operation names nothing to do.")
 
     def _concerned(self, operation: step_pb2.CacheOperation) -> tuple[int, ...]:
-        """The sequences that suffer when an operation fails, a kept one that cannot be forked among them; none where that is all."""
+        """Return the sequences that fail with an operation, or none if all do.
+
+        A retained source that cannot be forked is among them.
+        """
         match operation.WhichOneof("operation"):
             case "open":
                 return (operation.open.sequence,)
@@ -182,9 +182,9 @@ class SequenceTable:
             self._kv.fork(fork.source, fork.destination, fork.length, take=fork.take)
         except Exception as error:
             if fork.take:
-                # The head has given it up already.
+                # The head has given up the source already.
                 self._free(fork.source)
-            # Whoever wanted to begin there is computed from the start.
+            # The head then prefills the sequence from its start.
             raise ProtocolError(str(error) or type(error).__name__) from error
         destination.tokens = source.tokens[: fork.length]
         if fork.take:
@@ -199,7 +199,7 @@ class SequenceTable:
         state = self[sequence]
         self._kv.retain(sequence)
         state.retained = True
-        # It draws no more, and what its matcher has learnt may be many megabytes.
+        # It draws no more, and its matcher's state may take many megabytes.
         state.grammar = None
 
     def _free(self, sequence: int) -> None:
@@ -214,10 +214,10 @@ class SequenceTable:
         self._refused.clear()
 
     def check(self, row: step_pb2.Row, count: int) -> OpenSequence:
-        """The sequence of a row of `count` tokens.
+        """Return the sequence of a row of `count` tokens.
 
         Raises:
-            ProtocolError: it cannot step, its KV is gone, or the head's idea of its length is not this rank's.
+            ProtocolError: it cannot step, its KV is lost, or the head expects another length.
         """
         state = self[row.sequence]
         if state.retained:
@@ -230,19 +230,19 @@ class SequenceTable:
         try:
             self._kv.check(row.sequence, count)
         except StepFailed as error:
-            # The row is not what the head takes it for: it alone is computed again.
+            # The row differs from what the head expects; only this row is computed again.
             raise ProtocolError(str(error)) from error
         return state
 
     @staticmethod
     def feed(state: OpenSequence, start: int, tokens: Sequence[int]) -> None:
-        """Note the tokens that a row feeds, from its start on. What was sampled before is used up."""
+        """Record the tokens that a row feeds, from its start on, and forget the sampled one."""
         state.tokens[start:] = tokens
         state.sampled = state.drawing = None
 
 
 class TokenFeedback:
-    """Stage 0's side."""
+    """Sampled tokens that reach stage 0 from the last stage."""
 
     def __init__(self, inbox: Inbox, sequences: SequenceTable) -> None:
         self._inbox = inbox
@@ -250,17 +250,17 @@ class TokenFeedback:
         self._expected: dict[LinkKey, tuple[int, ...]] = {}
         self._sampled_by: dict[int, LinkKey] = {}
         self._failed: dict[int, RingError] = {}
-        """Sequences whose row failed on a later stage, until they are sampled for again."""
+        """Errors of sequences whose row failed on a later stage, until they are sampled for again."""
 
     def expect(self, key: LinkKey, sequences: Iterable[int]) -> None:
-        """Note for which sequences the last stage will send tokens under `key`."""
+        """Record for which sequences the last stage will send tokens under `key`."""
         self._expected[key] = tuple(sequences)
         self._sampled_by.update(dict.fromkeys(self._expected[key], key))
         for sequence in self._expected[key]:
             self._failed.pop(sequence, None)
 
     def has(self, sequence: int) -> bool:
-        """Whether the sequence's token is here: `token` would not wait."""
+        """Report whether the sequence's token has come, so that `token` would not wait."""
         self.collect()
         return (
             sequence in self._sequences
@@ -269,7 +269,7 @@ class TokenFeedback:
         )
 
     def wait(self, sequence: int, deadline: float | None) -> None:
-        """Wait until the step that samples for the sequence has said what it sampled.
+        """Wait until the step that samples for the sequence has sent its tokens.
 
         Raises:
             RingError: that step failed, the deadline passed, or the link broke.
@@ -286,11 +286,11 @@ class TokenFeedback:
         self._file(key, message)
 
     def token(self, sequence: int) -> int:
-        """The token that the sequence's previous step sampled, as far as that is known.
+        """Return the token that the sequence's previous step sampled.
 
         Raises:
-            ProtocolError: no step sampled one, or it was not handed over.
-            RingError: what befell the sequence's row on a later stage.
+            ProtocolError: no step sampled one, or it was not sent.
+            RingError: the sequence's row failed on a later stage.
         """
         token = self._sequences[sequence].sampled
         if token is None:
@@ -300,7 +300,7 @@ class TokenFeedback:
         return token
 
     def collect(self) -> None:
-        """File what has arrived, so that tokens nobody asks for do not pile up."""
+        """Store tokens that have come, so that unused ones do not pile up."""
         for key, message in self._inbox.take_arrived(SAMPLED):
             if isinstance(message, RingError):
                 self._forget(key)
@@ -333,7 +333,7 @@ class TokenFeedback:
                 self._sequences[sequence].sampled = token
 
     def _forget(self, key: LinkKey) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Stop expecting a step's tokens. Its sequences, and those of them that no later step samples for."""
+        """Stop expecting a step's tokens. Return its sequences, and those that no later step samples for."""
         sequences = self._expected.pop(key, ())
         latest = frozenset(sequence for sequence in sequences if self._sampled_by.get(sequence) == key)
         for sequence in latest:

@@ -1,9 +1,8 @@
-"""A stage of any mlx-lm model, without forward code of our own for any architecture.
+"""Stage of any mlx-lm model, without our own forward code for any architecture.
 
-The model's own forward runs. Its list of layers keeps its length: those of other stages
-become pass-throughs, the first one owned takes in the activations, the last one
-gives them out. What nobody evaluates costs nothing: MLX is lazy, so embedding, norm and
-head are computed only where their results are asked for.
+The model's own forward runs. Its list of layers keeps its length: layers of other stages become pass-throughs, the
+first owned layer receives the activations, and the last one returns them. MLX is lazy, so embedding, norm and head are
+computed only if their results are needed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _ACTIVATION_AXES = 3
 
 
 class _PassThrough:
-    """Stands for a layer of another stage: hands its input on, and answers for its attributes.
+    """Placeholder for a layer of another stage. It passes its input on and answers for the layer's attributes.
 
     It is no module, so the original's weights are in nobody's parameters.
     """
@@ -46,7 +45,7 @@ class _PassThrough:
 
 
 class _Passage:
-    """What one forward pass takes in and gives out at the stage's ends."""
+    """Activations that enter and leave the stage's layers in one forward pass."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -61,7 +60,7 @@ class _Passage:
     def enter(
         self, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A layer's arguments with its activations replaced."""
+        """Replace the activations in a layer's arguments."""
         if self.hidden is None:
             return arguments, named
         self.entered = True
@@ -71,12 +70,12 @@ class _Passage:
         return (*arguments[: self.place], self.hidden, *arguments[self.place + 1 :]), named
 
     def leave(self, output: Any) -> None:
-        """Note a layer's activations."""
+        """Record a layer's activations."""
         self.taken = cast("mx.array", output[0] if isinstance(output, tuple) else output)
 
 
 def _make_end(layer: nn.Module, passage: _Passage, *, is_entry: bool, is_exit: bool) -> None:
-    """Turn a layer into the first or last of a stage, or both: it swaps its input and notes its output."""
+    """Make a layer the first or last of a stage, or both: it replaces its input or records its output."""
 
     def make(run: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
@@ -125,10 +124,10 @@ class StageModel:
         self._cut(originals, calls)
         self._tap = HeadTap(model, self._heads) if self.is_last else None
         self.head: SplitHead | None = None
-        """Puts together what the ranks' heads give, where other ranks compute parts of the logits."""
+        """Head that combines the ranks' logits, if other ranks compute parts of them."""
 
     def needs(self, path: str) -> bool:
-        """Whether the stage computes with the parameter at `path`, as `model.parameters()` names it."""
+        """Report whether the stage computes with the parameter at `path`, as `model.parameters()` names it."""
         if path.startswith(self._layers_path):
             return True
         if self._is_head(path):
@@ -156,7 +155,7 @@ class StageModel:
                 _make_end(layer, self._passage, is_entry=is_entry, is_exit=is_exit)
 
     def make_layer_caches(self) -> list[Any]:
-        """Fresh mlx-lm caches of the owned layers: their kinds and windows say what each layer needs."""
+        """Make mlx-lm caches for the owned layers. Their kinds and windows define what each layer needs."""
         return self._slots.make_owned()
 
     def forward(
@@ -169,15 +168,15 @@ class StageModel:
         offset: int | mx.array = 0,
         output: Output = "logits",
     ) -> mx.array:
-        """One lazy pass.
+        """Build one lazy pass.
 
         Args:
-            tokens: (batch, n) int32, on every stage: some models read them in later layers too.
-            hidden: (batch, n, hidden) that enters the first owned layer; None embeds the tokens.
+            tokens: (batch, n) int32, on every stage, because some models also read them in later layers.
+            hidden: (batch, n, hidden) for the first owned layer; None embeds the tokens.
             caches: one for each of `make_layer_caches`, with mlx-lm's cache interface.
             positions: (p,) or (batch, p) offsets into n whose results are wanted; None: all. Last stage only.
             offset: position of the first token, one for all rows or (batch,).
-            output: on the last stage, logits, those of this rank's tokens alone, or what enters the model's head.
+            output: on the last stage: logits, those of this rank's tokens only, or the input of the model's head.
 
         Returns:
             (batch, n, hidden) activations; on the last stage (batch, p, vocabulary) logits,
@@ -222,7 +221,7 @@ def _check_cut(calls: LayerCalls, layers: LayerRange) -> None:
 
 
 def _layer_list(model: nn.Module) -> tuple[str, list[Any]]:
-    """The very list in the module tree that holds the model's layers, so that its items can be swapped, and its path."""
+    """Return the path of the model's list of layers, and the list itself, so that its items can be replaced."""
     layers = list(cast("Sequence[nn.Module]", getattr(model, "layers", ())))
     for path, module in cast("list[tuple[str, nn.Module]]", model.named_modules()):
         for name, value in cast("dict[str, object]", module).items():

@@ -1,4 +1,4 @@
-"""Builds the stage that a plan assigns to this worker: weights, KV, links, a first pass."""
+"""Construction of the stage that a plan assigns to this worker: weights, KV, links, a first pass."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ _WARM_UP_SEQUENCE = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class BuiltStage:
-    """A stage that is ready to step."""
+    """Stage that can execute steps."""
 
     runner: StageRunner
     dtype: DType
-    """What it computes in."""
+    """Type in which it computes."""
     kv: worker_pb2.KvTraits
     sends: Callable[[], worker_pb2.LinkUse | None]
-    """What its link to the next stage was used for; any thread may ask."""
+    """Function that reports the use of its link to the next stage; any thread may call it."""
     grammars: GrammarCompiler
-    """Any thread may ask it for some; its runner names them."""
+    """Compiler that any thread may ask for grammars; the runner uses them by id."""
 
 
 def resolve_dtype(asked: str, folder: ModelFolder) -> DType:
-    """What the stage computes in: as asked, or by device.
+    """Return the type in which the stage computes: as requested, or by device.
 
     On a CPU half precision has scalar kernels and slows quantized products tenfold, so
-    `auto` is float32 there; elsewhere it is the dtype that the model was saved in.
+    `auto` is float32 there. Elsewhere it is the type that the model was saved in.
     """
     if asked != "auto":
         return parse_dtype(asked)
@@ -68,7 +68,7 @@ def resolve_dtype(asked: str, folder: ModelFolder) -> DType:
 
 
 def parse_dtype(name: str) -> DType:
-    """Raises `ProtocolError` for a name that no stage computes in."""
+    """Return the type of that name. Raises `ProtocolError` if no stage computes in it."""
     for dtype in DTYPES:
         if name == dtype:
             return dtype
@@ -88,14 +88,14 @@ def build_stage(
 
     Args:
         request: the plan's part for this rank.
-        inbox: where the stage before will deliver.
+        inbox: receives from the stage before.
         hello: this worker's greeting, for the links it opens.
-        report: told of progress, in bytes of weights.
+        report: receives progress, in bytes of weights.
         trust: for links to other machines.
-        group_port: where the other ranks of the stage are waited for, if there are any.
+        group_port: where the other ranks of the stage connect, if there are any.
 
     Raises:
-        RingError: the stage cannot be built as asked.
+        RingError: the stage cannot be built as requested.
     """
     assignment = request.assignment
     folder = read_model_folder(Path(request.model_path))
@@ -145,7 +145,7 @@ def build_stage(
 
 
 def _packer(assignment: worker_pb2.StageAssignment) -> Packer | None:
-    """None where nothing is ever compressed to the next stage."""
+    """Return a packer, or None if frames to the next stage are never compressed."""
     if assignment.link_compression == "off" or not assignment.next_node or assignment.next_bytes_per_s <= 0:
         return None
     return Packer(assignment.next_bytes_per_s)
@@ -170,12 +170,12 @@ def _join_links(
     trust: Credentials | None,
     packer: Packer | None,
 ) -> StageLinks:
-    """Rank 0 alone sends, to every rank of the other stage."""
+    """Join the links. Only rank 0 sends, to every rank of the other stage."""
 
     def links(
         address: str, node: str, others: Iterable[worker_pb2.RankEnd], packer: Packer | None = None
     ) -> LinkSender:
-        # A packer is one thread's, so each link that needs one has its own; the first one's is told of.
+        # A packer belongs to one thread, so each link has its own; status shows the first one's.
         ends = [(address, node, packer)]
         ends += [
             (other.address, other.node, Packer(packer.bytes_per_s) if packer and other.node else None)
@@ -197,12 +197,12 @@ def _join_links(
 
 
 def _divide(shares: Sequence[TensorShare], group: Group, stage: StageModel) -> None:
-    """Leave the stage this rank's part."""
+    """Keep only this rank's part of the stage."""
     stage.head = split(stage.model, shares, group, looks_up=stage.is_first)
 
 
 def _warm_up(model: StageModel, kv: KVStore) -> None:
-    """A first pass of two tokens and then one, so that no request pays for first-time work."""
+    """Run a first pass of two tokens and then one, so that no request pays for first-time work."""
     kv.open(_WARM_UP_SEQUENCE, 8)
     try:
         for count in (2, 1):

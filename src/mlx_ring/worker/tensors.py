@@ -1,6 +1,6 @@
-"""Arrays to wire tensors and back: the array's own bytes, never through another dtype.
+"""Conversion between arrays and wire tensors: the array's own bytes, never through another dtype.
 
-An MLX array is a buffer and is made from one, which its stubs do not say: hence the casts.
+An MLX array is a buffer and can be made from one. Its stubs do not declare this, hence the casts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def dtype_by_name(name: str) -> mx.Dtype:
-    """MLX's dtype of that name. Raises `ProtocolError` for one that does not travel."""
+    """Return MLX's dtype of that name. Raises `ProtocolError` for one that is not sent."""
     try:
         return _DTYPES[name]
     except KeyError:
@@ -33,12 +33,12 @@ def dtype_by_name(name: str) -> mx.Dtype:
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """What it is called on the wire."""
+    """Return the dtype's name on the wire."""
     return _NAMES[dtype]
 
 
 def to_wire(array: mx.array, tokens: tuple[int, ...] = ()) -> WireTensor:
-    """Read an array's bytes in place; it is evaluated first if need be, and copied if it is not row-major."""
+    """Read an array's bytes in place. It is evaluated if necessary, and copied if it is not row-major."""
     mx.eval(array)
     data = memoryview(cast("bytes", array)) if array.size else memoryview(b"")
     if not data.c_contiguous:
@@ -61,11 +61,11 @@ def from_wire(tensor: WireTensor) -> mx.array:
 
 
 def to_message(array: mx.array) -> tensor_pb2.Tensor:
-    """An array inside a message, for results that are small."""
+    """Return an array as a message field, for small results."""
     wire = to_wire(array)
     return tensor_pb2.Tensor(dtype=wire.dtype, shape=wire.shape, data=bytes(wire.data))
 
 
 def from_message(message: tensor_pb2.Tensor) -> mx.array:
-    """The array of a message."""
+    """Return the array of a message."""
     return from_wire(WireTensor(message.dtype, tuple(message.shape), message.data))

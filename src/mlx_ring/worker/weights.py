@@ -1,13 +1,12 @@
-"""Reads a stage's share of a model's weights, and no more.
+"""Loading of a stage's share of a model's weights, and no more.
 
-mlx-lm builds the whole model around lazy arrays; nothing is read until an array is
-evaluated, and only the stage's own are. They are evaluated one by one, the largest first: casting
-needs the old and the new copy of one array at a time, while little else is held.
+mlx-lm builds the whole model around lazy arrays. Nothing is read until an array is evaluated, and only the stage's own
+are. They are evaluated one by one, the largest first: casting needs the old and the new copy of one array at a time,
+while little else is held.
 
-Checkpoints of a transformer alone, without the model around it: as embedding models are saved.
-
-Their tensors are named `layers.0...` where mlx-lm's models say `model.layers.0...`, and most have no output head. Nobody
-asks an embedding model for one, so its embedding stands in for it.
+Embedding models are saved as checkpoints of the transformer alone. Their tensors are named `layers.0...` where mlx-lm's
+models expect `model.layers.0...`, and most have no output head. An embedding model needs none, so its embedding takes
+its place.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _INNER = "model"
 
 
 def loading_options(folder: ModelFolder) -> dict[str, Any]:
-    """What mlx-lm must be told to load a folder; nothing for most."""
+    """Return mlx-lm's options for loading a folder; most need none."""
     names = [entry.name for entry in folder.tensors]
     if any(name.startswith(f"{_INNER}.") for name in names) or not any(map(_is_bare, names)):
         return {}
@@ -53,7 +52,7 @@ def _is_bare(name: str) -> bool:
 
 
 def _whole_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """mlx-lm's own, but that tensors get their whole names before anything is made of them."""
+    """Return mlx-lm's classes, with tensors renamed before the model uses them."""
     model, arguments = cast("tuple[Any, type]", cast("object", _get_classes(config)))
 
     def sanitize(self: nn.Module, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -90,18 +89,18 @@ def load_stage(
     """Load layers `[start, end)` in `dtype`.
 
     Args:
-        divide: leaves the stage one rank's part of its weights, before any of them is read.
+        divide: keeps one rank's part of the stage's weights, before any of them is read.
 
     Raises:
         ModelUnsupported: mlx-lm does not know the architecture, or it cannot be cut.
-        ModelCorrupt: the weights are not the ones that the configuration asks for, or of other layers only.
+        ModelCorrupt: the weights do not match the configuration, or are of other layers only.
     """
     require_layers(folder.path, layers)
     model = _build(folder)
     stage = StageModel(model, layers, _DTYPES[dtype], folder.vocab_size, folder.hidden_size)
     if stage.num_layers != folder.num_layers:
         raise ModelCorrupt(
-            f"{folder.path / 'config.json'} tells of {folder.num_layers} layers, and its model has {stage.num_layers}."
+            f"{folder.path / 'config.json'} declares {folder.num_layers} layers, but its model has {stage.num_layers}."
         )
     if divide is not None:
         divide(stage)
@@ -123,10 +122,10 @@ def _build(folder: ModelFolder) -> nn.Module:
 
 
 def _cast_parameters(stage: StageModel) -> dict[str, mx.array]:
-    """Every parameter in the tree, lazily in the stage's dtype; what nobody evaluates stays on disk.
+    """Return every parameter of the tree, lazily in the stage's dtype. Arrays that nobody evaluates stay on disk.
 
-    Scales and biases of quantized weights are cast too: on a CPU half-precision ones slow products tenfold.
-    What a model keeps in float32 is not narrowed: expert selection, for one, would choose others.
+    Scales and biases of quantized weights are cast too, because half-precision ones slow products tenfold on a CPU.
+    Parameters that a model keeps in float32 are not narrowed: expert selection, for example, would choose others.
     """
     flat = cast("dict[str, Any]", tree_flatten(stage.model.parameters(), destination={}))
     may_narrow = cast("Callable[[str], bool]", getattr(stage.model, "cast_predicate", _anything))

@@ -17,7 +17,7 @@ from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Json, event
 from mlx_ring.api.openai.sampling import sampling_params
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import EVENT_STREAM
 from mlx_ring.core.types import SamplingParams
@@ -59,8 +59,10 @@ def routes(context: ApiContext) -> APIRouter:
         prompt = await encode_conversation(context, service, conversation)
         return JSONResponse({"input_tokens": len(prompt)})
 
-    documented(router, MESSAGES_PATH, messages, MessagesRequest, about.MESSAGES)
-    documented(router, f"{MESSAGES_PATH}/count_tokens", count_tokens, CountTokensRequest, about.COUNT_TOKENS)
+    documented_post(router, MESSAGES_PATH, messages, MessagesRequest, about.MESSAGES)
+    documented_post(
+        router, f"{MESSAGES_PATH}/count_tokens", count_tokens, CountTokensRequest, about.COUNT_TOKENS
+    )
     return router
 
 

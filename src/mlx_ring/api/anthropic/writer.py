@@ -10,11 +10,11 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, NotRequired, cast
 
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
 from mlx_ring.api.dialect import Json
-from mlx_ring.api.openapi import About, Told
+from mlx_ring.api.openapi import JsonObject, RouteDoc
 from mlx_ring.api.streaming import EVENT_STREAM
 
 
@@ -181,17 +181,17 @@ def _object(arguments: str) -> object:
 _TAG = "Anthropic"
 
 
-class MessageUsage(Told):
+class MessageUsage(JsonObject):
     input_tokens: int
     output_tokens: int
-    cache_read_input_tokens: int | None = None
+    cache_read_input_tokens: NotRequired[int | None]
 
 
-class MessageBlock(Told):
+class MessageBlock(JsonObject):
     type: Literal["text", "thinking", "tool_use"]
 
 
-class AnthropicMessage(Told):
+class AnthropicMessage(JsonObject):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -202,22 +202,22 @@ class AnthropicMessage(Told):
     usage: MessageUsage
 
 
-class MessageEvent(Told):
+class MessageEvent(JsonObject):
     type: str
     """`message_start`, `content_block_start`, `content_block_delta`, `content_block_stop`, `message_delta`,
     `message_stop`, `ping`, or `error`."""
 
 
-class CountedTokens(Told):
+class CountedTokens(JsonObject):
     input_tokens: int
 
 
 _ASKED = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-MESSAGES = About(
+MESSAGES = RouteDoc(
     "A chat answer as Anthropic has it, whole or streamed",
     AnthropicMessage,
     {EVENT_STREAM: MessageEvent},
     _ASKED | {"max_tokens": 64},
     tag=_TAG,
 )
-COUNT_TOKENS = About("How many tokens a conversation is", CountedTokens, example=_ASKED, tag=_TAG)
+COUNT_TOKENS = RouteDoc("How many tokens a conversation is", CountedTokens, example=_ASKED, tag=_TAG)

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.openapi import About, told
+from mlx_ring.api.openapi import RouteDoc, documented_get
 
 _HEADERS = {
     "content-security-policy": (
@@ -26,13 +26,17 @@ _FILES = {
     "/docs/page.css": ("page.css", "text/css"),
 }
 
+_DOC: RouteDoc[Response] = RouteDoc(
+    "This API's documentation, as a page", None, {"text/html": None}, open=True
+)
+
 
 def routes(_: ApiContext) -> APIRouter:
     router = APIRouter()
     for path, (name, media_type) in _FILES.items():
         page = _answering(resources.files("mlx_ring.api.docs").joinpath(name).read_bytes(), media_type)
         if path == "/docs":
-            told(router, path, page, About("This, as a page", None, {media_type: None}, open=True))
+            documented_get(router, path, page, _DOC)
         else:
             router.add_api_route(path, page, methods=["GET"], include_in_schema=False)
     return router

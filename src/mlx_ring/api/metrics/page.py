@@ -26,7 +26,7 @@ from mlx_ring.api.metrics.machines import (
 )
 from mlx_ring.api.metrics.requests import gauge, replicas_of, request_families, step_families
 from mlx_ring.api.middleware.http_metrics import HttpMeter
-from mlx_ring.api.openapi import told
+from mlx_ring.api.openapi import documented_get
 from mlx_ring.api.ops import answers as about
 from mlx_ring.api.service import ModelCatalog
 
@@ -93,5 +93,5 @@ def routes(context: ApiContext, http: HttpMeter) -> APIRouter:
         page = await written(chain(numbers.collect(), process.collect()), encode)
         return Response(page, headers={"content-type": media_type})
 
-    told(router, "/metrics", metrics, about.METRICS)
+    documented_get(router, "/metrics", metrics, about.METRICS)
     return router

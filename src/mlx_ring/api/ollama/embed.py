@@ -17,7 +17,7 @@ from mlx_ring.api.ollama import writer as about
 from mlx_ring.api.ollama.request import KeepAlive, Options, check_context, find_model
 from mlx_ring.api.ollama.writer import Stopwatch
 from mlx_ring.api.openai.sampling import one_or_many
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import while_connected
@@ -81,8 +81,8 @@ def routes(context: ApiContext) -> APIRouter:
         (made,) = await while_connected(request.receive, work)
         return JSONResponse({"embedding": made.vector.tolist()})
 
-    documented(router, "/api/embed", embed_texts, EmbedRequest, about.EMBED)
-    documented(router, "/api/embeddings", embed_prompt, EmbeddingsRequest, about.EMBEDDINGS)
+    documented_post(router, "/api/embed", embed_texts, EmbedRequest, about.EMBED)
+    documented_post(router, "/api/embeddings", embed_prompt, EmbeddingsRequest, about.EMBEDDINGS)
     return router
 
 

@@ -15,7 +15,7 @@ from mlx_ring.api.ollama import writer as about
 from mlx_ring.api.ollama.request import OPTION_NAMES, find_model
 from mlx_ring.api.ollama.writer import LineWriter
 from mlx_ring.api.openai.models import capabilities
-from mlx_ring.api.openapi import documented, told
+from mlx_ring.api.openapi import documented_get, documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError, UnknownModel
@@ -84,11 +84,11 @@ def routes(context: ApiContext) -> APIRouter:
             "or come from the hub with `mlx-ring models pull`."
         )
 
-    told(router, "/api/tags", tags, about.TAGS)
-    told(router, "/api/ps", running, about.RUNNING)
-    told(router, "/api/version", api_version, about.VERSION)
-    documented(router, "/api/show", show, ShownModel, about.SHOW)
-    documented(router, "/api/pull", pull, PulledModel, about.PULL)
+    documented_get(router, "/api/tags", tags, about.TAGS)
+    documented_get(router, "/api/ps", running, about.RUNNING)
+    documented_get(router, "/api/version", api_version, about.VERSION)
+    documented_post(router, "/api/show", show, ShownModel, about.SHOW)
+    documented_post(router, "/api/pull", pull, PulledModel, about.PULL)
     for path, method in (
         ("/api/create", "POST"),
         ("/api/copy", "POST"),

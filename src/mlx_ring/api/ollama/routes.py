@@ -40,7 +40,7 @@ from mlx_ring.api.ollama.request import (
 from mlx_ring.api.ollama.writer import LineWriter, Stopwatch, Words, chat_words, generate_words
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openai.tools import check_names
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.ops.models import check_manager
 from mlx_ring.api.request_body import Refused
 from mlx_ring.api.service import Answering, ModelService
@@ -91,7 +91,7 @@ def routes(context: ApiContext) -> APIRouter:
         )
         return await respond(context, request, engine, prepared, writer, streams=fields.streams)
 
-    documented(router, "/api/chat", chat, ChatRequest, about.CHAT)
+    documented_post(router, "/api/chat", chat, ChatRequest, about.CHAT)
     _add_generate(router, context)
     return router
 
@@ -160,7 +160,7 @@ def _add_generate(router: APIRouter, context: ApiContext) -> None:
         prepared = await _prepare(context, service, fields, sampling)
         return await respond(context, request, engine, prepared, writer, streams=fields.streams)
 
-    documented(router, "/api/generate", generate, GenerateFields, about.GENERATE)
+    documented_post(router, "/api/generate", generate, GenerateFields, about.GENERATE)
 
 
 async def _prepare(

@@ -9,14 +9,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Literal, cast
+from typing import Literal, NotRequired, cast
 
 from mlx_ring.api.chat.answer import Call, ChatAnswer, News
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
 from mlx_ring.api.dialect import Json, json_bytes
 from mlx_ring.api.openai.chat import finite_logprob
 from mlx_ring.api.openai.token_text import TokenTexts
-from mlx_ring.api.openapi import About, Told
+from mlx_ring.api.openapi import JsonObject, RouteDoc
 from mlx_ring.core.types import TokenLogprob
 
 _SECOND_NS = 1_000_000_000
@@ -178,32 +178,32 @@ _LINES = "application/x-ndjson"
 _TAG = "Ollama"
 
 
-class _Piece(Told):
+class _Piece(JsonObject):
     """Durations are nanoseconds; they and the counts come with the last piece."""
 
     model: str
     created_at: str
     done: bool
-    done_reason: Literal["stop", "length", "load", "unload"] | None = None
-    total_duration: int | None = None
-    load_duration: int | None = None
-    prompt_eval_count: int | None = None
-    prompt_eval_duration: int | None = None
-    eval_count: int | None = None
-    eval_duration: int | None = None
+    done_reason: NotRequired[Literal["stop", "length", "load", "unload"] | None]
+    total_duration: NotRequired[int | None]
+    load_duration: NotRequired[int | None]
+    prompt_eval_count: NotRequired[int | None]
+    prompt_eval_duration: NotRequired[int | None]
+    eval_count: NotRequired[int | None]
+    eval_duration: NotRequired[int | None]
 
 
-class CalledTool(Told):
+class CalledTool(JsonObject):
     id: str
     function: dict[str, object]
     """`name`, and `arguments` as an object."""
 
 
-class OllamaMessage(Told):
+class OllamaMessage(JsonObject):
     role: Literal["assistant"]
     content: str
-    thinking: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    thinking: NotRequired[str | None]
+    tool_calls: NotRequired[list[CalledTool] | None]
 
 
 class OllamaChat(_Piece):
@@ -212,10 +212,10 @@ class OllamaChat(_Piece):
 
 class OllamaGenerated(_Piece):
     response: str
-    thinking: str | None = None
+    thinking: NotRequired[str | None]
 
 
-class OllamaEmbeddings(Told):
+class OllamaEmbeddings(JsonObject):
     model: str
     embeddings: list[list[float]]
     prompt_eval_count: int
@@ -223,11 +223,11 @@ class OllamaEmbeddings(Told):
     load_duration: int
 
 
-class OllamaEmbedding(Told):
+class OllamaEmbedding(JsonObject):
     embedding: list[float]
 
 
-class OllamaModel(Told):
+class OllamaModel(JsonObject):
     name: str
     model: str
     modified_at: str
@@ -236,11 +236,11 @@ class OllamaModel(Told):
     details: dict[str, object]
 
 
-class OllamaModels(Told):
+class OllamaModels(JsonObject):
     models: list[OllamaModel]
 
 
-class OllamaShown(Told):
+class OllamaShown(JsonObject):
     details: dict[str, object]
     model_info: dict[str, object]
     capabilities: list[str]
@@ -248,15 +248,15 @@ class OllamaShown(Told):
     modified_at: str
 
 
-class OllamaVersion(Told):
+class OllamaVersion(JsonObject):
     version: str
 
 
-class OllamaStatus(Told):
+class OllamaStatus(JsonObject):
     status: Literal["success"]
 
 
-CHAT = About(
+CHAT = RouteDoc(
     "A chat answer, streamed unless `stream` is false",
     OllamaChat,
     {_LINES: OllamaChat},
@@ -264,7 +264,7 @@ CHAT = About(
     more_statuses=(409,),
     tag=_TAG,
 )
-GENERATE = About(
+GENERATE = RouteDoc(
     "An answer to a prompt, streamed unless `stream` is false",
     OllamaGenerated,
     {_LINES: OllamaGenerated},
@@ -272,13 +272,13 @@ GENERATE = About(
     more_statuses=(409,),
     tag=_TAG,
 )
-EMBED = About("Vectors of texts", OllamaEmbeddings, example={"input": ["one text", "another"]}, tag=_TAG)
-EMBEDDINGS = About("A text's vector", OllamaEmbedding, example={"prompt": "one text"}, tag=_TAG)
-TAGS = About("The models that are served", OllamaModels, tag=_TAG)
-RUNNING = About("The models that are loaded", OllamaModels, tag=_TAG)
-SHOW = About("What a model is and can", OllamaShown, example={}, tag=_TAG)
-VERSION = About("Which version of Ollama's API this is", OllamaVersion, tag=_TAG)
-PULL = About(
+EMBED = RouteDoc("Vectors of texts", OllamaEmbeddings, example={"input": ["one text", "another"]}, tag=_TAG)
+EMBEDDINGS = RouteDoc("A text's vector", OllamaEmbedding, example={"prompt": "one text"}, tag=_TAG)
+TAGS = RouteDoc("The models that are served", OllamaModels, tag=_TAG)
+RUNNING = RouteDoc("The models that are loaded", OllamaModels, tag=_TAG)
+SHOW = RouteDoc("What a model is and can", OllamaShown, example={}, tag=_TAG)
+VERSION = RouteDoc("Which version of Ollama's API this is", OllamaVersion, tag=_TAG)
+PULL = RouteDoc(
     "Whether a model is served: nothing is fetched",
     OllamaStatus,
     {_LINES: OllamaStatus},

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NotRequired
 
-from mlx_ring.api.openapi import About, Told
+from mlx_ring.api.openapi import JsonObject, RouteDoc
 from mlx_ring.api.streaming import EVENT_STREAM
 
 _USER = {"role": "user", "content": "What is the capital of France?"}
@@ -13,20 +13,20 @@ _TAG = "OpenAI"
 EndWord = Literal["stop", "length", "tool_calls"]
 
 
-class PromptDetails(Told):
+class PromptDetails(JsonObject):
     cached_tokens: int
     """That were not computed again."""
     audio_tokens: Literal[0]
 
 
-class CompletionDetails(Told):
+class CompletionDetails(JsonObject):
     reasoning_tokens: int
     audio_tokens: Literal[0]
     accepted_prediction_tokens: Literal[0]
     rejected_prediction_tokens: Literal[0]
 
 
-class Usage(Told):
+class Usage(JsonObject):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -34,7 +34,7 @@ class Usage(Told):
     completion_tokens_details: CompletionDetails
 
 
-class Performance(Told):
+class Performance(JsonObject):
     """Seconds, and tokens per second."""
 
     queue_s: float
@@ -44,7 +44,7 @@ class Performance(Told):
     generation_tokens_per_second: float | None
 
 
-class ScoredAlternative(Told):
+class ScoredAlternative(JsonObject):
     token: str
     logprob: float
     bytes: list[int]
@@ -54,42 +54,42 @@ class ScoredToken(ScoredAlternative):
     top_logprobs: list[ScoredAlternative]
 
 
-class ChatLogprobs(Told):
+class ChatLogprobs(JsonObject):
     content: list[ScoredToken]
     refusal: None
 
 
-class CalledFunction(Told):
+class CalledFunction(JsonObject):
     name: str
     arguments: str
     """JSON."""
 
 
-class ToolCallMade(Told):
+class ToolCallMade(JsonObject):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class ChatMessageMade(Told):
+class ChatMessageMade(JsonObject):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     annotations: list[object]
     """None: nothing is searched."""
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallMade] | None = None
+    reasoning: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCallMade] | None]
 
 
-class ChatChoice(Told):
+class ChatChoice(JsonObject):
     index: int
     message: ChatMessageMade
     logprobs: ChatLogprobs | None
     finish_reason: EndWord
 
 
-class _Answered(Told):
+class _Answered(JsonObject):
     id: str
     created: int
     """Unix seconds."""
@@ -109,7 +109,7 @@ class ChatCompletion(_ChatAnswered):
     performance: Performance
 
 
-class ChatChunkChoice(Told):
+class ChatChunkChoice(JsonObject):
     index: int
     delta: dict[str, object]
     """First the role, then pieces of `content`, `reasoning` and `tool_calls`."""
@@ -122,17 +122,17 @@ class ChatCompletionChunk(_ChatAnswered):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: NotRequired[Usage | None]
 
 
-class CompletionLogprobs(Told):
+class CompletionLogprobs(JsonObject):
     text_offset: list[int]
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(Told):
+class CompletionChoice(JsonObject):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -144,30 +144,30 @@ class Completion(_Answered):
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
-    usage: Usage | None = None
-    performance: Performance | None = None
+    usage: NotRequired[Usage | None]
+    performance: NotRequired[Performance | None]
 
 
-class EmbeddingMade(Told):
+class EmbeddingMade(JsonObject):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
     """A string is base64 of little-endian float32."""
 
 
-class EmbeddingUsage(Told):
+class EmbeddingUsage(JsonObject):
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingList(Told):
+class EmbeddingList(JsonObject):
     object: Literal["list"]
     data: list[EmbeddingMade]
     model: str
     usage: EmbeddingUsage
 
 
-class Model(Told):
+class Model(JsonObject):
     id: str
     object: Literal["model"]
     created: int
@@ -178,34 +178,34 @@ class Model(Told):
     state: Literal["loading", "ready", "unavailable", "unloaded"]
 
 
-class ModelList(Told):
+class ModelList(JsonObject):
     object: Literal["list"]
     data: list[Model]
 
 
-class Tokenized(Told):
+class Tokenized(JsonObject):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Detokenized(Told):
+class Detokenized(JsonObject):
     prompt: str
 
 
-class ResponseItem(Told):
+class ResponseItem(JsonObject):
     type: Literal["message", "reasoning", "function_call"]
     id: str
 
 
-class ResponseUsage(Told):
+class ResponseUsage(JsonObject):
     input_tokens: int
     output_tokens: int
     total_tokens: int
 
 
-class ResponseMade(Told):
+class ResponseMade(JsonObject):
     id: str
     object: Literal["response"]
     created_at: int
@@ -215,40 +215,40 @@ class ResponseMade(Told):
     usage: ResponseUsage | None
 
 
-class ResponseEvent(Told):
+class ResponseEvent(JsonObject):
     type: str
     """`response.created`, `response.output_text.delta` and so on; an error is one of them."""
     sequence_number: int
 
 
-CHAT = About(
+CHAT = RouteDoc(
     "A chat answer, whole or streamed",
     ChatCompletion,
     {EVENT_STREAM: ChatCompletionChunk},
     {"messages": [_USER], "max_completion_tokens": 64},
     tag=_TAG,
 )
-RESPONSE = About(
+RESPONSE = RouteDoc(
     "A chat answer in items, whole or streamed; nothing is kept",
     ResponseMade,
     {EVENT_STREAM: ResponseEvent},
     {"input": "What is the capital of France?", "max_output_tokens": 64},
     tag=_TAG,
 )
-COMPLETION = About(
+COMPLETION = RouteDoc(
     "A continuation, whole or streamed",
     Completion,
     {EVENT_STREAM: Completion},
     {"prompt": "The capital of France is", "max_tokens": 16},
     tag=_TAG,
 )
-EMBEDDINGS = About(
+EMBEDDINGS = RouteDoc(
     "Vectors of texts",
     EmbeddingList,
     example={"input": ["one text", "another"], "encoding_format": "float"},
     tag=_TAG,
 )
-MODELS = About("The models that are served", ModelList, tag=_TAG)
-MODEL = About("One of the models", Model, more_statuses=(404,), tag=_TAG)
-TOKENIZE = About("Text or messages to tokens", Tokenized, example={"prompt": "Hello there"}, tag=_TAG)
-DETOKENIZE = About("Tokens to text", Detokenized, example={"tokens": [1, 2, 3]}, tag=_TAG)
+MODELS = RouteDoc("The models that are served", ModelList, tag=_TAG)
+MODEL = RouteDoc("One of the models", Model, more_statuses=(404,), tag=_TAG)
+TOKENIZE = RouteDoc("Text or messages to tokens", Tokenized, example={"prompt": "Hello there"}, tag=_TAG)
+DETOKENIZE = RouteDoc("Tokens to text", Detokenized, example={"tokens": [1, 2, 3]}, tag=_TAG)

@@ -33,7 +33,7 @@ from mlx_ring.api.openai.sampling import (
 )
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openai.tools import FunctionTool, ToolChoice, read_tool_use
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Refused, needs
 from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE
 from mlx_ring.core.errors import RequestError
@@ -102,7 +102,7 @@ def routes(context: ApiContext) -> APIRouter:
         return JSONResponse(writer.whole(await answer_chat(request, engine, chat)))
 
     for path in ("/v1/chat/completions", "/chat/completions"):
-        documented(router, path, chat_completions, ChatRequest, about.CHAT)
+        documented_post(router, path, chat_completions, ChatRequest, about.CHAT)
     return router
 
 

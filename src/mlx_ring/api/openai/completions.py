@@ -28,7 +28,7 @@ from mlx_ring.api.openai.sampling import (
     with_derived_seed,
 )
 from mlx_ring.api.openai.token_text import TokenText, TokenTexts
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Refused, needs
 from mlx_ring.api.service import Tokenizer
 from mlx_ring.core.errors import RequestError
@@ -126,7 +126,7 @@ def routes(context: ApiContext) -> APIRouter:
         return await answer_whole(request, engine, task, writer)
 
     for path in ("/v1/completions", "/completions"):
-        documented(router, path, completions, CompletionRequest, about.COMPLETION)
+        documented_post(router, path, completions, CompletionRequest, about.COMPLETION)
     return router
 
 

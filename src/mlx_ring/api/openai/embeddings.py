@@ -18,7 +18,7 @@ from mlx_ring.api.context import ApiContext
 from mlx_ring.api.embeddings import Embedding, Text, embed, floats, require_embeddings, written
 from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.completions import TextOrTokens, each
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import while_connected
@@ -52,7 +52,7 @@ def routes(context: ApiContext) -> APIRouter:
         return Response(body, media_type="application/json")
 
     for path in ("/v1/embeddings", "/embeddings"):
-        documented(router, path, embeddings, EmbeddingRequest, about.EMBEDDINGS)
+        documented_post(router, path, embeddings, EmbeddingRequest, about.EMBEDDINGS)
     return router
 
 

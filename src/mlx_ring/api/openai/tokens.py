@@ -15,7 +15,7 @@ from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.completions import TokenId
 from mlx_ring.api.openai.messages import Message, template_messages
 from mlx_ring.api.openai.tools import FunctionTool, read_tool_use
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError
@@ -80,8 +80,8 @@ def routes(context: ApiContext) -> APIRouter:
         return JSONResponse({"prompt": await context.prompts.decode(service.tokenizer, fields.tokens)})
 
     for prefix in ("", "/v1"):
-        documented(router, f"{prefix}/tokenize", tokenize, TokenizeRequest, about.TOKENIZE)
-        documented(router, f"{prefix}/detokenize", detokenize, DetokenizeRequest, about.DETOKENIZE)
+        documented_post(router, f"{prefix}/tokenize", tokenize, TokenizeRequest, about.TOKENIZE)
+        documented_post(router, f"{prefix}/detokenize", detokenize, DetokenizeRequest, about.DETOKENIZE)
     return router
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NotRequired
+
+from starlette.responses import Response
 
 from mlx_ring.api.openai.answers import Model, Performance, Usage
-from mlx_ring.api.openapi import About, Told
+from mlx_ring.api.openapi import JsonObject, RouteDoc
 from mlx_ring.api.ops.status import ClusterStatus
 from mlx_ring.api.streaming import EVENT_STREAM
 
 _TAG = "operations"
 
 
-class Generated(Told):
+class Generated(JsonObject):
     id: str
     model: str
     text: str
@@ -21,7 +23,7 @@ class Generated(Told):
     performance: Performance
 
 
-class ServiceInfo(Told):
+class ServiceInfo(JsonObject):
     service: Literal["mlx-ring"]
     version: str
     model: str
@@ -30,7 +32,7 @@ class ServiceInfo(Told):
     endpoints: dict[str, str]
 
 
-class ModelInfo(Told):
+class ModelInfo(JsonObject):
     model: str
     aliases: list[str]
     context_length: int
@@ -46,39 +48,39 @@ class ModelInfo(Told):
     metadata: dict[str, object]
 
 
-class PrefixCache(Told):
+class PrefixCache(JsonObject):
     enabled: bool
-    queries: int | None = None
-    hits: int | None = None
-    query_tokens: int | None = None
-    hit_tokens: int | None = None
-    entries: int | None = None
-    entry_tokens: int | None = None
-    evictions: int | None = None
+    queries: NotRequired[int | None]
+    hits: NotRequired[int | None]
+    query_tokens: NotRequired[int | None]
+    hit_tokens: NotRequired[int | None]
+    entries: NotRequired[int | None]
+    entry_tokens: NotRequired[int | None]
+    evictions: NotRequired[int | None]
 
 
-class CacheWorker(Told):
+class CacheWorker(JsonObject):
     model: str
     instance: str
     stage: int
     rank: int
     kv_bytes: int
     """Held, as the worker said last."""
-    limit_bytes: int | None = None
+    limit_bytes: NotRequired[int | None]
     """That it may hold. This and what follows are missing where no limit is known."""
-    used_bytes: int | None = None
+    used_bytes: NotRequired[int | None]
     """Given out by the head, in whole blocks: to running sequences, and to ended ones, which make way."""
-    held_bytes: int | None = None
+    held_bytes: NotRequired[int | None]
     """As `kv_bytes`."""
-    bytes_per_token: int | None = None
-    bytes_per_sequence: int | None = None
-    context_tokens: int | None = None
+    bytes_per_token: NotRequired[int | None]
+    bytes_per_sequence: NotRequired[int | None]
+    context_tokens: NotRequired[int | None]
     """Of a sequence as long as the context."""
-    sequences_allowed: int | None = None
+    sequences_allowed: NotRequired[int | None]
     """Of that length, side by side."""
 
 
-class CacheStatistics(Told):
+class CacheStatistics(JsonObject):
     kv_bytes: int
     sequences: int
     running: int
@@ -89,7 +91,7 @@ class CacheStatistics(Told):
     workers: list[CacheWorker]
 
 
-class Health(Told):
+class Health(JsonObject):
     """503 where no model can answer, with `reason`."""
 
     status: Literal["healthy", "loading", "draining", "unhealthy"]
@@ -109,36 +111,38 @@ class Health(Told):
     requests: dict[str, object] | None
 
 
-class Alive(Told):
+class Alive(JsonObject):
     status: Literal["alive"]
     uptime_s: int
 
 
-class Ready(Told):
+class Ready(JsonObject):
     status: Literal["ready"]
     model: str
 
 
-GENERATE = About(
+GENERATE = RouteDoc(
     "A prompt in, its continuation out",
     Generated,
     example={"prompt": "Once upon a time", "max_tokens": 16},
     tag=_TAG,
 )
-LOAD = About("Load a model, and serve it from now on", Model, more_statuses=(409,), tag=_TAG)
-UNLOAD = About("Free what a model holds, until it is asked for again", Model, more_statuses=(409,), tag=_TAG)
-ROOT = About("What this is; a page for browsers", ServiceInfo, {"text/html": None}, tag=_TAG)
-MODEL_INFO = About(
+LOAD = RouteDoc("Load a model, and serve it from now on", Model, more_statuses=(409,), tag=_TAG)
+UNLOAD = RouteDoc(
+    "Free what a model holds, until it is asked for again", Model, more_statuses=(409,), tag=_TAG
+)
+ROOT = RouteDoc("What this is; a page for browsers", ServiceInfo, {"text/html": None}, tag=_TAG)
+MODEL_INFO = RouteDoc(
     "The model: metadata, context length, devices",
     ModelInfo,
     query={"model": "Which one; the first that is served otherwise."},
     more_statuses=(404,),
     tag=_TAG,
 )
-CLUSTER_STATUS = About(
+CLUSTER_STATUS = RouteDoc(
     "Nodes, instances, stages: memory and times, promised and measured", ClusterStatus, tag=_TAG
 )
-CLUSTER_EVENTS = About(
+CLUSTER_EVENTS: RouteDoc[Response] = RouteDoc(
     "The same and more, as it changes",
     None,
     {EVENT_STREAM: None},
@@ -147,8 +151,8 @@ CLUSTER_EVENTS = About(
     more_statuses=(429,),
     tag=_TAG,
 )
-CACHE_STATS = About("What the KV caches hold", CacheStatistics, tag=_TAG)
-HEALTH = About("Measured state", Health, unwell=Health, open=True, tag=_TAG)
-LIVE = About("The process runs", Alive, open=True, tag=_TAG)
-READY = About("The model can answer", Ready, open=True, tag=_TAG)
-METRICS = About("Measurements for Prometheus", None, {"text/plain": None}, tag=_TAG)
+CACHE_STATS = RouteDoc("What the KV caches hold", CacheStatistics, tag=_TAG)
+HEALTH = RouteDoc("Measured state", Health, unwell=Health, open=True, tag=_TAG)
+LIVE = RouteDoc("The process runs", Alive, open=True, tag=_TAG)
+READY = RouteDoc("The model can answer", Ready, open=True, tag=_TAG)
+METRICS: RouteDoc[Response] = RouteDoc("Measurements for Prometheus", None, {"text/plain": None}, tag=_TAG)

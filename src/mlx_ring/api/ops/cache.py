@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter
 
 from mlx_ring.api.context import ApiContext, workers_of
-from mlx_ring.api.openapi import told
+from mlx_ring.api.openapi import documented_get
 from mlx_ring.api.ops import answers as about
 from mlx_ring.api.service import ModelService, ServedInstance, WorkerInfo
 from mlx_ring.core.engine_stats import CacheStats, EngineStats, SchedulerStats
@@ -20,7 +20,7 @@ def routes(context: ApiContext) -> APIRouter:
     async def cache_stats() -> dict[str, object]:
         return told_cache(context)
 
-    told(router, "/cache/stats", cache_stats, about.CACHE_STATS)
+    documented_get(router, "/cache/stats", cache_stats, about.CACHE_STATS)
     return router
 
 

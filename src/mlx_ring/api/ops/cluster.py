@@ -14,7 +14,7 @@ from statistics import mean
 from fastapi import APIRouter
 
 from mlx_ring.api.context import ApiContext, workers_of
-from mlx_ring.api.openapi import told
+from mlx_ring.api.openapi import documented_get
 from mlx_ring.api.ops import answers as about
 from mlx_ring.api.ops.status import ClusterStatus
 from mlx_ring.api.service import InstanceInfo, LinkInfo, LinkUse, ModelService, ServedInstance, WorkerInfo
@@ -81,7 +81,7 @@ def routes(context: ApiContext) -> APIRouter:
     async def cluster_status() -> ClusterStatus:
         return told_cluster(context)
 
-    told(router, "/cluster/status", cluster_status, about.CLUSTER_STATUS)
+    documented_get(router, "/cluster/status", cluster_status, about.CLUSTER_STATUS)
     return router
 
 

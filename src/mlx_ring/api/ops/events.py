@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.errors import error_body
-from mlx_ring.api.openapi import told
+from mlx_ring.api.openapi import documented_get
 from mlx_ring.api.ops import answers as about
 from mlx_ring.api.ops.cache import told_cache
 from mlx_ring.api.ops.cluster import told_cluster
@@ -324,7 +324,7 @@ def routes(context: ApiContext) -> APIRouter:
 
         return LiveAnswer(feed.watching, _as_they_come, failure=failure)
 
-    told(router, "/cluster/events", cluster_events, about.CLUSTER_EVENTS)
+    documented_get(router, "/cluster/events", cluster_events, about.CLUSTER_EVENTS)
     return router
 
 

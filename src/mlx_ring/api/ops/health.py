@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.context import ApiContext, workers_of_model
 from mlx_ring.api.errors import error_response
-from mlx_ring.api.openapi import told
+from mlx_ring.api.openapi import documented_get
 from mlx_ring.api.ops import answers as about
 from mlx_ring.api.page.routes import page_response, wants_page
 from mlx_ring.api.service import ModelService, WorkerInfo
@@ -43,9 +43,9 @@ def routes(context: ApiContext) -> APIRouter:
         response.status_code = _UNAVAILABLE
         return response
 
-    told(router, "/health", health, about.HEALTH)
-    told(router, "/health/live", live, about.LIVE)
-    told(router, "/health/ready", ready, about.READY)
+    documented_get(router, "/health", health, about.HEALTH)
+    documented_get(router, "/health/live", live, about.LIVE)
+    documented_get(router, "/health/ready", ready, about.READY)
     _add_service(router, context)
     return router
 
@@ -200,8 +200,8 @@ def _add_service(router: APIRouter, context: ApiContext) -> None:
             "metadata": dict(service.metadata),
         }
 
-    told(router, "/", root, about.ROOT)
-    told(router, "/model/info", model_info, about.MODEL_INFO)
+    documented_get(router, "/", root, about.ROOT)
+    documented_get(router, "/model/info", model_info, about.MODEL_INFO)
 
 
 def _embeddings(service: ModelService) -> dict[str, object]:

@@ -17,7 +17,7 @@ from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openai.choices import Task, run_task
 from mlx_ring.api.openai.models import describe
 from mlx_ring.api.openai.sampling import SamplingFields, finish_reason, sampling_params
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.ops import answers as about
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.settings import ApiSettings
@@ -55,8 +55,8 @@ def routes(context: ApiContext) -> APIRouter:
         await context.catalog.unload(model, force=fields.force)
         return JSONResponse(describe(context, model))
 
-    documented(router, "/models/load", load, LoadRequest, about.LOAD)
-    documented(router, "/models/unload", unload, UnloadRequest, about.UNLOAD)
+    documented_post(router, "/models/load", load, LoadRequest, about.LOAD)
+    documented_post(router, "/models/unload", unload, UnloadRequest, about.UNLOAD)
     return router
 
 
@@ -113,4 +113,4 @@ def _add_generate(router: APIRouter, context: ApiContext) -> None:
         }
         return JSONResponse(body | task.costs(answers))
 
-    documented(router, "/generate", generate, GenerateFields, about.GENERATE)
+    documented_post(router, "/generate", generate, GenerateFields, about.GENERATE)

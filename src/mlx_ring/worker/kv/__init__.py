@@ -1,4 +1,4 @@
-"""The KV cache of one rank: rows of any length, each of which joins, leaves, is cut and forked by itself."""
+"""KV cache of one rank. Its rows have any length; each one joins, leaves, is cut and forked by itself."""
 
 from mlx_ring.worker.kv.grouping import STEP_BYTES
 from mlx_ring.worker.kv.passes import Batch

@@ -1,15 +1,13 @@
-"""Where rows live: side by side in banks, so that a forward pass reads those that step together as a view.
+"""Banks: rows side by side, so that a forward pass reads those that step together as a view.
 
 A row that joins, leaves or moves is copied alone. Slots `[0, len(rows))` are taken.
 
-A copy within a bank goes through an evaluated temporary: a lazy view of the array that it is written to
-would make MLX copy the whole of it.
-
-The arrays of one bank, and how they grow and shrink: a few in each step, so that no step waits for all.
+A copy within a bank goes through an evaluated temporary. A lazy view of the array that it is written to
+would make MLX copy the whole array.
 
 A bank is one array for each plane of each layer, `(slots, heads, capacity, width)`. Another size means copying
-them all. So a size is aimed at, and every step brings some arrays to it; what the bank offers is what all of
-them have. Only tokens that have no place otherwise are not kept waiting.
+them all. So a bank has a target size, and each step resizes some arrays to it; the usable size is what all of them
+have. Only tokens that have no other place are not kept waiting.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from mlx_ring.worker.kv.layers import Layout, RowPart, RowStates
 
 
 class BankMemory:
-    """Planes of one bank. Capacities are by window, in tokens; None is for layers that see everything."""
+    """Planes of one bank. Capacities are by window, in tokens; the window None is for full attention."""
 
     def __init__(self, layout: Layout, growth: Growth) -> None:
         self._layout = layout
@@ -37,21 +35,21 @@ class BankMemory:
         self._aimed_slots = 0
         self._aimed: dict[int | None, int] = {}
         self.is_changing = False
-        """Whether some arrays have not come to the size that is aimed at."""
+        """True if some arrays do not have the target size."""
 
     @property
     def aimed_slots(self) -> int:
         return self._aimed_slots
 
     def capacity(self, window: int | None) -> int:
-        """Tokens that every slot has room for, in the layers with this window."""
+        """Return the number of tokens for which every slot has room, in the layers with this window."""
         return self._capacities.get(window, 0)
 
     def aimed_capacity(self, window: int | None) -> int:
         return self._aimed.get(window, 0)
 
     def ensure(self, part: RowPart) -> list[mx.array]:
-        """The part's arrays, made when its first keys and values come."""
+        """Return the part's arrays; make them when its first keys and values come."""
         planes = self.planes[part.index]
         if not planes and part.planes:
             slots, capacity = self._aimed_slots, self._aimed[part.window]
@@ -63,19 +61,19 @@ class BankMemory:
         return planes
 
     def aim_slots(self, slots: int) -> None:
-        """Have room for so many rows, soon."""
+        """Set the target to so many rows."""
         self._aimed_slots = slots
         self.continue_resizing()
 
     def aim_capacity(self, window: int | None, capacity: int) -> None:
-        """Have room for so many tokens in every slot, soon."""
+        """Set the target to so many tokens in every slot."""
         self._aimed[window] = capacity
         self.continue_resizing()
 
     def reserve(self, window: int | None, need: int, limit: int, count: int = 1) -> None:
-        """Have room for `need` tokens now, and for more soon where few are left. No row will hold more than `limit`.
+        """Make room for `need` tokens now, and for more soon if few are left. No row will hold more than `limit`.
 
-        `count` of them are this step's: the next steps may want as many each.
+        `count` of them are this step's; the next steps may need as many each.
         """
         target = self._target(window, need, limit)
         if target > self.aimed_capacity(window):
@@ -89,27 +87,27 @@ class BankMemory:
             self._hurry((self.capacity(window) - need) // count + 1)
 
     def _target(self, window: int | None, need: int, limit: int) -> int:
-        """The capacity to aim at."""
+        """Return the target capacity."""
         aimed = self.aimed_capacity(window)
         if need <= aimed and (aimed >= limit or need + GROWS_AHEAD <= aimed):
             return aimed
         return self._growth.capacity(aimed, need, limit, lambda capacity: self.more_bytes(window, capacity))
 
     def more_bytes(self, window: int | None, capacity: int) -> int:
-        """What another capacity would add to the size that is aimed at."""
+        """Return the bytes that another capacity would add to the target size."""
         return self._bytes(self._aimed_slots, {**self._aimed, window: capacity}) - self.aimed_bytes
 
     def more_bytes_for_slots(self, slots: int) -> int:
-        """What another number of slots would add to the size that is aimed at."""
+        """Return the bytes that another number of slots would add to the target size."""
         return self._bytes(slots, self._aimed) - self.aimed_bytes
 
     @property
     def aimed_bytes(self) -> int:
-        """What the arrays take at the size that is aimed at."""
+        """Bytes of the arrays at the target size."""
         return self._bytes(self._aimed_slots, self._aimed)
 
     def _bytes(self, slots: int, capacities: Mapping[int | None, int]) -> int:
-        """Of the parts that have arrays."""
+        """Return the bytes of the parts that have arrays."""
         return slots * sum(
             plane.heads * plane.width * plane.dtype.size * capacities.get(part.window, 0)
             for part in self._layout.row_parts
@@ -118,21 +116,21 @@ class BankMemory:
         )
 
     def _hurry(self, steps: int) -> None:
-        """Be done in so many steps, if the usual pace is too slow."""
+        """Finish within so many steps, if the usual speed is too slow."""
         if steps < STEPS:
             behind = sum(planes[position].nbytes for planes, position, _ in self._behind())
             self._bring(behind // steps)
 
     def grows(self, window: int | None, need: int, limit: int) -> bool:
-        """Whether `reserve` would copy."""
+        """Report whether `reserve` would copy."""
         return need > self.capacity(window) or self._target(window, need, limit) > self.aimed_capacity(window)
 
     def continue_resizing(self) -> None:
-        """Bring some arrays to the size that is aimed at."""
+        """Resize some arrays to the target."""
         self._bring(max(self._growth.step_bytes, self.nbytes // STEPS))
 
     def _bring(self, most: int) -> None:
-        """Arrays of `most` bytes, or a little more, to the size that is aimed at."""
+        """Resize arrays of `most` bytes, or a little more, to the target."""
         written = 0
         for planes, position, part in self._behind():
             if written >= most:
@@ -141,7 +139,7 @@ class BankMemory:
         self._take_stock()
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.planes = [[] for _ in self._layout.row_parts]
         self._aimed_slots = 0
         self._take_stock()
@@ -154,14 +152,14 @@ class BankMemory:
                     yield planes, position, part
 
     def _resize(self, planes: list[mx.array], position: int, part: RowPart) -> int:
-        """One array, so that no more than one is held twice; the bytes of the new one."""
+        """Resize one array, so that no more than one is held twice. Return the new one's bytes."""
         planes[position] = _resized(planes[position], 0, self._aimed_slots)
         planes[position] = _resized(planes[position], 2, self._aimed[part.window])
         mx.eval(planes[position])
         return planes[position].nbytes
 
     def _take_stock(self) -> None:
-        """What all arrays have is what there is."""
+        """Set the usable size to what all arrays have."""
         self.slots, self._capacities = self._aimed_slots, dict(self._aimed)
         self.is_changing = False
         self.nbytes = sum(plane.nbytes for planes in self.planes for plane in planes)
@@ -186,49 +184,49 @@ def _resized(plane: mx.array, axis: int, size: int) -> mx.array:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One sequence's place and length."""
+    """Place and length of one sequence."""
 
     sequence: int
     max_length: int
     length: int = 0
-    """Committed tokens."""
+    """Number of committed tokens."""
     bank: Bank | None = None
     slot: int = 0
     bases: dict[int, int] = field(default_factory=dict[int, int])
-    """By window: the position of the first token held."""
+    """Position of the first token held, by window."""
     written: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    """By part and KV head, while content comes from outside: tokens up to here are in their place."""
+    """Number of tokens in place by part and KV head, while content comes from outside."""
     states: RowStates | None = None
-    """For the parts that no bank holds; None before its first pass."""
+    """States that no bank holds; None before the first pass."""
     lost: str = ""
-    """Why the content is gone, if it is."""
+    """Reason for which the content was lost; empty if it was not."""
     retained: bool = False
-    """Whether its sequence has ended and it is kept for forks alone."""
+    """True if its sequence has ended and it is only kept for forks."""
 
     def base(self, window: int | None) -> int:
         return 0 if window is None else self.bases.get(window, 0)
 
     def held(self, window: int | None) -> int:
-        """Tokens held, from the base on."""
+        """Return the number of tokens held, from the base on."""
         return self.length - self.base(window)
 
 
 class Bank:
-    """A group of rows, side by side."""
+    """Group of rows, side by side."""
 
     def __init__(self, layout: Layout, slots: int, growth: Growth) -> None:
-        """Room for `slots` rows."""
+        """Make room for `slots` rows."""
         self._layout = layout
         self._growth = growth
         self.memory = BankMemory(layout, growth)
         self.memory.aim_slots(slots)
         self.rows: list[Row] = []
         self._used = 0
-        """Slots from here on were never written to."""
+        """First slot that was never written to."""
 
     @property
     def planes(self) -> list[list[mx.array]]:
-        """By part."""
+        """Planes by part."""
         return self.memory.planes
 
     @planes.setter
@@ -239,9 +237,12 @@ class Bank:
         return [plane for planes in self.planes for plane in planes]
 
     def make_room(self, rows: Sequence[Row], limits: Mapping[int | None, int]) -> bool:
-        """Whether there is room now for rows that join, and for their next tokens; if not, there will be some steps later.
+        """Report whether rows that join and their next tokens have room now.
 
-        `limits` says, by window, the most that any row will ever hold. What is aimed at leaves them room to go on meanwhile.
+        If not, they will have it some steps later.
+
+        `limits` gives, by window, the most that any row will ever hold. Until the target is reached, the rows can
+        continue elsewhere.
         """
         memory, slots = self.memory, len(self.rows) + len(rows)
         if slots > memory.aimed_slots:
@@ -268,7 +269,7 @@ class Bank:
         self._set_slot(slot, row)
 
     def take_copy(self, row: Row, source: Bank, origin: int) -> None:
-        """Give a new row a slot with what it holds of another's."""
+        """Give a new row a slot with a copy of another row's content."""
         slot = len(self.rows)
         self._copy_in(slot, row, source, origin)
         self._set_slot(slot, row)
@@ -279,7 +280,7 @@ class Bank:
         self.rows.append(row)
 
     def _copy_in(self, slot: int, row: Row, source: Bank, origin: int) -> None:
-        """Copy what `row` holds from another bank's slot."""
+        """Copy the content of `row` from another bank's slot."""
         for part in self._layout.row_parts:
             held = row.held(part.window)
             if not source.planes[part.index] or not held:
@@ -288,13 +289,13 @@ class Bank:
             for plane, other in zip(planes, source.planes[part.index], strict=True):
                 content = other[origin : origin + 1, :, :held]
                 if content.shape == plane.shape:
-                    # MLX would let the plane share the other's memory, which would then be copied at its next change.
+                    # MLX would let the plane share the other's memory, and then copy it at its next change.
                     content = content + mx.zeros((), content.dtype)
                 plane[slot : slot + 1, :, :held] = content
             mx.eval(planes)
 
     def _clear(self, slot: int, row: Row) -> None:
-        """Zero a used slot behind its new row's tokens: padding must be finite, whatever the last row left."""
+        """Zero a used slot behind its new row's tokens. Padding must be finite, whatever the last row left."""
         if slot >= self._used:
             self._used = slot + 1
             return
@@ -305,12 +306,12 @@ class Bank:
             mx.eval(self.planes[part.index])
 
     def replace(self, row: Row, successor: Row) -> None:
-        """Give a row's slot, with all that is in it, to another."""
+        """Give a row's slot, with its content, to another row."""
         row.bank, successor.bank, successor.slot = None, self, row.slot
         self.rows[successor.slot] = successor
 
     def remove(self, row: Row) -> None:
-        """Let a row go; the last row fills its slot."""
+        """Remove a row; the last row fills its slot."""
         last = self.rows.pop()
         row.bank = None
         if last is not row:
@@ -327,18 +328,18 @@ class Bank:
         self.tighten()
 
     def tighten(self) -> None:
-        """Give back the better part of slots that are four times as long as any row."""
+        """Free most of the slots' room if they are four times as long as any row."""
         longest = max(max(row.length, *row.written.values(), 0) for row in self.rows)
         if self.memory.aimed_capacity(None) > 4 * (longest + BLOCK):
             self.memory.aim_capacity(None, blocks(longest + 1))
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._used = 0
         self.memory.drop()
 
     def gather(self, group: Sequence[Row]) -> None:
-        """Bring rows of this bank side by side, the others keeping their order."""
+        """Bring rows of this bank side by side; the others keep their order."""
         members = set(map(id, group))
         inside = sorted(group, key=lambda row: row.slot)
         if inside[-1].slot - inside[0].slot == len(inside) - 1:
@@ -365,7 +366,7 @@ class Bank:
             mx.eval(planes)
 
     def shift(self, row: Row, window: int) -> None:
-        """Move a sliding row's tokens to the front of its slot, dropping what is past window and slack."""
+        """Move a sliding row's tokens to the front of its slot, and drop those before window and slack."""
         keep = min(row.held(window), self._layout.keep(window))
         drop = row.held(window) - keep
         if drop <= 0:

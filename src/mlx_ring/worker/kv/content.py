@@ -1,7 +1,7 @@
-"""A row's keys and values by layer, KV heads and tokens, for whoever stores them or hands them over.
+"""Keys and values of a row by layer, KV heads and tokens, for storing or transferring them.
 
-One layer's content is a tuple of arrays `(heads, tokens, width)` in temporal order: keys and values, or data,
-scales and biases of each where they are quantized; a layer with several caches gives one after the other.
+One layer's content is a tuple of arrays `(heads, tokens, width)` in temporal order. It holds keys and values, or data,
+scales and biases of each if they are quantized. A layer with several caches gives one after the other.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mlx_ring.worker.kv.layers import Layer, Layout, Plane, RowPart
 from mlx_ring.worker.kv.placement import Banks
 
 Range = tuple[int, int]
-"""Half-open."""
+"""Half-open range."""
 
 
 def row_parts(layer: Layer) -> list[RowPart]:
-    """The layer's parts, all of which must be rows of keys and values."""
+    """Return the layer's parts, all of which must be rows of keys and values."""
     parts = [part for part in layer.parts if isinstance(part, RowPart)]
     if len(parts) != len(layer.parts):
         raise StepFailed("A recurrent layer's state has no token ranges; it moves only as a whole.")
@@ -28,7 +28,7 @@ def row_parts(layer: Layer) -> list[RowPart]:
 
 
 def read_row(row: Row, layer: Layer, heads: Range, tokens: Range) -> tuple[mx.array, ...]:
-    """A copy of what a row holds, evaluated."""
+    """Return an evaluated copy of a row's content."""
     arrays: list[mx.array] = []
     for part in row_parts(layer):
         base = row.base(part.window)
@@ -55,7 +55,7 @@ def write_row(
     tokens: Range,
     arrays: Sequence[mx.array],
 ) -> None:
-    """Put content behind what a row has, or into a row that has nothing; makes room for it."""
+    """Write content behind a row's tokens, or into an empty row; makes room for it."""
     if not 0 <= row.length <= tokens[0] < tokens[1] <= row.max_length:
         raise StepFailed(
             f"Sequence {row.sequence} has {row.length} tokens of {row.max_length}; "
@@ -111,7 +111,7 @@ def _write(
 
 
 def check_written(row: Row, parts: Sequence[RowPart], length: int) -> None:
-    """Raises `StepFailed` unless every head of every part has its tokens up to `length`."""
+    """Check that every head of every part has its tokens up to `length`. Raises `StepFailed` if not."""
     for part in parts:
         heads = part.planes[0].heads if part.planes else 1
         ends = [_written(row, part, head) for head in range(heads)]
@@ -141,6 +141,6 @@ def _check_shapes(heads: Range, tokens: Range, arrays: Sequence[mx.array], size:
     if not 0 <= heads[0] < heads[1]:
         raise StepFailed(f"[{heads[0]}, {heads[1]}) is no range of KV heads.")
     wanted = (heads[1] - heads[0], tokens[1] - tokens[0])
-    if len(arrays) != size or any(array.shape[:2] != wanted or array.ndim != 3 for array in arrays):  # noqa: PLR2004 - (heads, tokens, width)
+    if len(arrays) != size or any(array.shape[:2] != wanted or array.ndim != 3 for array in arrays):  # noqa: PLR2004 - three axes: (heads, tokens, width)
         shapes = [tuple(array.shape) for array in arrays]
         raise StepFailed(f"The layer takes {size} arrays of {wanted} heads and tokens; shapes {shapes} came.")

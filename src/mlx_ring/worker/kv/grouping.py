@@ -1,10 +1,9 @@
-"""Which rows of a step share a forward pass: pure, by token counts and lengths.
+"""Choice of the rows that share a forward pass (pure, by token counts and lengths), and of banks' growth.
 
-Rows share a pass when that costs less padding than a pass of their own would: rows that decode go together,
-so do short prompts, or what is left of them after a reused beginning, and lengths in one batch stay within a factor of two. A row that already lies with the
-others may fall back to a quarter before it is parted from them, so that groups do not change with every token.
-
-How much room banks make ahead of need, and how soon.
+Rows share a pass if that costs less padding than a pass of their own. So decoding rows share one, and so do short
+prompts or what remains of them after a cached prefix. Lengths in one batch stay within a factor of two. A row that
+already lies with the others may fall back to a quarter before it is separated, so groups do not change with every
+token.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 DECODE_TOKENS = 16
-"""Up to this many tokens a row counts as decoding: drafts to verify come with the last token."""
+"""Number of tokens up to which a row counts as decoding: drafts to verify come with the last token."""
 SHORT_PROMPT_TOKENS = 256
-"""Chunks longer than this keep a device busy alone."""
+"""Length above which a chunk keeps a device busy alone."""
 SHORT_TOKENS = 512
-"""Below this length padding costs less than another pass."""
+"""Length below which padding costs less than another pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A row of a step."""
+    """Row of a step."""
 
     index: int
     start: int
     count: int
     bank: int
-    """Identity of the bank where it lies; 0: none yet."""
+    """Identity of its bank; 0: none yet."""
     bases: tuple[int, ...] = ()
-    """Where what it holds begins, in sliding layers."""
+    """Position of the first token held, in sliding layers."""
 
     @property
     def end(self) -> int:
@@ -38,7 +37,7 @@ class Candidate:
 
 
 def group_rows(candidates: Sequence[Candidate], longest_chunk: int = SHORT_PROMPT_TOKENS) -> list[list[int]]:
-    """Indices of the rows of each forward pass. A chunk of more than `longest_chunk` tokens goes alone."""
+    """Return the row indices of each forward pass. A chunk of more than `longest_chunk` tokens has a pass alone."""
     decoding: list[Candidate] = []
     short: list[Candidate] = []
     alone: list[Candidate] = []
@@ -55,9 +54,9 @@ def group_rows(candidates: Sequence[Candidate], longest_chunk: int = SHORT_PROMP
 
 
 def group_even_rows(candidates: Sequence[Candidate]) -> list[list[int]]:
-    """As `group_rows`, for models that take one offset for the whole batch.
+    """Group rows like `group_rows`, for models that take one offset for the whole batch.
 
-    Only rows that are alike in start, count and bases share a pass.
+    Only rows with equal start, count and bases share a pass.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for row in candidates:
@@ -68,7 +67,7 @@ def group_even_rows(candidates: Sequence[Candidate]) -> list[list[int]]:
 
 
 def _by_count(rows: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Chunks that differ by no more than a factor of two: every token of padding is computed."""
+    """Group chunks whose lengths differ by a factor of two at most, because every token of padding is computed."""
     groups: list[list[Candidate]] = []
     for row in sorted(rows, key=lambda row: -row.count):
         if groups and 2 * row.count >= groups[-1][0].count:
@@ -95,38 +94,38 @@ def _belongs(row: Candidate, longest: Candidate) -> bool:
 
 BLOCK = 256
 GROWS_AHEAD = 64
-"""With so many tokens left, a bank begins to grow."""
+"""Number of free tokens at which a bank begins to grow."""
 STEP_BYTES = 32 << 20
-"""What a step may write to bring arrays to another size ..."""
+"""Number of bytes that a step may write to resize arrays ..."""
 STEPS = 32
-"""... or more, where so many steps would not do."""
+"""... or more, if so many steps would not suffice."""
 
 
 def blocks(tokens: int) -> int:
-    """The tokens of as many whole blocks as hold `tokens`."""
+    """Round tokens up to whole blocks."""
     return -(-tokens // BLOCK) * BLOCK
 
 
 @dataclass(slots=True)
 class Growth:
-    """Of one store's banks."""
+    """Growth of one store's banks."""
 
     held: Callable[[], int]
-    """Bytes of all banks, once they have the sizes that are aimed at."""
+    """Function that returns the bytes of all banks at their target sizes."""
     step_bytes: int = STEP_BYTES
     limit_bytes: int | None = None
-    """What banks may hold; room that nobody needs yet is made within it only."""
+    """Bytes that banks may hold; room ahead of need stays within it."""
 
     def capacity(self, present: int, need: int, most: int, more: Callable[[int], int]) -> int:
-        """Tokens for a slot that has room for `present` and is about to need more than that.
+        """Return the tokens for a slot that has room for `present` and is about to need more.
 
-        By a quarter, by a block or two, or by no more than it must: as much as the limit allows.
+        It grows by a quarter, by a block or two, or by as little as it must: as much as the limit allows.
 
         Args:
-            present: tokens, aimed at already.
+            present: tokens of the target so far.
             need: tokens, now.
             most: tokens that any row will ever need.
-            more: the bytes that a capacity would add.
+            more: returns the bytes that a capacity would add.
         """
         ahead = blocks(need + GROWS_AHEAD)
         generous = max(ahead, blocks(present + max(BLOCK, present // 4)) if present else 0)
@@ -136,7 +135,10 @@ class Growth:
         return max(present, min(blocks(need), max(most, need)))
 
     def slots(self, present: int, need: int, more: Callable[[int], int]) -> int:
-        """Slots of a bank that has `present` and needs more. `more` gives the bytes that a number of them would add."""
+        """Return the slots of a bank that has `present` and needs more.
+
+        `more` returns the bytes that a number of them would add.
+        """
         generous = max(need, present * 3 // 2)
         return generous if self._allows(more(generous)) else need
 

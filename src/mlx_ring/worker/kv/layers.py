@@ -1,12 +1,8 @@
-"""What each owned layer must keep, read off the fresh caches that the model itself makes.
+"""Contents that each owned layer must keep, read from the fresh caches that the model itself makes.
 
-mlx-lm's plain, sliding and chunked caches become rows of a `Bank`. Everything else (recurrent state, cache kinds
-not known here) stays an object of mlx-lm's own, one for each sequence.
-
-States that mlx-lm's own caches keep, which no bank holds: recurrent layers' and those of kinds not known here.
-
-Rows that decode together share a pass: their states are put side by side, and stay so as long as the same rows go on
-together. Each row knows its place in them.
+mlx-lm's plain, sliding and chunked caches become rows of a `Bank`. Everything else (recurrent state, unknown kinds of
+cache) stays an object of mlx-lm, one for each sequence. Rows that decode together share a pass, so their states
+are put side by side, and stay so as long as the same rows continue together. Each row knows its index in them.
 """
 
 from __future__ import annotations
@@ -45,18 +41,18 @@ class RowPart:
     """Keys and values that a bank holds as rows."""
 
     index: int
-    """Among the row parts of the stage."""
+    """Index among the row parts of the stage."""
     window: int | None
-    """Tokens that a position sees, itself included; None: all."""
+    """Tokens that a position attends to, itself included; None: all."""
     bits: int | None
     chunked: bool = False
-    """Whether the model itself asks where the first key lies, which is one number for the whole batch."""
+    """True if the model itself asks for the first key's position, which is one number for the whole batch."""
     group_size: int | None = None
     planes: tuple[Plane, ...] = ()
-    """Learned from the first keys and values. Float: keys, values; quantized: data, scales, biases of each."""
+    """Planes, learned from the first keys and values. Float: keys, values; quantized: data, scales, biases of each."""
 
     def encode(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
-        """The arrays to store, one for each plane."""
+        """Return the arrays to store, one for each plane."""
         if self.bits is None:
             return keys, values
         if self.group_size is None:
@@ -67,14 +63,14 @@ class RowPart:
         return tuple(encoded)
 
     def learn(self, encoded: Sequence[mx.array]) -> None:
-        """Note heads, widths and types from the first arrays that come."""
+        """Record heads, widths and types of the first arrays."""
         if not self.planes:
             self.planes = tuple(Plane(array.shape[1], array.shape[3], array.dtype) for array in encoded)
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectPart:
-    """State that mlx-lm's own cache object keeps, one for each sequence."""
+    """State in mlx-lm's own cache object, one for each sequence."""
 
     index: int
     prototype: Any
@@ -84,11 +80,11 @@ class ObjectPart:
 
     @property
     def copies(self) -> bool:
-        """Whether a copy shares no array that a forward pass changes in place."""
+        """True if a copy shares no array that a forward pass changes in place."""
         return type(self.prototype) is _ArraysCache
 
     def copied(self, state: Any) -> Any:
-        """A copy that goes on by itself."""
+        """Return an independent copy."""
         if not self.copies:
             return copy.deepcopy(state)
         twin = copy.copy(state)
@@ -101,13 +97,13 @@ Part = RowPart | ObjectPart
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One owned layer's cache: one part, or several where the model keeps a list of caches."""
+    """Cache of one owned layer: one part, or several if the model keeps a list of caches."""
 
     parts: tuple[Part, ...]
     nested: bool
 
     def assemble(self, caches: Sequence[Any]) -> Any:
-        """What the model gets for this layer."""
+        """Return the cache that the model gets for this layer."""
         return _CacheList(*caches) if self.nested else caches[0]
 
 
@@ -126,11 +122,11 @@ class Layout:
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
-        """Windows of all row parts, None for those that see everything."""
+        """Windows of all row parts, None for full attention."""
         return tuple({part.window: None for part in self.row_parts})
 
     def token_bytes(self, window: int | None) -> int:
-        """Bytes of one token in all layers of this window, as far as they are known."""
+        """Return the bytes of one token in all layers of this window, as far as they are known."""
         return sum(
             plane.heads * plane.width * plane.dtype.size
             for part in self.row_parts
@@ -139,22 +135,22 @@ class Layout:
         )
 
     def keep(self, window: int) -> int:
-        """Tokens before the next one that a sliding row keeps: what that one sees, and `slack` to go back."""
+        """Return the number of tokens that a sliding row keeps: those that the next token attends to, and `slack` for a rollback."""
         return window - 1 + self.slack
 
     def block(self, window: int) -> int:
-        """Tokens that a full sliding row takes in before it is shifted down."""
+        """Return the number of tokens that a full sliding row takes in before it is shifted."""
         return max(_MIN_BLOCK, window // 4, self.slack)
 
     def most(self, window: int) -> int:
-        """Capacity of a full sliding row."""
+        """Return the capacity of a full sliding row."""
         return self.keep(window) + self.block(window)
 
 
 def read_layout(prototypes: Sequence[Any], kv_bits: int | None, slack: int) -> Layout:
-    """What the model's fresh caches ask for.
+    """Read the layout from the model's fresh caches.
 
-    Quantization concerns layers that see everything: a sliding layer is bounded anyway, and mlx-lm has no
+    Quantization concerns layers with full attention: a sliding layer is bounded anyway, and mlx-lm has no
     quantized form of it.
     """
     layout = Layout((), slack)
@@ -178,7 +174,7 @@ def _part(prototype: Any, layout: Layout, kv_bits: int | None) -> Part:
     elif kind is _RotatingKVCache and prototype.keep == 0:
         part = RowPart(len(layout.row_parts), int(prototype.max_size), None)
     elif kind is _ChunkedKVCache:
-        # It hands out a chunk's worth of tokens and the new ones; the model's mask cuts at the chunk's edge.
+        # It returns a chunk's worth of tokens and the new ones; the model's mask cuts at the chunk's edge.
         part = RowPart(len(layout.row_parts), int(prototype.chunk_size) + 1, None, chunked=True)
     else:
         part = ObjectPart(len(layout.object_parts), prototype)
@@ -199,7 +195,7 @@ def _group_size(*widths: int) -> int:
 
 
 class JoinedStates:
-    """One state for each object part, of one row or of several side by side."""
+    """State of each object part, for one row or several side by side."""
 
     def __init__(self, states: list[Any], rows: int) -> None:
         self.states = states
@@ -212,7 +208,7 @@ class JoinedStates:
 
     @property
     def shape(self) -> Hashable:
-        """What rows must have alike to be put side by side; for mlx-lm's caches of plain arrays."""
+        """Property that rows must share to be put side by side; for mlx-lm's caches of plain arrays."""
         if self._shape is None:
             self._shape = tuple(
                 None if array is None else (array.shape[1:], array.dtype)
@@ -223,7 +219,7 @@ class JoinedStates:
 
 
 class RowStates:
-    """One row's place in joined states."""
+    """Index of one row in joined states."""
 
     __slots__ = ("index", "joined")
 
@@ -236,18 +232,18 @@ class RowStates:
         return self.joined.nbytes // self.joined.rows
 
     def alone(self, parts: Sequence[ObjectPart]) -> list[Any]:
-        """States of this row only, which go on by themselves."""
+        """Return independent states of this row only."""
         if self.joined.rows == 1:
             return [part.copied(state) for part, state in zip(parts, self.joined.states, strict=True)]
         return [_picked(state, self.index) for state in self.joined.states]
 
     def owned(self, parts: Sequence[ObjectPart]) -> RowStates:
-        """The same in memory of its own, so that it keeps no other row's."""
+        """Return the same states in separate memory, so that they keep no other row's alive."""
         if self.joined.rows == 1:
             return self
         states = self.alone(parts)
         for state in states:
-            # MLX would let a slice share the memory that it is of.
+            # MLX would let a slice share the memory of the whole array.
             state.cache = [
                 None if array is None else array + mx.zeros((), array.dtype) for array in state.cache
             ]
@@ -256,7 +252,7 @@ class RowStates:
 
 
 def join_states(parts: Sequence[ObjectPart], rows: Sequence[RowStates | None]) -> list[Any]:
-    """States for a pass over these rows, which have one shape if they are several. None: a row that begins."""
+    """Return states for a pass over these rows. Several rows have one shape; None stands for a new row."""
     if len(rows) == 1:
         (row,) = rows
         if row is None:

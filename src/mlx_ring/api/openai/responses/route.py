@@ -22,7 +22,7 @@ from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation
 from mlx_ring.api.openai.responses.writer import End, ResponseWriter, response_of, usage_of
 from mlx_ring.api.openai.sampling import sampling_params
 from mlx_ring.api.openai.token_text import TokenTexts
-from mlx_ring.api.openapi import documented
+from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE
 from mlx_ring.core.types import TokenLogprob
 
@@ -54,7 +54,7 @@ def routes(context: ApiContext) -> APIRouter:
         return JSONResponse(writer.whole(_end(answer), _usage(answer)))
 
     for path in ("/v1/responses", "/responses"):
-        documented(router, path, responses, ResponsesRequest, about.RESPONSE)
+        documented_post(router, path, responses, ResponsesRequest, about.RESPONSE)
     return router
 
 
