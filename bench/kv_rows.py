@@ -42,7 +42,7 @@ def main() -> None:
     _measure("a row is trimmed by 4 tokens", lambda: store.trim(2, tokens - 2))
     store.open(100, 4 * tokens)
     _measure("a row is forked", lambda: store.fork(3, 100, tokens))
-    _measure("a row is retained", lambda: store.park(1))
+    _measure("a row is retained", lambda: store.retain(1))
     store.open(101, 4 * tokens)
     _measure("a retained row is reused", lambda: store.fork(1, 101, tokens, take=True))
     _measure("a row leaves", lambda: store.free(4))

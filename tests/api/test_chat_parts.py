@@ -9,7 +9,7 @@ import pytest
 from tests.api.clients import Api, events, refusal
 from tests.api.twins import MarkingTokenizer, TwinService
 
-from mlx_ring.api.openai.tools import check_names
+from mlx_ring.api.openai.messages import check_names
 from mlx_ring.core.errors import RequestError
 from mlx_ring.rpc.failures import error_to_failure
 

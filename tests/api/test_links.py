@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mlx_ring.api.ops.cluster import told_links
-from mlx_ring.api.service import InstanceInfo, LinkInfo, LinkUse, WorkerInfo
+from mlx_ring.api.service import InstanceInfo, LinkInfo
 from mlx_ring.core.types import LayerRange
+from mlx_ring.core.worker_status import LinkUse, WorkerInfo
 
 NOW = 1.8e9
 USE = LinkUse(compresses=True, why="8192 bytes become 6000", frames=3, tensor_bytes=24_576, sent_bytes=18_000)

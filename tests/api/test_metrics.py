@@ -13,9 +13,10 @@ from tests.api.clients import Api, refusal
 from tests.api.twins import TwinService
 
 from mlx_ring.api.metrics.machines import LinkCounts
-from mlx_ring.api.service import LinkInfo, LinkUse
+from mlx_ring.api.service import LinkInfo
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.errors import WorkerLost
+from mlx_ring.core.worker_status import LinkUse
 from mlx_ring.engine.kv_budget import RankKv
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"

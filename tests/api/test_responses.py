@@ -14,8 +14,7 @@ from tests.lazily import lazily
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
 from mlx_ring.api.dialect import ErrorInfo
-from mlx_ring.api.openai.responses.items import seal
-from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of
+from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of, seal
 from mlx_ring.api.openai.responses.writer import ResponseWriter, response_of, usage_of
 from mlx_ring.core.types import SamplingParams
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
-from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, State, WorkerInfo
+from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, State
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import Conflict, ModelNotFound, RingError
 from mlx_ring.core.types import DEFAULT_SAMPLING, LayerRange
+from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.engine.detokenizer import Vocabulary
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv

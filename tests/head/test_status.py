@@ -9,10 +9,10 @@ from tests.engine.timings import timing
 from tests.planner.clusters import cluster_of, model_of, node_of
 from tests.profiles import made_up_profile
 
-from mlx_ring.api.service import WorkerInfo
 from mlx_ring.cluster.membership import Came, Member, Membership, Went
 from mlx_ring.cluster.quarantine import Held
 from mlx_ring.core.types import LayerRange, RankId
+from mlx_ring.core.worker_status import REPORTED, WorkerInfo
 from mlx_ring.engine.step_times import StepTimes, StepWindow
 from mlx_ring.head.loading_progress import LoadingProgress
 from mlx_ring.head.status import InstanceView, Standing, instance_status, node_statuses
@@ -62,6 +62,10 @@ def worker(stage: int, node: str) -> WorkerInfo:
     )
 
 
+def test_a_worker_reports_every_field_that_is_copied_from_its_status() -> None:
+    assert set(worker_pb2.WorkerStatus.DESCRIPTOR.fields_by_name) >= REPORTED
+
+
 def view(**changes: object) -> InstanceView:
     cluster = cluster_of(*NODES)
     plain = InstanceView(
@@ -106,10 +110,10 @@ def test_a_stage_tells_promised_and_used_memory_side_by_side() -> None:
 def test_measured_steps_stand_beside_the_prediction_for_just_such_steps() -> None:
     window = StepWindow()
     for step in range(1, 6):
-        window.note(
+        window.record(
             timing(step, 4_000, rank=RankId(1, 0), sequence=1, finished_us=9_000 * step, context_tokens=40)
         )
-    window.note(timing(9, 70_000, rank=RankId(1, 0), tokens=256, is_decode=False, context_tokens=512))
+    window.record(timing(9, 70_000, rank=RankId(1, 0), tokens=256, is_decode=False, context_tokens=512))
     known = view(times=window.read())
     told = instance_status(known)
     assert known.forecast is not None
@@ -133,7 +137,7 @@ def test_before_anything_was_measured_the_prediction_stands_alone() -> None:
 
 def test_without_a_profile_nothing_is_promised_and_what_is_measured_is_told() -> None:
     window = StepWindow()
-    window.note(timing(1, 4_000))
+    window.record(timing(1, 4_000))
     told = instance_status(view(plan=None, forecast=None, times=window.read()))
     assert told.promise is None
     assert told.stages[0].memory.promised is None

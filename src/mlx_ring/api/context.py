@@ -14,11 +14,12 @@ from mlx_ring.api.middleware.access_log import note_model
 from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.api.request_body import Body, read_body
-from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, WorkerInfo
+from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import note_stream
 from mlx_ring.core.errors import NotReady, RequestError, UnknownModel, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
+from mlx_ring.core.worker_status import WorkerInfo
 
 BodyT = TypeVar("BodyT", bound=Body)
 

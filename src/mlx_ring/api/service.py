@@ -10,7 +10,8 @@ from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.core.engine_stats import EngineStats, Meter, OpenRequest, Policy, StepTotals
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
-from mlx_ring.core.types import LayerRange, Sampling
+from mlx_ring.core.types import Sampling
+from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.models.pooling import Pooling
 
 
@@ -114,28 +115,6 @@ class ServingEngine(Answering, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LinkUse:
-    """What a stage sends to the next one."""
-
-    compresses: bool
-    why: str
-    frames: int
-    tensor_bytes: int
-    sent_bytes: int
-    """Of tensors, as they went over the wire."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupUse:
-    """What joins a worker with others."""
-
-    backend: str
-    """MLX's name for it."""
-    why: str
-    """It is that one."""
-
-
-@dataclass(frozen=True, slots=True)
 class LinkInfo:
     """One way between two nodes, as it was measured."""
 
@@ -147,37 +126,6 @@ class LinkInfo:
     """When."""
     problem: str = ""
     """Why nothing gets through; the figures are then 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """One rank of one stage, as it measured itself last. Bytes."""
-
-    stage: int
-    rank: int
-    layers: LayerRange
-    node: str
-    pid: int
-    device: str
-    dtype: str
-    alive: bool
-    phase: str
-    """`loading`, `ready`, `failed`, as the worker says."""
-    weight_bytes: int
-    device_memory_bytes: int
-    """Held by MLX now."""
-    peak_memory_bytes: int
-    rss_bytes: int
-    kv_bytes: int
-    memory_bytes: int = 0
-    """Of the device; 0 while nothing is known."""
-    memory_left_bytes: int = 0
-    """Of it, for all workers there."""
-    blas: str = ""
-    sends: LinkUse | None = None
-    """To the next stage; None where there is none, or nothing is known."""
-    group: GroupUse | None = None
-    """How MLX joined it with others; None where it did not."""
 
 
 @dataclass(frozen=True, slots=True)

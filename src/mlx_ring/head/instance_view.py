@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 
 from mlx_ring.api.context import workers_of
-from mlx_ring.api.service import GroupUse, InstanceInfo, LinkUse, WorkerInfo
+from mlx_ring.api.service import InstanceInfo
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.types import LayerRange
+from mlx_ring.core.worker_status import REPORTED, GroupUse, LinkUse, WorkerInfo
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.head.loading_progress import LoadingProgress
@@ -122,18 +123,8 @@ def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) ->
         layers=layers,
         node=node,
         pid=state.pid,
-        device=status.device,
-        dtype=status.dtype,
         alive=state.alive,
-        phase=status.phase,
-        weight_bytes=status.weight_bytes,
-        device_memory_bytes=status.device_memory_bytes,
-        peak_memory_bytes=status.peak_memory_bytes,
-        rss_bytes=status.rss_bytes,
-        kv_bytes=status.kv_bytes,
-        memory_bytes=status.memory_bytes,
-        memory_left_bytes=status.memory_left_bytes,
-        blas=status.blas,
+        **{name: getattr(status, name) for name in REPORTED},
         sends=_sends(status),
         group=GroupUse(status.group.backend, status.group.why) if status.HasField("group") else None,
     )

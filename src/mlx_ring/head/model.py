@@ -30,8 +30,8 @@ def sampling_defaults(config: Mapping[str, Any]) -> Sampling:
     for name in ADVISED_SAMPLING:
         value: object = config.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
-            kind: type[float] = type(getattr(DEFAULT_SAMPLING, name))
-            advised[name] = kind(value)
+            is_whole = isinstance(getattr(DEFAULT_SAMPLING, name), int)
+            advised[name] = int(value) if is_whole else float(value)
     if config.get("do_sample") is False:
         advised["temperature"] = 0.0
     return replace(DEFAULT_SAMPLING, **advised)

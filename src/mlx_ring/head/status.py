@@ -26,10 +26,10 @@ from mlx_ring.api.ops.status import (
     StreamStatus,
     UsedMemory,
 )
-from mlx_ring.api.service import WorkerInfo
 from mlx_ring.cluster.membership import Gone, Member, Membership
 from mlx_ring.cluster.quarantine import Held
 from mlx_ring.core.types import LayerRange, RankId
+from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes, StreamPace
 from mlx_ring.head.loading_progress import LoadingProgress
 from mlx_ring.host.machine_profile import MachineProfile
@@ -151,13 +151,7 @@ def _promised(forecast: Forecast | None, rank: RankId) -> PromisedMemory | None:
 
 
 def _used(worker: WorkerInfo) -> UsedMemory:
-    return UsedMemory(
-        weight_bytes=worker.weight_bytes,
-        kv_bytes=worker.kv_bytes,
-        device_bytes=worker.device_memory_bytes,
-        peak_bytes=worker.peak_memory_bytes,
-        resident_bytes=worker.rss_bytes,
-    )
+    return UsedMemory.model_validate(worker.memory)
 
 
 def _times(forecast: Forecast | None, stage: int, times: StepTimes) -> StageTimesStatus:

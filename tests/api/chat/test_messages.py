@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mlx_ring.api.chat.messages import in_order_of_calls, template_call
+from mlx_ring.api.chat.request import in_order_of_calls, template_call
 
 USER = {"role": "user", "content": "Add, and add."}
 

@@ -14,11 +14,10 @@ from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Ta
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.chat import request as asked
-from mlx_ring.api.chat.messages import join_neighbours, template_call
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.request import AnswerFormat, Conversation, ToolUse
+from mlx_ring.api.chat.request import AnswerFormat, Conversation, ToolUse, join_neighbours, template_call
+from mlx_ring.api.openai.messages import Parameters, check_names, choose
 from mlx_ring.api.openai.sampling import Count, SamplingFields, StopString, one_or_many
-from mlx_ring.api.openai.tools import Parameters, check_names, choose
 from mlx_ring.api.request_body import Body, Refused
 from mlx_ring.core.errors import RequestError
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_ring.api.chat.grammars import answer_grammar
-from mlx_ring.api.chat.messages import in_order_of_calls, with_thoughts
 from mlx_ring.api.chat.model_format import ChatFormat, Marks, prompts_end
 from mlx_ring.api.chat.reader import ReadingRules
-from mlx_ring.api.chat.request import Conversation
+from mlx_ring.api.chat.request import Conversation, in_order_of_calls, with_thoughts
 from mlx_ring.api.chat.tool_calls import CallRules
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.service import ModelService

@@ -1,10 +1,13 @@
-"""What a client asks of a chat, in the one form that every dialect is read into."""
+"""The chat request: the one form that every dialect is read into, and that chat templates read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
+
+from mlx_ring.api.request_body import parse_json
+from mlx_ring.core.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +77,99 @@ class Conversation:
     messages_param: str = "messages"
     """What the request calls the messages, for errors."""
     kwargs_param: str = "chat_template_kwargs"
+
+
+_NAMES_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
+def join_neighbours(
+    messages: Iterable[Mapping[str, object]], roles: Collection[str]
+) -> list[dict[str, object]]:
+    """The messages, with neighbours of the same one of these roles put together, a paragraph each."""
+    joined: list[dict[str, object]] = []
+    for message in messages:
+        if joined and message["role"] in roles and joined[-1]["role"] == message["role"]:
+            joined[-1] = _together(joined[-1], message)
+        else:
+            joined.append(dict(message))
+    return joined
+
+
+def _together(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:
+    both = {**first, **second, "content": _text(first["content"], second["content"], "\n")}
+    calls = [*_calls(first), *_calls(second)]
+    if calls:
+        both["tool_calls"] = calls
+    if "reasoning_content" in first and "reasoning_content" in second:
+        both["reasoning_content"] = _text(first["reasoning_content"], second["reasoning_content"], "\n")
+    return both
+
+
+def _text(first: object, second: object, between: str) -> str:
+    return between.join(str(text) for text in (first, second) if text)
+
+
+def _calls(message: Mapping[str, object]) -> list[object]:
+    return cast("list[object]", message.get("tool_calls", []))
+
+
+def with_thoughts(
+    messages: Iterable[Mapping[str, object]], *, calls_have_one_text: bool
+) -> list[dict[str, object]]:
+    """The messages as templates read them that call thoughts `reasoning` (Gemma) or `thinking` (gpt-oss, LFM), too.
+
+    Where `calls_have_one_text`, beside calls there may be a thought or content and not both: they are one thought then,
+    which is what gpt-oss's template makes of content there.
+    """
+    return [_with_thought(message, calls_have_one_text=calls_have_one_text) for message in messages]
+
+
+def _with_thought(message: Mapping[str, object], *, calls_have_one_text: bool) -> dict[str, object]:
+    thought = message.get("reasoning_content")
+    if not thought:
+        return dict(message)
+    named = {**message}
+    if calls_have_one_text and "tool_calls" in message and message["content"]:
+        thought = _text(thought, message["content"], "\n")
+        named["content"] = ""
+    return named | dict.fromkeys(_NAMES_OF_THOUGHTS, thought)
+
+
+def in_order_of_calls(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """The messages, with results of tools as their calls stand before them.
+
+    Clients tell them apart by ids and send what is done first; most templates show no ids, and a model takes the first result for
+    that of the first call.
+    """
+    ordered: list[Mapping[str, object]] = []
+    begin, places = 0, dict[object, int]()
+    for message in messages:
+        ordered.append(message)
+        if message["role"] != "tool":
+            begin, places = len(ordered), _places(message)
+        elif places:
+            ordered[begin:] = sorted(
+                ordered[begin:], key=lambda result: places.get(result.get("tool_call_id"), len(places))
+            )
+    return ordered
+
+
+def _places(message: Mapping[str, object]) -> dict[object, int]:
+    """Of a message's calls, by their ids."""
+    calls = cast("list[Mapping[str, object]]", _calls(message))
+    return {call["id"]: place for place, call in enumerate(calls) if "id" in call}
+
+
+def template_call(name: str, arguments: object, call_id: str | None) -> dict[str, object]:
+    """A call of a tool; some dialects have no ids."""
+    named = {} if call_id is None else {"id": call_id}
+    return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def arguments_of(text: str) -> object:
+    """What a model wrote as arguments may be no JSON object; then the template shows it as it is."""
+    try:
+        value = parse_json(text.encode())
+    except RequestError:
+        return text
+    return cast("dict[str, object]", value) if isinstance(value, dict) else text

@@ -9,14 +9,81 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from mlx_ring.api.chat import model_format as harmony
+from mlx_ring.api.chat import model_format
 from mlx_ring.api.chat.model_format import CallMarks
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, JsonObject, is_object, open_end
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening
 from mlx_ring.api.chat.request import Tool
+
+_OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
+"""All that stands in JSON outside of strings."""
+
+
+class JsonObject:
+    """Passes an object on as it is written, from its first brace to its last.
+
+    Line breaks and their like, which models write into strings and JSON does not allow there, are spelt out.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self.is_broken = False
+        """Whether it can't become JSON any more."""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """What of `text` belongs to the object, and what follows it; None while it has not ended."""
+        taken: list[str] = []
+        for place, character in enumerate(text):
+            if not self._in_string and character not in _OUTSIDE:
+                self.is_broken = True
+                return "".join(taken), text[place:]
+            taken.append(self._take(character))
+            if self._depth == 0:
+                return "".join(taken), text[place + 1 :]
+        return "".join(taken), None
+
+    def _take(self, character: str) -> str:
+        if self._in_string:
+            return self._take_inside(character)
+        self._in_string = character == '"'
+        self._depth += (character in "{[") - (character in "}]")
+        return character
+
+    def _take_inside(self, character: str) -> str:
+        self._in_string = self._escaped or character != '"'
+        self._escaped = not self._escaped and character == "\\"
+        return json.dumps(character)[1:-1] if character < " " else character
+
+
+def is_object(text: str) -> bool:
+    """Whether text is one JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
+    """Where the first mark begins, and which; of several that begin there the longest."""
+    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
+
+
+def open_end(text: str, marks: Iterable[str]) -> int:
+    """Characters at the end of `text` that may be the beginning of a mark. Asked for every token: mostly there are none."""
+    return max((_open_end(text, mark) for mark in marks), default=0)
+
+
+def _open_end(text: str, mark: str) -> int:
+    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while place >= 0 and not mark.startswith(text[place:]):
+        place = text.find(mark[0], place + 1)
+    return len(text) - place if place >= 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +97,7 @@ class _Spelling:
 
 
 _SPELLINGS: Mapping[str, _Spelling] = {
-    "harmony": _Spelling(harmony.HEADING, re.compile(r"\s*")),
+    "harmony": _Spelling(model_format.HEADING, re.compile(r"\s*")),
     "json_tools": _Spelling(
         re.compile(
             r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'

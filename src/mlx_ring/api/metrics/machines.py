@@ -11,18 +11,12 @@ from prometheus_client.metrics_core import Metric
 from mlx_ring.api.context import workers_of
 from mlx_ring.api.metrics.requests import MODEL, RANK, Labels, Replica, counter, from_nothing, gauge, one_of
 from mlx_ring.api.ops.status import NodeState, NodeStatus
-from mlx_ring.api.service import LinkInfo, LinkUse, ModelService, State, WorkerInfo
+from mlx_ring.api.service import LinkInfo, ModelService, State
 from mlx_ring.core.errors import NodeLost, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
+from mlx_ring.core.worker_status import MEMORY, LinkUse, WorkerInfo
 
 _LOSSES = (WorkerLost, NodeLost, WorkerStuck)
-_WORKER_BYTES = (
-    ("worker_weight_bytes", "weight_bytes", "Weights that a worker holds."),
-    ("worker_kv_bytes", "kv_bytes", "Keys and values that a worker holds."),
-    ("worker_device_bytes", "device_memory_bytes", "What MLX holds on a worker, weights and KV included."),
-    ("worker_peak_bytes", "peak_memory_bytes", "The most that MLX has held on a worker."),
-    ("worker_resident_bytes", "rss_bytes", "Resident memory of a worker's process."),
-)
 
 
 class LinkCounts:
@@ -102,8 +96,8 @@ def workers_now(replicas: Sequence[Replica]) -> Workers:
 
 def worker_families(replicas: Sequence[Replica], workers: Workers, links: LinkCounts) -> Iterator[Metric]:
     """What workers hold, and what their links have carried."""
-    for name, field, about in _WORKER_BYTES:
-        yield gauge(name, about, RANK, [(labels, getattr(worker, field)) for labels, worker in workers])
+    for field, (name, about) in MEMORY.items():
+        yield gauge(name, about, RANK, [(labels, worker.memory[field]) for labels, worker in workers])
     limits = [
         ((*each.labels, str(place.stage), str(place.rank), _node(workers, each, place)), use)
         for each in replicas

@@ -38,8 +38,8 @@ from mlx_ring.api.ollama.request import (
     template_messages,
 )
 from mlx_ring.api.ollama.writer import LineWriter, Stopwatch, Words, chat_words, generate_words
+from mlx_ring.api.openai.messages import check_names
 from mlx_ring.api.openai.token_text import TokenTexts
-from mlx_ring.api.openai.tools import check_names
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.ops.models import check_manager
 from mlx_ring.api.request_body import Refused

@@ -20,8 +20,7 @@ from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Json, event, json_bytes
 from mlx_ring.api.generation import performance, usage
 from mlx_ring.api.openai import answers as about
-from mlx_ring.api.openai.choices import DONE, around_choice, system_fingerprint
-from mlx_ring.api.openai.messages import Message, template_messages
+from mlx_ring.api.openai.messages import FunctionTool, Message, ToolChoice, read_tool_use, template_messages
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
     Count,
@@ -32,13 +31,14 @@ from mlx_ring.api.openai.sampling import (
     with_derived_seed,
 )
 from mlx_ring.api.openai.token_text import TokenTexts
-from mlx_ring.api.openai.tools import FunctionTool, ToolChoice, read_tool_use
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Refused, needs
 from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE
+from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import TokenLogprob
 
+DONE = b"data: [DONE]\n\n"
 _NO_LOGPROB = -9999.0
 """OpenAI's number for a token that cannot be; JSON has no infinity."""
 
@@ -177,6 +177,17 @@ class ChatCompletionWriter:
     def _token(texts: TokenTexts, token: int, logprob: float) -> Json:
         text = texts[token]
         return {"token": text.text, "logprob": finite_logprob(logprob), "bytes": list(text.data)}
+
+
+def system_fingerprint() -> str:
+    """What answers: with another version of it, a seed may give another answer."""
+    return f"mlx-ring-{package_version('mlx-ring')}"
+
+
+def around_choice(body: Json, *, usage_chunk: bool) -> tuple[bytes, bytes]:
+    """A chunk's event before and after its one choice, the same throughout a stream; `body` has no choices."""
+    before = json_bytes(body).removesuffix(b"]}")
+    return b"data: " + before, b'],"usage":null}\n\n' if usage_chunk else b"]}\n\n"
 
 
 def finite_logprob(logprob: float) -> float:

@@ -13,8 +13,7 @@ from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openai import answers as about
 from mlx_ring.api.openai.completions import TokenId
-from mlx_ring.api.openai.messages import Message, template_messages
-from mlx_ring.api.openai.tools import FunctionTool, read_tool_use
+from mlx_ring.api.openai.messages import FunctionTool, Message, read_tool_use, template_messages
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService

@@ -9,9 +9,10 @@ from fastapi import APIRouter
 from mlx_ring.api.context import ApiContext, workers_of
 from mlx_ring.api.openapi import documented_get
 from mlx_ring.api.ops import answers as about
-from mlx_ring.api.service import ModelService, ServedInstance, WorkerInfo
+from mlx_ring.api.service import ModelService, ServedInstance
 from mlx_ring.core.engine_stats import CacheStats, EngineStats, SchedulerStats
 from mlx_ring.core.types import RankId
+from mlx_ring.core.worker_status import WorkerInfo
 
 
 def routes(context: ApiContext) -> APIRouter:

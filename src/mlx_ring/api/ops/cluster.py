@@ -17,9 +17,10 @@ from mlx_ring.api.context import ApiContext, workers_of
 from mlx_ring.api.openapi import documented_get
 from mlx_ring.api.ops import answers as about
 from mlx_ring.api.ops.status import ClusterStatus
-from mlx_ring.api.service import InstanceInfo, LinkInfo, LinkUse, ModelService, ServedInstance, WorkerInfo
+from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, ServedInstance
 from mlx_ring.core.engine_stats import Policy, StepTiming
 from mlx_ring.core.types import RankId
+from mlx_ring.core.worker_status import LinkUse, WorkerInfo
 
 Way = tuple[str, str]
 _IDLE = "no stage of a model sends over it"
@@ -173,11 +174,7 @@ def _device(worker: WorkerInfo, instance: InstanceInfo) -> dict[str, object]:
         "blas": worker.blas,
         "alive": worker.alive,
         "phase": worker.phase,
-        "weight_bytes": worker.weight_bytes,
-        "device_memory_bytes": worker.device_memory_bytes,
-        "peak_memory_bytes": worker.peak_memory_bytes,
-        "rss_bytes": worker.rss_bytes,
-        "kv_bytes": worker.kv_bytes,
+        **worker.memory,
         "device_limit_bytes": worker.memory_bytes or None,
         "device_left_bytes": worker.memory_left_bytes if worker.memory_bytes else None,
     }

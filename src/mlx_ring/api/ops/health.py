@@ -17,8 +17,9 @@ from mlx_ring.api.errors import error_response
 from mlx_ring.api.openapi import documented_get
 from mlx_ring.api.ops import answers as about
 from mlx_ring.api.page.routes import page_response, wants_page
-from mlx_ring.api.service import ModelService, WorkerInfo
+from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import Draining, NotReady, RingError
+from mlx_ring.core.worker_status import WorkerInfo
 
 _UNAVAILABLE = 503
 _GIGABYTE = 1e9

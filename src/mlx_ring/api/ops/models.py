@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.openai.choices import Task, run_task
+from mlx_ring.api.openai.completions import Task, run_task
 from mlx_ring.api.openai.models import describe
 from mlx_ring.api.openai.sampling import SamplingFields, finish_reason, sampling_params
 from mlx_ring.api.openapi import documented_post

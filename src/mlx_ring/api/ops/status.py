@@ -121,11 +121,11 @@ class UsedMemory(_Said):
 
     weight_bytes: Bytes
     kv_bytes: Bytes
-    device_bytes: Bytes
+    device_bytes: Bytes = Field(validation_alias="device_memory_bytes")
     """Held by MLX, weights and KV included."""
-    peak_bytes: Bytes
+    peak_bytes: Bytes = Field(validation_alias="peak_memory_bytes")
     """The most that MLX held at any time."""
-    resident_bytes: Bytes
+    resident_bytes: Bytes = Field(validation_alias="rss_bytes")
     """Of the whole process."""
 
 

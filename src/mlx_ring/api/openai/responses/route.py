@@ -16,8 +16,7 @@ from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Json, event
 from mlx_ring.api.errors import error_info
 from mlx_ring.api.openai import answers as about
-from mlx_ring.api.openai.chat import finite_logprob
-from mlx_ring.api.openai.choices import DONE
+from mlx_ring.api.openai.chat import DONE, finite_logprob
 from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of
 from mlx_ring.api.openai.responses.writer import End, ResponseWriter, response_of, usage_of
 from mlx_ring.api.openai.sampling import sampling_params

@@ -15,11 +15,11 @@ from typing import Literal
 
 from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Reasoning
 from mlx_ring.api.dialect import ErrorInfo, Json
-from mlx_ring.api.openai.responses.items import seal
 from mlx_ring.api.openai.responses.request import (
     FunctionTool,
     JsonSchemaFormat,
     ResponsesRequest,
+    seal,
 )
 from mlx_ring.api.openai.sampling import JsonObjectFormat
 from mlx_ring.core.types import SamplingParams
