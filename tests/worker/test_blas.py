@@ -27,8 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from mlx_ring.worker.platform.blas import BlasReport, install, install_fast_blas, selfcheck, slots
-from mlx_ring.worker.platform.blas import dispatch as front
+from mlx_ring.worker.platform.blas import BlasReport, dispatch, install, install_fast_blas, selfcheck, slots
 from mlx_ring.worker.platform.blas import install as openblas
 from mlx_ring.worker.platform.blas.slots import Unavailable
 
@@ -145,10 +144,10 @@ def it_takes_hold_after_mlx_was_imported_and_used() -> None:
     assert (ones @ ones).tolist() == [[4.0] * 4] * 4
 
 
-def a_wrong_front_is_left_out() -> None:
-    """A front that computes nothing fails its products, and sgemm is called directly."""
+def a_wrong_dispatch_is_left_out() -> None:
+    """A dispatch that computes nothing fails its products, and sgemm is called directly."""
     nothing = selfcheck._SGEMM(lambda *_: None)
-    install.load_front = lambda *_: ctypes.cast(nothing, ctypes.c_void_p).value or 0
+    install.load_dispatch = lambda *_: ctypes.cast(nothing, ctypes.c_void_p).value or 0
     report = install_fast_blas()
     assert report.active
     assert "wrong product" in report.detail
@@ -156,11 +155,11 @@ def a_wrong_front_is_left_out() -> None:
     assert [slot.read() for slot in sgemm_slots()] == [openblas.load_openblas().address("cblas_sgemm")]
 
 
-def memory_that_must_not_be_executable_leaves_the_front_out() -> None:
+def memory_that_must_not_be_executable_leaves_the_dispatch_out() -> None:
     def refuse(*_: int) -> int:
         raise Unavailable("this system lets no page become executable")
 
-    install.load_front = refuse
+    install.load_dispatch = refuse
     report = install_fast_blas()
     assert report.active
     assert "executable" in report.detail
@@ -241,8 +240,8 @@ SCENARIOS = [
     double_and_complex_products_equal_numpys,
     a_second_call_changes_only_the_threads,
     it_takes_hold_after_mlx_was_imported_and_used,
-    a_wrong_front_is_left_out,
-    memory_that_must_not_be_executable_leaves_the_front_out,
+    a_wrong_dispatch_is_left_out,
+    memory_that_must_not_be_executable_leaves_the_dispatch_out,
     a_wrong_product_after_redirecting_is_undone,
     a_wrong_library_is_not_put_in_place,
     a_missing_package_is_said,
@@ -309,14 +308,14 @@ def test_importing_it_imports_no_mlx() -> None:
 @pytest.mark.skipif(not (shutil.which("as") and shutil.which("objcopy")), reason="needs GNU binutils")
 @on_linux_x86_64
 def test_the_machine_code_is_what_an_assembler_makes_of_its_listing(tmp_path: Path) -> None:
-    lines = [line.split("#")[0] for line in front.LISTING.splitlines()]
+    lines = [line.split("#")[0] for line in dispatch.LISTING.splitlines()]
     source = [line.split(maxsplit=1)[1] if line.startswith(" ") else line for line in lines]
     (tmp_path / "front.s").write_text(".intel_syntax noprefix\n" + "\n".join(source) + "\n")
     subprocess.run(["as", "front.s", "-o", "front.o"], cwd=tmp_path, check=True)
     subprocess.run(
         ["objcopy", "-O", "binary", "-j", ".text", "front.o", "front.bin"], cwd=tmp_path, check=True
     )
-    assert front.machine_code(0, 0, 0) == (tmp_path / "front.bin").read_bytes()
+    assert dispatch.machine_code(0, 0, 0) == (tmp_path / "front.bin").read_bytes()
 
 
 if __name__ == "__main__":

@@ -50,17 +50,17 @@ class _From:
 
 def assigned(stage: int, previous_node: str = "") -> tuple[WorkerServer, Inbox]:
     """A worker that is to hold this stage of three, and where its activations arrive."""
-    front = WorkerServer(WorkerIdentity("here", stage, 0, "none"))
+    server = WorkerServer(WorkerIdentity("here", stage, 0, "none"))
     assignment = worker_pb2.StageAssignment(
         instance="demo-1", epoch=1, stage=stage, stages=3, previous_node=previous_node
     )
-    inbox = front._assign(worker_pb2.LoadRequest(hello=make_hello(), assignment=assignment))
-    return front, inbox
+    inbox = server._assign(worker_pb2.LoadRequest(hello=make_hello(), assignment=assignment))
+    return server, inbox
 
 
-def link(front: WorkerServer, *frames: Frame, context: object = None) -> worker_pb2.FrameAccepted:
+def link(server: WorkerServer, *frames: Frame, context: object = None) -> worker_pb2.FrameAccepted:
     """Its first answer; the link is then closed."""
-    (first,) = front.link(iter(frames), cast("Any", context or _Local()))
+    (first,) = server.link(iter(frames), cast("Any", context or _Local()))
     return first
 
 
@@ -85,15 +85,15 @@ def greeting(**said: Any) -> Frame:
 def test_a_link_of_anybody_but_the_stage_before_is_refused_and_breaks_nothing(
     stage: int, frames: tuple[Frame, ...]
 ) -> None:
-    front, inbox = assigned(stage)
-    assert link(front, *frames).HasField("failure")
+    server, inbox = assigned(stage)
+    assert link(server, *frames).HasField("failure")
     assert not inbox.holds(NEXT)
 
 
 @pytest.mark.parametrize(("stage", "before"), [(0, 2), (1, 0), (2, 1)])
 def test_the_stage_before_is_taken_and_its_end_is_noticed(stage: int, before: int) -> None:
-    front, inbox = assigned(stage)
-    assert link(front, greeting(instance="demo-1", stage=before)).HasField("hello")
+    server, inbox = assigned(stage)
+    assert link(server, greeting(instance="demo-1", stage=before)).HasField("hello")
     assert inbox.holds(NEXT)
 
 
@@ -101,18 +101,18 @@ def test_a_link_is_taken_from_the_node_that_has_the_stage_before_and_from_no_oth
     tmp_path: Path,
 ) -> None:
     authority = Authority.open(tmp_path)
-    front, inbox = assigned(1, "mini-1")
+    server, inbox = assigned(1, "mini-1")
     for node, greeted_as in (("mini-2", "mini-2"), ("mini-2", "mini-1"), ("mini-1", "mini-2")):
         greets = greeting(instance="demo-1", stage=0, node=greeted_as)
-        assert link(front, greets, context=_From(authority, node)).failure.kind == "PeerRefused"
-    assert link(front, greeting(instance="demo-1", stage=0, node="mini-1")).failure.kind == "PeerRefused"
+        assert link(server, greets, context=_From(authority, node)).failure.kind == "PeerRefused"
+    assert link(server, greeting(instance="demo-1", stage=0, node="mini-1")).failure.kind == "PeerRefused"
     assert not inbox.holds(NEXT)
     greets = greeting(instance="demo-1", stage=0, node="mini-1")
-    assert link(front, greets, context=_From(authority, "mini-1")).HasField("hello")
+    assert link(server, greets, context=_From(authority, "mini-1")).HasField("hello")
 
 
 def test_nobody_from_elsewhere_links_where_the_stage_before_is_on_this_machine(tmp_path: Path) -> None:
-    front, _ = assigned(1)
+    server, _ = assigned(1)
     greets = greeting(instance="demo-1", stage=0, node="mini-1")
-    refused = link(front, greets, context=_From(Authority.open(tmp_path), "mini-1"))
+    refused = link(server, greets, context=_From(Authority.open(tmp_path), "mini-1"))
     assert refused.failure.message == "mini-1 linked as the stage before, which is on this machine."

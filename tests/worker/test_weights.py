@@ -137,7 +137,7 @@ def test_progress_is_told_in_bytes_up_to_the_share(tmp_path: Path) -> None:
 def test_a_count_of_layers_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
     folder = read_model_folder(write_random_model(tmp_path / "model", QWEN3))
     planned = replace(folder, config={**folder.config, "num_hidden_layers": 4})
-    with pytest.raises(ModelCorrupt, match="tells of 4 layers, and its model has 5"):
+    with pytest.raises(ModelCorrupt, match="declares 4 layers, but its model has 5"):
         load_stage(planned, LayerRange(2, 4), "float32", lambda _d, _t: None)
 
 

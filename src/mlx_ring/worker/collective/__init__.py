@@ -1,4 +1,4 @@
-"""Links between stages over MLX's collectives: one message for each step, in their order, of a size both ends know."""
+"""Links between stages over MLX's collectives: one message for each step, in order, of a size that both ends know."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def over_collectives(
     model: StageModel,
     group: mx.distributed.Group,
 ) -> StageLinks:
-    """The stage's links, with activations over the group of all stages; tokens and failures stay where they were."""
+    """Move the stage's activations to the group of all stages. Tokens and failures keep their links."""
     transport = partial(transport_between, group, backend_of(assignment), sums=assignment.link == ALLREDUCE)
     stage = assignment.stage
     return with_collectives(
@@ -36,7 +36,7 @@ def over_collectives(
 def with_collectives(
     links: StageLinks, model: StageModel, incoming: Transport | None, outgoing: Transport | None
 ) -> StageLinks:
-    """The stage's links, with activations over these ways, from the stage before and to the next."""
+    """Move the stage's activations to these transports, from the stage before and to the next."""
     form = Form(model.hidden_size, dtype_name(model.dtype), model.dtype.size)
     listeners: list[StepListener] = []
     onward = links.next

@@ -1,9 +1,9 @@
-"""The two ends of a link over a collective, each with a thread of its own.
+"""Two ends of a link over a collective, each with a thread of its own.
 
-Both are told of every step that has rows, in the order of the stream, before anything can go wrong with it: then the sender
-owes one message and the receiver waits for one. So nothing a step comes to can put the ends out of step with each other. A thread that waits
-in a collective hears of nothing: it is not the one that computes, so deadlines, tombstones and the end of the process
-are heeded. After an error in a collective the process ends; whoever started it starts others.
+Both learn of every step with rows, in the order of the stream, before the step can fail. Then the sender
+owes one message and the receiver waits for one, so no failure of a step can put the ends out of step with each other.
+Only these threads block in a collective. The compute thread still handles deadlines, tombstones and the end of the
+process. After an error in a collective the process ends, and its parent starts a new one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OnError = Callable[[Exception], None]
 
 
 class CollectiveSender:
-    """The sending end. What a collective's message cannot carry goes over another link, which tells the receiver of failures."""
+    """Sending end. Content that does not fit a collective's message uses another link, which also reports failures."""
 
     def __init__(
         self, transport: Transport, form: Form, other: LinkSender, on_error: OnError = end_process
@@ -40,7 +40,7 @@ class CollectiveSender:
         threading.Thread(target=self._send_all, name="collective sender", daemon=True).start()
 
     def expect(self, step: step_pb2.Step) -> None:
-        """A step has come: its message is owed from now on."""
+        """Expect a message for the step, which the sender owes from now on."""
         slot = slot_of(step)
         self._owed[slot.key] = slot
 
@@ -68,17 +68,17 @@ class CollectiveSender:
         try:
             for slot, tensor in iter(self._outgoing.get, None):
                 self._transport.send(self._form.write(slot, tensor))
-        except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
+        except Exception as error:  # noqa: BLE001 - MLX raises any kind of error
             self._on_error(error)
 
 
 class CollectiveReceiver:
-    """The receiving end: files messages in an inbox."""
+    """Receiving end, which puts messages into an inbox."""
 
     def __init__(
         self, transport: Transport, form: Form, inbox: Inbox, peer: str, on_error: OnError = end_process
     ) -> None:
-        """`peer` is who sends, for sentences."""
+        """Start receiving; `peer` names the sender in errors."""
         self._transport = transport
         self._form = form
         self._inbox = inbox
@@ -88,7 +88,7 @@ class CollectiveReceiver:
         threading.Thread(target=self._receive_all, name="collective receiver", daemon=True).start()
 
     def expect(self, step: step_pb2.Step) -> None:
-        """A step has come: its message is waited for, after those before it."""
+        """Wait for the step's message, after those before it."""
         self._expected.put(slot_of(step))
 
     def close(self) -> None:
@@ -100,6 +100,6 @@ class CollectiveReceiver:
                 tensor = self._form.read(slot, self._transport.receive(self._form.nbytes(slot)))
                 if tensor is not None:
                     self._inbox.put(slot.key, tensor)
-        except Exception as error:  # noqa: BLE001 - MLX raises whatever went wrong
+        except Exception as error:  # noqa: BLE001 - MLX raises any kind of error
             self._inbox.break_off(WorkerLost(f"The collective with {self._peer} failed: {error}"))
             self._on_error(error)

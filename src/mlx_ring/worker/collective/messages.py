@@ -1,8 +1,8 @@
-"""A step's message in a collective: as many bytes as both ends know from the step alone, whatever became of it.
+"""Message of a step in a collective. Both ends know its size from the step alone, even if the step fails.
 
-It says which step it is of, and carries the activations of all its rows and, where the next stage cannot know them, their
-tokens. What does not fit that (rows or the whole step failed) goes over gRPC, where it may be of any size; the message
-then says so and is otherwise empty, so that the one after it is taken for what it is.
+It names its step and carries the activations of all its rows, and tokens that the next stage cannot know. Anything
+else (rows or the whole step failed) uses gRPC, where it may be of any size. The message then says so and is
+otherwise empty, so that the next one is matched correctly.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ID_BYTES = array(_ID).itemsize
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A message's place among all: of which step it is, and of how many tokens."""
+    """Place of a message among all: its step, and its number of tokens."""
 
     key: LinkKey
     tokens: int
 
 
 def slot_of(step: step_pb2.Step) -> Slot:
-    """Rows without a proper input count for nothing: each stage fails them by itself."""
+    """Return the step's slot. Rows without a valid input count as empty: each stage fails them by itself."""
     return Slot(step_key(step), sum(map(_length, step.rows)))
 
 
@@ -45,7 +45,7 @@ def _length(row: step_pb2.Row) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What all messages between two stages have in common."""
+    """Format that all messages between two stages share."""
 
     hidden: int
     """Numbers for each token."""
@@ -56,12 +56,12 @@ class Form:
         return _HEAD.size + slot.tokens * (_ID_BYTES + self.hidden * self.number_bytes)
 
     def holds(self, slot: Slot, tensor: WireTensor) -> bool:
-        """Whether the slot's message can carry the tensor, with all that belongs to it."""
+        """Report whether the slot's message can carry the tensor, with everything that belongs to it."""
         whole = tensor.dtype == self.dtype and tensor.shape == (slot.tokens, self.hidden)
         return whole and tensor.failure is None and len(tensor.tokens) in {0, slot.tokens}
 
     def write(self, slot: Slot, tensor: WireTensor | None) -> bytearray:
-        """The slot's message; with None, that what the step gave comes over gRPC."""
+        """Return the slot's message. None means that the step's output comes over gRPC."""
         message = bytearray(self.nbytes(slot))
         if tensor is None:
             flags = _ELSEWHERE
@@ -74,10 +74,10 @@ class Form:
         return message
 
     def read(self, slot: Slot, message: memoryview) -> WireTensor | None:
-        """What the slot's message carries; None where that comes over gRPC.
+        """Return the content of the slot's message; None if it comes over gRPC.
 
         Raises:
-            ProtocolError: it is another's message.
+            ProtocolError: the message belongs to another step.
         """
         mark, flags, epoch, step = _HEAD.unpack_from(message)
         if (mark, epoch, step) != (_MARK, slot.key.epoch, slot.key.step):
@@ -92,5 +92,5 @@ class Form:
 
     @staticmethod
     def _begin(slot: Slot) -> int:
-        """Where the activations begin."""
+        """Return the offset of the activations."""
         return _HEAD.size + slot.tokens * _ID_BYTES

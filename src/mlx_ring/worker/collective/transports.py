@@ -1,7 +1,7 @@
-"""How bytes get from one stage to the next in a group: sent and received, or summed.
+"""Transports of bytes from one stage to the next in a group: sent and received, or summed.
 
-Each end is used by one thread only, in the order of the messages. A call returns when its collective is done. After an
-error the group is of no use any more.
+Only one thread uses each end, in the order of the messages. A call returns when its collective is done. After an
+error the group is unusable.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NCCL = "nccl"
 
 
 class Transport(Protocol):
-    """From one stage to the next."""
+    """Transport from one stage to the next."""
 
     def send(self, message: bytearray) -> None: ...
 
@@ -22,7 +22,10 @@ class Transport(Protocol):
 
 
 def transport_between(group: mx.distributed.Group, backend: str, sender: int, *, sums: bool) -> Transport:
-    """From the rank `sender` to the one after it; `sums` where both ends join a sum, for backends without another way."""
+    """Return the transport from the rank `sender` to the one after it.
+
+    With `sums` both ends join a sum, for backends without another way.
+    """
     # NCCL's collectives run on the device, all others' on the CPU.
     device = mx.Device(mx.gpu if backend == _NCCL else mx.cpu)
     if sums or backend == _NCCL:
@@ -48,7 +51,7 @@ class _PointToPoint:
 
 
 class _Summed:
-    """The receiver adds zeros, to bytes, so that whatever is sent arrives bit by bit."""
+    """Transport by sums. The receiver adds zeros to bytes, so everything arrives bit by bit."""
 
     def __init__(self, group: mx.distributed.Group, device: mx.Device) -> None:
         self._group = group

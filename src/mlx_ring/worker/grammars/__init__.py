@@ -1,9 +1,9 @@
-"""Answers under a grammar: which tokens may come next, told by llguidance from the tokens so far.
+"""Structured output: llguidance computes from the tokens so far which may come next.
 
-Grammars are compiled before a step names them, in a thread of their own.
+Grammars are compiled in a separate thread before a step names them.
 
-A matcher's place follows from the tokens of its sequence alone, so replays, forks, drafts and ranks that share a stage
-need nothing of their own: each brings its matcher to where it draws, and back.
+A matcher's state follows from the tokens of its sequence alone. So replays, forks, drafts and ranks that share a stage
+need no extra state: each one moves its matcher to the position where it draws, and back.
 """
 
 from mlx_ring.worker.grammars.answer import AnswerGrammar, grammar_error

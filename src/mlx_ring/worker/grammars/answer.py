@@ -1,4 +1,4 @@
-"""One answer under a grammar: where its tokens stand in it."""
+"""State of one answer in its grammar."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar, made for a model's tokens."""
+    """Grammar compiled for a model's tokens."""
 
     matcher: LLMatcher
-    """At its beginning. Copies share what it learns."""
+    """Matcher at its start. Copies share what it learns."""
     ends: tuple[int, ...]
-    """Tokens that llguidance lets an answer end with."""
+    """Tokens with which llguidance can end an answer."""
     is_end: Callable[[int], bool]
-    """Whether a token that ends answers is no text."""
+    """Function that reports whether a token that ends answers is no text."""
 
 
 def grammar_error(error: BaseException) -> RingError:
-    """What the compiler stumbled over, as the error of whoever wants the grammar."""
+    """Convert the compiler's exception to the error for the request."""
     if isinstance(error, RingError):
         return error
     return ServingError(
@@ -36,7 +36,7 @@ def grammar_error(error: BaseException) -> RingError:
 
 
 class AnswerGrammar:
-    """How far an answer has come. Brought to any place in its tokens, forwards and back."""
+    """Progress of an answer. It can be moved to any position in its tokens, forwards and back."""
 
     def __init__(
         self,
@@ -44,25 +44,25 @@ class AnswerGrammar:
         prompt_length: int,
         stops: frozenset[int],
     ) -> None:
-        """`stops` are the tokens that end the answer."""
+        """Start an answer; `stops` are the tokens that end it."""
         self._compiled = compiled
         self._prompt_length = prompt_length
         self._stops = stops
         self._matcher: LLMatcher | None = None
         self.ends: tuple[int, ...] = ()
-        """Tokens that may come where the grammar is satisfied, and nowhere else: those of `stops` that are no text."""
+        """Tokens that may only come where the grammar is satisfied: those of `stops` that are no text."""
         self.tokenizer_ends: tuple[int, ...] = ()
-        """What llguidance takes for them."""
+        """Tokens that llguidance uses for these ends."""
         self._fed: list[int] = []
         """Tokens of the answer that the matcher has taken."""
 
     @property
     def matcher(self) -> LLMatcher:
-        """Its own one.
+        """Matcher of this answer alone.
 
         Raises:
             RequestError: the grammar cannot be enforced.
-            ServingError: the compiler stumbled over it.
+            ServingError: the compiler failed.
         """
         if self._matcher is None:
             compiled = self._taken()
@@ -72,23 +72,23 @@ class AnswerGrammar:
         return self._matcher
 
     def _taken(self) -> Compiled:
-        """Whatever the compiler stumbles over is this answer's trouble, and not its step's."""
+        """Return the compiled grammar. An error of the compiler fails this answer, and not its step."""
         try:
             return self._compiled.result()
         except (RingError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of Rust's is no Exception
+        except BaseException as error:  # a panic in Rust is no Exception
             raise grammar_error(error) from error
 
     def go_to(self, tokens: Sequence[int], position: int) -> bool:
-        """Bring the matcher to `position` of the sequence's tokens.
+        """Move the matcher to `position` of the sequence's tokens.
 
         Returns:
             Whether a token there belongs to the answer: none does behind one that ends it.
 
         Raises:
             RequestError: the grammar cannot be enforced.
-            ServingError: a token before is none that the grammar allows.
+            ServingError: the grammar does not allow a token before it.
         """
         matcher = self.matcher
         self.check()
@@ -106,7 +106,10 @@ class AnswerGrammar:
         return over == len(fresh)
 
     def _is_on_the_way(self, tokens: Sequence[int], position: int) -> bool:
-        """Whether the matcher stands before `position`: a look at one token, for those before it are settled."""
+        """Report whether the matcher stands before `position`.
+
+        It compares one token, because those before are settled.
+        """
         count = len(self._fed)
         return not count or (
             self._prompt_length + count <= position
@@ -114,7 +117,7 @@ class AnswerGrammar:
         )
 
     def _shared(self, tokens: Sequence[int], position: int) -> int:
-        """How many of the tokens that the matcher has taken are still the answer's."""
+        """Return how many of the tokens that the matcher has taken are still the answer's."""
         answer = tokens[self._prompt_length : position]
         pairs = zip(self._fed, answer, strict=False)
         most = min(len(self._fed), len(answer))
@@ -122,24 +125,24 @@ class AnswerGrammar:
 
     @property
     def place(self) -> int:
-        """Tokens of the answer before where the matcher stands."""
+        """Number of the answer's tokens before the matcher's position."""
         return len(self._fed)
 
     def go_back(self, place: int) -> None:
-        """Back to where so many tokens of the answer were taken."""
+        """Roll back to where so many tokens of the answer were taken."""
         if place < len(self._fed):
             self.matcher.rollback(len(self._fed) - place)
             del self._fed[place:]
 
     def try_token(self, token: int) -> bool:
-        """Go on by a draft token, if the grammar allows it and it does not end the answer."""
+        """Advance by a draft token, if the grammar allows it and it does not end the answer."""
         if token in self._stops or self.matcher.try_consume_tokens([token]) != 1:
             return False
         self._fed.append(token)
         return True
 
     def check(self) -> None:
-        """Raises `RequestError` where the matcher can tell no more: it has come to its limits."""
+        """Check the matcher. Raises `RequestError` if it has reached its limits."""
         if self.matcher.is_error():
             raise RequestError(
                 f"The answer cannot be held to its schema any longer: {in_one_line(self.matcher.get_error())}"

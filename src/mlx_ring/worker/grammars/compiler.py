@@ -1,9 +1,9 @@
-"""Grammars for a model's own tokens, made in a thread of their own: the steps go on meanwhile.
+"""Compilation of grammars for a model's tokens, in a separate thread so that steps continue.
 
-The tokenizer is read when the first grammar comes, for few workers ever need it: it takes a large one a second, in which
-this process does little else, and some 150 MB.
+The tokenizer is read when the first grammar comes, because few workers ever need it. A large one takes a second, in
+which this process does little else, and some 150 MB.
 
-Compiled grammars by what they say: those that somebody wants, and as many others as there is room for.
+Compiled grammars are cached by their text: those in use, and as many others as fit.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from mlx_ring.worker.grammars.answer import AnswerGrammar, Compiled
 KEPT_BYTES = 256 << 20
 _LEAST_BYTES = 1 << 20
 _BYTES_OF_TEXT = 350
-"""A byte of a schema may take so many: measured with 150,000 tokens, where most take none to 200 of them."""
+"""Estimated bytes for a byte of a schema: measured with 150,000 tokens, where most take up to 200."""
 
 
 @dataclass(slots=True, eq=False)
 class KeptGrammar:
-    """A grammar that is compiled, or will be."""
+    """Grammar that is compiled, or will be."""
 
     key: bytes
     compiled: Future[Compiled]
     bytes: int
-    """That it takes once it is compiled, at worst."""
+    """Bytes that it takes once compiled, at worst."""
     wanted_by: set[int] = field(default_factory=set[int])
-    """The head's ids of it."""
+    """Ids that the head uses for it."""
 
 
 def key_of(grammar: step_pb2.Grammar) -> bytes:
-    """A digest: texts are as long as clients like."""
+    """Return a digest of the grammar, because texts may be of any length."""
     said = f"{grammar.kind}:{grammar.text}".encode(errors="surrogatepass")
     return blake2b(said, digest_size=16).digest()
 
 
 class KeptGrammars:
-    """By their keys, the least recently used first. Not for several threads at once."""
+    """Cache of grammars by their keys, the least recently used first. Not thread-safe."""
 
     def __init__(self, budget_bytes: int = KEPT_BYTES) -> None:
         self._budget_bytes = budget_bytes
@@ -61,25 +61,25 @@ class KeptGrammars:
         return len(self._kept)
 
     def find(self, key: bytes) -> KeptGrammar | None:
-        """One that is not known to fail."""
+        """Find a grammar that is not known to fail."""
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
         return kept
 
     def add(self, grammar: step_pb2.Grammar, key: bytes, compiled: Future[Compiled]) -> KeptGrammar:
-        """Keep another one."""
+        """Add a grammar."""
         size = max(_LEAST_BYTES, _BYTES_OF_TEXT * len(grammar.text))
         kept = self._kept[key] = KeptGrammar(key, compiled, size)
         return kept
 
     def forget(self, kept: KeptGrammar) -> None:
-        """Whoever asks for it from now on gets another."""
+        """Remove a grammar, so that later requests compile it anew."""
         if self._kept.get(kept.key) is kept:
             del self._kept[kept.key]
 
     def leave(self, kept: KeptGrammar, user: int) -> None:
-        """One wants it no more. What nobody wants is not compiled any more, and stays while there is room."""
+        """End one use. A grammar without users is not compiled any more, and stays while it fits."""
         kept.wanted_by.discard(user)
         if not kept.wanted_by and kept.compiled.cancel():
             self.forget(kept)
@@ -100,27 +100,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OnCompiled = Callable[[BaseException | None], object]
-"""Hears whether a grammar is there, in any thread: None, or why it never will be."""
+"""Callback for the end of compilation, called in any thread: None, or the error."""
 
 
 class GrammarCompiler:
-    """What a last stage needs to hold answers to grammars.
+    """Compiler of structured output for a last stage.
 
-    They are asked for by any thread and compiled in one of their own; a step names one that is there, and never waits.
+    Any thread may request a grammar, which is compiled in a separate one. A step names a compiled grammar, and never
+    waits.
     """
 
     def __init__(self, folder: ModelFolder) -> None:
         self._folder = folder
         self._tokenizer: LLTokenizer | ModelCorrupt | None = None
-        """Or why there is none: it is read once."""
+        """Tokenizer, or the error of reading it: it is read once."""
         self._thread: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._kept = KeptGrammars()
         self._wanted: dict[int, KeptGrammar] = {}
-        """By the head's ids."""
+        """Grammars in use, by the head's ids."""
 
     def prepare(self, wanted: worker_pb2.PrepareGrammar, on_compiled: OnCompiled) -> None:
-        """Have a grammar until it is dropped. `on_compiled` hears when it is there, unless it is dropped before."""
+        """Keep a grammar until it is dropped, and call `on_compiled` when it is compiled, unless it is dropped before."""
         key = key_of(wanted.grammar)
         with self._lock:
             kept = self._kept.find(key)
@@ -132,19 +133,19 @@ class GrammarCompiler:
         kept.compiled.add_done_callback(lambda _: self._report_compiled(wanted.id, kept, on_compiled))
 
     def drop(self, id_: int) -> None:
-        """The head wants a grammar no more."""
+        """End the head's use of a grammar."""
         with self._lock:
             kept = self._wanted.pop(id_, None)
             if kept is not None:
                 self._kept.leave(kept, id_)
 
     def reset(self) -> None:
-        """Nobody wants any more: another head has come."""
+        """End all uses, because another head has taken over."""
         for id_ in list(self._wanted):
             self.drop(id_)
 
     def begin(self, opened: step_pb2.Open) -> AnswerGrammar:
-        """An answer that is to match a grammar which is there."""
+        """Start an answer that must match a compiled grammar."""
         with self._lock:
             kept = self._wanted.get(opened.grammar)
         if kept is None or not kept.compiled.done():
@@ -155,7 +156,7 @@ class GrammarCompiler:
         return AnswerGrammar(compiled, opened.prompt_length, frozenset(opened.eos))
 
     def forget(self, opened: step_pb2.Open) -> None:
-        """A grammar has come to its limits, which all answers under it share: who asks for it next gets a fresh one."""
+        """Forget a grammar that reached its limits, which all its answers share. The next request gets a fresh one."""
         with self._lock:
             kept = self._wanted.get(opened.grammar)
             if kept is not None:
@@ -178,7 +179,7 @@ class GrammarCompiler:
             on_compiled(error)
 
     def _compile(self, kind: str, text: str) -> Compiled:
-        from llguidance import LLMatcher  # as the tokenizer
+        from llguidance import LLMatcher  # as for the tokenizer
 
         tokenizer = self._read_tokenizer()
         matcher = LLMatcher(tokenizer, to_llguidance(kind, text), log_level=0, limits=grammar_limits())
@@ -207,10 +208,12 @@ class GrammarCompiler:
 
 
 def read_tokenizer(folder: ModelFolder) -> LLTokenizer:
-    """The model's tokens with what each says. The model's vocabulary may be larger: what is past the tokenizer's says nothing.
+    """Read the model's tokens with the text of each.
+
+    The model's vocabulary may be larger; further tokens have no text.
 
     Raises:
-        ModelCorrupt: there is no tokenizer that llguidance reads.
+        ModelCorrupt: there is no tokenizer that llguidance can read.
     """
     file = folder.path / "tokenizer.json"
     try:
@@ -225,7 +228,7 @@ def read_tokenizer(folder: ModelFolder) -> LLTokenizer:
 
 
 def _make(folder: ModelFolder, source: str, read: Callable[[], bytes]) -> LLTokenizer:
-    """Of a file's path or its text; `read` gives the latter."""
+    """Make a tokenizer from a file's path or its text; `read` returns the latter."""
     from llguidance import LLTokenizer
 
     ends = sorted(folder.eos_token_ids) or None
@@ -239,7 +242,7 @@ def _make(folder: ModelFolder, source: str, read: Callable[[], bytes]) -> LLToke
 
 
 def _without_surplus(tokenizer: bytes, vocabulary: int) -> str | None:
-    """A tokenizer less the tokens that its model lacks, such as those of pictures beside a model of text; None: there are none."""
+    """Return a tokenizer without tokens that its model lacks, such as those of images beside a text model; None if there are none."""
     described = cast("dict[str, Any]", json.loads(tokenizer))
     added = cast("list[dict[str, Any]]", described.get("added_tokens") or [])
     described["added_tokens"] = [token for token in added if token["id"] < vocabulary]
@@ -247,7 +250,7 @@ def _without_surplus(tokenizer: bytes, vocabulary: int) -> str | None:
 
 
 def _adds_tokens(folder: ModelFolder, tokenizer: bytes) -> bool:
-    """Whether tokenizer_config.json names tokens that tokenizer.json lacks, as some older models' do."""
+    """Report whether tokenizer_config.json names tokens that tokenizer.json lacks, as in some older models."""
     config = folder.path / "tokenizer_config.json"
     if not config.is_file():
         return False
@@ -261,9 +264,9 @@ def _is_named(text: str, tokenizer: bytes) -> bool:
 
 
 def _as_transformers_read_it(folder: ModelFolder) -> str:
-    """The whole tokenizer as tokenizer.json would have it: slower, and for folders without that file."""
+    """Return the tokenizer as tokenizer.json would hold it. This is slower, for folders without that file."""
     import_tokenizers()
-    from transformers import AutoTokenizer  # takes a second, and few folders need it
+    from transformers import AutoTokenizer  # takes half a second, and few folders need it
 
     wrapped: Any = cast("Any", AutoTokenizer).from_pretrained(
         folder.path, trust_remote_code=False, local_files_only=True

@@ -1,4 +1,4 @@
-"""Which tokens each row of a step may draw, where it answers under a grammar."""
+"""Masks of the tokens that each row of a step may draw under a grammar."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ _WORD = 32
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A row that draws under a grammar."""
+    """Row that draws under a grammar."""
 
     sequence: int
     grammar: AnswerGrammar
     tokens: Sequence[int]
-    """Of the sequence, those of this row among them."""
+    """Tokens of the sequence, those of this row among them."""
     positions: Sequence[int]
     """Indices of the tokens that are drawn, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What one position may draw."""
+    """Tokens that one position may draw."""
 
     tokens: NDArray[np.bool_]
-    """(vocabulary,)"""
+    """(vocabulary,) true for allowed tokens."""
     must_end: bool
-    """Whether nothing is left but to end the answer."""
+    """True if the answer can only end here."""
 
 
 @dataclass(slots=True)
 class StepMasks:
-    """Of all rows of a step."""
+    """Masks for all rows of a step."""
 
     allowed: dict[tuple[int, int], Allowed] = field(default_factory=dict[tuple[int, int], Allowed])
-    """By sequence and position, of all that draw under a grammar: anything, where it has no say."""
+    """Allowed tokens by sequence and position, for all that draw under a grammar."""
     failed: dict[int, RingError] = field(default_factory=dict[int, RingError])
-    """By sequence: why its grammar tells nothing."""
+    """Errors of grammars that failed, by sequence."""
 
 
 def make_masks(rows: Iterable[Drawing], vocabulary: int) -> StepMasks:
-    """The masks of all positions. First places of rows go side by side, drafts one after the other.
+    """Make the masks of all positions. First positions of rows go side by side, drafts one after the other.
 
-    A draft token that its grammar forbids cannot be drawn, so that what is drawn behind it is for nobody: no mask is made.
-    Nor is one behind an answer's end, or where a grammar fails. Those rows draw like the others none the less: of ranks that
-    share a stage one may fail alone, and all must draw the same rows in the same way.
+    A draft token that its grammar forbids cannot be drawn, so nobody uses what is drawn behind it: no mask is made.
+    The same holds behind an answer's end, or if a grammar fails. Those rows still draw like the others. Of ranks that
+    share a stage one may fail alone, but all must draw the same rows in the same way.
     """
     step = StepMasks()
     drawing = list(rows)
@@ -103,7 +103,10 @@ def _first_places(rows: Iterable[Drawing]) -> Iterator[int]:
 
 
 def _follow(row: Drawing, bits: NDArray[np.int32], place: int) -> Iterator[bool]:
-    """Through the row's drafts and back; gives for each position that was reached whether the answer must end there."""
+    """Step through the row's drafts and back.
+
+    Yields, for each position that was reached, whether the answer must end there.
+    """
     grammar, begin = row.grammar, row.grammar.place
     try:
         yield _settle_ends(grammar, bits[place])
@@ -140,10 +143,10 @@ def _executor() -> LLExecutor:
 
 
 def _settle_ends(grammar: AnswerGrammar, row: NDArray[np.int32]) -> bool:
-    """Let the answer's own ends stand for the tokenizer's. Returns whether it must end.
+    """Replace the tokenizer's ends by the answer's own. Return whether it must end.
 
     Raises:
-        RequestError: the matcher has come to its limits, or to where no token leads on.
+        RequestError: the matcher has reached its limits, or no token is possible.
     """
     grammar.check()
     words = row.view(np.uint32)
@@ -152,7 +155,7 @@ def _settle_ends(grammar: AnswerGrammar, row: NDArray[np.int32]) -> bool:
     _clear(words, {*theirs, *grammar.ends})
     must_end = not words.any()
     if must_end and not may_end:
-        raise RequestError("The answer cannot go on: no token of this model leads further in its schema.")
+        raise RequestError("The answer cannot continue: no token of this model leads further in its schema.")
     if may_end:
         for token in grammar.ends or theirs:
             words[token // _WORD] |= np.uint32(1 << token % _WORD)

@@ -1,12 +1,8 @@
-"""One forward pass over rows of a step.
+"""Forward passes over rows of a step: grouped, built, and then committed, undone or failed.
 
-How rows of a step become forward passes: grouped, brought together, given room and caches.
-
-What becomes of the passes that were asked for: begun, committed, undone or failed.
-
-A pass is begun when it is built: from then on its tokens count, so that another can be built on top of it. It is
-committed once it was evaluated. What was built and not given to the device can be undone without a
-trace; after a pass has failed there, its banks are looked at, and rows whose content is gone are lost.
+A pass begins when it is built: from then on its tokens count, so that another can be built on top of it. It is
+committed once it was evaluated. A pass that the device did not get can be undone completely. After a
+pass has failed there, its banks are checked, and rows whose content was destroyed are lost.
 """
 
 from __future__ import annotations
@@ -30,39 +26,42 @@ class Batch:
     """One forward pass: `(len(rows), max(counts))` tokens, padded on the right."""
 
     rows: tuple[int, ...]
-    """Indices into the rows that were asked for, in the order of the batch."""
+    """Indices into the requested rows, in the order of the batch."""
     counts: tuple[int, ...]
-    """Real tokens of each row."""
+    """Number of real tokens of each row."""
     caches: list[Any]
-    """One for each owned layer, with mlx-lm's cache interface."""
+    """Caches of the owned layers, with mlx-lm's cache interface."""
     offset: int | mx.array
     """Position of the first token: one for all rows, or `(batch,)`."""
     members: BatchRows = field(repr=False)
     states: list[Any] = field(default_factory=list[Any], repr=False)
     states_before: list[RowStates | None] = field(default_factory=list["RowStates | None"], repr=False)
-    """The rows' states when the batch was begun."""
+    """States of the rows when the batch began."""
     planes_before: list[list[mx.array]] | None = field(default=None, repr=False)
-    """The bank's planes when the pass was built, while it can be undone."""
+    """Planes of the bank when the pass was built, while it can be undone."""
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What to evaluate with the outputs, so that one evaluation does all."""
+        """Arrays to evaluate with the outputs, so that one evaluation suffices."""
         tails = [array for tail in self.members.tails.values() for array in tail]
         states = [array for state in self.states for array in _leaves(state.state)]
         return [*self.members.bank.arrays(), *tails, *states]
 
     def remember(self) -> None:
-        """Before the forward pass is built: make it possible to undo it."""
-        # New handles: a write to the bank's own changes what those name.
+        """Make the pass undoable. Call it before the forward pass is built."""
+        # New handles, because a write to the bank changes the arrays that its own handles name.
         self.planes_before = [[mx.array(plane) for plane in planes] for planes in self.members.bank.planes]
 
     def forget(self) -> None:
-        """Before the pass is evaluated: while the planes are remembered, MLX copies them to write to them."""
+        """Drop the remembered planes.
+
+        Call it before the pass is evaluated, because MLX would copy them for each write.
+        """
         self.planes_before = None
 
 
 def _leaves(tree: Any) -> Iterator[mx.array]:
-    """The arrays in what mlx-lm's caches call their state."""
+    """Yield the arrays in the state of mlx-lm's caches."""
     if isinstance(tree, mx.array):
         yield tree
     elif isinstance(tree, list | tuple):
@@ -71,7 +70,7 @@ def _leaves(tree: Any) -> Iterator[mx.array]:
 
 
 class Assembly:
-    """Makes the batches of one store."""
+    """Builder of one store's batches."""
 
     def __init__(self, layout: Layout, banks: Banks, *, ragged: bool) -> None:
         self._layout = layout
@@ -82,7 +81,7 @@ class Assembly:
         )
 
     def batches(self, rows: Sequence[Row], counts: Sequence[int]) -> list[Batch]:
-        """Passes that append `counts` tokens to the rows; their memory is there."""
+        """Return passes that append `counts` tokens to the rows, with memory for them."""
         groups = self._groups(rows, counts)
         placed = self._banks.place([[rows[index] for index in group] for group in groups])
         indices = {id(row): index for index, row in enumerate(rows)}
@@ -96,7 +95,7 @@ class Assembly:
         return self._groups_of(range(len(rows)), rows, counts)
 
     def _groups_with_states(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
-        """Rows with one token each go together, for padding would go into their states."""
+        """Group rows with one token each, because padding would enter their states."""
         groups: list[list[int]] = []
         by_shape: dict[Hashable, list[int]] = {}
         copies = all(part.copies for part in self._layout.object_parts)
@@ -150,7 +149,7 @@ def _layer_cache(layer: Layer, members: BatchRows, states: Sequence[Any]) -> Any
 
 
 class PassLedger:
-    """The passes of one store that are not committed."""
+    """Passes of one store that are not committed."""
 
     def __init__(self, layout: Layout) -> None:
         self._can_undo = all(part.copies for part in layout.object_parts)
@@ -159,20 +158,20 @@ class PassLedger:
 
     @property
     def can_undo(self) -> bool:
-        """Whether a pass that was built leaves everything before it as it was."""
+        """True if building a pass leaves everything before it unchanged."""
         return self._can_undo
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all passes."""
         self._asked.clear()
         self._begun.clear()
 
     def ask(self, batches: Iterable[Batch]) -> None:
-        """Note passes that will be built."""
+        """Record passes that will be built."""
         self._asked += batches
 
     def begin(self, batch: Batch) -> None:
-        """The forward pass is built: its tokens count."""
+        """Count a pass's tokens, because its forward pass is built."""
         if batch not in self._asked:
             raise StepFailed("The batch was not the last one asked for; its tokens are not kept.")
         self._asked.remove(batch)
@@ -185,7 +184,7 @@ class PassLedger:
                 row.states = RowStates(joined, index)
 
     def commit(self, batch: Batch) -> None:
-        """The pass was evaluated; others may have been built on top of it. One that was not begun is, first."""
+        """Commit an evaluated pass; others may have been built on top of it. Begin it first if necessary."""
         if batch not in self._begun:
             mx.eval(batch.arrays)
             self.begin(batch)
@@ -193,7 +192,7 @@ class PassLedger:
         batch.members.store_tails()
 
     def undo(self, batches: Sequence[Batch]) -> None:
-        """Take back passes that were built last, whether they were begun or not: nothing of them is kept."""
+        """Undo the passes that were built last, whether begun or not, without leaving anything of them."""
         for batch in reversed(batches):
             was_begun = batch in self._begun
             self._roll_back(batch)
@@ -205,7 +204,7 @@ class PassLedger:
             self._lose_changed(batch)
 
     def fail(self, batches: Sequence[Batch]) -> None:
-        """Passes failed while they were evaluated: sequences stand as before, or are lost."""
+        """Handle passes that failed while they were evaluated: restore their sequences, or mark them lost."""
         for batch in reversed(batches):
             self._roll_back(batch)
             batch.forget()
@@ -213,7 +212,7 @@ class PassLedger:
         self.settle()
 
     def settle(self) -> None:
-        """Passes that were asked for and never begun failed: make sure that their banks are sound."""
+        """Check the banks of passes that never began because they failed."""
         failed, self._asked = self._asked, []
         for batch in failed:
             self._check(batch.members.bank)
@@ -221,15 +220,15 @@ class PassLedger:
 
     @staticmethod
     def _check(bank: Bank) -> None:
-        """Make sure that a bank is sound after a pass was broken off."""
+        """Check a bank after a pass was interrupted."""
         try:
             mx.eval(bank.arrays())
-        except Exception as error:  # noqa: BLE001 - MLX raises whatever the failed pass did
+        except Exception as error:  # noqa: BLE001 - MLX raises any error of the failed pass
             _mark_lost(bank.rows, str(error))
             bank.drop()
 
     def _roll_back(self, batch: Batch) -> None:
-        """Uncount a batch's tokens."""
+        """Subtract a batch's tokens from its rows."""
         if batch in self._asked:
             self._asked.remove(batch)
         if batch not in self._begun:
@@ -241,7 +240,7 @@ class PassLedger:
             row.states = states
 
     def _lose_changed(self, batch: Batch) -> None:
-        """States that a pass changes in place are gone with it."""
+        """Mark rows lost whose states the pass changed in place."""
         if not self._can_undo:
             _mark_lost(
                 [row for row in batch.members.rows if row.states is not None], "its state cannot go back"

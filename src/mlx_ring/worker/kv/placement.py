@@ -1,4 +1,4 @@
-"""Which rows lie in which bank: joining, leaving and making room."""
+"""Placement of rows in banks: joining, leaving and making room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_ring.worker.kv.layers import Layout
 
 
 class Banks:
-    """Every bank of a store."""
+    """Banks of a store."""
 
     def __init__(self, layout: Layout, growth: Growth) -> None:
         self._layout = layout
@@ -23,20 +23,20 @@ class Banks:
 
     @property
     def aimed_bytes(self) -> int:
-        """What all banks take at the sizes that are aimed at."""
+        """Bytes of all banks at their target sizes."""
         return sum(bank.memory.aimed_bytes for bank in self._banks)
 
     def clear(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._banks.clear()
 
     def place(self, groups: Sequence[Sequence[Row]]) -> list[tuple[Bank, list[Row]]]:
-        """Bring each group side by side into one bank: the rows that lie elsewhere are copied, once.
+        """Bring each group side by side into one bank. Rows that lie elsewhere are copied once.
 
-        Where a bank has no room yet for those that join, they stay apart until it has grown.
+        If a bank has no room yet for those that join, they stay separate until it has grown.
 
-        First all rows join, for one that leaves a bank changes the order there; then each bank is put in order,
-        which parts no group that is together.
+        First all rows join, because a row that leaves a bank changes the order there. Then each bank is put in order,
+        which separates no group.
         """
         placed = [place for group in groups for place in self._join(group)]
         self._banks = [bank for bank in self._banks if bank.rows]
@@ -45,7 +45,7 @@ class Banks:
         return placed
 
     def stay(self, rows: Sequence[Row], counts: Sequence[int]) -> bool:
-        """Whether rows have room for `counts` more tokens side by side where they lie, or lie nowhere yet."""
+        """Report whether rows have room for `counts` more tokens side by side in their bank, or have no bank yet."""
         bank = rows[0].bank if rows else None
         if any(row.bank is not bank for row in rows):
             return False
@@ -74,14 +74,14 @@ class Banks:
         return [(bank, list(group))]
 
     def _apart(self, rows: Sequence[Row]) -> list[tuple[Bank, list[Row]]]:
-        """Rows by the banks where they lie; those that lie nowhere yet get one."""
+        """Group rows by their banks; those without a bank get one."""
         banks = {id(row.bank): row.bank for row in rows if row.bank is not None}.values()
         placed = [(bank, [row for row in rows if row.bank is bank]) for bank in banks]
         homeless = [row for row in rows if row.bank is None]
         return [*placed, *self._join(homeless)] if homeless else placed
 
     def place_alone(self, row: Row, room: int) -> Bank:
-        """A bank for a row that lies nowhere yet, with room for so many tokens after those it has."""
+        """Place a row in a new bank, with room for so many tokens after those it has."""
         bank = self._new_bank(1)
         self.reserve(bank, [row], [room])
         return bank
@@ -100,7 +100,7 @@ class Banks:
             self._banks.remove(source)
 
     def reserve(self, bank: Bank, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Room for the rows' tokens and `counts` more in every layer."""
+        """Make room for the rows' tokens and `counts` more in every layer."""
         for window in self._layout.kinds:
             if window is None:
                 need = max(row.length + count for row, count in zip(rows, counts, strict=True))
@@ -109,12 +109,12 @@ class Banks:
             bank.memory.reserve(window, need, self._limit(bank, window, rows), max(counts))
 
     def _limit(self, bank: Bank, window: int | None, rows: Sequence[Row] = ()) -> int:
-        """The most tokens that a slot will ever hold, for the rows there and those that come."""
+        """Return the most tokens that a slot will ever hold, for present and joining rows."""
         longest = max(row.max_length for row in [*rows, *bank.rows])
         return longest if window is None else min(longest, self._layout.most(window))
 
     def _slide(self, bank: Bank, rows: Sequence[Row], counts: Sequence[int], window: int) -> int:
-        """Shift down the rows whose slots are full; the capacity that all of them need."""
+        """Shift the rows whose slots are full. Return the capacity that all of them need."""
         most = self._layout.most(window)
         needs = [0]
         for row, count in zip(rows, counts, strict=True):
@@ -124,7 +124,7 @@ class Banks:
         return max(needs)
 
     def leave(self, row: Row) -> None:
-        """Take a row out of its bank; a bank without rows is dropped."""
+        """Remove a row from its bank; drop a bank without rows."""
         bank = row.bank
         if bank is not None:
             bank.remove(row)
@@ -132,7 +132,7 @@ class Banks:
                 self._banks.remove(bank)
 
     def _target(self, group: Sequence[Row]) -> Bank:
-        """The bank with most of the group's tokens, unless its slots are far too long for the others."""
+        """Return the bank with most of the group's tokens, unless its slots are far too long for the others."""
         banks = list({id(row.bank): row.bank for row in group if row.bank is not None}.values())
         if len(group) == 1 and banks:
             return banks[0]

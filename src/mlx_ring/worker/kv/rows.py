@@ -1,4 +1,4 @@
-"""What a forward pass sees: rows of one bank, with mlx-lm's cache interface for each layer.
+"""View of a forward pass on rows of one bank, with mlx-lm's cache interface for each layer.
 
 A batch whose rows all start at the same position behaves bit for bit as mlx-lm's own cache: the offset is
 an integer and the mask is mlx-lm's. Otherwise the offset is an array `(batch,)` and the mask is boolean,
@@ -27,7 +27,7 @@ _causal_mask = cast("Callable[..., mx.array]", mlx_lm_base.create_causal_mask)
 
 
 class Span:
-    """Where a batch's tokens lie in the layers of one window: physical indices into a bank's capacity."""
+    """Physical indices of a batch's tokens within a bank's capacity, in the layers of one window."""
 
     def __init__(self, rows: Sequence[Row], counts: Sequence[int], window: int | None) -> None:
         width = max(counts)
@@ -36,19 +36,19 @@ class Span:
         sees = [start if window is None else min(start, window - 1) for start in starts]
         self.window = window
         self.seen = sees[0]
-        """Tokens before the batch that its first row sees."""
+        """Number of tokens before the batch that its first row sees."""
         self.begins = [start - base for start, base in zip(starts, bases, strict=True)]
         self.low = min(begin - seen for begin, seen in zip(self.begins, sees, strict=True))
         self.high = max(begin + count for begin, count in zip(self.begins, counts, strict=True))
         self.runs = _runs(self.begins, counts)
-        """Neighbours that are written at the same place, as one: (begin, count, first row, end row)."""
+        """Neighbours that are written at the same index, together: (begin, count, first row, end row)."""
         self.uniform = len(set(starts)) == 1 and len(set(bases)) == 1
         self._starts, self._bases = starts, bases
         self._width = width
         self._masks: dict[int | None, mx.array] = {}
 
     def ragged_mask(self, window: int | None) -> mx.array:
-        """`(batch, 1, queries, keys)`: true where a query sees a key."""
+        """Return `(batch, 1, queries, keys)`: true where a query sees a key."""
         if window not in self._masks:
             begins = mx.array([base + self.low for base in self._bases])[:, None, None, None]
             keys = begins + mx.arange(self.high - self.low)
@@ -75,11 +75,12 @@ class BatchRows:
         self.spans = {window: Span(rows, counts, window) for window in layout.kinds}
         self.slots = (rows[0].slot, rows[0].slot + len(rows))
         self.tails: dict[int, list[mx.array]] = {}
-        """By part: keys and values that a sliding row takes over at the commit, its slot having no room
-        for the chunk and its window at once."""
+        """Keys and values by part, which a sliding row takes over at the commit because its slot cannot hold the chunk
+        and its window at once.
+        """
 
     def update(self, part: RowPart, keys: mx.array, values: mx.array) -> list[mx.array]:
-        """Append `(batch, heads, tokens, width)` and give back all that the batch sees, as stored."""
+        """Append `(batch, heads, tokens, width)` and return everything that the batch sees, as stored."""
         if keys.shape[0] != len(self.rows) or keys.shape[2] != self.width:
             raise StepFailed(
                 f"The batch has {len(self.rows)} rows of {self.width} tokens; its keys have shape {keys.shape}."
@@ -101,7 +102,7 @@ class BatchRows:
     def _append_apart(
         self, part: RowPart, planes: list[mx.array], span: Span, encoded: Sequence[mx.array]
     ) -> list[mx.array]:
-        """A chunk longer than a sliding slot has room for: seen beside the window, stored at the commit."""
+        """Append a chunk that is longer than a sliding slot's room: seen beside the window, stored at the commit."""
         first, last = self.slots
         window = cast("int", part.window)
         begin = span.begins[0]
@@ -114,7 +115,7 @@ class BatchRows:
         return whole
 
     def store_tails(self) -> None:
-        """After the pass: let sliding rows take over what did not fit beside their window."""
+        """Store what did not fit beside sliding rows' windows. Call it after the pass."""
         if not self.tails:
             return
         mx.eval(list(self.tails.values()))
@@ -147,7 +148,7 @@ class RowCache:
         self.offset: int | mx.array = rows.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append `(batch, heads, tokens, width)`; keys and values of all tokens that the batch sees."""
+        """Append `(batch, heads, tokens, width)`; return keys and values of all tokens that the batch sees."""
         stored = self._rows.update(self._part, keys, values)
         self.offset = self.offset + self._rows.width
         half = len(stored) // 2
@@ -157,11 +158,11 @@ class RowCache:
 
     def make_mask(
         self,
-        N: int,  # noqa: N803 - mlx-lm's name
-        return_array: bool = False,  # noqa: FBT001, FBT002 - mlx-lm's signature
+        N: int,  # noqa: N803 - name in mlx-lm's interface
+        return_array: bool = False,  # noqa: FBT001, FBT002 - signature of mlx-lm's interface
         window_size: int | None = None,
     ) -> Mask:
-        """What each query may see: None for everything, "causal", or booleans."""
+        """Return which keys each query may see: None for all, "causal", or booleans."""
         window = self._part.window
         if not self._span.uniform:
             narrow = min((w for w in (window, window_size) if w is not None), default=None)
@@ -173,7 +174,7 @@ class RowCache:
 
     @property
     def keys(self) -> mx.array:
-        """The whole bank's keys; some models reach for them."""
+        """Keys of the whole bank; some models read them."""
         return self._rows.bank.planes[self._part.index][0]
 
     @keys.setter
@@ -190,7 +191,7 @@ class RowCache:
 
     @property
     def state(self) -> list[mx.array]:
-        """What to evaluate after the forward pass."""
+        """Arrays to evaluate after the forward pass."""
         tails = self._rows.tails.get(self._part.index, [])
         return [*self._rows.bank.planes[self._part.index], *tails]
 
@@ -205,12 +206,12 @@ class RowCache:
         return self.size() == 0
 
     def is_trimmable(self) -> bool:
-        """The store trims, row by row; the model cannot."""
+        """Return False: the store trims row by row, and the model cannot."""
         return False
 
 
 class QuantizedRowCache(RowCache):
-    """A row cache whose keys and values come back as (data, scales, biases)."""
+    """Row cache that returns keys and values as (data, scales, biases)."""
 
     @property
     def bits(self) -> int:
@@ -222,19 +223,19 @@ class QuantizedRowCache(RowCache):
 
 
 class ChunkedRowCache(RowCache):
-    """A row cache of a layer with chunked attention, for rows that all start at one position."""
+    """Row cache of a layer with chunked attention, for rows that all start at one position."""
 
     @property
     def start_position(self) -> int:
-        """Position of the first key that `update_and_fetch` gives."""
+        """Position of the first key that `update_and_fetch` returns."""
         return self._rows.rows[0].length - self._span.seen
 
     def maybe_trim_front(self) -> None:
-        """Nothing to do: the store drops what is past the chunk and the slack."""
+        """Do nothing: the store drops tokens before the chunk and the slack."""
 
 
 def row_cache(rows: BatchRows, part: RowPart) -> RowCache:
-    """The cache for one part of one layer in one batch."""
+    """Return the cache for one part of one layer in one batch."""
     if part.chunked:
         return ChunkedRowCache(rows, part)
     return RowCache(rows, part) if part.bits is None else QuantizedRowCache(rows, part)
@@ -243,7 +244,7 @@ def row_cache(rows: BatchRows, part: RowPart) -> RowCache:
 def _sliding_mask(
     queries: int, start: int, window: int, *, return_array: bool, window_size: int | None
 ) -> Mask:
-    """As mlx-lm's rotating cache makes it, for keys in temporal order."""
+    """Return the mask that mlx-lm's rotating cache makes, for keys in temporal order."""
     if queries > 1:
         size = window_size or window
         seen = min(window - 1, start)

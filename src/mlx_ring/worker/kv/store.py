@@ -1,4 +1,4 @@
-"""The KV store of one rank: sequences, the banks that hold them, and the batches that step them."""
+"""KV store of one rank: sequences, the banks that hold them, and the batches that step them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,16 @@ class KVStore:
         ragged: bool = True,
         step_bytes: int = STEP_BYTES,
     ) -> None:
-        """Prepare to hold what `prototypes`, fresh mlx-lm caches of the owned layers, say.
+        """Prepare a store for the layers of `prototypes`, fresh mlx-lm caches of the owned layers.
 
-        `ragged` says that the model's forward takes an array of offsets, one for each row; without it only
-        rows of one length share a pass. `slack` is how many tokens sliding layers can go back. A step
-        copies about `step_bytes` of others' KV at most, to make room for more rows and tokens.
+        Args:
+            prototypes: caches that define what each layer keeps.
+            dtype: type of keys and values.
+            kv_bits: quantizes keys and values to so many bits.
+            ragged: whether the model's forward takes an array of offsets, one for each row. Without it only
+                rows of one length share a pass.
+            slack: how many tokens sliding layers can be rolled back.
+            step_bytes: how much of others' KV a step copies at most, about, to make room for more rows and tokens.
         """
         self.dtype = dtype
         self._layout: Layout = read_layout(prototypes, kv_bits, slack)
@@ -43,30 +48,30 @@ class KVStore:
         self._banks = Banks(self._layout, self._growth)
         self._assembly = Assembly(self._layout, self._banks, ragged=ragged)
         self._state_bytes = 0
-        """Of one sequence's recurrent states, the most that was seen."""
+        """Bytes of one sequence's recurrent states, the most seen so far."""
         self._ledger = PassLedger(self._layout)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now, room for growth included."""
+        """Bytes held now, including room for growth."""
         states = sum(row.states.nbytes for row in self._rows.values() if row.states is not None)
         return self._banks.nbytes + states
 
     @property
     def can_undo(self) -> bool:
-        """Whether a pass that was built leaves everything before it as it was."""
+        """True if building a pass leaves everything before it unchanged."""
         return self._ledger.can_undo
 
     def limit(self, limit_bytes: int | None) -> None:
-        """What the head lets this rank hold. It is the head that keeps to it; room ahead of need is made within it."""
+        """Limit the memory of this rank. The head enforces the limit; room ahead of need stays within it."""
         self._growth.limit_bytes = limit_bytes
 
     def length(self, sequence: int) -> int:
-        """Committed tokens."""
+        """Return the number of committed tokens."""
         return self._row(sequence).length
 
     def open(self, sequence: int, max_length: int) -> None:
-        """Make a sequence known. Nothing is allocated before its first token."""
+        """Open a sequence. Nothing is allocated before its first token."""
         if sequence in self._rows:
             raise ProtocolError(f"Sequence {sequence} is open already.")
         if max_length <= 0:
@@ -76,7 +81,7 @@ class KVStore:
         self._rows[sequence] = Row(sequence, max_length)
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence and give its memory back."""
+        """Forget a sequence and free its memory."""
         self._ledger.settle()
         row = self._row(sequence)
         try:
@@ -113,7 +118,7 @@ class KVStore:
             row.bank.tighten()
 
     def retain(self, sequence: int) -> None:
-        """Keep an ended sequence for forks: it steps no more, and takes no more memory than it needs."""
+        """Keep an ended sequence for forks. It cannot step any more, and takes no more memory than it needs."""
         self._ledger.settle()
         row = self._sound(sequence)
         row.retained = True
@@ -124,7 +129,7 @@ class KVStore:
     def fork(self, source: int, destination: int, length: int, *, take: bool = False) -> None:
         """Give `destination`, which is open and empty, the first `length` tokens of `source`.
 
-        With `take` the source is gone afterwards: its memory changes hands, and nothing is copied.
+        With `take` the source is closed: its memory changes owner, and nothing is copied.
         """
         self._ledger.settle()
         origin, row = self._row(source), self._row(destination)
@@ -170,7 +175,7 @@ class KVStore:
         del self._rows[origin.sequence]
 
     def traits(self) -> worker_pb2.KvTraits:
-        """What a sequence's KV takes here, and where it can be cut; known once a sequence was stepped and freed."""
+        """Return a sequence's KV size here, and where it can be cut; known once a sequence was stepped and freed."""
         windows = self._layout.windows
         return worker_pb2.KvTraits(
             bytes_per_token=self._layout.token_bytes(None),
@@ -182,7 +187,7 @@ class KVStore:
         )
 
     def read(self, sequence: int, layer: int, heads: Range, tokens: Range) -> tuple[mx.array, ...]:
-        """Copies of a layer's content, `(heads, tokens, width)` each, in temporal order."""
+        """Return copies of a layer's content, `(heads, tokens, width)` each, in temporal order."""
         self._ledger.settle()
         row = self._sound(sequence)
         return read_row(row, self._layout.layers[layer], heads, tokens)
@@ -190,9 +195,9 @@ class KVStore:
     def write(
         self, sequence: int, layer: int, heads: Range, tokens: Range, arrays: Sequence[mx.array]
     ) -> None:
-        """Put content, as `read` gives it, into a sequence that is being filled.
+        """Write content, as `read` returns it, into a sequence that is being filled.
 
-        Nothing counts before `adopt`. A sliding layer is filled from the first position that is there.
+        Nothing counts before `adopt`. A sliding layer is filled from the first position that it holds.
         """
         self._ledger.settle()
         write_row(self._sound(sequence), self._banks, self._layout, layer, heads, tokens, arrays)
@@ -222,27 +227,27 @@ class KVStore:
         return batches
 
     def stay(self, rows: Sequence[tuple[int, int]]) -> bool:
-        """Whether rows can step together where they lie: nothing is copied to make room or to bring them together."""
+        """Report whether rows can step together where they are, without copies to make room or to bring them together."""
         asked = [(self._rows[sequence], count) for sequence, count in rows if sequence in self._rows]
         return self._banks.stay([row for row, _ in asked], [count for _, count in asked])
 
     def begin(self, batch: Batch) -> None:
-        """The forward pass is built: its tokens count, so that another pass can be built on top of it."""
+        """Count a pass's tokens once it is built, so that another pass can be built on top of it."""
         self._ledger.begin(batch)
 
     def commit(self, batch: Batch) -> None:
-        """After the forward pass: its tokens are part of their sequences.
+        """Commit the tokens of a forward pass to their sequences.
 
-        A batch that was begun has been evaluated, and there may be others on top of it.
+        A batch that has begun was evaluated, and there may be others on top of it.
         """
         self._ledger.commit(batch)
 
     def undo(self, batches: Sequence[Batch]) -> None:
-        """Take back passes that were built last, whether they were begun or not: nothing of them is kept."""
+        """Undo the passes that were built last, whether begun or not, without leaving anything of them."""
         self._ledger.undo(batches)
 
     def fail(self, batches: Sequence[Batch]) -> None:
-        """Passes failed while they were evaluated: sequences stand as before, or are lost."""
+        """Handle passes that failed while they were evaluated: restore their sequences, or mark them lost."""
         self._ledger.fail(batches)
 
     def _row(self, sequence: int) -> Row:
@@ -259,11 +264,11 @@ class KVStore:
         return row
 
     def check(self, sequence: int, count: int) -> None:
-        """Whether so many tokens can be appended.
+        """Check that so many tokens can be appended.
 
         Raises:
             ProtocolError: the sequence is not open, is retained, has no room for them, or they are none.
-            StepFailed: its content is gone, or is being filled from outside.
+            StepFailed: its content is lost, or is being filled from outside.
         """
         row = self._sound(sequence)
         if row.retained:
@@ -279,7 +284,7 @@ class KVStore:
             )
 
     def _check_reach(self, row: Row, length: int, what: str) -> None:
-        """Sliding layers hold a window and some slack: what lies before it is gone."""
+        """Check that sliding layers, which hold a window and some slack, reach back to `length`."""
         if row.lost:
             raise StepFailed(row.lost)
         for window in self._layout.windows:
@@ -291,7 +296,7 @@ class KVStore:
                 )
 
     def _empty(self, row: Row) -> None:
-        """Back to an empty sequence that holds nothing."""
+        """Reset to an empty sequence that holds nothing."""
         if row.states is not None:
             self._state_bytes = max(self._state_bytes, row.states.nbytes)
         self._banks.leave(row)

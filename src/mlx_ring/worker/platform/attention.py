@@ -1,9 +1,9 @@
-"""Attention on an x86 CPU, for long chunks with NumPy's exponential.
+"""Attention on an x86 CPU, with NumPy's exponential for long chunks.
 
 MLX's own takes 10.7 ns a number there (mlx 0.32.4, AVX-512: it is not vectorised, and calls the C library for every
 multiply-add), NumPy's takes 0.5 ns. A chunk of 512 tokens behind 4,000 spends three quarters of its
-attention on it. MLX has no lazy operation to put in its place, so the scores are evaluated while the
-forward pass is built: such a pass cannot be undone, and is not built ahead.
+attention on it. MLX has no lazy operation to replace it, so the scores are evaluated while the
+forward pass is built. Such a pass cannot be undone, and is not built ahead.
 
 In every pass the queries that share a KV head are multiplied with it together, so that it is read once.
 """
@@ -22,23 +22,23 @@ from numpy.typing import NDArray
 _Numbers = NDArray[Any]
 
 WORTH_IT = 4096
-"""Scores of one head from which on it pays to stop for them."""
+"""Number of scores of one head from which evaluating at once pays."""
 _BLOCK = 1 << 19
-"""Scores that are made, used and forgotten together, near the core."""
+"""Number of scores that are made, used and dropped together, near the core."""
 _LEAST_QUERIES = 32
-"""Of a block: below it the product does no better than the memory."""
+"""Least number of queries in a block: with fewer, memory bounds the product."""
 
 _stock = mx.fast.scaled_dot_product_attention
 
 
 def is_slow_here() -> bool:
-    """Whether this machine computes with MLX's slow exponential."""
+    """Report whether this machine computes with MLX's slow exponential."""
     return mx.default_device() == mx.Device(mx.cpu) and platform.machine() in {"x86_64", "AMD64"}
 
 
 @contextmanager
 def fitting(*, at_once: bool) -> Generator[None]:
-    """Forward passes built meanwhile attend as suits the CPU; with `at_once` those of several tokens are computed now."""
+    """Build forward passes with attention that suits the CPU; with `at_once` those of several tokens are computed now."""
     mx.fast.scaled_dot_product_attention = _attend_at_once if at_once else _attend
     try:
         yield
@@ -55,7 +55,7 @@ def _attend_at_once(queries: mx.array, keys: mx.array, values: mx.array, **optio
 def _attend(queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
     batch, heads, count, _ = queries.shape
     kv_heads, mask = keys.shape[1], options.get("mask")
-    has_head_masks = isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1  # noqa: PLR2004 - behind (queries, keys)
+    has_head_masks = isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1  # noqa: PLR2004 - more axes than (queries, keys)
     if count > 1 or heads == kv_heads or has_head_masks or not _is_plain(queries, **options):
         return _stock(queries, keys, values, **options)
     folded = (queries * options["scale"]).reshape(batch, kv_heads, heads // kv_heads, -1)
@@ -74,10 +74,10 @@ def _is_plain(queries: mx.array, *, scale: float, mask: Any = None, **others: An
 def attend(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | str | None = None
 ) -> mx.array:
-    """As `mx.fast.scaled_dot_product_attention` does: `(batch, heads, tokens, width)`, float32. Evaluates.
+    """Compute what `mx.fast.scaled_dot_product_attention` does: `(batch, heads, tokens, width)`, float32. Evaluates.
 
-    In blocks of queries, whose scores stay in the cache from the product that makes them to the one that uses them;
-    with "causal" a block looks at no key behind its last query.
+    It works in blocks of queries, whose scores stay in the cache between the two products that make and use them.
+    With "causal" a block skips keys behind its last query.
     """
     batch, heads, count, width = queries.shape
     kv_heads, length = keys.shape[1:3]
@@ -110,13 +110,13 @@ def attend(
 
 
 def _blocks(rows_of_token: int, kv_heads: int, count: int, length: int) -> tuple[int, int]:
-    """Queries and KV heads of a block."""
+    """Return the number of queries and KV heads in a block."""
     rows = min(count, max(_LEAST_QUERIES, _BLOCK // (rows_of_token * length)))
     return rows, max(1, min(kv_heads, _BLOCK // (rows_of_token * rows * length)))
 
 
 def _read_mask(mask: mx.array, batch: int, kv_heads: int, repeats: int) -> _Numbers:
-    """`(batch, KV heads or 1, repeats or 1, tokens, keys)`: booleans, or numbers to add."""
+    """Return `(batch, KV heads or 1, repeats or 1, tokens, keys)`: booleans, or numbers to add."""
     mx.eval(mask)
     numbers = _numbers(mask)
     numbers = numbers.reshape((1,) * (4 - numbers.ndim) + numbers.shape)
@@ -126,24 +126,24 @@ def _read_mask(mask: mx.array, batch: int, kv_heads: int, repeats: int) -> _Numb
 
 
 def _part_of(shown: _Numbers | None, heads: slice, begin: int, end: int) -> _Numbers | None:
-    """The mask of a block."""
+    """Return the mask of a block."""
     if shown is None:
         return None
     return (shown[:, heads] if shown.shape[1] > 1 else shown)[..., begin:end, :]
 
 
 def _triangle(count: int) -> _Numbers:
-    """For the last keys, which are the block's own: `(1, 1, 1, count, count)`."""
+    """Return the mask for the last keys, which are the block's own: `(1, 1, 1, count, count)`."""
     return np.tril(np.ones((count, count), np.bool_))[None, None, None]
 
 
 def _numbers(array: mx.array) -> _Numbers:
-    """An evaluated array's own memory."""
+    """Return an evaluated array's own memory."""
     return cast("_Numbers", np.asarray(array))
 
 
 def _exponentials(scores: _Numbers, shown: _Numbers | None) -> _Numbers:
-    """Replace scores `(batch, KV heads, repeats, tokens, keys)` by their exponentials; the sums over keys."""
+    """Replace scores `(batch, KV heads, repeats, tokens, keys)` by their exponentials; return the sums over keys."""
     if shown is not None:
         masked = scores[..., scores.shape[-1] - shown.shape[-1] :]
         if shown.dtype == np.bool_:

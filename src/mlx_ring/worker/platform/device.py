@@ -1,10 +1,8 @@
-"""What MLX computes on, and how much memory that has.
+"""Device on which MLX computes, its memory, and how the C library keeps freed memory.
 
-Freed memory that stays with the process, where the C library would give it back after every array.
-
-On a CPU MLX takes an array's memory from `malloc` and frees it again. glibc returns what is free at the end of its heap
-to the system above twice the largest array, and whoever takes it anew has each page cleared by the kernel: more than half of the time
-that drawing 16 tokens of 152,000 takes.
+On a CPU MLX takes an array's memory from `malloc` and frees it again. glibc returns free memory at the end of its heap
+to the system if it exceeds twice the largest array. The kernel clears each page that is taken anew, which needs more
+than half of the time for drawing 16 tokens of 152,000.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ from mlx_ring.host.process import usable_memory
 
 
 def device_name() -> str:
-    """What MLX computes on by default: "cpu" or "gpu"."""
+    """Return the default device of MLX: "cpu" or "gpu"."""
     return mx.default_device().type.name
 
 
 def device_memory() -> tuple[int, int]:
-    """Bytes of memory that the device has, and that are left: what the system advises for a GPU, RAM for a CPU.
+    """Return the device's memory, and what is left of it, in bytes: the system's recommendation for a GPU, RAM for a CPU.
 
-    A container's limit counts. What others hold of a GPU's memory does not: see `free_memory`.
+    A container's limit counts. Memory of a GPU that others hold does not: see `free_memory`.
     """
     if mx.default_device() == mx.Device(mx.cpu):
         ram = usable_memory()
@@ -39,7 +37,7 @@ def device_memory() -> tuple[int, int]:
 
 
 def free_memory() -> int:
-    """Bytes that nobody holds, other processes counted: CUDA's driver knows, Metal shares the machine's."""
+    """Return the bytes that no process holds: CUDA's driver knows them, Metal shares the machine's memory."""
     _, left = device_memory()
     if mx.default_device() == mx.Device(mx.cpu):
         return left
@@ -48,7 +46,7 @@ def free_memory() -> int:
 
 
 def device_description() -> tuple[str, str]:
-    """The device's name, and what bounds its memory, in words."""
+    """Return the device's name, and what bounds its memory, as text."""
     if mx.default_device() == mx.Device(mx.cpu):
         return machine_identity().processor, usable_memory().limited_by
     told = mx.device_info()
@@ -58,15 +56,15 @@ def device_description() -> tuple[str, str]:
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""mallopt(3)."""
+"""Parameters of mallopt(3)."""
 _KEPT_BYTES = 128 << 20
-"""At the heap's end: arrays of a step, and not KV or weights, which are larger."""
+"""Bytes to keep at the heap's end: arrays of a step, but not KV or weights, which are larger."""
 _LARGEST_BYTES = 32 << 20
-"""Arrays from this size on get memory of their own; glibc's own upper bound."""
+"""Size from which an array gets memory of its own; glibc's upper bound."""
 
 
 def keep_freed_memory() -> bool:
-    """For arrays that come from here on. Whether the C library can be told: glibc can."""
+    """Keep freed memory for later arrays. Return whether the C library supports it: glibc does."""
     if not sys.platform.startswith("linux"):
         return False
     library = ctypes.CDLL(None)

@@ -1,5 +1,5 @@
-"""Profile mode: a worker that measures what its device does in a second, and ends.
+"""Profile mode: a worker that measures its device for a few seconds, and ends.
 
-`products.py` times products with weights, `steps.py` what steps cost besides, `rounds.py` repeats all of it in turns until
-its time is up, `measure.py` puts it together. Everything is set up as in a worker that serves.
+`products.py` times products with weights, `steps.py` the other costs of steps. `rounds.py` repeats them in turns until
+the time is up, and `measure.py` combines the results. Everything is set up as in a worker that serves.
 """

@@ -1,4 +1,4 @@
-"""`python -m mlx_ring.worker.profile`: measures the device as a worker would use it, tells, and ends."""
+"""Measure the device as a worker would use it, print the profile and end: `python -m mlx_ring.worker.profile`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_ring.worker.platform.blas import choose_blas
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; the profile goes to a file or to the output, as JSON. Returns the exit code."""
+    """Measure, and write the profile to a file or to the output, as JSON. Return the exit code."""
     options = _parse(arguments)
     if options.lifeline_fd is not None:
         watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
@@ -30,11 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bounds = Bounds(options.seconds, options.memory_share)
         profile = measure(bounds, blas=blas, blas_threads=options.blas_threads)
     except (RingError, RuntimeError) as error:
-        print(error, file=sys.stderr)  # noqa: T201 - whoever started this process takes its last line for the reason
+        print(error, file=sys.stderr)  # noqa: T201 - the parent reads the last line as the reason
         return 1
     text = profile.model_dump_json(indent=1)
     if options.output is None:
-        print(text)  # noqa: T201 - asked for
+        print(text)  # noqa: T201 - output of this command
     else:
         options.output.write_text(text, "utf-8")
     return 0
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mlx_ring.worker.profile", description=__doc__)
     parser.add_argument("--output", type=Path, help="file for the profile; printed otherwise")
-    parser.add_argument("--seconds", type=float, default=2.5, help="that measuring takes, about")
-    parser.add_argument("--memory-share", type=float, default=0.25, help="of what is left, that it may take")
+    parser.add_argument("--seconds", type=float, default=2.5, help="approximate time for measuring")
+    parser.add_argument("--memory-share", type=float, default=0.25, help="share of the free memory to use")
     parser.add_argument("--blas", choices=("auto", "off"), default="auto")
     parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument("--lifeline-fd", type=int)

@@ -1,4 +1,4 @@
-"""Measures this worker's device, within bounds of time and memory."""
+"""Measurement of this worker's device, within bounds of time and memory."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from mlx_ring.worker.profile.steps import (
 )
 
 _SET_BYTES = 192 << 20
-"""Far more than caches hold ..."""
+"""Size of a set of weights: far more than caches hold ..."""
 _SLOW_SET_BYTES = 32 << 20
-"""... and of kinds that a CPU is slow with, whose time passes in computing."""
+"""... and of kinds with which a CPU is slow, where computing takes the time."""
 _LEAST_BYTES = 128 << 20
 _SETS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What measuring may take."""
+    """Limits of a measurement."""
 
     seconds: float = 2.5
     memory_share: float = 0.25
-    """Of the memory that is left."""
+    """Share of the free memory."""
 
 
 def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
-    """The profile of the device here.
+    """Return the profile of this device.
 
     Args:
-        blas: which BLAS computes, in words, and on so many threads.
+        blas: description of the BLAS that computes, with so many threads.
 
     Raises:
         ConfigError: too little memory is left to measure with.
@@ -67,7 +67,7 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
     narrow = {kind.name: Products(kind, width, _set_bytes(kind, allowed), watch) for kind in kinds}
     found = in_turns(_product_turns(wide, narrow) | _step_turns(plain, watch), started + bounds.seconds)
     mx.clear_cache()
-    # With what products and steps leave behind, as in a worker that has served.
+    # With the memory that products and steps leave behind, as in a worker that has served.
     worker_bytes = max(0, psutil.Process().memory_info().rss - mx.get_active_memory())
     return MachineProfile(
         version=PROFILE_VERSION,
@@ -92,7 +92,7 @@ def measure(bounds: Bounds, *, blas: str, blas_threads: int) -> MachineProfile:
 
 
 def _plain_dtype() -> mx.Dtype:
-    """What a stage computes in by default with a model of half precision: see `resolve_dtype`."""
+    """Return the default type for a model of half precision: see `resolve_dtype`."""
     return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
 
 
@@ -117,12 +117,15 @@ def _allowed_bytes(left: int, share: float) -> int:
 
 
 def _is_fast(kind: WeightKind) -> bool:
-    """Whether memory may bound it: on a CPU the other kinds' time passes in computing."""
+    """Report whether memory may bound this kind. On a CPU, computing bounds the others."""
     return not kind.bits and (mx.default_device() != mx.Device(mx.cpu) or kind.dtype == mx.float32)
 
 
 def _set_bytes(kind: WeightKind, allowed: int) -> int:
-    """Weights are half of the allowed memory at most; making them takes some too."""
+    """Return the bytes of a set of weights.
+
+    They are half of the allowed memory at most, because making them takes some too.
+    """
     return min(_SET_BYTES if _is_fast(kind) else _SLOW_SET_BYTES, allowed // 2 // _SETS)
 
 
@@ -143,7 +146,7 @@ def _step_turns(dtype: mx.Dtype, watch: Stopwatch) -> dict[str, Measurement]:
 
 
 def _rate(name: str, wide: Products | None, narrow: Products, found: Mapping[str, Found]) -> WeightRate:
-    """A matrix takes its bytes over the bandwidth, and something for each row: two widths tell both."""
+    """Derive a rate. A matrix takes its bytes over the bandwidth, and a constant for each row: two widths give both."""
     flops, few = found[f"{name} compute"].median, found[f"{name} narrow"]
     if wide is None:
         return WeightRate(
@@ -160,7 +163,10 @@ def _rate(name: str, wide: Products | None, narrow: Products, found: Mapping[str
 
 
 def _costs(found: Mapping[str, Found]) -> StepCosts:
-    """Differences tell what one layer and one token of the vocabulary add; what remains is a step's own."""
+    """Derive step costs.
+
+    Differences give the cost of one layer and of one token of the vocabulary; the rest is a step's own.
+    """
     few, many = found["few layers"].median, found["many layers"].median
     layer = max(0.0, (many - few) / (MANY_LAYERS - FEW_LAYERS))
     some, all_ = found["few words"].median, found["many words"].median

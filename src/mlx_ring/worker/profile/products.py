@@ -1,7 +1,7 @@
-"""Products with weights of one kind: of a single row, which read them, and of many rows, which compute.
+"""Products with weights of one kind: of a single row, which reads them, and of many rows, which computes.
 
-Weights are square and each product's result goes into the next, as layers do it. A repetition goes on where the last one
-stopped, so that what it reads has left the caches long ago.
+Weights are square and each product's result goes into the next, as in layers. A repetition continues where the last one
+stopped, so that its weights have left the caches.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import mlx.core as mx
 from mlx_ring.worker.profile.rounds import Stopwatch
 
 GROUP = 64
-"""Of quantized weights, as nearly every model has it."""
+"""Group size of quantized weights, as nearly every model has it."""
 WIDE_RATIO = 4
-"""Short rows are slower than long ones, so that weights of two widths are read: of these, one so many times the other."""
+"""Ratio of two widths that are read, because short rows are slower than long ones."""
 _CPU_WIDTH, _GPU_WIDTH = 512, 1024
 _READ_S = 8e-3
-"""How long a repetition that reads should take, and one that computes: long beside a clock, short beside a second."""
+"""Duration of a repetition that reads, and of one that computes: long for a clock, short for a second."""
 _COMPUTE_S = 15e-3
 _MOST_ROWS = 512
 _FEWEST_ROWS = 16
 _MOST_PRODUCTS = 4096
 
 Multiply = Callable[[mx.array, int], mx.array]
-"""(rows, width) by the weights of a number -> (rows, width)"""
+"""Product of (rows, width) with the weights of a number -> (rows, width)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """How weights are stored, and what they are multiplied with."""
+    """Storage of weights, and the type that they are multiplied with."""
 
     name: str
     dtype: mx.Dtype
-    """Of activations."""
+    """Type of activations."""
     bits: int = 0
-    """Of a quantized weight; 0: they are of the dtype."""
+    """Bits of a quantized weight; 0: weights are of the dtype."""
 
 
 def narrow_width() -> int:
-    """Of the smaller weights that are measured, beside those that are `WIDE_RATIO` times as wide."""
+    """Return the width of the smaller weights, beside those that are `WIDE_RATIO` times as wide."""
     return _CPU_WIDTH if mx.default_device() == mx.Device(mx.cpu) else _GPU_WIDTH
 
 
@@ -62,11 +62,11 @@ class Products:
         self._blocks = 1
 
     def read(self) -> float:
-        """Seconds for reading one matrix, in products of a single row."""
+        """Return the seconds for reading one matrix, in products of a single row."""
         return self._seconds(self._row, self._reads) / self._reads
 
     def compute(self) -> float:
-        """Operations a second in products of many rows."""
+        """Return the operations a second in products of many rows."""
         if self._rows is None:
             self._rows, self._blocks = self._block_of_rows()
         taken = self._seconds(self._rows, self._blocks)
@@ -81,7 +81,7 @@ class Products:
         return rows
 
     def _products_in(self, seconds: float, rows: mx.array) -> int:
-        """How many products take so long; the first call is not counted, for it is slower."""
+        """Return how many products take so long. The first call is slower and does not count."""
         self._seconds(rows, 1)
         products = 1
         while products < _MOST_PRODUCTS and (taken := self._seconds(rows, products)) < seconds / 2:
@@ -89,12 +89,12 @@ class Products:
         return products
 
     def _block_of_rows(self) -> tuple[mx.array, int]:
-        """As many rows as a chunk of a prompt has where they are computed in time, fewer where they are not."""
+        """Return as many rows as a chunk of a prompt has, or fewer if they take too long."""
         few = mx.ones((_FEWEST_ROWS, self.width), self._dtype)
         self._seconds(few, 1)
         each = self._seconds(few, 1) / _FEWEST_ROWS
         count = min(_MOST_ROWS, max(_FEWEST_ROWS, int(_COMPUTE_S / each)))
-        # Many rows go faster than some, so that there may be time for more of them.
+        # Many rows are faster than few, so there may be time for more of them.
         rows = mx.ones(
             (min(_MOST_ROWS, 2 * count) if count > _FEWEST_ROWS else count, self.width), self._dtype
         )
@@ -102,7 +102,10 @@ class Products:
 
 
 def _make_weights(kind: WeightKind, width: int, set_bytes: int) -> tuple[Multiply, int, int]:
-    """Weights, of which each keeps a row of equal numbers as it is; bytes of a matrix; how many there are."""
+    """Make weights that keep a row of equal numbers unchanged.
+
+    Also return the bytes of a matrix and the number of matrices.
+    """
     matrix = mx.full((width, width), 1 / width, kind.dtype)
     parts = [matrix] if not kind.bits else list(mx.quantize(matrix, GROUP, kind.bits))
     nbytes = sum(part.nbytes for part in parts)
@@ -121,5 +124,5 @@ def _make_weights(kind: WeightKind, width: int, set_bytes: int) -> tuple[Multipl
 
 
 def _copies(parts: Sequence[mx.array]) -> list[mx.array]:
-    """Arrays of their own memory: adding nothing is computed, while `mx.array` might share."""
+    """Return arrays with their own memory: adding zero is computed, while `mx.array` might share."""
     return [part + mx.zeros((1,), part.dtype) for part in parts]

@@ -1,4 +1,4 @@
-"""Repeats measurements in turns, so that a machine's moods fall on all of them alike."""
+"""Repetition of measurements in turns, so that changes of the machine's speed affect all of them alike."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import mlx.core as mx
 LEAST_ROUNDS = 3
 
 Measurement = Callable[[], float]
-"""Does something once and returns what it found: of these the median counts."""
+"""Function that does something once and returns a figure, of which the median counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one measurement gave."""
+    """Result of one measurement."""
 
     median: float
     spread: float
-    """From the first quarter to the third, over the median."""
+    """Distance from the first quarter to the third, over the median."""
 
     @classmethod
     def of(cls, values: list[float]) -> Found:
-        """Of at least two values."""
+        """Summarize at least two values."""
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, abs(high - low) / abs(median) if median else 0.0)
 
@@ -34,7 +34,7 @@ class Found:
 def in_turns(
     measurements: Mapping[str, Measurement], until: float, clock: Callable[[], float] = time.monotonic
 ) -> dict[str, Found]:
-    """Every measurement once a round, until the clock says so; a few rounds at least.
+    """Run every measurement once a round until the time is up, but a few rounds at least.
 
     Args:
         until: on the clock, seconds.
@@ -49,14 +49,14 @@ def in_turns(
 
 
 Stopwatch = Callable[[Callable[[], None]], float]
-"""How long something takes, once, in seconds."""
+"""Function that measures how long something takes, once, in seconds."""
 
 
 def stopwatch(threads: int, cores: float | None) -> Stopwatch:
-    """By the clock; where a control group grants the one thread that computes less than a core, by the time that was granted.
+    """Return a stopwatch: by the clock, or by the granted time if a control group grants the computing thread less than a core.
 
     How much of a second that is depends on when the measurement falls into the group's period; planning counts with it.
-    Of several threads some wait while others compute, so that the time of all tells too little.
+    With several threads some wait while others compute, so the time of all is no measure.
     """
     is_part = cores is not None and cores < 1 and threads == 1 and mx.default_device() == mx.Device(mx.cpu)
     return partial(_seconds_of, time.process_time if is_part else time.perf_counter)

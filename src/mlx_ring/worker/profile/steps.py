@@ -1,4 +1,4 @@
-"""What a step costs beside reading its weights: found with the step loop that serves, on a model of next to no size."""
+"""Cost of a step beside reading its weights, found with the step loop that serves, on a tiny model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LONGEST = 4096
 
 
 class SmallStage:
-    """A whole model of some layers, driven as the head drives a stage: each step is there before the last is answered."""
+    """Whole model of some layers, driven as the head drives a stage: each step comes before the last is answered."""
 
     def __init__(self, layers: int, dtype: mx.Dtype, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
@@ -59,15 +59,15 @@ class SmallStage:
         self._begin()
 
     def seconds(self) -> float:
-        """Of one step, in the mean over some that follow each other."""
+        """Return the seconds of one step, the mean over several in a row."""
         if self._length + _STEPS > _LONGEST:
             self._begin()
         return self._stopwatch(self._decode) / _STEPS
 
     def _begin(self) -> None:
-        """A new sequence, and its first steps, which are slower."""
+        """Start a new sequence, and run its first steps, which are slower."""
         self._runner.reset()
-        # The runner counts from nothing again, and what comes must be later.
+        # The runner counts from zero again, and later steps need higher numbers.
         opened = step_pb2.Open(sequence=1, prompt_length=1, max_length=_LONGEST)
         self._length = 1
         self._run(
@@ -98,7 +98,7 @@ def _check(done: step_pb2.StepDone) -> None:
 
 
 def drawing(words: int, stopwatch: Stopwatch) -> Callable[[], float]:
-    """Draws one token at the temperature that most people ask for, out of so many; gives the seconds."""
+    """Return a function that draws one token of so many at a usual temperature, and gives the seconds."""
     logits = mx.random.normal((1, words))
     row = SamplerRow(Parameters(temperature=1.0), seed=7, position=1, tokens=(0,), prompt_length=1)
     mx.eval(logits)
@@ -111,7 +111,7 @@ def drawing(words: int, stopwatch: Stopwatch) -> Callable[[], float]:
 
 
 def attending(dtype: mx.Dtype, stopwatch: Stopwatch) -> Callable[[], float]:
-    """One token's look back at long contexts; gives seconds for each token looked at and each number of its queries."""
+    """Return a function that attends from one token to long contexts, and gives seconds for each token and query."""
     queries = mx.ones((1, _HEADS, 1, _HEAD_WIDTH), dtype)
     held = [
         tuple(mx.full((1, _KV_HEADS, _CONTEXT, _HEAD_WIDTH), 0.1, dtype) for _ in range(2))

@@ -1,11 +1,10 @@
-"""Draws tokens from logits: a pure function of (logits, parameters, seed, position).
+"""Drawing of tokens from logits: a pure function of (logits, parameters, seed, position).
 
-A row's token depends on nothing but that row, so a sequence draws the same tokens in any
-batch, at any split of the model, and after a replay; draft tokens are verified by sampling every
-position and accepting while equal.
+A row's token only depends on that row. So a sequence draws the same tokens in any batch, at any split of the model,
+and after a replay. Draft tokens are verified by sampling every position, and accepted while equal.
 
-The chain, in order, is vLLM's (`vllm/v1/sample/sampler.py`): logit bias, `min_tokens`, repetition,
-frequency and presence penalties, grammar, temperature, min-p, top-k, top-p, draw. Where tokens are equally
+The steps and their order are vLLM's (`vllm/v1/sample/sampler.py`): logit bias, `min_tokens`, repetition,
+frequency and presence penalties, grammar, temperature, min-p, top-k, top-p, draw. If tokens are equally
 likely at a threshold, the lowest ids are kept, so `top_k=1` is greedy.
 """
 

@@ -1,19 +1,16 @@
-"""Exponentials, sums and order over whole vocabularies, with the same bits for a row in any batch.
+"""Three ways to draw a token, each over rows (rows, vocabulary) in float32 -> (rows,) int32.
 
-Sums are trees of elementwise additions, whose order is the row's alone: a library's reduction may
-choose its order by the shape of the batch. On a Linux CPU `mx.exp` and `mx.sort` of 152k logits
-take 1.3 and 11 ms; `exponential` takes a quarter, and `largest` sorts only what can be among the largest.
-
-The three ways to draw a token, each over rows (rows, vocabulary) in float32 -> (rows,) int32.
+A row has the same bits in any batch. Sums are trees of elementwise additions whose order only depends on the row;
+a library's reduction may choose its order by the shape of the batch. On a Linux CPU `mx.exp` and `mx.sort` of 152k
+logits take 1.3 and 11 ms. `exponential` takes a quarter, and `largest` only sorts what can be among the largest.
 
 All noise is Gumbel noise, of which the largest `logit / temperature + noise` is a draw from the
-softmax (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030).
+softmax (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030). It is a function of (seed, position, index), with no
+state.
 
-Gumbel noise as a function of (seed, position, index), with no state.
-
-The key of a position is BLAKE2b over (seed, position); the bits of an index are that key mixed with
+The key of a position is BLAKE2b over (seed, position). The bits of an index are that key mixed with
 the index by a 32-bit integer hash (two keyed rounds of Wellons' `lowbias32`,
-https://github.com/skeeto/hash-prospector). Both are integer arithmetic of our own, so
+https://github.com/skeeto/hash-prospector). Both are our own integer arithmetic, so
 the bits are the same on every device and with every release of MLX.
 """
 
@@ -41,13 +38,13 @@ _EXP2 = (
     0.6931469670638745,
     1.0,
 )
-"""2**x on [-1/2, 1/2], highest power first: least maximal relative error, 8e-8."""
+"""Polynomial for 2**x on [-1/2, 1/2], highest power first: least maximal relative error, 8e-8."""
 _SUM_BLOCKS = 128
 _SELECT_WIDTH = 32
 
 
 def exponential(x: mx.array) -> mx.array:
-    """exp(x) in float32 for x <= 0, to 2e-7 of its value; below exp(-86) a positive number under 1e-37."""
+    """Return exp(x) in float32 for x <= 0, to 2e-7 of its value; below exp(-86) a positive number under 1e-37."""
     power = mx.maximum(x * _LOG2_E, -125.0)
     shifted = power + _ROUND
     fraction = power - (shifted - _ROUND)
@@ -59,13 +56,13 @@ def exponential(x: mx.array) -> mx.array:
 
 
 def maximum(logits: mx.array) -> mx.array:
-    """(rows, 1): each row's largest logit, or 0 where all are -inf, so that it can be subtracted."""
+    """Return (rows, 1): each row's largest logit, or 0 if all are -inf, so that it can be subtracted."""
     top = mx.max(logits, axis=-1, keepdims=True)
     return mx.where(top == -mx.inf, 0.0, top)
 
 
 def sum_strided(weights: mx.array) -> mx.array:
-    """(rows, n) -> (rows, blocks): the sum over each block of `in_blocks`."""
+    """Sum over each block of `in_blocks`: (rows, n) -> (rows, blocks)."""
     summed = in_blocks(weights, 0.0)
     while (width := summed.shape[1]) > 1:
         summed = summed[:, : width // 2] + summed[:, width // 2 :]
@@ -73,7 +70,7 @@ def sum_strided(weights: mx.array) -> mx.array:
 
 
 def in_blocks(values: mx.array, fill: float) -> mx.array:
-    """(rows, n) -> (rows, 128, blocks), padded with `fill`: block j holds the columns j, j + blocks, ..."""
+    """Arrange (rows, n) as (rows, 128, blocks), padded with `fill`: block j holds the columns j, j + blocks, ..."""
     rows, columns = values.shape
     padding = -columns % _SUM_BLOCKS
     if padding:
@@ -82,20 +79,20 @@ def in_blocks(values: mx.array, fill: float) -> mx.array:
 
 
 def total(weights: mx.array) -> mx.array:
-    """(rows, n) -> (rows, 1): the sum of each row."""
+    """Sum each row: (rows, n) -> (rows, 1)."""
     while weights.shape[1] > 1:
         weights = sum_strided(weights)
     return weights
 
 
 def log_total(logits: mx.array) -> mx.array:
-    """(rows, 1): log of the sum of exp of each row."""
+    """Return (rows, 1): log of the sum of exp of each row."""
     top = maximum(logits)
     return top + mx.log(total(exponential(logits - top)))
 
 
 def largest(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The `count` largest of each row, (rows, count) values and int32 ids: by value, then by lowest id.
+    """Return the `count` largest of each row, (rows, count) values and int32 ids: by value, then by lowest id.
 
     Exact: an entry among the `count` largest lies in one of the `count` blocks with the largest maxima,
     where equal maxima go to the lower block.
@@ -123,7 +120,7 @@ def _first(
 
 
 def _order_keys(values: mx.array, ids: mx.array) -> mx.array:
-    """int64 that grows as the value falls, then as the id grows; the low 32 bits are the id."""
+    """Return int64 that grows as the value falls, then as the id grows; the low 32 bits are the id."""
     bits = (values + 0.0).view(mx.int32)  # -0.0 becomes 0.0
     falling = mx.where(bits < 0, bits & 0x7FFFFFFF, ~bits).astype(mx.int64)
     return (falling << 32) | ids.astype(mx.int64)
@@ -133,7 +130,7 @@ _MASK = (1 << 64) - 1
 
 
 def keys(draws: Iterable[tuple[int, int]]) -> mx.array:
-    """(rows, 4) uint32 from (seed, position) pairs: words 0 and 1 key the tokens, 2 and 3 the blocks."""
+    """Return (rows, 4) uint32 for (seed, position) pairs: words 0 and 1 key the tokens, 2 and 3 the blocks."""
     words = [struct.unpack("<4I", _digest(seed, position)) for seed, position in draws]
     return mx.array(words, dtype=mx.uint32)
 
@@ -145,7 +142,7 @@ def _digest(seed: int, position: int) -> bytes:
 
 
 def bits(key: mx.array, index: mx.array) -> mx.array:
-    """Uniform uint32 of `index`'s shape (rows, n) or (1, n), from (rows, 2) key words."""
+    """Return uniform uint32 of `index`'s shape (rows, n) or (1, n), from (rows, 2) key words."""
     mixed = _mix(index.astype(mx.uint32) * 0x9E3779B9 + key[:, :1])
     return _mix(mixed ^ key[:, 1:])
 
@@ -157,9 +154,9 @@ def _mix(value: mx.array) -> mx.array:
 
 
 def gumbel(key: mx.array, index: mx.array) -> mx.array:
-    """Standard Gumbel noise in float32, between -2.9 and 22.9.
+    """Return standard Gumbel noise in float32, between -2.9 and 22.9.
 
-    Written with log1p so that the winning (large) end keeps all 32 bits.
+    It uses log1p so that the winning (large) end keeps all 32 bits.
     """
     uniform = (bits(key, index).astype(mx.float32) + 0.5) * 2.0**-32
     return -mx.log(-mx.log1p(-mx.minimum(uniform, 1 - 2.0**-24)))
@@ -171,20 +168,20 @@ if TYPE_CHECKING:
     from mlx_ring.worker.sampler.parameters import SamplerRow
 
 _CANDIDATES = (256, 8192)
-"""How many of the largest logits are looked at before the whole vocabulary is sorted."""
+"""Numbers of the largest logits to try before the whole vocabulary is sorted."""
 
 
 def greedy(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
-    """The largest logit's token, the lowest of equals."""
+    """Return the largest logit's token, the lowest of equals."""
     del rows
     return mx.argmax(logits, axis=-1).astype(mx.int32)
 
 
 def in_two_levels(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
-    """Draws from all tokens, or all that min-p leaves, with noise for a few hundred of them.
+    """Draw from all tokens, or all that min-p leaves, with noise for a few hundred of them.
 
-    A block of tokens is drawn by its total weight, then a token in it. The blocks depend on the
-    vocabulary's size alone. That is the exact distribution: the maximum of a block's Gumbel scores is itself
+    A block of tokens is drawn by its total weight, then a token in it. The blocks only depend on the
+    vocabulary's size. That is the exact distribution: the maximum of a block's Gumbel scores is itself
     a Gumbel score, of the log of the block's sum, and independent of which token attains it.
     """
     key = _noise_keys(rows)
@@ -206,15 +203,15 @@ def in_two_levels(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
 
 
 def among_largest(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
-    """Draws from what min-p, top-k and top-p leave, looking at as few candidates as settle it.
+    """Draw from what min-p, top-k and top-p leave, with as few candidates as suffice.
 
-    How many that takes changes no token: the noise is each token id's.
+    Their number changes no token, because the noise belongs to each token id.
     """
     return _among(logits, rows, _CANDIDATES)
 
 
 def among_more(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
-    """As `among_largest`, for rows that `among_few` left open."""
+    """Draw like `among_largest`, for rows that `among_few` left open."""
     return _among(logits, rows, _CANDIDATES[1:])
 
 
@@ -238,9 +235,9 @@ def _among(logits: mx.array, rows: Sequence[SamplerRow], sizes: Sequence[int]) -
 
 
 def among_few(logits: mx.array, rows: Sequence[SamplerRow]) -> tuple[mx.array, mx.array | None]:
-    """As `among_largest`, with one look at the fewest candidates, all lazy.
+    """Draw like `among_largest`, with the fewest candidates only, all lazy.
 
-    Returns the tokens, and for each row whether they were enough; None where that is certain.
+    Returns the tokens, and for each row whether the candidates sufficed; None if that is certain.
     """
     vocabulary = logits.shape[1]
     size = min(_CANDIDATES[0], vocabulary)
@@ -250,12 +247,12 @@ def among_few(logits: mx.array, rows: Sequence[SamplerRow]) -> tuple[mx.array, m
 
 
 def take(rows: mx.array, chosen: list[int]) -> mx.array:
-    """The chosen rows, which are in ascending order; no copy where that is all of them."""
+    """Return the chosen rows, which are in ascending order; without a copy if that is all of them."""
     return rows if len(chosen) == rows.shape[0] else rows[mx.array(chosen)]
 
 
 def reassemble(parts: list[tuple[list[int], mx.array]]) -> mx.array:
-    """Tokens in row order from (row numbers, tokens) parts that cover every row once."""
+    """Return tokens in row order from (row numbers, tokens) parts that cover every row once."""
     if len(parts) == 1:
         return parts[0][1]
     order = [index for chosen, _ in parts for index in chosen]
@@ -264,7 +261,7 @@ def reassemble(parts: list[tuple[list[int], mx.array]]) -> mx.array:
 
 
 def _draw_among(logits: mx.array, rows: Sequence[SamplerRow], size: int) -> tuple[mx.array, mx.array]:
-    """Tokens (rows,) drawn among the `size` largest, and whether those were enough (rows,)."""
+    """Draw (rows,) tokens among the `size` largest. Also return whether those sufficed, (rows,)."""
     limits = [_top_k(row, size, logits.shape[1]) for row in rows]
     temperature = _column([row.sampling.temperature for row in rows])
     min_p = _column([row.sampling.min_p for row in rows])
@@ -289,13 +286,13 @@ def _draw_among(logits: mx.array, rows: Sequence[SamplerRow], size: int) -> tupl
 
 
 def _top_k(row: SamplerRow, size: int, vocabulary: int) -> int:
-    """The row's top-k where `size` candidates hold them all, else 0."""
+    """Return the row's top-k if `size` candidates hold them all, else 0."""
     top_k = row.sampling.top_k
     return top_k if 0 < top_k <= size and top_k < vocabulary else 0
 
 
 def _bounded(row: SamplerRow, size: int, vocabulary: int) -> bool:
-    """Whether `size` candidates are known to be enough without looking at them."""
+    """Report whether `size` candidates certainly suffice."""
     return size == vocabulary or _top_k(row, size, vocabulary) > 0
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities under the model's own distribution: raw logits, before bias, penalties and temperature.
 
-That is OpenAI's meaning and vLLM's default (`logprobs_mode="raw_logprobs"`).
+This matches OpenAI's API and vLLM's default (`logprobs_mode="raw_logprobs"`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _POSITIONS_AT_ONCE = 32
-"""Bounds the working memory of a long prompt: some ten arrays of positions x vocabulary."""
+"""Positions at a time, which bounds the working memory of a long prompt: some ten arrays of positions x vocabulary."""
 
 
 class LazyLogprobs:
-    """Log-probabilities of one token for each row of (rows, vocabulary), and of the most likely ones, to be evaluated.
+    """Lazy log-probabilities of one token for each row of (rows, vocabulary), and of the most likely ones.
 
-    `tops` says how many of those a row gets; above the vocabulary's size it means all.
+    `tops` gives the number of those for each row; above the vocabulary's size it means all.
     """
 
     def __init__(self, logits: mx.array, tokens: mx.array, tops: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class LazyLogprobs:
             self.arrays += [self._top_tokens, self._top_logprobs]
 
     def read(self) -> list[step_pb2.TokenLogprobs]:
-        """One for each row. Evaluates."""
+        """Evaluate, and return one for each row."""
         tokens, own = _ints(self._tokens), _floats(self._own)
         if not any(self._tops):
             return [
@@ -60,7 +60,7 @@ class LazyLogprobs:
 def token_logprobs(
     logits: mx.array, tokens: mx.array | Sequence[int], top: int | Sequence[int]
 ) -> list[step_pb2.TokenLogprobs]:
-    """For each row of (rows, vocabulary), the log-probability of its token and of the `top` most likely ones.
+    """Return, for each row of (rows, vocabulary), the log-probability of its token and of the `top` most likely ones.
 
     `top` is one number or one for each row. Evaluates.
     """
@@ -69,7 +69,7 @@ def token_logprobs(
 
 
 def prompt_logprobs(logits: mx.array, targets: Sequence[int], top: int) -> list[step_pb2.TokenLogprobs]:
-    """`token_logprobs` for many positions (positions, vocabulary), a few at a time to bound memory."""
+    """Return `token_logprobs` for many positions (positions, vocabulary), a few at a time to bound memory."""
     results: list[step_pb2.TokenLogprobs] = []
     for start in range(0, len(targets), _POSITIONS_AT_ONCE):
         span = slice(start, start + _POSITIONS_AT_ONCE)

@@ -1,4 +1,4 @@
-"""What the sampler needs to know of a sequence, converted once from the wire's message."""
+"""Sampling parameters of a sequence, converted once from the wire's message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlx_ring.rpc.protos import step_pb2
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, as in vLLM: dividing by them says nothing more."""
+"""Temperature below which sampling is greedy, as in vLLM: dividing by less changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Parameters(Sampling):
 
     @property
     def penalises(self) -> bool:
-        """Whether the history changes the logits."""
+        """True if the history changes the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def check(self, vocabulary: int) -> None:
-        """Raises RequestError, naming the field, where the values cannot be applied to `vocabulary` logits."""
+        """Check that the values can be applied to `vocabulary` logits. Raises RequestError, which names the field."""
         for token, bias in self.logit_bias:
             if not 0 <= token < vocabulary:
                 raise RequestError(
@@ -66,14 +66,14 @@ class SamplerRow:
 
     sampling: Parameters
     seed: int
-    """Any 64 bits."""
+    """Seed of any 64 bits."""
     position: int
     """Index in the sequence (prompt and answer) of the token that is drawn."""
     tokens: Sequence[int]
-    """Prompt and answer; only those before `position` count, so rows of one sequence may share it."""
+    """Prompt and answer. Only tokens before `position` count, so rows of one sequence may share it."""
     prompt_length: int
-    """Tokens before this are the prompt, those after it the answer."""
+    """Number of tokens in the prompt; the answer follows."""
     eos: frozenset[int] = frozenset()
-    """Barred until `min_tokens` were drawn."""
+    """Tokens that are barred until `min_tokens` were drawn."""
     allowed: NDArray[np.bool_] | None = None
-    """(vocabulary,): the tokens that a grammar allows here; None: all. Those beyond its end are barred."""
+    """(vocabulary,) true for tokens that a grammar allows here; None allows all. Tokens beyond its end are barred."""

@@ -1,8 +1,7 @@
-"""Picks a token for each row: rows alike in kind are drawn together, whatever their parameters.
+"""Sampling of one token for each row. Rows of one kind are drawn together, whatever their parameters.
 
-Logit bias, `min_tokens` and penalties: the changes that depend on a row's parameters and history.
-
-Only the entries that change are read and written: at most the tokens of the sequence, not the vocabulary.
+Logit bias, `min_tokens` and penalties only read and write the entries that they change: at most the tokens of the
+sequence, not the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Edits:
-    """Columns of equal length: an entry's place in the flattened logits and what happens to it."""
+    """Columns of equal length: an entry's index in the flattened logits, and the changes to it."""
 
     place: list[int] = field(default_factory=list[int])
     bias: list[float] = field(default_factory=list[float])
@@ -37,16 +36,16 @@ class _Edits:
 
 
 def adjust(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.array:
-    """Applies to (rows, tokens) float32, in this order and for each row alone; `first` is the first token's id.
+    """Adjust (rows, tokens) float32, in this order and for each row alone; `first` is the first token's id.
 
     - Logit bias is added (OpenAI).
-    - The logits of tokens in prompt and answer are divided by the repetition penalty where positive, else
-      multiplied by it (Keskar et al. 2019, arXiv:1909.05858, as Hugging Face and vLLM have it).
-    - The frequency penalty times a token's count in the answer, and the presence penalty where that is not
+    - The logits of tokens in prompt and answer are divided by the repetition penalty if positive, else
+      multiplied by it (Keskar et al. 2019, arXiv:1909.05858, as in Hugging Face and vLLM).
+    - The frequency penalty times a token's count in the answer, and the presence penalty if the count is not
       0, are subtracted (OpenAI).
     - The EOS set is -inf while the answer is shorter than `min_tokens`.
 
-    Tokens that have no logit there are passed over.
+    Tokens without a logit here are skipped.
     """
     width = logits.shape[1]
     edits = _Edits()
@@ -66,9 +65,9 @@ def adjust(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.a
 
 
 def bar(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.array:
-    """(rows, tokens) with -inf for what is not allowed; `first` is the first token's id.
+    """Return (rows, tokens) with -inf for tokens that are not allowed; `first` is the first token's id.
 
-    Masks come as bytes: to take 152k logits' bits apart in MLX takes a CPU twice as long as all of this.
+    Masks are bytes: unpacking the bits of 152k logits in MLX takes a CPU twice as long as all of this.
     """
     width = logits.shape[1]
     allowed = np.zeros((len(rows), width), np.bool_)
@@ -82,7 +81,7 @@ def bar(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.arra
 
 
 def _changes(row: SamplerRow) -> bool:
-    """Whether anything can be changed; most rows are left alone."""
+    """Report whether the row's parameters can change its logits; most cannot."""
     sampling = row.sampling
     return sampling.penalises or bool(sampling.logit_bias) or bool(sampling.min_tokens and row.eos)
 
@@ -108,10 +107,10 @@ def _collect(edits: _Edits, offset: int, ids: range, row: SamplerRow) -> None:
 
 
 def sample(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
-    """Draws one token for each row: (rows, vocabulary) logits of any float type -> (rows,) int32.
+    """Draw one token for each row: (rows, vocabulary) logits of any float type -> (rows,) int32.
 
-    The result is lazy unless a row has top-p without a top-k of at most 256, where the number of
-    candidates must be looked at. Raises RequestError for parameters that cannot be applied.
+    The result is lazy unless a row has top-p without a top-k of at most 256, because then the number of
+    candidates must be read. Raises RequestError for parameters that cannot be applied.
     """
     if not rows:
         return mx.zeros((0,), dtype=mx.int32)
@@ -125,19 +124,22 @@ def sample(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
 
 
 class LazySample:
-    """Tokens as `sample` draws them, without a look at any value: to be evaluated with whatever comes next.
+    """Tokens as `sample` draws them, without reading any value, to be evaluated with other arrays.
 
-    Parameters must have been checked. A row with top-p may turn out to need more candidates than were taken:
-    `read` draws it again, and what was computed from its lazy token is void.
+    Parameters must have been checked. A row with top-p may need more candidates than were taken. Then
+    `read` draws it again, and everything computed from its lazy token is void.
     """
 
     def __init__(self, logits: mx.array, rows: Sequence[SamplerRow], head: SplitHead | None = None) -> None:
-        """With `head` the logits are this rank's part of the vocabulary; all of it is only put together for rows with noise."""
+        """Build the draws.
+
+        With `head`, the logits are this rank's part of the vocabulary; only rows with noise need all parts.
+        """
         self._in_doubt: _InDoubt | None = None
         parts: list[tuple[list[int], mx.array]] = []
         kinds = _kinds(rows, head.vocabulary if head is not None else logits.shape[1])
         self.is_agreed = head is not None and all(kind is draw.greedy for kind, _ in kinds)
-        """Whether every rank has the same tokens, whatever it runs on: they come of comparisons alone."""
+        """True if every rank has the same tokens on any hardware, because they come from comparisons alone."""
         for (kind, _), chosen in kinds.items():
             theirs = draw.take(logits, chosen)
             members = [rows[index] for index in chosen]
@@ -145,7 +147,7 @@ class LazySample:
                 parts.append((chosen, head.best(_changed(theirs, members, head.first))))
                 continue
             if head is not None:
-                # As the model gives them: that takes half the bytes of float32.
+                # In the model's type, which takes half the bytes of float32.
                 theirs = head.logits(theirs)
             theirs = _changed(theirs, members)
             if kind is draw.among_largest:
@@ -160,11 +162,11 @@ class LazySample:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What to evaluate."""
+        """Arrays to evaluate."""
         return [self.tokens] if self._in_doubt is None else [self.tokens, self._in_doubt.settled]
 
     def read(self) -> tuple[list[int], list[int]]:
-        """The tokens, and which rows' differ from the lazy ones. Evaluates."""
+        """Evaluate. Return the tokens, and the rows whose token differs from the lazy one."""
         tokens = cast("list[int]", self.tokens.tolist())
         changed: list[int] = []
         for row, token in self._in_doubt.draw_again() if self._in_doubt is not None else ():
@@ -176,18 +178,18 @@ class LazySample:
 
 @dataclass(frozen=True, slots=True)
 class _InDoubt:
-    """Rows for which there may be more candidates than were taken."""
+    """Rows that may need more candidates than were taken."""
 
     chosen: list[int]
-    """Their numbers."""
+    """Row numbers."""
     settled: mx.array
-    """(chosen,) whether there were enough after all."""
+    """(chosen,) true if the candidates sufficed."""
     logits: mx.array
     """(chosen, vocabulary), adjusted."""
     rows: Sequence[SamplerRow]
 
     def draw_again(self) -> list[tuple[int, int]]:
-        """Row number and token, where there were not. Evaluates."""
+        """Evaluate. Return row number and token of rows whose candidates did not suffice."""
         flags = cast("list[bool]", self.settled.tolist())
         places = [place for place, flag in enumerate(flags) if not flag]
         if not places:
@@ -198,13 +200,16 @@ class _InDoubt:
 
 
 def _changed(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.array:
-    """All that a row's parameters, history and grammar make of its logits before it is drawn from them."""
+    """Apply a row's parameters, history and grammar to its logits."""
     logits = adjust(logits.astype(mx.float32), rows, first)
     return logits if all(row.allowed is None for row in rows) else bar(logits, rows, first)
 
 
 def _kinds(rows: Sequence[SamplerRow], vocabulary: int) -> dict[tuple[_Draw, bool], list[int]]:
-    """The rows to draw in each way, ascending; those with a grammar apart, so that no others pay for it."""
+    """Return the rows to draw in each way, ascending.
+
+    Rows with a grammar are separate, so that others do not pay for it.
+    """
     kinds: dict[tuple[_Draw, bool], list[int]] = {}
     for index, row in enumerate(rows):
         kinds.setdefault((_kind(row, vocabulary), row.allowed is not None), []).append(index)

@@ -1,4 +1,4 @@
-"""A stage's layers split over the ranks of a group."""
+"""Split of a stage's layers over the ranks of a group."""
 
 from mlx_ring.worker.tensor.group import Group
 from mlx_ring.worker.tensor.split import SplitHead, split

@@ -1,9 +1,9 @@
-"""The ranks of one stage, and what they do together.
+"""Ranks of one stage, and their collectives.
 
 Everything here is lazy, and matches by order: each rank must build the same collectives in the same order. They are
-computed in that order too, for each waits for the one that was built before it: MLX alone orders what hangs together,
-and two graphs that differ in a node may be walked in different ways. Where a collective fails the group is of no use any
-more; a process that was in it ends.
+also computed in that order, because each depends on the one built before. MLX only orders dependent arrays, and may
+walk two graphs that differ in a node in different ways. If a collective fails, the group is unusable and its processes
+end.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import mlx.core as mx
 
 
 class Group:
-    """The place of this process among ranks that MLX has joined."""
+    """Place of this process among ranks that MLX has joined."""
 
     def __init__(self, joined: mx.distributed.Group) -> None:
         self._joined = joined
         self.rank = joined.rank()
         self.size = joined.size()
         self._last: mx.array | None = None
-        """What the last collective of this step gives."""
+        """Result of the last collective of this step."""
 
     def all_sum(self, array: mx.array) -> mx.array:
-        """The sum of all ranks' arrays, bit for bit the same on each."""
+        """Return the sum of all ranks' arrays, with the same bits on each."""
         self._last = mx.distributed.all_sum(self._in_turn(array), group=self._joined)
         return self._last
 
     def end_step(self) -> None:
-        """What was built and not computed never will be: to every rank alike, for all wait for the end of a step.
+        """Drop what was built and not computed. All ranks do this alike, because all wait for the end of a step.
 
-        Without this the next step would compute the rest of a pass of which nobody wanted more than the KV, and find that
-        it still holds some.
+        Otherwise the next step would compute the rest of a pass of which only the KV was needed, and keep
+        some of it alive.
         """
         self._last = None
 
@@ -41,7 +41,7 @@ class Group:
         return array if self._last is None else cast("mx.array", mx.depends(array, self._last))
 
     def all_gather(self, array: mx.array, widths: Sequence[int]) -> mx.array:
-        """All ranks' arrays side by side along the last axis, in rank order.
+        """Return all ranks' arrays side by side along the last axis, in rank order.
 
         Args:
             array: (..., own width).
@@ -54,10 +54,10 @@ class Group:
         return mx.concatenate([parts[rank, ..., :width] for rank, width in enumerate(widths)], axis=-1)
 
     def stack(self, array: mx.array) -> mx.array:
-        """(ranks, ...): all ranks' arrays, which have one shape."""
+        """Return (ranks, ...): all ranks' arrays, which have one shape."""
         self._last = mx.distributed.all_gather(self._in_turn(array[None]), group=self._joined)
         return self._last
 
     def from_first(self, array: mx.array) -> mx.array:
-        """Rank 0's array. Others give one of the same shape and type, whose content does not matter."""
+        """Return rank 0's array. Others pass one of the same shape and type, whose content does not matter."""
         return self.all_sum(mx.zeros_like(array) if self.rank else array)

@@ -1,14 +1,12 @@
-"""Parts of a layer's matrices, lazily: nothing is read before the part itself is evaluated.
+"""Split of an mlx-lm model for one rank: its own forward runs, on fewer heads and rows, with two sums a layer.
 
-A part is a copy of its own, for a view would hold the whole matrix in memory.
+Layers that make heads and rows (queries, keys, values, the gate and its input) are cut by outputs. Layers that take
+them in (behind attention, behind an MLP or its experts) are cut by inputs, so that ranks' results add up. Norms, the
+router and the embedding are whole on every rank, and so are the activations between layers. Each rank computes
+some tokens of the vocabulary in the output head.
 
-A model's output head, of which each rank computes some tokens of the vocabulary.
-
-Turns a model of mlx-lm's into one rank's: its own forward runs, on fewer heads and rows, with two sums a layer.
-
-What makes heads and rows (queries, keys, values, the gate and what it opens) is cut by outputs; what takes them in (behind
-attention, behind an MLP or its experts) by inputs, so that ranks' results add up. Norms, the router and the embedding
-are whole on every rank, and so are the activations between layers.
+Parts are lazy: nothing is read before the part itself is evaluated. A part is a copy, because a view would hold the
+whole matrix in memory.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from mlx_ring.worker.head_tap import override
 from mlx_ring.worker.tensor.group import Group
 
 _MATRICES = ("weight", "scales", "biases")
-"""Of a layer, quantized or not: (outputs, inputs), and (experts, outputs, inputs)."""
+"""Matrices of a layer, quantized or not: (outputs, inputs), and (experts, outputs, inputs)."""
 _QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear, nn.QuantizedEmbedding)
 _FLOAT = (nn.Linear, SwitchLinear, nn.Embedding)
 _BITS_IN_WORD = 32
 
 
 def keep_rows(layer: nn.Module, *extents: MemberRange) -> None:
-    """Leave a layer those of its outputs, in this order; of an embedding those tokens."""
+    """Keep these outputs of a layer, in this order, or these tokens of an embedding."""
     _require_known(layer)
     for name in (*_MATRICES, "bias"):
         matrix = _parameter(layer, name)
@@ -44,7 +42,7 @@ def keep_rows(layer: nn.Module, *extents: MemberRange) -> None:
 
 
 def keep_columns(layer: nn.Module, extent: MemberRange) -> None:
-    """Leave a layer those of its inputs. Its bias, which all ranks' parts have once between them, stays whole."""
+    """Keep these inputs of a layer. Its bias, which all ranks' parts add once in total, stays whole."""
     _require_known(layer)
     _require_whole_groups(layer, extent)
     for name in _MATRICES:
@@ -54,7 +52,7 @@ def keep_columns(layer: nn.Module, extent: MemberRange) -> None:
 
 
 def rows_of(layer: nn.Module, extent: MemberRange) -> dict[str, mx.array]:
-    """Views of a layer's matrices: what keeps them keeps the whole."""
+    """Return views of a layer's matrices. A view keeps the whole matrix alive."""
     found = {name: _parameter(layer, name) for name in _MATRICES}
     return {name: matrix[extent.start : extent.end] for name, matrix in found.items() if matrix is not None}
 
@@ -65,7 +63,7 @@ def _cut(matrix: mx.array, axis: int, extents: Sequence[MemberRange]) -> mx.arra
 
 
 def _stored(layer: nn.Module, name: str, columns: MemberRange) -> MemberRange:
-    """Where a matrix has what belongs to these inputs."""
+    """Return where a matrix stores these inputs."""
     if not isinstance(layer, _QUANTIZED):
         return columns
     of_layer = cast("Any", layer)
@@ -98,24 +96,24 @@ _OF_QUANTIZATION = ("group_size", "bits", "mode")
 
 
 class SplitHead:
-    """Puts together what the ranks' heads give: (..., own tokens of the vocabulary) each."""
+    """Head that combines the logits of all ranks: (..., own tokens of the vocabulary) each."""
 
     def __init__(self, group: Group, vocabulary: Sequence[MemberRange]) -> None:
-        """`vocabulary` is every rank's part, in order."""
+        """Set the parts of the vocabulary, for every rank in order."""
         self._group = group
         self._widths = [len(extent) for extent in vocabulary]
         self.first = vocabulary[group.rank].start
-        """This rank's first token."""
+        """First token of this rank."""
         self.vocabulary = vocabulary[-1].end
 
     def logits(self, own: mx.array) -> mx.array:
-        """(..., vocabulary), on every rank."""
+        """Return (..., vocabulary), on every rank."""
         return self._group.all_gather(own, self._widths)
 
     def best(self, own: mx.array) -> mx.array:
-        """(...) int32, on every rank: the token with the highest logit, of equal ones that with the lowest id.
+        """Return (...) int32, on every rank: the token with the highest logit, of equal ones that with the lowest id.
 
-        Two numbers a rank and position go round, where `logits` takes the whole vocabulary.
+        It exchanges two numbers for each rank and position, where `logits` exchanges the whole vocabulary.
         """
         ids = mx.argmax(own, axis=-1).astype(mx.int32) + self.first
         values = mx.max(own, axis=-1).astype(mx.float32)
@@ -125,10 +123,10 @@ class SplitHead:
 
 
 def split_head(model: nn.Module, own: MemberRange, *, looks_up: bool) -> None:
-    """Have the head give this rank's part of the logits.
+    """Let the head compute this rank's part of the logits.
 
-    Where the embedding serves as the head it stays whole for looking tokens up, and the head takes a view of it;
-    a stage that looks none up keeps that part alone.
+    If the embedding is the head, it stays whole for embedding tokens, and the head uses a view of it.
+    A stage that embeds no tokens keeps that part alone.
     """
     head = cast("nn.Module | None", model.get("lm_head"))
     if head is not None:
@@ -164,9 +162,9 @@ _LATE_BIAS = "bias_of_sum"
 def split(
     model: nn.Module, shares: Sequence[TensorShare], group: Group, *, looks_up: bool = True
 ) -> SplitHead:
-    """Leave a model this rank's part, lazily: weights that nobody has read are read in part alone.
+    """Reduce a model to this rank's part, lazily: only parts of unread weights are read.
 
-    A stage is split after it was cut, for the cut finds the head by its size.
+    A stage is split after it was cut, because the cut finds the head by its size.
 
     Args:
         model: as mlx-lm built it, or a stage's.
@@ -174,7 +172,7 @@ def split(
         looks_up: whether this stage embeds tokens.
 
     Returns:
-        What makes of the model's output, this rank's part of the logits, those of all.
+        A head that combines the ranks' parts of the logits.
 
     Raises:
         ModelUnsupported: the model's layers cannot be split.
@@ -183,7 +181,7 @@ def split(
     _check(model, shares, group)
     share = shares[group.rank]
     for layer in cast("Sequence[Any]", cast("Any", model).layers):
-        if isinstance(layer, nn.Module):  # those of other stages are none any more
+        if isinstance(layer, nn.Module):  # layers of other stages are pass-throughs
             _split_layer(layer, share, group)
     split_head(model, share.vocabulary, looks_up=looks_up)
     return SplitHead(group, [share.vocabulary for share in shares])
@@ -225,7 +223,7 @@ def _split_layer(layer: nn.Module, share: TensorShare, group: Group) -> None:
     mlp = cast("nn.Module", layer["mlp"])
     if "switch_mlp" in mlp:
         _split_mlp(cast("nn.Module", mlp["switch_mlp"]), share.experts)
-        # Behind the choice of experts, where their outputs have become one.
+        # After the experts' choice and sum.
         _sum(mlp, group)
     else:
         _split_mlp(mlp, share.intermediate)
@@ -254,7 +252,7 @@ def _split_attention(attention: nn.Module, share: TensorShare, group: Group) -> 
 
 
 def _head_dim(attention: nn.Module) -> int:
-    """From the rows that there are: families name it in different ways, or not at all."""
+    """Return the head's size from the stored rows, because model families name it in different ways, or not at all."""
     fused = "qkv_proj" in attention
     sizes = cast("Any", attention)
     rows = cast("Any", attention["qkv_proj" if fused else "q_proj"]).weight.shape[0]
@@ -272,7 +270,7 @@ def _split_mlp(mlp: nn.Module, rows: MemberRange) -> None:
 
 
 def _sum(module: nn.Module, group: Group) -> None:
-    """Have the module give the sum over the ranks, and add its bias once."""
+    """Let the module return the sum over the ranks, and add its bias once."""
     if "bias" in module:
         module[_LATE_BIAS] = module.pop("bias")
 

@@ -1,9 +1,9 @@
-"""A front of machine code between MLX and OpenBLAS that gives narrow products a fast way.
+"""Dispatch in machine code between MLX and OpenBLAS, with a fast path for narrow products.
 
 OpenBLAS packs both operands of every `cblas_sgemm`. When A has one row, as in decode, packing
 reads and writes the weights before they are used once, at a third of memory speed. `cblas_sgemv`
-reads them in place. With 2 to 8 rows OpenBLAS has kernels that do not pack, on AVX-512, but takes
-them only for small products: here a wide product is cut into blocks of columns of that size.
+reads them in place. With 2 to 8 rows OpenBLAS has kernels that do not pack, on AVX-512, but uses
+them only for small products. So a wide product is cut into blocks of columns of that size.
 
 The bounds are those of `kernel/x86_64/sgemm_small_kernel_permit_skylakex.c` in OpenBLAS 0.3.34.
 If they change, the blocks get slower, never wrong.
@@ -17,7 +17,7 @@ arrive in edi, esi, edx, ecx, r8d, r9d, xmm0, [rsp+8], +16, +24, +32, xmm1, +40,
     cblas_sgemv(order, trans, m, n, alpha, A, lda, X, incX, beta, Y, incY)
 
 are expected in edi, esi, edx, ecx, xmm0, r8, r9d, [rsp+8], +16, xmm1, +24, +32. The argument area
-belongs to the callee, so that a product of one row is rearranged in place and left by a jump.
+belongs to the callee, so a product of one row is rearranged in place and left by a jump.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_ROWS_IN_BLOCKS = 8
 LISTING = """
 front:
     f30f1efa       endbr64                          # landing pad, where the processor checks indirect calls
-    83ff65         cmp edi, 101                     # anything but row-major goes on as it came
+    83ff65         cmp edi, 101                     # anything but row-major continues as it came
     752c           jne gemm
     8d4691         lea eax, [rsi-111]               # transA: 111 no, 112 yes; OpenBLAS judges others
     83f801         cmp eax, 1
@@ -179,7 +179,7 @@ _LITERALS = struct.Struct("<QQi")
 
 
 def machine_code(sgemm: int, sgemv: int, rows_in_blocks: int) -> bytes:
-    """The front's bytes, which run at any address.
+    """Return the dispatch's bytes, which run at any address.
 
     `sgemm` and `sgemv` are addresses of OpenBLAS's functions with 32-bit integers. Products of 2
     to `rows_in_blocks` rows are cut into blocks; 1 cuts none.
@@ -189,11 +189,11 @@ def machine_code(sgemm: int, sgemv: int, rows_in_blocks: int) -> bytes:
     return code[: -_LITERALS.size] + _LITERALS.pack(sgemm, sgemv, rows_in_blocks)
 
 
-def load_front(sgemm: int, sgemv: int, rows_in_blocks: int) -> int:
-    """Place the front in executable memory and return its address.
+def load_dispatch(sgemm: int, sgemv: int, rows_in_blocks: int) -> int:
+    """Place the dispatch in executable memory and return its address.
 
-    The memory is never given back: MLX's threads may call it until the process ends.
-    Raises `Unavailable` where the system lets no page become executable.
+    The memory is never freed: MLX's threads may call it until the process ends.
+    Raises `Unavailable` if the system lets no page become executable.
     """
     code = machine_code(sgemm, sgemv, rows_in_blocks)
     libc = ctypes.CDLL(None)
@@ -202,7 +202,7 @@ def load_front(sgemm: int, sgemv: int, rows_in_blocks: int) -> int:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = libc.mmap(None, len(code), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     if address in (None, ctypes.c_void_p(-1).value):
-        raise Unavailable("no memory for the front of sgemm")
+        raise Unavailable("no memory for the dispatch of sgemm")
     ctypes.memmove(address, code, len(code))
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     if libc.mprotect(address, len(code), mmap.PROT_READ | mmap.PROT_EXEC):

@@ -1,10 +1,10 @@
-"""Redirect MLX's matrix products on a Linux CPU to OpenBLAS.
+"""Redirection of MLX's matrix products on a Linux CPU to OpenBLAS.
 
 The Linux wheel of MLX links the reference BLAS, 30 to 60 times slower than the processor. Its calls
-go through slots in `libmlx.so`; those of `cblas_sgemm`, `cblas_dgemm` and `cblas_cgemm` are pointed
-at OpenBLAS, the first through a front for narrow products (`front.py`).
+go through slots in `libmlx.so`. Those of `cblas_sgemm`, `cblas_dgemm` and `cblas_cgemm` are pointed
+at OpenBLAS, the first through a dispatch for narrow products (`dispatch.py`).
 
-OpenBLAS as PyPI's `scipy-openblas32` brings it: 32-bit integers, symbols with a prefix.
+OpenBLAS comes from PyPI's `scipy-openblas32`: 32-bit integers, symbols with a prefix.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from mlx_ring.worker.platform.blas.dispatch import MOST_ROWS_IN_BLOCKS, load_front
+from mlx_ring.worker.platform.blas.dispatch import MOST_ROWS_IN_BLOCKS, load_dispatch
 from mlx_ring.worker.platform.blas.selfcheck import Product, first_wrong_product
 from mlx_ring.worker.platform.blas.slots import Slot, Unavailable, find_slots
 
 PACKAGE = "scipy_openblas32"
 
-# Cores whose kernels for small products do not pack, and so gain from blocks (see `front.py`).
+# Cores whose kernels for small products do not pack, and so gain from blocks (see `dispatch.py`).
 _CORES_WITH_SMALL_KERNELS = frozenset({"SkylakeX", "Cooperlake", "SapphireRapids"})
 
 
 @dataclass(frozen=True, slots=True)
 class OpenBlas:
-    """The loaded library, by what is needed of it."""
+    """Loaded library, reduced to what is needed of it."""
 
     library: ctypes.CDLL
     version: str
@@ -38,16 +38,16 @@ class OpenBlas:
 
     @property
     def name(self) -> str:
-        """For people: the version, where it comes from, and the processor its kernels are for."""
+        """Version, origin, and the processor that its kernels are for, as text."""
         return f"OpenBLAS {self.version} (scipy-openblas32), {self.core}"
 
     @property
     def has_small_kernels(self) -> bool:
-        """Whether small products are computed without packing."""
+        """True if small products are computed without packing."""
         return self.core in _CORES_WITH_SMALL_KERNELS
 
     def address(self, function: str) -> int:
-        """The address of `function`, named without prefix. Raises `Unavailable`."""
+        """Return the address of `function`, named without prefix. Raises `Unavailable`."""
         try:
             symbol = self.library[f"scipy_{function}"]
         except AttributeError:
@@ -106,9 +106,9 @@ _REFERENCE = "the BLAS of the mlx wheel"
 
 @dataclass(frozen=True, slots=True)
 class BlasReport:
-    """Which BLAS computes MLX's matrix products on the CPU of this process.
+    """BLAS that computes MLX's matrix products on the CPU of this process.
 
-    `detail` is a sentence: why the fast BLAS, or a part of it, is not in use; else empty.
+    `detail` is a sentence about why the fast BLAS, or a part of it, is not in use; else empty.
     `threads` is how many threads compute one product.
     """
 
@@ -120,7 +120,7 @@ class BlasReport:
 
 @dataclass(frozen=True, slots=True)
 class _Installed:
-    """What was put in place, for the next call."""
+    """State of an installation, for the next call."""
 
     openblas: OpenBlas
     report: BlasReport
@@ -134,10 +134,10 @@ def install_fast_blas(threads: int = 1) -> BlasReport:
     """Let MLX compute its matrix products on the CPU with OpenBLAS, on `threads` threads each.
 
     Works before and after `import mlx.core`, and does not import it. A further call only changes
-    the number of threads. Where OpenBLAS cannot be used MLX is left as it was, and the report
+    the number of threads. If OpenBLAS cannot be used, MLX stays as it was, and the report
     says why; nothing is raised.
     """
-    global _installed  # noqa: PLW0603 - the slots of libmlx.so are as global as a variable can be
+    global _installed  # noqa: PLW0603 - the slots of libmlx.so are global too
     with _lock:
         try:
             if _installed is None:
@@ -150,7 +150,7 @@ def install_fast_blas(threads: int = 1) -> BlasReport:
 
 
 def choose_blas(mode: str, threads: int) -> str:
-    """As `--blas` says, "auto" or "off", on so many threads; returns which BLAS computes, in words. Before MLX is imported."""
+    """Choose the BLAS by `--blas` ("auto" or "off") and its threads, before MLX is imported. Return its description."""
     if mode == "off":
         return "as MLX brings it (switched off by --blas off)"
     report = install_fast_blas(threads)
@@ -173,7 +173,7 @@ def _install() -> _Installed:
 
 
 def _require_platform() -> None:
-    """The slots and the front are those of x86-64 Linux with glibc."""
+    """Check for x86-64 Linux with glibc, which the slots and the dispatch need."""
     system, machine = platform.system(), platform.machine()
     if system == "Darwin":
         raise Unavailable("Apple's Accelerate is fast")
@@ -184,7 +184,7 @@ def _require_platform() -> None:
 
 
 def _redirect(slots: list[Slot], openblas: OpenBlas) -> str:
-    """Point `slots` at OpenBLAS, with the front if it works here, and return what is amiss."""
+    """Point `slots` at OpenBLAS, with the dispatch if it works here, and return what is wrong."""
     detail = ""
     try:
         sgemm = _checked(_front(openblas))
@@ -206,7 +206,7 @@ def _redirect(slots: list[Slot], openblas: OpenBlas) -> str:
 
 def _front(openblas: OpenBlas) -> int:
     rows_in_blocks = MOST_ROWS_IN_BLOCKS if openblas.has_small_kernels else 1
-    return load_front(openblas.address(_SGEMM), openblas.address("cblas_sgemv"), rows_in_blocks)
+    return load_dispatch(openblas.address(_SGEMM), openblas.address("cblas_sgemv"), rows_in_blocks)
 
 
 def _check_slots(slots: list[Slot]) -> None:
@@ -217,7 +217,7 @@ def _check_slots(slots: list[Slot]) -> None:
 
 
 def _checked(sgemm: int) -> int:
-    """Return the address of a `cblas_sgemm` that computes rightly. Raises `Unavailable`."""
+    """Return the address of a `cblas_sgemm` that computes correctly. Raises `Unavailable`."""
     wrong = first_wrong_product(sgemm)
     if wrong:
         raise Unavailable(f"the self-check found a wrong product, {_shape(wrong)}")

@@ -112,7 +112,7 @@ def _expected(product: Product, a: _Stored, b: _Stored, c: _Stored) -> Sequence[
 
 
 class _Stored:
-    """A matrix as BLAS stores it, with entries that a formula makes up."""
+    """Matrix as BLAS stores it, with entries from a formula."""
 
     def __init__(self, rows: int, columns: int, padding: int, seed: int, *, transposed: bool = False) -> None:
         self.rows = rows

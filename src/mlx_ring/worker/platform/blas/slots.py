@@ -1,10 +1,8 @@
-"""Find and rewrite the slots through which a loaded ELF library calls another.
+"""Search and replacement of the slots through which a loaded ELF library calls another.
 
 A shared library calls an imported function through a pointer in its own memory, which the dynamic
 linker fills in. The relocations name the symbol and the place of that pointer. Formats: System V
 ABI, chapter 5; AMD64 supplement, section 4.4; `dlinfo(3)`.
-
-The reason why the fast BLAS cannot be used. It never leaves `mlx_ring.worker.platform.blas`.
 """
 
 from __future__ import annotations
@@ -18,7 +16,10 @@ from pathlib import Path
 
 
 class Unavailable(Exception):
-    """Something that the fast BLAS needs is missing; `str(error)` says what, as part of a sentence."""
+    """Error for something that the fast BLAS needs and that is missing; `str(error)` is part of a sentence.
+
+    It never leaves `mlx_ring.worker.platform.blas`.
+    """
 
 
 _RTLD_DI_LINKMAP = 2
@@ -41,17 +42,17 @@ _SYMBOL_BYTES = 24
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A pointer in the memory of a library: `symbol` is called through `address`."""
+    """Pointer in the memory of a library: `symbol` is called through `address`."""
 
     symbol: str
     address: int
 
     def read(self) -> int:
-        """The address of the function that is called now."""
+        """Return the address of the function that is called now."""
         return ctypes.c_uint64.from_address(self.address).value
 
     def write(self, function: int) -> None:
-        """Call `function` from now on. The store is atomic, so that other threads may be calling.
+        """Call `function` from now on. The store is atomic, so other threads may be calling.
 
         Raises `Unavailable` if the page is protected and cannot be opened.
         """
@@ -65,7 +66,7 @@ class Slot:
 
 
 class _LinkMap(ctypes.Structure):
-    """The head of the dynamic linker's record of a library (`struct link_map`, link.h)."""
+    """Head of the dynamic linker's record of a library (`struct link_map`, link.h)."""
 
     _fields_ = (
         ("base", ctypes.c_size_t),
@@ -75,7 +76,7 @@ class _LinkMap(ctypes.Structure):
 
 
 def find_slots(library: ctypes.CDLL, symbols: frozenset[str]) -> list[Slot]:
-    """Every slot through which `library` calls one of `symbols`. Raises `Unavailable`."""
+    """Return every slot through which `library` calls one of `symbols`. Raises `Unavailable`."""
     link_map = _link_map(library)
     dynamic = dict(_dynamic_entries(link_map.dynamic))
     names = _SymbolNames(
@@ -102,7 +103,7 @@ def _link_map(library: ctypes.CDLL) -> _LinkMap:
 
 
 def _dynamic_entries(address: int) -> Iterator[tuple[int, int]]:
-    """The (tag, value) pairs of a dynamic section."""
+    """Yield the (tag, value) pairs of a dynamic section."""
     while True:
         tag, value = _DYNAMIC.unpack(ctypes.string_at(address, _DYNAMIC.size))
         if tag == _DT_NULL:
@@ -112,7 +113,7 @@ def _dynamic_entries(address: int) -> Iterator[tuple[int, int]]:
 
 
 def _pointer(dynamic: dict[int, int], tag: int, base: int) -> int:
-    """An address from the dynamic section, where glibc adds the base and other linkers do not."""
+    """Return an address from the dynamic section, to which glibc adds the base and other linkers do not."""
     if tag not in dynamic:
         raise Unavailable(f"libmlx.so has no dynamic entry {tag}")
     value = dynamic[tag]
@@ -120,7 +121,7 @@ def _pointer(dynamic: dict[int, int], tag: int, base: int) -> int:
 
 
 def _imports(address: int, size: int) -> Iterator[tuple[int, int]]:
-    """The (offset of the slot, index of the symbol) of each function imported by a relocation table."""
+    """Yield the (offset of the slot, index of the symbol) of each function imported by a relocation table."""
     table = ctypes.string_at(address, size)
     for offset, kind, index, _ in _RELOCATION.iter_unpack(table):
         if kind in (_R_X86_64_GLOB_DAT, _R_X86_64_JUMP_SLOT):
@@ -129,7 +130,7 @@ def _imports(address: int, size: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _SymbolNames:
-    """The names in a dynamic symbol table, by index."""
+    """Names in a dynamic symbol table, by index."""
 
     symbols: int
     strings: int
@@ -140,7 +141,7 @@ class _SymbolNames:
 
 
 def _is_writable(address: int) -> bool:
-    """Whether the page at `address` is mapped for writing."""
+    """Report whether the page at `address` is mapped for writing."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, permissions = line.split(maxsplit=2)[:2]
         start, end = (int(bound, 16) for bound in bounds.split("-"))
