@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.rpc.protos import worker_pb2
+
+if TYPE_CHECKING:
+    # `mlx-ring serve --help` needs only the names of backends.
+    from mlx_ring.rpc.protos import worker_pb2
 
 Backend = Literal["ring", "mpi", "jaccl", "nccl"]
 BACKENDS: Final[tuple[Backend, ...]] = ("ring", "mpi", "jaccl", "nccl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_ring.cli.bench.command import check_matplotlib
 from mlx_ring.cli.bench.plot import cumulative, draw_plot, throughput
 from mlx_ring.cli.bench.summary import Record, summarise
+from mlx_ring.core.errors import ConfigError
 
 ANSWERS = [
     Record(n, 0.1 * n, [0.1 * n + 0.01 * k for k in range(1, 30)], 1.0, output_tokens=29) for n in range(6)
@@ -58,3 +61,12 @@ def test_a_picture_names_its_axes_and_units(tmp_path: Path, monkeypatch: pytest.
         "p95 10.0 ms",
     ):
         assert words in text
+
+
+def test_a_plot_without_matplotlib_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_matplotlib(Path("run.svg"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"^--plot is run\.svg, .* pip install 'mlx-ring\[plot\]'"):
+        check_matplotlib(Path("run.svg"))

@@ -13,6 +13,7 @@ import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -102,6 +103,19 @@ def output_file(flag: str, path: Path | None, suffixes: Sequence[str] = ()) -> P
     return path
 
 
+def check_matplotlib(plot: Path) -> None:
+    """Check before the load that the plot can be drawn.
+
+    Raises:
+        ConfigError: Matplotlib, which only the extra `plot` installs, is missing.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"--plot is {plot}, and Matplotlib is not installed: install it with pip install 'mlx-ring[plot]', "
+            "or leave the flag out."
+        )
+
+
 if TYPE_CHECKING:
     from mlx_ring.cli.bench.client import RequestOptions
     from mlx_ring.cli.bench.course import Outputs
@@ -186,6 +200,8 @@ def bench(
     warming = whole("--warmup", warmup, 0, 10_000)
     presented = key("--api-key", api_key)
     files = output_file("--json", json_file), output_file("--plot", plot, _FORMATS)
+    if plot is not None:
+        check_matplotlib(plot)
     # What follows brings in an HTTP client; the other commands do without.
     from mlx_ring.cli.bench.client import RequestOptions
     from mlx_ring.cli.bench.course import Outputs

@@ -271,7 +271,8 @@ def _uv() -> str:
     found = shutil.which("uv")
     if found is None:
         raise HostFailed(
-            "packages for another system are fetched by uv, which is not installed here: install it"
+            "fetching packages for another system needs uv, which is not installed here: "
+            "install it with pip install 'mlx-ring[deploy]'"
         )
     return found
 

@@ -1,0 +1,124 @@
+"""Everything that the sources import is declared in pyproject.toml, and everything declared is used."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import distribution, packages_distributions
+from pathlib import Path, PurePosixPath
+from typing import cast
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "src" / "mlx_ring"
+EXTRAS = {
+    "otel": {"core/otlp_traces.py"},
+    "plot": {"cli/bench/plot.py"},
+    "deploy": {"cluster/lifecycle/wheels.py"},
+}
+"""Files that may import the packages of an extra, by extra; `serve` and `join` load none of them unless asked."""
+UNIMPORTED = {"scipy-openblas32": "its shared library is loaded, not its module"}
+"""Packages that may be declared without an import of them, each with the reason."""
+
+
+def project() -> dict[str, object]:
+    return cast("dict[str, object]", tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
+
+
+def names(requirements: object) -> set[str]:
+    """Return the normalised package names of a list of requirements."""
+    return {normal(re.split(r"[\[<>=!~; ]", each, maxsplit=1)[0]) for each in cast("list[str]", requirements)}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def imported_modules(file: Path) -> Iterator[str]:
+    """Yield the dotted names of all third-party modules that a file imports, also in its functions."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            found = [f"{node.module}.{each.name}" for each in node.names]
+        else:
+            continue
+        for name in found:
+            top = name.partition(".")[0]
+            if top not in sys.stdlib_module_names and top != "mlx_ring":
+                yield name
+
+
+@cache
+def owners(module: str) -> frozenset[str]:
+    """Return the installed packages that hold a module. Several of them may share a namespace, such as `google`."""
+    parts = module.split(".")
+    sharing = frozenset(map(normal, distributions_by_module().get(parts[0], ())))
+    if len(sharing) == 1:
+        return sharing
+    for length in range(len(parts), 1, -1):
+        if held := {name for name in sharing if "/".join(parts[:length]) in modules_of(name)}:
+            return frozenset(held)
+    return sharing
+
+
+@cache
+def distributions_by_module() -> Mapping[str, list[str]]:
+    return packages_distributions()
+
+
+@cache
+def modules_of(name: str) -> frozenset[str]:
+    """Return the paths of a package's modules, without suffixes."""
+    paths = (PurePosixPath(str(each)) for each in distribution(name).files or ())
+    return frozenset(
+        str(path.parent if path.name == "__init__.py" else path.parent / path.name.partition(".")[0])
+        for path in paths
+        if path.suffix in {".py", ".so"}
+    )
+
+
+@cache
+def imports() -> tuple[tuple[str, str], ...]:
+    """Return (file, module) of every third-party import."""
+    return tuple(
+        (str(file.relative_to(SOURCES)), module)
+        for file in sorted(SOURCES.rglob("*.py"))
+        for module in imported_modules(file)
+    )
+
+
+def test_every_import_is_declared() -> None:
+    declared = names(project()["dependencies"])
+    extras = cast("dict[str, list[str]]", project()["optional-dependencies"])
+    missing: list[str] = []
+    for file, module in imports():
+        allowed = declared.union(*(names(extras[extra]) for extra, files in EXTRAS.items() if file in files))
+        if not owners(module) & allowed:
+            missing.append(f"{file} imports {module} of {' or '.join(owners(module)) or 'no package'}")
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_s_packages_are_required_by_nothing_else(extra: str) -> None:
+    extras = cast("dict[str, list[str]]", project()["optional-dependencies"])
+    assert not names(extras[extra]) & names(project()["dependencies"])
+    assert all((SOURCES / file).exists() for file in EXTRAS[extra])
+
+
+def test_everything_declared_is_imported() -> None:
+    used = frozenset[str]().union(*(owners(module) for _, module in imports()))
+    extras = cast("dict[str, list[str]]", project()["optional-dependencies"])
+    declared = names(project()["dependencies"]).union(*(names(extras[extra]) for extra in EXTRAS))
+    assert declared - used == UNIMPORTED.keys()
+
+
+def test_the_development_tools_include_all_extras() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    own = next(each for each in groups["dev"] if each.startswith("mlx-ring["))
+    assert set(re.findall(r"\w+", own.partition("[")[2])) == EXTRAS.keys()
