@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_ring.agent.member import end_orphans
+from mlx_ring.agent.member import end_orphaned_workers
 from mlx_ring.agent.supervisor import Worker
 from mlx_ring.rpc.protos import worker_pb2
 
@@ -53,7 +53,9 @@ def test_only_a_rank_that_waits_for_others_is_ended_and_only_without_a_head(
 
         async def look() -> list[str]:
             ends = _Ends(waits, idle, alone)
-            ending = asyncio.create_task(end_orphans(ends, lambda: time.monotonic() - silent_s, 30.0, 0.3))
+            ending = asyncio.create_task(
+                end_orphaned_workers(ends, lambda: time.monotonic() - silent_s, 30.0, 0.3)
+            )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(30.0 if expected else 1.0):
                     await ends.has_ended.wait()

@@ -16,9 +16,9 @@ from tests.profiles import made_up_profile
 
 from mlx_ring.agent import member as attendance
 from mlx_ring.agent.enrolment import join
-from mlx_ring.agent.member import Attendant, Revoke, attend_for_ever
+from mlx_ring.agent.member import Registration, Revoke, stay_registered
 from mlx_ring.cluster.control import Control, open_control
-from mlx_ring.cluster.membership import Came, Event, Membership, Told
+from mlx_ring.cluster.membership import Event, Joined, Membership, Reported
 from mlx_ring.cluster.security.members import Members
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import PeerRefused
@@ -43,9 +43,9 @@ async def attending(
 ) -> AsyncGenerator[asyncio.Task[None]]:
     """A machine whose state lies in `folder` joins and attends."""
     credentials = await asyncio.to_thread(join, str(head), control.make_token(life_s=60.0), folder)
-    who = Attendant(open_identity(folder).node, 4000, made_up_profile(), 0.9)
+    who = Registration(open_identity(folder).node, 4000, made_up_profile(), 0.9)
     who = replace(who, **changes)  # pyright: ignore[reportArgumentType] - fields of the dataclass
-    task = asyncio.create_task(attend_for_ever(head, lambda: credentials, who, revoke))
+    task = asyncio.create_task(stay_registered(head, lambda: credentials, who, revoke))
     try:
         yield task
     finally:
@@ -84,7 +84,7 @@ def test_nodes_are_there_while_they_attend_with_what_they_say_of_themselves(tmp_
                 first = there[open_identity(tmp_path / "a").node]
                 assert (first.host, first.head_host, first.port) == ("127.0.0.1", "127.0.0.1", 4000)
                 assert (first.memory_utilization, first.profile) == (0.5, made_up_profile())
-            gone = (await until(control, 0)).gone
+            gone = (await until(control, 0)).former
             assert set(gone) == set(there)
 
     asyncio.run(run())
@@ -133,11 +133,11 @@ def test_other_nodes_hear_of_a_removed_one_without_waiting_for_their_next_word(
 
     async def run() -> None:
         heard: asyncio.Queue[tuple[int, tuple[str, ...]]] = asyncio.Queue()
-        words: list[Told] = []
+        words: list[Reported] = []
         head = HeadAddress("127.0.0.1", free_pair_of_ports())
 
         def note(event: Event) -> None:
-            if isinstance(event, Told):
+            if isinstance(event, Reported):
                 words.append(event)
 
         def revoke(serials: tuple[str, ...]) -> None:
@@ -155,7 +155,7 @@ def test_other_nodes_hear_of_a_removed_one_without_waiting_for_their_next_word(
                 async with asyncio.timeout(WAIT_S):
                     before, serials = await heard.get()
             assert (before, len(serials)) == (0, 1), "nobody had said anything meanwhile"
-            gone = (await until(control, 1)).gone
+            gone = (await until(control, 1)).former
             assert [was.reason for was in gone.values()] == ["it was removed from the cluster"]
             with suppress(PeerRefused):
                 await removed
@@ -182,7 +182,7 @@ def test_the_end_of_an_attendance_that_was_replaced_is_told_to_nobody(tmp_path: 
                 second.cancel()
         return heard
 
-    assert [type(event) for event in asyncio.run(run())] == [Came, Came]
+    assert [type(event) for event in asyncio.run(run())] == [Joined, Joined]
 
 
 @pytest.mark.parametrize(("field", "value"), [("port", 0), ("memory_utilization", 1.5), ("profile", "{}")])

@@ -38,9 +38,9 @@ async def nodes(folder: Path, count: int) -> AsyncGenerator[list[LinkEnd]]:
         yield ends
 
 
-def end_of(node: LinkedNode, agent: AgentLink, port: int | None = None, came: int = 1) -> LinkEnd:
+def end_of(node: LinkedNode, agent: AgentLink, port: int | None = None, session: int = 1) -> LinkEnd:
     address = f"127.0.0.1:{port or node.links_port}"
-    return LinkEnd(node.name, came, agent, lambda _other: address)
+    return LinkEnd(node.name, session, agent, lambda _other: address)
 
 
 def test_every_link_is_measured_each_way_and_asked_for_once(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_broken_link_is_told_and_the_others_are_measured(
                 # The third is not reached from the first.
                 hidden = LinkEnd(
                     three.node,
-                    three.came,
+                    three.session,
                     three.agent,
                     lambda other: dark if other == one.node else three.address_from(other),
                 )
@@ -143,7 +143,7 @@ def test_an_agent_that_is_gone_is_a_broken_link(tmp_path: Path) -> None:
     async def run() -> None:
         async with nodes(tmp_path, 2) as (one, two):
             channel = open_aio_channel("127.0.0.1:9")
-            gone = LinkEnd(one.node, one.came, AgentLink(channel, "the agent of mini-1"), one.address_from)
+            gone = LinkEnd(one.node, one.session, AgentLink(channel, "the agent of mini-1"), one.address_from)
             (link,) = await LinkSurvey("mini-1").take([gone, two])
             await channel.close()
         assert link.problem.startswith("The connection to the agent of mini-1 broke")

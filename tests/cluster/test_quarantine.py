@@ -13,7 +13,7 @@ from mlx_ring.cluster.quarantine import (
     REST_S,
     WINDOW_S,
     Loss,
-    QuarantineBook,
+    QuarantineList,
     quarantined,
     still_counting,
 )
@@ -63,11 +63,11 @@ def test_what_can_matter_no_more_is_forgotten_and_so_is_the_future() -> None:
 
 def test_the_book_outlives_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -> None:
     times_s = count(1000.0, 10.0)
-    book = QuarantineBook(tmp_path, clock=lambda: next(times_s))
+    book = QuarantineList(tmp_path, clock=lambda: next(times_s))
     told = [book.note("mini", "its worker died", 0.0) for _ in range(LOSSES)]
     assert told[:-1] == [None] * (LOSSES - 1)
     assert told[-1] is not None
-    again = QuarantineBook(tmp_path, clock=lambda: next(times_s))
+    again = QuarantineList(tmp_path, clock=lambda: next(times_s))
     assert set(again.held()) == {"mini"}
     with pytest.raises(ConfigError, match="those that are now are mini"):
         again.readmit("studio")
@@ -78,9 +78,9 @@ def test_the_book_outlives_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -
 
 def test_losses_that_a_clock_put_in_the_future_hold_nobody(tmp_path: Path) -> None:
     times_s = count(1e6, 10.0)
-    ahead = QuarantineBook(tmp_path, clock=lambda: next(times_s))
+    ahead = QuarantineList(tmp_path, clock=lambda: next(times_s))
     assert [ahead.note("mini", "its worker died", 0.0) for _ in range(LOSSES)][-1] is not None
-    put_back = QuarantineBook(tmp_path, clock=lambda: 1000.0)
+    put_back = QuarantineList(tmp_path, clock=lambda: 1000.0)
     assert not put_back.held()
     with pytest.raises(ConfigError, match="those that are now are none"):
         put_back.readmit("mini")
@@ -99,7 +99,7 @@ def test_a_book_that_cannot_be_used_is_logged_once_and_leaves_nobody_out(
     else:
         folder.mkdir()
         (folder / "losses.json").write_text("rubbish")
-    book = QuarantineBook(folder)
+    book = QuarantineList(folder)
     for _ in range(2):
         assert not book.held()
     assert [book.note("mini", "its worker died", 0.0) for _ in range(LOSSES)] == [None] * LOSSES
@@ -115,5 +115,5 @@ def test_a_book_that_can_be_read_and_not_written_is_logged_too(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(state_file, "write_private", full)
-    assert QuarantineBook(tmp_path).note("mini", "its worker died", 0.0) is None
+    assert QuarantineList(tmp_path).note("mini", "its worker died", 0.0) is None
     assert caplog.messages[-1].endswith("losses.json: No space left on device")

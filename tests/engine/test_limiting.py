@@ -112,11 +112,11 @@ def test_an_engine_tells_what_a_prompt_would_cost() -> None:
     async def run() -> None:
         served = Served()
         tokens = tuple((1 + place) % 255 + 1 for place in range(BLOCK))
-        fresh = served.engine.burden([tokens])
+        fresh = served.engine.load_for([tokens])
         assert (fresh.shared_tokens, fresh.sequences, fresh.tokens_to_read) == (0, 0, 0)
         await served.answer(BLOCK, 8)
-        assert served.engine.burden([tokens]).shared_tokens >= BLOCK - 1
-        assert served.engine.burden([tokens[:20], (9,) * 30]).shared_tokens == 19
+        assert served.engine.load_for([tokens]).shared_tokens >= BLOCK - 1
+        assert served.engine.load_for([tokens[:20], (9,) * 30]).shared_tokens == 19
 
     asyncio.run(run())
 

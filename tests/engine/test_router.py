@@ -10,23 +10,23 @@ import pytest
 from mlx_ring.core.errors import NotReady, Overloaded
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.router import SEQUENCE_TOKENS, Burden, Router
+from mlx_ring.engine.router import SEQUENCE_TOKENS, Load, Router
 
-IDLE = Burden(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
+IDLE = Load(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
 
 
 @dataclass
 class Instance:
     """Notes what it was asked."""
 
-    burden_now: Burden = IDLE
+    load_now: Load = IDLE
     is_full: bool = False
     gives_way: bool = False
     asked: list[str] = field(default_factory=list[str])
 
-    def burden(self, prompts: Iterable[tuple[int, ...]]) -> Burden:
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load:
         assert list(prompts)
-        return self.burden_now
+        return self.load_now
 
     def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
         if self.is_full:
@@ -44,20 +44,20 @@ def request(name: str, tokens: int = 1000) -> GenerateRequest:
     return GenerateRequest(name, tuple(range(tokens)), SamplingParams(seed=1))
 
 
-def with_(sequences: int = 0, to_read: int = 0, shared: int = 0, *, is_open: bool = True) -> Burden:
-    return Burden(is_open=is_open, sequences=sequences, tokens_to_read=to_read, shared_tokens=shared)
+def with_(sequences: int = 0, to_read: int = 0, shared: int = 0, *, is_open: bool = True) -> Load:
+    return Load(is_open=is_open, sequences=sequences, tokens_to_read=to_read, shared_tokens=shared)
 
 
-def asked_first(*burdens: Burden) -> int:
-    instances = [Instance(burden) for burden in burdens]
+def asked_first(*loads: Load) -> int:
+    instances = [Instance(load) for load in loads]
     Router(lambda: instances).submit_all(request("a"))
     return next(place for place, instance in enumerate(instances) if instance.asked)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_prompt_goes_where_its_beginning_is_cached(place: int) -> None:
-    burdens = [with_(shared=900 if here == place else 0) for here in range(3)]
-    assert asked_first(*burdens) == place
+    loads = [with_(shared=900 if here == place else 0) for here in range(3)]
+    assert asked_first(*loads) == place
 
 
 def test_a_prompt_goes_elsewhere_when_reading_it_there_costs_less_than_waiting() -> None:

@@ -14,7 +14,7 @@ import pytest
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site
-from mlx_ring.cluster.membership import Came, Event, Membership
+from mlx_ring.cluster.membership import Event, Joined, Membership
 from mlx_ring.head import multi_node as subject
 from mlx_ring.head.multi_node import Cluster
 from mlx_ring.host.addresses import HeadAddress
@@ -54,7 +54,7 @@ class Attended:
     node = "n1"
 
     def __init__(self) -> None:
-        there: Any = {"n2": SimpleNamespace(node="n2", came=1, links_port=0)}
+        there: Any = {"n2": SimpleNamespace(node="n2", session=1, links_port=0)}
         self.membership = Membership(there)
         self.watchers: list[Callable[[Event], None]] = []
 
@@ -91,7 +91,7 @@ def test_a_node_that_does_not_answer_when_it_comes_is_asked_again_what_it_holds(
         cluster._has_looked.set()
         tending = asyncio.create_task(cluster._tend_whoever_comes())
         await asyncio.sleep(0)
-        control.watchers[0](Came(control.membership.members["n2"]))
+        control.watchers[0](Joined(control.membership.members["n2"]))
         try:
             async with asyncio.timeout(30):
                 return await agent.stopped.get()

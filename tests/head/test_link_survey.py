@@ -48,7 +48,7 @@ def site(number: int, agent: Agent, usual: str = "192.168.1", *, trusts: bool = 
 
 
 def members(sites: list[Site]) -> Membership:
-    there: Any = {place.node: SimpleNamespace(came=1, links_port=7) for place in sites}
+    there: Any = {place.node: SimpleNamespace(session=1, links_port=7) for place in sites}
     return Membership(there)
 
 

@@ -9,8 +9,8 @@ from tests.engine.timings import timing
 from tests.planner.clusters import cluster_of, model_of, node_of
 from tests.profiles import made_up_profile
 
-from mlx_ring.cluster.membership import Came, Member, Membership, Went
-from mlx_ring.cluster.quarantine import Held
+from mlx_ring.cluster.membership import Joined, Left, Member, Membership
+from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import REPORTED, WorkerInfo
 from mlx_ring.engine.step_times import StepTimes, StepWindow
@@ -27,7 +27,7 @@ RANGES = (LayerRange(0, 14), LayerRange(14, 28))
 VERSIONS = {"mlx": "1"}
 
 
-def member(node: str, came: int = 1) -> Member:
+def member(node: str, session: int = 1) -> Member:
     return Member(
         node=node,
         machine=f"{node}'s machine",
@@ -36,7 +36,7 @@ def member(node: str, came: int = 1) -> Member:
         head_host="10.0.0.1",
         profile=made_up_profile(),
         memory_utilization=0.75,
-        came=came,
+        session=session,
         memory_free_bytes=5,
         since_s=1000.0,
         versions=(("mlx", "1"),),
@@ -88,8 +88,8 @@ def view(**changes: object) -> InstanceView:
 
 def there(*nodes: str) -> Membership:
     stands = Membership()
-    for came, node in enumerate(nodes):
-        stands = stands.apply(Came(member(node, came)))
+    for session, node in enumerate(nodes):
+        stands = stands.apply(Joined(member(node, session)))
     return stands
 
 
@@ -185,8 +185,8 @@ def test_nodes_are_told_with_what_they_hold_and_the_head_s_comes_first() -> None
 
 
 def test_a_node_that_is_gone_or_left_out_says_why_and_one_that_came_back_is_no_ghost() -> None:
-    stands = there("a", "b").apply(Went("b", 1, "it was cut off", 2000.0))
-    held = {"a": Held("It was lost 4 times.", 3000.0)}
+    stands = there("a", "b").apply(Left("b", 1, "it was cut off", 2000.0))
+    held = {"a": Quarantine("It was lost 4 times.", 3000.0)}
     quarantined, gone = node_statuses(Standing("a", stands, held), [view()], VERSIONS)
     assert (quarantined.state, quarantined.reason, quarantined.quarantined_until) == (
         "quarantined",
@@ -194,7 +194,7 @@ def test_a_node_that_is_gone_or_left_out_says_why_and_one_that_came_back_is_no_g
         3000,
     )
     assert (gone.state, gone.reason, gone.since, gone.memory) == ("gone", "it was cut off", 2000, None)
-    back = node_statuses(Standing("a", stands.apply(Came(member("b", 9)))), [view()], VERSIONS)
+    back = node_statuses(Standing("a", stands.apply(Joined(member("b", 9)))), [view()], VERSIONS)
     assert [(node.id, node.state) for node in back] == [("a", "attending"), ("b", "attending")]
 
 

@@ -10,47 +10,47 @@ from tests.planner.clusters import cluster_of, model_of, node_of
 from tests.profiles import made_up_profile
 
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.cpu_quota import ProcessorGrant, lone_stream
+from mlx_ring.planner.cpu_quota import CpuQuota, lone_stream
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.measured import measured_node
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 
-GRANTS = st.builds(ProcessorGrant, st.floats(0.05, 0.95), st.sampled_from([0.01, 0.1]))
+QUOTAS = st.builds(CpuQuota, st.floats(0.05, 0.95), st.sampled_from([0.01, 0.1]))
 MOMENTS = 8
 
 
-def by_the_clock(grant: ProcessorGrant, moment_s: float, computing_s: float) -> float:
+def by_the_clock(quota: CpuQuota, moment_s: float, computing_s: float) -> float:
     """Seconds until so much is computed, period by period, by who begins at a moment of one and finds all of its quota."""
-    quota = grant.share * grant.period_s
-    now, period_ends = moment_s, grant.period_s
-    while (usable := min(quota, period_ends - now)) < computing_s:
+    allowed_s = quota.share * quota.period_s
+    now, period_ends = moment_s, quota.period_s
+    while (usable := min(allowed_s, period_ends - now)) < computing_s:
         computing_s -= usable
-        now, period_ends = period_ends, period_ends + grant.period_s
+        now, period_ends = period_ends, period_ends + quota.period_s
     return now + computing_s - moment_s
 
 
-@given(GRANTS, st.floats(0.001, 0.3))
-def test_a_step_lasts_as_long_as_the_clock_says(grant: ProcessorGrant, computing_s: float) -> None:
-    moments = [(number + 0.5) / MOMENTS * grant.period_s for number in range(MOMENTS)]
-    found = [by_the_clock(grant, moment, computing_s) for moment in moments]
+@given(QUOTAS, st.floats(0.001, 0.3))
+def test_a_step_lasts_as_long_as_the_clock_says(quota: CpuQuota, computing_s: float) -> None:
+    moments = [(number + 0.5) / MOMENTS * quota.period_s for number in range(MOMENTS)]
+    found = [by_the_clock(quota, moment, computing_s) for moment in moments]
     # Who is done with the last of a quota may by a rounding take a little of the next.
-    slack = grant.period_s if any(_is_at_an_end(grant, moment, computing_s) for moment in moments) else 1e-9
-    assert grant.clock_s(np.array([computing_s]))[0] == pytest.approx(np.mean(found), abs=slack)
+    slack = quota.period_s if any(_is_at_an_end(quota, moment, computing_s) for moment in moments) else 1e-9
+    assert quota.clock_s(np.array([computing_s]))[0] == pytest.approx(np.mean(found), abs=slack)
 
 
-def _is_at_an_end(grant: ProcessorGrant, moment_s: float, computing_s: float) -> bool:
-    quota = grant.share * grant.period_s
-    quotas = (computing_s - min(quota, grant.period_s - moment_s)) / quota
+def _is_at_an_end(quota: CpuQuota, moment_s: float, computing_s: float) -> bool:
+    allowed_s = quota.share * quota.period_s
+    quotas = (computing_s - min(allowed_s, quota.period_s - moment_s)) / allowed_s
     return abs(quotas - round(quotas)) < 1e-9
 
 
-@given(GRANTS)
-def test_a_short_step_is_done_at_full_speed_and_a_long_one_by_the_share(grant: ProcessorGrant) -> None:
-    short, long = 1e-3 * grant.share * grant.period_s, 1000 * grant.period_s
-    assert grant.clock_s(np.array([short]))[0] == pytest.approx(short, rel=0.05)
-    assert grant.clock_s(np.array([long]))[0] == pytest.approx(long / grant.share, rel=0.01)
+@given(QUOTAS)
+def test_a_short_step_is_done_at_full_speed_and_a_long_one_by_the_share(quota: CpuQuota) -> None:
+    short, long = 1e-3 * quota.share * quota.period_s, 1000 * quota.period_s
+    assert quota.clock_s(np.array([short]))[0] == pytest.approx(short, rel=0.05)
+    assert quota.clock_s(np.array([long]))[0] == pytest.approx(long / quota.share, rel=0.01)
 
 
 def test_a_stage_that_may_not_keep_up_makes_the_pace() -> None:
@@ -75,7 +75,7 @@ def granted(name: str, share: float, period_s: float = 0.1) -> NodeProfile:
         node.bandwidth,
         node.flops,
         reserve_share=0.0,
-        grant=ProcessorGrant(share, period_s),
+        cpu_quota=CpuQuota(share, period_s),
     )
 
 
@@ -110,5 +110,5 @@ def test_alone_a_machine_with_a_share_takes_all_of_its_time() -> None:
 def test_a_share_counts_where_threads_that_compute_get_less_than_all(
     changes: dict[str, object], share: float | None
 ) -> None:
-    grant = measured_node(made_up_profile(**changes), "a").grant
-    assert (None if grant is None else grant.share) == share
+    quota = measured_node(made_up_profile(**changes), "a").cpu_quota
+    assert (None if quota is None else quota.share) == share

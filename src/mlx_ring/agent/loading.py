@@ -19,7 +19,7 @@ _GROUP = "group"
 _GROUP_WAIT_S = 30.0
 """For ranks of one stage that are all started by now."""
 
-News = TypeVar("News")
+Item = TypeVar("Item")
 _Reports = grpc.aio.UnaryStreamCall[worker_pb2.LoadRequest, worker_pb2.LoadProgress]
 
 
@@ -72,7 +72,7 @@ async def load_workers(
         await asyncio.gather(loads, return_exceptions=True)
 
 
-async def until_done(news: asyncio.Queue[News], work: asyncio.Future[Any]) -> AsyncIterator[News]:
+async def until_done(news: asyncio.Queue[Item], work: asyncio.Future[Any]) -> AsyncIterator[Item]:
     """What comes in, until `work` has ended; then its error, where it has one."""
     while not (work.done() and news.empty()):
         arrival = asyncio.ensure_future(news.get())

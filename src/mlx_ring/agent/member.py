@@ -63,7 +63,7 @@ Revoke = Callable[[tuple[str, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Attendant:
+class Registration:
     """What a node says of itself."""
 
     node: str
@@ -77,8 +77,8 @@ class Attendant:
     """Where collectives may go to other machines."""
 
 
-async def attend_for_ever(
-    head: HeadAddress, credentials: Callable[[], Credentials], who: Attendant, revoke: Revoke
+async def stay_registered(
+    head: HeadAddress, credentials: Callable[[], Credentials], who: Registration, revoke: Revoke
 ) -> None:
     """Attend, and begin again whenever the head is lost; workers stay where they are meanwhile.
 
@@ -95,7 +95,7 @@ async def attend_for_ever(
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
-            async for revoked in _attendance(head, credentials(), who):
+            async for revoked in _session(head, credentials(), who):
                 pause_s = _FIRST_PAUSE_S
                 revoke(revoked)
             log.warning("the head at %s ended; asking again", head)
@@ -115,8 +115,8 @@ def _heed_cancellation() -> None:
         raise asyncio.CancelledError
 
 
-async def _attendance(
-    head: HeadAddress, credentials: Credentials, who: Attendant
+async def _session(
+    head: HeadAddress, credentials: Credentials, who: Registration
 ) -> AsyncIterator[tuple[str, ...]]:
     """One call: what is revoked, at each answer."""
     peer = f"The head at {head}"
@@ -143,7 +143,7 @@ async def _attendance(
         await channel.close()
 
 
-async def _messages(head: HeadAddress, who: Attendant) -> AsyncIterator[cluster_pb2.AttendRequest]:
+async def _messages(head: HeadAddress, who: Registration) -> AsyncIterator[cluster_pb2.AttendRequest]:
     first = cluster_pb2.AttendRequest(
         hello=make_hello(node=who.node),
         machine=node_name(),
@@ -160,7 +160,7 @@ async def _messages(head: HeadAddress, who: Attendant) -> AsyncIterator[cluster_
         yield _now(who)
 
 
-def _now(who: Attendant) -> cluster_pb2.AttendRequest:
+def _now(who: Registration) -> cluster_pb2.AttendRequest:
     """What may be another at each message."""
     trusted, problem = who.trust.now()
     return cluster_pb2.AttendRequest(
@@ -194,7 +194,7 @@ class Ends(Protocol):
     async def stop(self, instance: str) -> int: ...
 
 
-async def end_orphans(
+async def end_orphaned_workers(
     supervisor: Ends, heard_s: Callable[[], float], alone_s: float = _ALONE_S, look_s: float = _LOOK_S
 ) -> None:
     """For ever.
@@ -322,13 +322,13 @@ async def serve_as_member(options: MemberOptions) -> None:
             guard.end_refused()
             probes_guard.end_refused()
 
-    who = Attendant(options.node, port, profile, options.memory_utilization, links_port, options.trust)
+    who = Registration(options.node, port, profile, options.memory_utilization, links_port, options.trust)
     attending = asyncio.create_task(
-        attend_for_ever(options.head, credentials, who, revoke), name="attendance"
+        stay_registered(options.head, credentials, who, revoke), name="attendance"
     )
     beside = (
         asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
-        asyncio.create_task(end_orphans(supervisor, lambda: heard_s), name="orphans"),
+        asyncio.create_task(end_orphaned_workers(supervisor, lambda: heard_s), name="orphans"),
     )
     try:
         await _until_asked_or_done(attending, front.asked_to_stop)

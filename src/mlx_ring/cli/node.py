@@ -110,11 +110,11 @@ node_app = typer.Typer(help="The machines of the cluster.", no_args_is_help=True
 @node_app.command("list")
 def list_nodes(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
     """List the nodes that have joined, until when their certificates hold, and who is left out of plans for a while."""
-    from mlx_ring.cluster.quarantine import QuarantineBook  # brings pydantic's models in
+    from mlx_ring.cluster.quarantine import QuarantineList  # brings pydantic's models in
     from mlx_ring.cluster.security.members import Members
 
     folder = cluster_folder(state_dir)
-    left_out = QuarantineBook(folder).held()
+    left_out = QuarantineList(folder).held()
     table = Table("node", "joined", "certificate until", "left out until", box=None, pad_edge=False)
     for node, member in sorted(Members(folder).list().items()):
         ends = max((held.expires_s for held in member.certificates), default=0.0)
@@ -141,7 +141,7 @@ def readmit_node(
     state_dir: Annotated[str | None, STATE_DIR] = None,
 ) -> None:
     """Use a node again, from the next plan on, that is left out because it has failed again and again."""
-    from mlx_ring.cluster.quarantine import QuarantineBook  # brings pydantic's models in
+    from mlx_ring.cluster.quarantine import QuarantineList  # brings pydantic's models in
 
-    QuarantineBook(cluster_folder(state_dir)).readmit(node)
+    QuarantineList(cluster_folder(state_dir)).readmit(node)
     print(f"{node} counts as any other node again.")

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import DecodeError
 
-from mlx_ring.cluster.membership import Came, Event, Member, Membership, Told, Went
+from mlx_ring.cluster.membership import Event, Joined, Left, Member, Membership, Reported
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.enrolment import EnrolmentFront, admit_own_machine, start_enrolment_server
 from mlx_ring.cluster.security.members import Members
@@ -133,7 +133,7 @@ class Control:
             return
         reason, news = "it was cut off", asyncio.Event()
         log.info("%s (%s) is there, at %s", member.node, member.machine, member.host)
-        await self._happens(Came(member))
+        await self._happens(Joined(member))
         self._news.add(news)
         try:
             yield cluster_pb2.AttendReply(hello=make_hello(), revoked=self._members.revoked_serials())
@@ -141,9 +141,9 @@ class Control:
                 async for said in saying:
                     if said is not None:
                         await self._happens(
-                            Told(
+                            Reported(
                                 member.node,
-                                member.came,
+                                member.session,
                                 said.memory_free_bytes,
                                 said.agent_bytes,
                                 _trusted(said),
@@ -161,7 +161,7 @@ class Control:
             if self._members.refusal(peer):
                 reason = "it was removed from the cluster"
             log.warning("%s (%s) is gone: %s", member.node, member.machine, reason)
-            await asyncio.shield(self._happens(Went(member.node, member.came, reason, time.time())))
+            await asyncio.shield(self._happens(Left(member.node, member.session, reason, time.time())))
 
     def _member(self, first: cluster_pb2.AttendRequest, peer: Peer, host: str) -> Member:
         if peer.is_head:
@@ -183,7 +183,7 @@ class Control:
             head_host=first.head_host,
             profile=MachineProfile.from_json(first.profile),
             memory_utilization=first.memory_utilization,
-            came=next(self._serial),
+            session=next(self._serial),
             memory_free_bytes=first.memory_free_bytes,
             agent_bytes=first.agent_bytes,
             links_port=first.links_port,

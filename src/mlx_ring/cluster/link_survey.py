@@ -106,7 +106,7 @@ class LinkEnd:
     """A node whose links are measured."""
 
     node: str
-    came: int
+    session: int
     """Which of its attendances: it may have moved since the last."""
     agent: AgentLink
     address_from: Callable[[str], str]
@@ -154,7 +154,7 @@ class LinkSurvey:
 
     async def _known_or_measured(self, source: LinkEnd, target: LinkEnd) -> FoundLink:
         address = target.address_from(source.node)
-        holds_for = (source.came, target.came, address)
+        holds_for = (source.session, target.session, address)
         known, held_for = self._found.get((source.node, target.node), (None, None))
         if known is not None and held_for == holds_for and self._is_good(known):
             return known

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.trusted_interfaces import TrustedInterface
 
-_GONE = 32
+_REMEMBERED = 32
 """So many that went are remembered."""
 
 
@@ -28,7 +28,7 @@ class Member:
     """By which address it reaches the head's machine."""
     profile: MachineProfile
     memory_utilization: float
-    came: int
+    session: int
     """Which of all attendances it is: a node that comes again is a new one."""
     memory_free_bytes: int = 0
     agent_bytes: int = 0
@@ -46,7 +46,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class FormerMember:
     """A node that attended and does no more."""
 
     member: Member
@@ -56,18 +56,18 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class Joined:
     """A node attends. One that did so before is replaced: there are no ghosts after a rejoin."""
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Reported:
     """A node has said how it is."""
 
     node: str
-    came: int
+    session: int
     memory_free_bytes: int
     agent_bytes: int = 0
     trusted: tuple[TrustedInterface, ...] = ()
@@ -75,17 +75,17 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Went:
+class Left:
     """An attendance has ended."""
 
     node: str
-    came: int
+    session: int
     reason: str
     at_s: float = 0.0
     """Seconds since the Unix epoch."""
 
 
-Event = Came | Told | Went
+Event = Joined | Reported | Left
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +93,17 @@ class Membership:
     """Who is there, and why others are not."""
 
     members: Mapping[str, Member] = field(default_factory=dict[str, Member])
-    gone: Mapping[str, Gone] = field(default_factory=dict[str, Gone])
+    former: Mapping[str, FormerMember] = field(default_factory=dict[str, FormerMember])
     """By node that was there: the last ones, in the order in which they went."""
 
     def apply(self, event: Event) -> Membership:
         """How it stands after the event. What is said of an attendance that has been replaced changes nothing."""
         match event:
-            case Came(member):
-                gone = {node: was for node, was in self.gone.items() if node != member.node}
-                return Membership({**self.members, member.node: member}, gone)
-            case Told(node, came):
-                if not self._is_current(node, came):
+            case Joined(member):
+                former = {node: was for node, was in self.former.items() if node != member.node}
+                return Membership({**self.members, member.node: member}, former)
+            case Reported(node, session):
+                if not self._is_current(node, session):
                     return self
                 told = replace(
                     self.members[node],
@@ -113,17 +113,17 @@ class Membership:
                     trusted_problem=event.trusted_problem,
                 )
                 return replace(self, members={**self.members, node: told})
-            case Went(node, came, reason, at_s):
-                if not self._is_current(node, came):
+            case Left(node, session, reason, at_s):
+                if not self._is_current(node, session):
                     return self
                 left = {other: member for other, member in self.members.items() if other != node}
-                gone = [*self.gone.items(), (node, Gone(self.members[node], reason, at_s))]
-                return Membership(left, dict(gone[-_GONE:]))
+                former = [*self.former.items(), (node, FormerMember(self.members[node], reason, at_s))]
+                return Membership(left, dict(former[-_REMEMBERED:]))
 
     def without(self, nodes: Container[str]) -> Membership:
         """The same with fewer members."""
         kept = {node: member for node, member in self.members.items() if node not in nodes}
         return replace(self, members=kept)
 
-    def _is_current(self, node: str, came: int) -> bool:
-        return node in self.members and self.members[node].came == came
+    def _is_current(self, node: str, session: int) -> bool:
+        return node in self.members and self.members[node].session == session

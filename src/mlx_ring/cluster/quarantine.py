@@ -39,7 +39,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Quarantine:
     """A node that is left out."""
 
     reason: str
@@ -47,16 +47,16 @@ class Held:
     until_s: float
 
 
-def quarantined(losses: tuple[Loss, ...], now_s: float) -> Mapping[str, Held]:
+def quarantined(losses: tuple[Loss, ...], now_s: float) -> Mapping[str, Quarantine]:
     """By node, who is left out now."""
-    held: dict[str, Held] = {}
+    held: dict[str, Quarantine] = {}
     for node in {loss.node for loss in losses}:
         own = sorted((loss for loss in losses if loss.node == node), key=lambda loss: loss.at_s)
         last = own[-1]
         count = _apart([loss for loss in own if loss.at_s > last.at_s - WINDOW_S])
         if count >= LOSSES and now_s < last.at_s + REST_S:
             reason = f"It was lost {count} times within {WINDOW_S / 60:.0f} minutes, the last time because: {last.reason}"
-            held[node] = Held(reason, last.at_s + REST_S)
+            held[node] = Quarantine(reason, last.at_s + REST_S)
     return held
 
 
@@ -83,7 +83,7 @@ class _Content(BaseModel):
     losses: tuple[Loss, ...] = ()
 
 
-class QuarantineBook:
+class QuarantineList:
     """Who has failed, and who is left out for it.
 
     A head serves without it where its file cannot be used: that says so in the log and leaves nobody out.
@@ -95,7 +95,7 @@ class QuarantineBook:
         self._clock = clock
         self._told = ""
 
-    def note(self, node: str, reason: str, begun_s: float) -> Held | None:
+    def note(self, node: str, reason: str, begun_s: float) -> Quarantine | None:
         """An instance that was begun then, since the Unix epoch, was lost through the node; tells where it is left out from now on."""
         now_s = self._clock()
         try:
@@ -106,7 +106,7 @@ class QuarantineBook:
             return None
         return quarantined(content.losses, now_s).get(node)
 
-    def held(self) -> Mapping[str, Held]:
+    def held(self) -> Mapping[str, Quarantine]:
         """By node, who is left out now."""
         try:
             return self._held_by(self._file.read())
@@ -128,7 +128,7 @@ class QuarantineBook:
                 )
             content.losses = tuple(loss for loss in content.losses if loss.node != node)
 
-    def _held_by(self, content: _Content) -> Mapping[str, Held]:
+    def _held_by(self, content: _Content) -> Mapping[str, Quarantine]:
         now_s = self._clock()
         return quarantined(still_counting(content.losses, now_s), now_s)
 

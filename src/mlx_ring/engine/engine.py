@@ -32,7 +32,7 @@ from mlx_ring.engine.executor import Executor, ranks_that_draw
 from mlx_ring.engine.grammars import Grammars, Settled
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.request_traces import RequestTracer
-from mlx_ring.engine.router import Burden
+from mlx_ring.engine.router import Load
 from mlx_ring.engine.scheduler import Advance, Scheduler
 from mlx_ring.engine.sequence import Limits, Sequence, make_sequence
 from mlx_ring.engine.step_times import Predict, StepTimes, Unanswered
@@ -372,10 +372,10 @@ class Engine:
             )
         self._executor.limit_kv(self._scheduler.kv_limits)
 
-    def burden(self, prompts: Iterable[tuple[int, ...]]) -> Burden:
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load:
         """What is under way, and what prompts would cost here."""
         shared = max((self._scheduler.shared_tokens(prompt) for prompt in prompts), default=0)
-        return Burden(
+        return Load(
             is_open=self._ended is None,
             sequences=self._scheduler.num_open,
             tokens_to_read=self._scheduler.tokens_to_read,

@@ -21,7 +21,7 @@ SEQUENCE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Burden:
+class Load:
     """How one instance stands towards some prompts."""
 
     is_open: bool
@@ -42,7 +42,7 @@ class Burden:
 class Routed(Protocol):
     """An engine, as the router uses it."""
 
-    def burden(self, prompts: Iterable[tuple[int, ...]]) -> Burden: ...
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load: ...
     def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]: ...
     def make_room(self, *requests: GenerateRequest) -> bool:
         """Whether there are places for these, others having given way where need be."""
@@ -95,6 +95,6 @@ class Router:
         turned = [engines[(place + self._turn) % len(engines)] for place in range(len(engines))]
         prompts = list(dict.fromkeys(request.prompt_tokens for request in requests))
         tokens = max((len(prompt) for prompt in prompts), default=0)
-        burdens = [engine.burden(prompts) for engine in turned]
-        ways = sorted(zip(burdens, turned, strict=True), key=lambda way: way[0].cost(tokens))
-        return [engine for burden, engine in ways if burden.is_open]
+        loads = [engine.load_for(prompts) for engine in turned]
+        ways = sorted(zip(loads, turned, strict=True), key=lambda way: way[0].cost(tokens))
+        return [engine for load, engine in ways if load.is_open]

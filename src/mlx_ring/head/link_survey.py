@@ -53,16 +53,16 @@ class LinkSurveys:
 def _ends(membership: Membership, sites: Sequence[Site], host: Callable[[Site, str], str]) -> list[LinkEnd]:
     """The members whose links can be measured; `host` tells where one is reached by another."""
 
-    def end(site: Site, came: int, port: int) -> LinkEnd:
+    def end(site: Site, session: int, port: int) -> LinkEnd:
         def address_from(other: str) -> str:
             found = host(site, other)
             return address_of(found, port) if found else ""
 
-        return LinkEnd(site.node, came, site.link, address_from)
+        return LinkEnd(site.node, session, site.link, address_from)
 
     members = membership.members
     return [
-        end(site, member.came, member.links_port)
+        end(site, member.session, member.links_port)
         for site in sites
         if (member := members.get(site.node)) is not None and member.links_port
     ]

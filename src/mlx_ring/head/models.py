@@ -295,8 +295,8 @@ class Catalog:
 
         # Once something has served: with whoever is there.
         nodes = 1 if self._has_served else self._settings.nodes
-        territories = await machines.territories(Declared(hosted.served, hosted.settings), nodes)
-        self._check_room(hosted, len(territories))
+        candidate_sets = await machines.candidate_nodes(Declared(hosted.served, hosted.settings), nodes)
+        self._check_room(hosted, len(candidate_sets))
         replicas = [
             Replica(
                 hosted.settings,
@@ -305,12 +305,12 @@ class Catalog:
                 self._shares,
                 self._watcher,
                 nodes=nodes,
-                territory=territory,
-                replicas=len(territories),
+                candidates=candidates,
+                replicas=len(candidate_sets),
                 meter=hosted.meter(number),
                 tracing=self._tracing,
             )
-            for number, territory in enumerate(territories)
+            for number, candidates in enumerate(candidate_sets)
         ]
         await hosted.run(replicas, self._ready)
         self._has_served = True

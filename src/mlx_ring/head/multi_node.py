@@ -20,9 +20,9 @@ from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of
 from mlx_ring.cluster.head_member import ensure_head_member, stale_trust
 from mlx_ring.cluster.link_survey import FoundLink, as_they_are
-from mlx_ring.cluster.membership import Came, Event, Membership, Went
+from mlx_ring.cluster.membership import Event, Joined, Left, Membership
 from mlx_ring.cluster.placement import Cut
-from mlx_ring.cluster.quarantine import QuarantineBook
+from mlx_ring.cluster.quarantine import QuarantineList
 from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import PlanError, RingError
 from mlx_ring.head.instance import Epoch, assign
@@ -80,7 +80,7 @@ class Cluster:
         self._control = control
         self._address = address
         self._offer = offer
-        self._book = QuarantineBook(authority_folder(state_folder(settings)))
+        self._quarantine = QuarantineList(authority_folder(state_folder(settings)))
         self._one_at_a_time = asyncio.Lock()
         self._planning = asyncio.Lock()
         """Who plans counts on memory that nobody else may plan with meanwhile."""
@@ -107,7 +107,7 @@ class Cluster:
         others = self._control.membership.members.keys() - {self._control.node}
         return max(0, self._awaited - 1 - len(others))
 
-    async def territories(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
+    async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         membership = await self._attending(nodes)
         sites = cluster_sites(self._control, membership, self._address.port)
         try:
@@ -233,14 +233,14 @@ class Cluster:
 
     def _steady(self, membership: Membership) -> Membership:
         """Without those nodes; the same where there are none, or no others."""
-        held = self._book.held()
+        held = self._quarantine.held()
         steady = membership.without(held)
         return steady if steady.members and held.keys() & membership.members.keys() else membership
 
     def heed_failure(self, error: RingError | None, begun_s: float) -> None:
         if error is None or not error.node:
             return
-        held = self._book.note(error.node, str(error), begun_s)
+        held = self._quarantine.note(error.node, str(error), begun_s)
         if held is not None:
             log.error(
                 "%s is left out of plans until %s. %s To take it in again before: mlx-ring node readmit %s",
@@ -251,7 +251,7 @@ class Cluster:
             )
 
     def standing(self) -> Standing:
-        return Standing(self._control.node, self._control.membership, self._book.held())
+        return Standing(self._control.node, self._control.membership, self._quarantine.held())
 
     async def _look_once(self, sites: Sequence[Site]) -> None:
         """See what earlier heads left, and end what nobody wants of it."""
@@ -339,7 +339,7 @@ class Cluster:
     @contextlib.contextmanager
     def watching(self, instance: str, heed_loss: HeedLoss) -> Generator[None]:
         def heed(event: Event) -> None:
-            if isinstance(event, Went):
+            if isinstance(event, Left):
                 heed_loss(event.node, event.reason)
 
         try:
@@ -353,7 +353,7 @@ class Cluster:
         came: asyncio.Queue[str] = asyncio.Queue()
 
         def heed(event: Event) -> None:
-            if isinstance(event, Came):
+            if isinstance(event, Joined):
                 came.put_nowait(event.member.node)
 
         with self._control.watching(heed):

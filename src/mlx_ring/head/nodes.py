@@ -31,7 +31,7 @@ class Declared:
 class Machines(Protocol):
     """What a head asks of them."""
 
-    async def territories(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
+    async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         """Which nodes each replica of a model is to have, once so many are there; None: any.
 
         Raises:

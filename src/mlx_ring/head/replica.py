@@ -51,7 +51,7 @@ class Replica:
         watcher: Watcher,
         *,
         nodes: int,
-        territory: frozenset[str] | None,
+        candidates: frozenset[str] | None,
         replicas: int,
         meter: Meter,
         tracing: Tracing | None,
@@ -65,7 +65,7 @@ class Replica:
             shares: of memory for KV.
             watcher: told how instances come up.
             nodes: that must be there for the first instance.
-            territory: the nodes that the first instance may have; None: any.
+            candidates: the nodes that the first instance may have; None: any.
             replicas: of the model, this one included.
             meter: of what its instances do, one after the other.
             tracing: where traces of requests go.
@@ -76,7 +76,7 @@ class Replica:
         self._machines = machines
         self._shares = shares
         self._watcher = watcher
-        self._nodes, self._territory, self._replicas = nodes, territory, replicas
+        self._nodes, self._candidates, self._replicas = nodes, candidates, replicas
         kv_bits = 0 if settings.kv_bits == "off" else int(settings.kv_bits)
         self.service = InstanceService(served.folder.num_layers, kv_bits)
 
@@ -99,7 +99,7 @@ class Replica:
                     number,
                     # It has served: from now on with whoever is there.
                     nodes=1 if has_served else self._nodes,
-                    only=None if has_served else self._territory,
+                    only=None if has_served else self._candidates,
                     replicas=self._replicas,
                 )
                 epoch = await self._machines.next_epoch(order)

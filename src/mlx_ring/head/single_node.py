@@ -13,7 +13,7 @@ from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, recall
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.agent_link import LocalAgent, Source
 from mlx_ring.cluster.deployment import Site
-from mlx_ring.cluster.membership import Came, Member, Membership
+from mlx_ring.cluster.membership import Joined, Member, Membership
 from mlx_ring.core.errors import RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.nodes import Declared, HeedLoss, new_instance
@@ -46,7 +46,7 @@ class Here:
         """There is one machine."""
         self.missing = 0
 
-    async def territories(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
+    async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         """All of them are here, and may be."""
         del nodes
         return [None] * (declared.settings.replicas or 1)
@@ -114,9 +114,9 @@ class Here:
             head_host="",
             profile=self._profile,
             memory_utilization=self._settings.memory_utilization,
-            came=1,
+            session=1,
             memory_free_bytes=usable_memory().available_bytes,
             since_s=self._since_s,
             versions=hello_versions(make_hello()),
         )
-        return Standing(node_name(), Membership().apply(Came(itself)))
+        return Standing(node_name(), Membership().apply(Joined(itself)))

@@ -26,8 +26,8 @@ from mlx_ring.api.ops.status import (
     StreamStatus,
     UsedMemory,
 )
-from mlx_ring.cluster.membership import Gone, Member, Membership
-from mlx_ring.cluster.quarantine import Held
+from mlx_ring.cluster.membership import FormerMember, Member, Membership
+from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes, StreamPace
@@ -44,7 +44,7 @@ class Standing:
     own: str
     """The head's node."""
     membership: Membership = field(default_factory=Membership)
-    held: Mapping[str, Held] = field(default_factory=dict[str, Held])
+    held: Mapping[str, Quarantine] = field(default_factory=dict[str, Quarantine])
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ def node_statuses(
     """
     membership = standing.membership
     told = [_attending(standing, member, instances) for member in membership.members.values()]
-    told += [_gone(standing, node, was, instances) for node, was in membership.gone.items()]
+    told += [_gone(standing, node, was, instances) for node, was in membership.former.items()]
     if standing.own not in {node.id for node in told}:
         told.append(_alone(standing.own, instances, versions))
     return sorted(told, key=lambda node: (not node.is_head, node.state == "gone", node.id))
@@ -255,7 +255,7 @@ def _attending(standing: Standing, member: Member, instances: Sequence[InstanceV
     )
 
 
-def _gone(standing: Standing, node: str, was: Gone, instances: Sequence[InstanceView]) -> NodeStatus:
+def _gone(standing: Standing, node: str, was: FormerMember, instances: Sequence[InstanceView]) -> NodeStatus:
     """Nothing is told of its memory: whatever it holds is of no use now."""
     told = _node(
         was.member,

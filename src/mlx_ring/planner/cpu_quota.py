@@ -20,7 +20,7 @@ _MOMENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessorGrant:
+class CpuQuota:
     """Part of the time of the threads that compute."""
 
     share: float

@@ -64,7 +64,9 @@ class Forecast:
     def decode_s(self, stage: int, rows: int, context_tokens: int) -> float:
         """One step with a token of each of so many sequences, each behind so long a context."""
         # Several rows in a group mean that every group has some, and that no stage rests.
-        if rows > 1 or all(node.grant is None for stage in range(len(self)) for node in self._nodes(stage)):
+        if rows > 1 or all(
+            node.cpu_quota is None for stage in range(len(self)) for node in self._nodes(stage)
+        ):
             return self._times(stage, rows, context_tokens).steady
         return self._lone_stream(context_tokens)[0][stage]
 
@@ -78,7 +80,7 @@ class Forecast:
             self._tables.prefill_seconds(node, layers.start, layers.end, length)
             for length in (context_tokens, context_tokens + tokens)
         )
-        step_s = node.costs.step_s / (node.grant.share if node.grant else 1.0)
+        step_s = node.costs.step_s / (node.cpu_quota.share if node.cpu_quota else 1.0)
         return max(after - before + step_s, self._times(stage, 1, context_tokens).steady)
 
     def token_s(self, context_tokens: int) -> float:

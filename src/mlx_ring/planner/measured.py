@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_ring.host.machine_profile import MachineProfile
-from mlx_ring.planner.cpu_quota import ProcessorGrant
+from mlx_ring.planner.cpu_quota import CpuQuota
 from mlx_ring.planner.profiles import NodeProfile
 
 
@@ -39,14 +39,14 @@ def measured_node(
         widens=profile.computes_in == "float32",
         # A GPU has memory of its own, or an advised part of it, where no process lies.
         process_bytes=profile.worker_bytes + beside if profile.device == "cpu" else 0,
-        grant=_grant(profile),
+        cpu_quota=_cpu_quota(profile),
         workers_at_once=max(1, profile.cores // profile.blas_threads) if profile.device == "cpu" else 1,
     )
 
 
-def _grant(profile: MachineProfile) -> ProcessorGrant | None:
+def _cpu_quota(profile: MachineProfile) -> CpuQuota | None:
     """None where rates are by the clock: see `stopwatch` of the worker's profile mode."""
     share, period_s = profile.cpu_share, profile.cpu_period_s
     if profile.device != "cpu" or profile.blas_threads > 1 or share is None or share >= 1 or period_s is None:
         return None
-    return ProcessorGrant(share, period_s)
+    return CpuQuota(share, period_s)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mlx_ring.host.machine_profile import StepCosts, WeightRate
 from mlx_ring.models.tensor_shares import TensorSizes
-from mlx_ring.planner.cpu_quota import ProcessorGrant
+from mlx_ring.planner.cpu_quota import CpuQuota
 from mlx_ring.rpc.link_profile import ETHERNET, LOCAL, UNREACHABLE, LinkProfile
 
 
@@ -85,7 +85,7 @@ class NodeProfile:
     """Whether half precision becomes float32 when it is loaded, as on a CPU."""
     process_bytes: int = 0
     """Of its memory, what our processes hold before any weights."""
-    grant: ProcessorGrant | None = None
+    cpu_quota: CpuQuota | None = None
     """Of the time of the threads that compute, where it is less than all. Rates and costs are of that time."""
     trusted: bool = False
     """Whether its owner named an interface over which collectives may run, which are neither encrypted nor authenticated."""

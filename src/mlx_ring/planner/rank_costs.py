@@ -97,7 +97,7 @@ class RankCosts:
         flops = float(each[first:end].sum()) * tokens
         scores = prefill_scores(self._model, end - first, tokens) * self._part.heads
         computing = flops / rate.flops + scores / self.node.flops
-        return computing / (self.node.grant.share if self.node.grant else 1.0)
+        return computing / (self.node.cpu_quota.share if self.node.cpu_quota else 1.0)
 
     def weight_bytes(self, first: int, end: int) -> int:
         """Embedding and part of the head included where the stage has them."""

@@ -84,7 +84,9 @@ class StageTables:
         fits &= np.arange(len(sums))[:, None] < np.arange(len(sums))[None, :]
         times = times_on(node, table)
         unhindered = np.where(fits, times.unhindered, np.inf)
-        return Times(unhindered, unhindered if node.grant is None else np.where(fits, times.steady, np.inf))
+        return Times(
+            unhindered, unhindered if node.cpu_quota is None else np.where(fits, times.steady, np.inf)
+        )
 
     def stage_seconds(
         self, node: NodeProfile, first: int, end: int, rows: int, context_tokens: int
@@ -130,14 +132,14 @@ class StageTables:
         flops = sum(layer.flops_per_token for layer in model.layers[first:end]) * tokens
         scores = prefill_scores(model, end - first, tokens)
         computing = flops / node.rate(model.weights).flops + scores / node.flops
-        return computing / (node.grant.share if node.grant else 1.0)
+        return computing / (node.cpu_quota.share if node.cpu_quota else 1.0)
 
 
 def times_on(node: NodeProfile, computing: Table) -> Times[Table]:
     """How long so many seconds of computing last on a machine."""
-    if node.grant is None:
+    if node.cpu_quota is None:
         return Times(computing, computing)
-    return Times(node.grant.clock_s(computing), node.grant.steady_s(computing))
+    return Times(node.cpu_quota.clock_s(computing), node.cpu_quota.steady_s(computing))
 
 
 def layer_seconds(

@@ -174,7 +174,7 @@ def _speed_reason(times: Timetable, place: int) -> str:
     node = times.cluster.nodes[place]
     bandwidth = node.rate(times.costs.model_on(node).weights).bandwidth / 1e9
     speed = f"reads {bandwidth:,.0f} GB/s" if bandwidth >= 10 else f"reads {bandwidth:.1f} GB/s"  # noqa: PLR2004 - two digits
-    return f"{speed} for {node.grant.share:.0%} of the time" if node.grant else speed
+    return f"{speed} for {node.cpu_quota.share:.0%} of the time" if node.cpu_quota else speed
 
 
 METHODS: Mapping[Strategy, PipelineMethod | TensorMethod] = {

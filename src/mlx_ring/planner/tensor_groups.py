@@ -171,7 +171,7 @@ class RankGroup:
         computing = max(
             member.costs.prefill_s(first, end, context_tokens + tokens)
             - member.costs.prefill_s(first, end, context_tokens)
-            + member.node.costs.step_s / (member.node.grant.share if member.node.grant else 1.0)
+            + member.node.costs.step_s / (member.node.cpu_quota.share if member.node.cpu_quota else 1.0)
             for member in self.members
         )
         return computing + (end - first) * self.exchange_s(tokens)[0]
@@ -266,7 +266,7 @@ def _seconds(
     found: list[tuple[float, float]] = []
     for node in nodes:
         none, whole = (costs.seconds_before(rows, shared.context_tokens) for costs in shared.bounds(node))
-        grant = node.grant.share if node.grant else 1.0
+        grant = node.cpu_quota.share if node.cpu_quota else 1.0
         fixed = float(none[end] - none[first])
         found.append((fixed / grant, max(1e-12, float(whole[end] - whole[first]) - fixed) / grant))
     return np.array([one for one, _ in found]), np.array([other for _, other in found])
