@@ -126,7 +126,7 @@ def test_a_plan_s_digest_changes_with_cut_type_model_kv_bits_and_wishes() -> Non
     [
         {"strategy": "uniform"},
         {"strategy": "custom", "proportions": "0.7,0.3"},
-        {"aim": "throughput"},
+        {"optimize_for": "throughput"},
         {"replicas": 2},
         {"nodes": 3},
         {"max_model_len": 64},
@@ -141,7 +141,7 @@ def test_whoever_asks_for_another_cut_has_other_wishes(flags: dict[str, object])
 def test_what_decides_no_cut_changes_no_wishes() -> None:
     flags = {"max_num_seqs": 4, "port": 0, "prefix_cache": "off", "log_level": "debug"}
     assert cut_wishes(load_settings(flags)) == cut_wishes(load_settings({}))
-    each, few = {"aim": "throughput"}, {"aim": "throughput", "max_num_seqs": 4}
+    each, few = {"optimize_for": "throughput"}, {"optimize_for": "throughput", "max_num_seqs": 4}
     assert cut_wishes(load_settings(each)) != cut_wishes(load_settings(few))
 
 
