@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 from tests.processes import clean_environment
+
+from mlx_ring.models.lean_imports import UNUSED
 
 BARE = "import sys; from mlx_ring.models.lean_imports import import_bare; import_bare('heavy'); "
 
@@ -58,3 +64,49 @@ def test_a_package_that_is_in_already_or_not_installed_is_let_be(folder: Path) -
         "from mlx_ring.models.lean_imports import import_bare; import_bare('no_such_package'); import sys; "
     )
     assert said(folder, code + "print('no_such_package' in sys.modules)") == ["False"]
+
+
+VERSIONS = {"mlx-lm": ("0.32.2", "0.33"), "transformers": ("5.0", "6"), "tokenizers": ("0.20", "1")}
+"""Ranges of versions, up to but without the second, whose structure the following tests know."""
+
+
+@pytest.mark.parametrize("package", VERSIONS)
+def test_the_installed_version_is_one_whose_structure_is_known(package: str) -> None:
+    least, below = VERSIONS[package]
+    assert Version(least) <= Version(version(package)) < Version(below)
+
+
+def test_mlx_lm_imports_exactly_what_the_stand_ins_provide() -> None:
+    spec = find_spec("mlx_lm")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    source = Path(spec.submodule_search_locations[0], "utils.py").read_text()
+    imported = {
+        node.module: {name.name for name in node.names}
+        for statement in ast.parse(source).body
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef)
+        for node in ast.walk(statement)
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+    }
+    assert imported["tokenizer_utils"] <= set(UNUSED["mlx_lm.tokenizer_utils"])
+    assert imported["huggingface_hub"] <= set(UNUSED["huggingface_hub"])
+    assert not any(name.partition(".")[0] in {"transformers", "tokenizers"} for name in imported)
+
+
+def test_mlx_lm_is_loaded_with_stand_ins_for_the_unused_modules_alone(tmp_path: Path) -> None:
+    code = "import sys; from mlx_ring.models.lean_imports import import_mlx_lm as go; go(); import mlx_lm.utils as u; "
+    shown = "print(*sorted(n for n in ('huggingface_hub', 'mlx_lm.tokenizer_utils') if n in sys.modules), callable(u.load_model))"
+    assert said(tmp_path, code + shown) == ["True"]
+
+
+def test_transformers_offers_the_tokenizer_modules_without_its_init(tmp_path: Path) -> None:
+    code = (
+        "import sys; from mlx_ring.models import lean_imports; lean_imports._import_bare(); "
+        "import transformers; print(transformers.AutoTokenizer.__module__, transformers.PreTrainedTokenizerFast.__module__, "
+        "type(sys.modules['transformers']).__name__)"
+    )
+    assert said(tmp_path, code) == [
+        "transformers.models.auto.tokenization_auto",
+        "transformers.tokenization_utils_tokenizers",
+        "module",
+    ]

@@ -42,7 +42,7 @@ def run_alone(scenario: str, core_type: str | None = None) -> str:
     environment = {"OPENBLAS_CORETYPE": core_type} if core_type else {}
     process = subprocess.run(
         [sys.executable, __file__, scenario],
-        env={"HOME": "/nonexistent", **environment},
+        env={"HOME": "/nonexistent", "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
         capture_output=True,
         text=True,
         check=False,
