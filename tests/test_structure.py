@@ -27,7 +27,6 @@ CROSSED = {"head": (52, 45), "worker": (33, 33)}
 SMALL_FILES = {
     "api/ollama/dialect.py": "the dialect that app.py registers; each API has its own",
     "api/settings.py": "values that the whole API reads and head/ fills in",
-    "cli/doctor/finding.py": "the value that every check returns",
     "cli/main.py": "the console script, which loads nothing before it can be interrupted",
     "cli/stop.py": "one command; a command's file is loaded when it is typed",
     "planner/request.py": "the planner's input, beside its output in plan.py",

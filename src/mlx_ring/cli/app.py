@@ -25,7 +25,7 @@ COMMANDS = {
     "plan": "mlx_ring.cli.plan:plan",
     "profile": "mlx_ring.cli.profile:profile",
     "bench": "mlx_ring.cli.bench.command:bench",
-    "heads": "mlx_ring.cli.join:heads",
+    "heads": "mlx_ring.cli.heads:heads",
     "doctor": "mlx_ring.cli.doctor.command:doctor",
     "models": "mlx_ring.cli.models:app",
     "token": "mlx_ring.cli.node:token_app",

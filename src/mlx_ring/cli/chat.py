@@ -14,14 +14,16 @@ import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 
 from mlx_ring.cli.trust import CACERT, distrust, trust
 from mlx_ring.settings.settings_sources import load_settings
+
+if TYPE_CHECKING:
+    import httpx
 
 _CONNECT_S = 5.0
 _SILENCE_S = 60.0
@@ -59,6 +61,8 @@ class ChatServer:
     def __init__(
         self, base_url: str, api_key: str | None = None, trusted: ssl.SSLContext | None = None
     ) -> None:
+        import httpx  # slow to import, and `--help` does without it
+
         self.url = base_url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -99,6 +103,8 @@ class ChatServer:
 
     @contextlib.contextmanager
     def _clear_errors(self) -> Generator[None]:
+        import httpx
+
         try:
             yield
         except httpx.ConnectError as error:
@@ -332,8 +338,6 @@ def chat(
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Talk to a model that is being served, in this terminal."""
-    from mlx_ring.cli.chat import run_chat  # the other commands do without its libraries
-
     settings = load_settings({"api_key": api_key})
     key = settings.api_key[0] if settings.api_key else None
     raise typer.Exit(

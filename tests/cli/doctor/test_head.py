@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.machines import NOW, node_credentials, running_head
 
-from mlx_ring.cli.doctor.finding import Finding
+from mlx_ring.cli.doctor import Finding
 from mlx_ring.cli.doctor.head import (
     check_clock,
     check_dates,

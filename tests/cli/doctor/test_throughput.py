@@ -9,7 +9,7 @@ import pytest
 from tests.machines import free_pair_of_ports
 
 from mlx_ring.agent.enrolment import join
-from mlx_ring.cli.doctor.finding import Finding
+from mlx_ring.cli.doctor import Finding
 from mlx_ring.cli.doctor.network import check_throughput, judge_link
 from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.security.members import Members

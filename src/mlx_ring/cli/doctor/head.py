@@ -10,7 +10,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlx_ring.agent.enrolment import shown_certificate
-from mlx_ring.cli.doctor.finding import Finding
+from mlx_ring.cli.doctor import Finding
 from mlx_ring.core.errors import RingError
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.hello import Greeted, ask_greeting, make_hello

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mlx_ring.cli.doctor.finding import Finding
+from mlx_ring.cli.doctor import Finding
 from mlx_ring.core.environment import package_version
 from mlx_ring.host.interfaces import LanAddress
 from mlx_ring.host.process import UsableMemory, usable_memory

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from mlx_ring.cli.doctor.finding import Finding
+from mlx_ring.cli.doctor import Finding
 from mlx_ring.core.errors import PeerRefused, RingError, VersionMismatch
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.interfaces import LanAddress
