@@ -12,7 +12,7 @@ from tests.lazily import lazily
 from mlx_ring.api.anthropic.request import MessagesRequest, conversation_of
 from mlx_ring.api.anthropic.writer import Costs, MessageWriter, Stop
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.chat.request import Conversation
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ else:
 Events = list[Any]
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 PARTS: tuple[AnswerPart, ...] = (
-    Reasoning("Let me see."),
-    Content("I'll "),
-    Content("add."),
+    ReasoningText("Let me see."),
+    AnswerText("I'll "),
+    AnswerText("add."),
     CallOpening(0, "call_1", "add"),
     CallArguments(0, '{"a"'),
     CallArguments(0, ": 1}"),

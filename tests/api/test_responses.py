@@ -12,7 +12,7 @@ from tests.api.twins import MarkingTokenizer, TwinService
 from tests.lazily import lazily
 
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.dialect import ErrorInfo
 from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of, seal
 from mlx_ring.api.openai.responses.writer import ResponseWriter, response_of, usage_of
@@ -26,10 +26,10 @@ else:
 Events = list[Any]
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 PARTS: tuple[AnswerPart, ...] = (
-    Reasoning("Let me "),
-    Reasoning("see."),
-    Content("I'll "),
-    Content("add."),
+    ReasoningText("Let me "),
+    ReasoningText("see."),
+    AnswerText("I'll "),
+    AnswerText("add."),
     CallOpening(0, "call_1", "add"),
     CallArguments(0, '{"a"'),
     CallArguments(0, ": 1}"),
@@ -99,7 +99,7 @@ def test_items_open_grow_and_close_in_the_order_of_the_answer() -> None:
 
 def test_an_answer_at_its_limit_is_incomplete_and_so_is_its_last_item() -> None:
     made = writer()
-    list(made.part(Content("Hel")))
+    list(made.part(AnswerText("Hel")))
     whole: dict[str, Any] = made.whole("incomplete", usage_of(1, 0, 1, 0))
     assert whole["status"] == "incomplete"
     assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -108,7 +108,7 @@ def test_an_answer_at_its_limit_is_incomplete_and_so_is_its_last_item() -> None:
 
 def test_a_failure_is_told_to_readers_of_events_and_raised_by_sdks() -> None:
     made = writer()
-    events: Events = [*made.opening(), *made.part(Content("Hel"))]
+    events: Events = [*made.opening(), *made.part(AnswerText("Hel"))]
     events += made.failing(ErrorInfo(503, "Worker 1 died.", "server_error", "worker_lost"))
     assert kinds(checked(events))[-4:] == ["content_part.done", "output_item.done", "failed", "error"]
     failed = responses.Response.model_validate(events[-2]["response"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from mlx_ring.api.token_bounds import FewestTokens
+from mlx_ring.api.token_bounds import TokenBounds
 
 WORDS = ["the", "he", "th", "in", "ing", "é", "e", "日本", "日", "\u2581the", "\u2581", "ain", "ai"]
 
@@ -97,7 +97,7 @@ TEXTS = st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=60).map(
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_has_fewer_tokens_than_it_says(kind: str) -> None:
     tokenizer = KINDS[kind]()
-    fewest = FewestTokens.read(Wrapper(tokenizer))
+    fewest = TokenBounds.read(Wrapper(tokenizer))
     assert fewest is not None
 
     @given(TEXTS)
@@ -109,7 +109,7 @@ def test_no_text_has_fewer_tokens_than_it_says(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_of_the_longest_tokens_has_as_many_as_it_says(kind: str) -> None:
-    fewest = FewestTokens.read(Wrapper(KINDS[kind]()))
+    fewest = TokenBounds.read(Wrapper(KINDS[kind]()))
     assert fewest is not None
     assert fewest.of("g" * 3000) == 1000
     assert fewest.of("") == 0
@@ -146,4 +146,4 @@ def test_of_a_tokenizer_that_leaves_something_out_nothing_is_said(
     make: Callable[[], Tokenizer] | None,
 ) -> None:
     wrapper = object() if make is None else Wrapper(make())
-    assert FewestTokens.read(wrapper) is None
+    assert TokenBounds.read(wrapper) is None

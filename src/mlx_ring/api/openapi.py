@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from mlx_ring.api.dialect import Dialects
 from mlx_ring.api.request_body import WITHOUT_EFFECT, Body
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.api.streaming import EVENT_STREAM, begun_in_time
+from mlx_ring.api.streaming import EVENT_STREAM, start_in_time
 
 Json = dict[str, Any]
 
@@ -101,7 +101,7 @@ def documented_post(
         answer = await endpoint(request)
         return answer if isinstance(answer, Response) else JSONResponse(answer)
 
-    in_time = begun_in_time(respond) if EVENT_STREAM in doc.streams else respond
+    in_time = start_in_time(respond) if EVENT_STREAM in doc.streams else respond
     _add(router, path, in_time, "POST", doc, schema)
 
 

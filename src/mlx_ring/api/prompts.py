@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 
 from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.service import ModelService, Tokenizer
-from mlx_ring.api.token_bounds import FewestTokens
+from mlx_ring.api.token_bounds import TokenBounds
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import context_exceeded
 
@@ -60,7 +60,7 @@ class PromptEncoder:
         self._short = _threads(_SHORT_THREADS, "short texts")
         self._long = _threads(1, "long texts")
         self._other = _threads(1, "other tokenizers")
-        self._fewest: WeakKeyDictionary[Tokenizer, FewestTokens | None] = WeakKeyDictionary()
+        self._token_bounds: WeakKeyDictionary[Tokenizer, TokenBounds | None] = WeakKeyDictionary()
 
     async def encode(self, model: ModelService, text: str, *, param: str = "prompt") -> tuple[int, ...]:
         """A raw prompt, with the special tokens that the model wants before it.
@@ -153,14 +153,16 @@ class PromptEncoder:
         most = model.context_length
         if len(text) <= most:
             return
-        fewest = await self._run(model.tokenizer, len(text), lambda: self._fewest_of(model.tokenizer, text))
+        fewest = await self._run(
+            model.tokenizer, len(text), lambda: self._least_tokens(model.tokenizer, text)
+        )
         if fewest > most:
             raise context_exceeded(fewest, most, param=param, is_counted=False)
 
-    def _fewest_of(self, tokenizer: Tokenizer, text: str) -> int:
-        if tokenizer not in self._fewest:
-            self._fewest[tokenizer] = FewestTokens.read(tokenizer)
-        known = self._fewest[tokenizer]
+    def _least_tokens(self, tokenizer: Tokenizer, text: str) -> int:
+        if tokenizer not in self._token_bounds:
+            self._token_bounds[tokenizer] = TokenBounds.read(tokenizer)
+        known = self._token_bounds[tokenizer]
         return 0 if known is None else known.of(text)
 
     async def _run(self, tokenizer: Tokenizer, size: int, work: Callable[[], T]) -> T:

@@ -30,7 +30,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         ClientDisconnect: the client left first.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_until_gone(receive))
+    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -42,7 +42,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -54,7 +54,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 WorkT = TypeVar("WorkT")
 
 
-class LiveAnswer(Response, Generic[WorkT]):
+class StreamedAnswer(Response, Generic[WorkT]):
     """What some work writes, as it comes. When the client leaves, the work is left."""
 
     def __init__(
@@ -111,7 +111,7 @@ def note_stream(request: Request, fields: object) -> None:
     request.state.streams = bool(getattr(fields, "stream", None))
 
 
-def begun_in_time(endpoint: Endpoint) -> Endpoint:
+def start_in_time(endpoint: Endpoint) -> Endpoint:
     """An endpoint whose streams begin after so much silence, with comments, whether or not their answer is there.
 
     What is refused sooner is refused with its own status; later it is the stream's last event.
@@ -127,12 +127,12 @@ def begun_in_time(endpoint: Endpoint) -> Endpoint:
             raise
         if work.done() or not getattr(request.state, "streams", False):
             return await work
-        return _Begun(work, quiet_s)
+        return _StartedStream(work, quiet_s)
 
     return in_time
 
 
-class _Begun(Response):
+class _StartedStream(Response):
     """Comments, and then the stream that is waited for."""
 
     media_type = EVENT_STREAM

@@ -32,7 +32,7 @@ Piece = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class FewestTokens:
+class TokenBounds:
     """Of one tokenizer."""
 
     weights: NDArray[np.float64]
@@ -45,7 +45,7 @@ class FewestTokens:
     """Of Unicode, into which texts are brought first."""
 
     @classmethod
-    def read(cls, tokenizer: object) -> FewestTokens | None:
+    def read(cls, tokenizer: object) -> TokenBounds | None:
         """Of a tokenizer of Hugging Face's library, perhaps in mlx-lm's wrapper; None where nothing can be told."""
         beneath = getattr(tokenizer, "_tokenizer", tokenizer)
         backend: Any = getattr(beneath, "backend_tokenizer", None)
@@ -65,7 +65,7 @@ class FewestTokens:
         return max(0, math.ceil(sum(sums) * (1 - 1e-9)))
 
 
-def _read(tokenizer: Piece) -> FewestTokens | None:
+def _read(tokenizer: Piece) -> TokenBounds | None:
     model: Piece = tokenizer["model"]
     vocabulary = _vocabulary(model)
     before, cutting = (
@@ -84,7 +84,7 @@ def _read(tokenizer: Piece) -> FewestTokens | None:
     said = _said_in_bytes(vocabulary) if is_of_bytes else _said_in_words(vocabulary)
     names = (str(token["content"]) for token in added)
     said_by_name = (name if is_of_bytes else name.replace(_WORD_START, " ") for name in names)
-    return FewestTokens(
+    return TokenBounds(
         _weights([*said, *(name.encode() for name in said_by_name)]),
         has_word_starts=not is_of_bytes,
         swallows_space=any(token["lstrip"] or token["rstrip"] for token in added),

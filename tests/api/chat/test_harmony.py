@@ -12,7 +12,7 @@ from tests.api.chat.formats import cut, read, rules
 from tests.api.twins import ByteTokenizer
 
 from mlx_ring.api.chat.model_format import HEADING, ChatFormat, parse_tool_call, read_format
-from mlx_ring.api.chat.parts import CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.chat.parts import AnswerText, CallArguments, CallOpening, ReasoningText
 
 
 def gpt_oss() -> ChatFormat:
@@ -30,20 +30,23 @@ ASKED = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "Rome"}
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        (THOUGHT + "assistant<|channel|>final<|message|>Hello.", [Reasoning("Hm."), Content("Hello.")]),
-        ("<|channel|>final <|constrain|>json<|message|>{}", [Content("{}")]),
+        (
+            THOUGHT + "assistant<|channel|>final<|message|>Hello.",
+            [ReasoningText("Hm."), AnswerText("Hello.")],
+        ),
+        ("<|channel|>final <|constrain|>json<|message|>{}", [AnswerText("{}")]),
         (
             THOUGHT + "assistant<|channel|>commentary<|message|>I look.<|end|>" + CALL,
-            [Reasoning("Hm."), Content("I look."), *ASKED],
+            [ReasoningText("Hm."), AnswerText("I look."), *ASKED],
         ),
         (
             'assistant to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>',
             ASKED,
         ),
-        ("<|channel|>final<|message|>Say to=functions.x", [Content("Say to=functions.x")]),
+        ("<|channel|>final<|message|>Say to=functions.x", [AnswerText("Say to=functions.x")]),
         (
             CALL.replace("get_weather", "unknown"),
-            [Content(CALL[CALL.index("to=") :].replace("get_weather", "unknown"))],
+            [AnswerText(CALL[CALL.index("to=") :].replace("get_weather", "unknown"))],
         ),
     ],
 )

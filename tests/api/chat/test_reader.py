@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.api.chat.formats import QWEN, THOUGHTS, TIME, TOOLS, cut, read, rules
 
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.chat.parts import AnswerText, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.chat.reader import AnswerReader
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -27,16 +27,16 @@ FRAGMENTS = [
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("Hello.", [Content("Hello.")]),
-        ("\n Hello.\n", [Content("\n Hello.\n")]),
-        ("<think>\nHm.\n</think>\n\nHello.", [Reasoning("Hm."), Content("Hello.")]),
-        ("<think>Hm.", [Reasoning("Hm.")]),
-        ("<think>\n\n</think>\n\nHello.", [Content("Hello.")]),
-        ("A <think> is a tag.", [Content("A <think> is a tag.")]),
-        (f"Let me look.\n{CALL}", [Content("Let me look."), *ASKED]),
-        (f"<think>Hm.</think>\n{CALL}\n", [Reasoning("Hm."), *ASKED]),
-        (f"<think>Hm. {CALL}</think>", [Reasoning("Hm."), *ASKED]),
-        (f"{CALL}\nDone.", [*ASKED, Content("Done.")]),
+        ("Hello.", [AnswerText("Hello.")]),
+        ("\n Hello.\n", [AnswerText("\n Hello.\n")]),
+        ("<think>\nHm.\n</think>\n\nHello.", [ReasoningText("Hm."), AnswerText("Hello.")]),
+        ("<think>Hm.", [ReasoningText("Hm.")]),
+        ("<think>\n\n</think>\n\nHello.", [AnswerText("Hello.")]),
+        ("A <think> is a tag.", [AnswerText("A <think> is a tag.")]),
+        (f"Let me look.\n{CALL}", [AnswerText("Let me look."), *ASKED]),
+        (f"<think>Hm.</think>\n{CALL}\n", [ReasoningText("Hm."), *ASKED]),
+        (f"<think>Hm. {CALL}</think>", [ReasoningText("Hm."), *ASKED]),
+        (f"{CALL}\nDone.", [*ASKED, AnswerText("Done.")]),
         (CALL.removesuffix("</tool_call>"), ASKED),
     ],
 )
@@ -47,10 +47,10 @@ def test_an_answer_is_told_apart(text: str, parts: list[Any]) -> None:
 
 def test_where_the_prompt_opened_a_thought_the_answer_begins_in_it() -> None:
     assert read(["Hm.\n</think>\n\nHello."], rules(thinking_open=True)) == [
-        Reasoning("Hm."),
-        Content("Hello."),
+        ReasoningText("Hm."),
+        AnswerText("Hello."),
     ]
-    assert read(["Hm."], rules(thinking_open=True)) == [Reasoning("Hm.")]
+    assert read(["Hm."], rules(thinking_open=True)) == [ReasoningText("Hm.")]
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -64,20 +64,20 @@ def test_where_the_prompt_opened_a_thought_the_answer_begins_in_it() -> None:
     ],
 )
 def test_what_looks_like_a_call_and_is_none_is_content(text: str, *, early: bool) -> None:
-    assert read([text], rules(early=early)) == [Content(text)]
+    assert read([text], rules(early=early)) == [AnswerText(text)]
 
 
 def test_a_call_is_found_behind_one_that_is_none() -> None:
-    assert read([f"<tool_call>\n{{ {CALL}"], rules()) == [Content("<tool_call>\n{"), *ASKED]
+    assert read([f"<tool_call>\n{{ {CALL}"], rules()) == [AnswerText("<tool_call>\n{"), *ASKED]
 
 
 def test_a_thought_that_speaks_of_calls_still_ends() -> None:
     said = "I need no <tool_call> here."
-    assert read([f"<think>{said}</think>Hello."], rules()) == [Reasoning(said), Content("Hello.")]
+    assert read([f"<think>{said}</think>Hello."], rules()) == [ReasoningText(said), AnswerText("Hello.")]
 
 
 def test_without_tools_marks_of_calls_are_text() -> None:
-    assert read([CALL], rules(tools=())) == [Content(CALL)]
+    assert read([CALL], rules(tools=())) == [AnswerText(CALL)]
 
 
 def test_several_calls_are_numbered_and_only_the_first_counts_where_one_may_be() -> None:
@@ -109,16 +109,16 @@ def test_line_breaks_in_arguments_are_spelt_out() -> None:
 
 def test_broken_arguments_are_content_unless_their_beginning_was_out() -> None:
     text = '<tool_call>{"name": "get_time", "arguments": {"city": Paris}}</tool_call> Well.'
-    assert read([text], rules()) == [Content(text)]
+    assert read([text], rules()) == [AnswerText(text)]
     opening, arguments, content = read([text], rules(early=True))
     assert opening == CallOpening(0, "c0", "get_time")
     assert arguments == CallArguments(0, '{"city": Paris}}')
-    assert content == Content("Well.")
+    assert content == AnswerText("Well.")
 
 
 def test_arguments_that_are_cut_off_are_no_call_of_a_whole_answer() -> None:
     text = '<tool_call>{"name": "get_time", "arguments": {"city": "Pa'
-    assert read([text], rules()) == [Content(text)]
+    assert read([text], rules()) == [AnswerText(text)]
 
 
 def test_stop_strings_count_in_content_alone() -> None:
@@ -126,21 +126,24 @@ def test_stop_strings_count_in_content_alone() -> None:
     reader = AnswerReader(rules(stops=("STOP",)))
     parts = reader.push(text)
     assert (reader.ended, reader.stop_match) == (True, "STOP")
-    assert parts[0] == Reasoning("STOP it.")
-    assert parts[-1] == Content("Wait.\n")
+    assert parts[0] == ReasoningText("STOP it.")
+    assert parts[-1] == AnswerText("Wait.\n")
 
 
 def test_a_stop_string_of_line_breaks_does_not_meet_those_behind_a_thought() -> None:
     given = rules(stops=("\n\n",))
-    assert read(["<think>a\n\nb</think>\n\nOne.\n\nTwo."], given) == [Reasoning("a\n\nb"), Content("One.")]
+    assert read(["<think>a\n\nb</think>\n\nOne.\n\nTwo."], given) == [
+        ReasoningText("a\n\nb"),
+        AnswerText("One."),
+    ]
 
 
 def test_stop_strings_count_after_the_least_number_of_tokens() -> None:
-    assert read(["a", "b", "a"], rules(stops=("a",), min_tokens=1)) == [Content("ab")]
+    assert read(["a", "b", "a"], rules(stops=("a",), min_tokens=1)) == [AnswerText("ab")]
 
 
 def test_what_a_stop_string_ends_with_the_answer_is_said_once() -> None:
-    assert read(["Hello\n<tool"], rules(stops=("<tool",))) == [Content("Hello\n")]
+    assert read(["Hello\n<tool"], rules(stops=("<tool",))) == [AnswerText("Hello\n")]
 
 
 def test_marks_without_end_are_text_before_they_are_read_again_for_each() -> None:
@@ -153,7 +156,7 @@ def test_marks_without_end_are_text_before_they_are_read_again_for_each() -> Non
     assert QWEN.calls is not None
     marks = ["<tool_call>"] * 500
     assert read(marks, rules(replace(QWEN, calls=replace(QWEN.calls, parse=parse)))) == [
-        Content("".join(marks))
+        AnswerText("".join(marks))
     ]
     assert len(parsed) < 100
 
@@ -161,7 +164,7 @@ def test_marks_without_end_are_text_before_they_are_read_again_for_each() -> Non
 def test_marks_that_say_nothing_are_dropped() -> None:
     given = ChatFormat(THOUGHTS, dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>"))
     text = "<think>Hm.</think><|open|>response<|sep|>Hello.<|close|>response<|sep|>"
-    assert read(text, rules(given)) == [Reasoning("Hm."), Content("Hello.")]
+    assert read(text, rules(given)) == [ReasoningText("Hm."), AnswerText("Hello.")]
 
 
 def test_headers_of_messages_say_whom_they_are_for() -> None:
@@ -175,7 +178,7 @@ def test_headers_of_messages_say_whom_they_are_for() -> None:
         },
     )
     text = "to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Hello.<|eom|><|start|>x " + CALL
-    assert read(text, rules(given)) == [Reasoning("Hm."), Content("Hello."), *ASKED]
+    assert read(text, rules(given)) == [ReasoningText("Hm."), AnswerText("Hello."), *ASKED]
 
 
 @given(
@@ -207,5 +210,5 @@ def test_of_text_without_calls_nothing_is_lost(fragments: list[str], *, behind: 
     text = "".join(fragments).replace("<think>", "").replace("</think>", "")
     marked = f"<think>a</think>{text}" if behind else text
     parts = read(cut(marked, [3, 8]), rules(tools=()))
-    said = "".join(part.text for part in parts if isinstance(part, Content))
+    said = "".join(part.text for part in parts if isinstance(part, AnswerText))
     assert said == (text.lstrip() if behind else text)

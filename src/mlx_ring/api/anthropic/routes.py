@@ -9,10 +9,9 @@ from dataclasses import replace
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.anthropic import writer as about
 from mlx_ring.api.anthropic.request import CountTokensRequest, MessagesRequest, conversation_of
-from mlx_ring.api.anthropic.writer import PING, Costs, MessageWriter, Stop
-from mlx_ring.api.chat.answer import ChatAnswer, News, answer_chat, stream_chat
+from mlx_ring.api.anthropic.writer import COUNT_TOKENS, MESSAGES, PING, Costs, MessageWriter, Stop
+from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
 from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Json, event
@@ -59,10 +58,8 @@ def routes(context: ApiContext) -> APIRouter:
         prompt = await encode_conversation(context, service, conversation)
         return JSONResponse({"input_tokens": len(prompt)})
 
-    documented_post(router, MESSAGES_PATH, messages, MessagesRequest, about.MESSAGES)
-    documented_post(
-        router, f"{MESSAGES_PATH}/count_tokens", count_tokens, CountTokensRequest, about.COUNT_TOKENS
-    )
+    documented_post(router, MESSAGES_PATH, messages, MessagesRequest, MESSAGES)
+    documented_post(router, f"{MESSAGES_PATH}/count_tokens", count_tokens, CountTokensRequest, COUNT_TOKENS)
     return router
 
 
@@ -82,9 +79,9 @@ class MessageStream:
         del answers
         return _sent(self._writer.opening(self._costs))
 
-    def news(self, news: Sequence[News], answers: Sequence[ChatAnswer]) -> bytes:
+    def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> bytes:
         del answers
-        return b"".join(_sent(self._writer.part(part)) for one in news for part in one.parts)
+        return b"".join(_sent(self._writer.part(part)) for one in updates for part in one.parts)
 
     def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
         [answer] = answers
@@ -92,7 +89,7 @@ class MessageStream:
 
 
 def _sent(events: Iterable[Json]) -> bytes:
-    return b"".join(event(told, str(told["type"])) for told in events)
+    return b"".join(event(value, str(value["type"])) for value in events)
 
 
 def _sampling(fields: MessagesRequest, service: ModelService) -> SamplingParams:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NotRequired, cast
 
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.dialect import Json
 from mlx_ring.api.openapi import JsonObject, RouteDoc
 from mlx_ring.api.streaming import EVENT_STREAM
@@ -82,9 +82,9 @@ class MessageWriter:
 
     def part(self, part: AnswerPart) -> Iterator[Json]:
         match part:
-            case Reasoning():
+            case ReasoningText():
                 yield from self._thought(part.text)
-            case Content():
+            case AnswerText():
                 yield from self._said(part.text)
             case CallOpening():
                 yield from self._start(_call(part))

@@ -12,17 +12,17 @@ from starlette.responses import Response
 
 from mlx_ring.api.chat.parts import (
     AnswerPart,
+    AnswerText,
     CallArguments,
     CallOpening,
-    Content,
     EndReason,
-    Reasoning,
+    ReasoningText,
 )
 from mlx_ring.api.chat.prepare import PreparedChat
 from mlx_ring.api.chat.reader import AnswerReader, join_parts
 from mlx_ring.api.generation import Generation, Piece
 from mlx_ring.api.service import Answering
-from mlx_ring.api.streaming import LiveAnswer, while_connected
+from mlx_ring.api.streaming import StreamedAnswer, while_connected
 from mlx_ring.core.generation import Delta, RequestTimings
 from mlx_ring.core.types import FinishReason, TokenLogprob
 
@@ -58,11 +58,11 @@ class ChatAnswer:
 
     @property
     def reasoning(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningText))
 
     @property
     def content(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Content))
+        return "".join(part.text for part in self.parts if isinstance(part, AnswerText))
 
     @property
     def calls(self) -> list[Call]:
@@ -75,7 +75,7 @@ class ChatAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class AnswerUpdate:
     """What some tokens added to the answer of that index."""
 
     index: int
@@ -95,7 +95,7 @@ class ChatGeneration:
         self._readers = [AnswerReader(rules) for rules in chat.rules]
         self.answers = [ChatAnswer() for _ in chat.rules]
 
-    async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[News]]:
+    async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[AnswerUpdate]]:
         """What has arrived since the last batch, until every answer has ended.
 
         An empty batch says that nothing came for `quiet_s` seconds.
@@ -105,27 +105,27 @@ class ChatGeneration:
         """
         async with aclosing(self._generation.batches(quiet_s)) as batches:
             async for batch in batches:
-                news = [self._read(piece) for piece in batch]
-                told = [one for one in news if one.parts or one.logprobs or one.end is not None]
-                if told or not batch:
-                    yield told
+                updates = [self._read(piece) for piece in batch]
+                updates = [one for one in updates if one.parts or one.logprobs or one.end is not None]
+                if updates or not batch:
+                    yield updates
 
-    def _read(self, piece: Piece) -> News:
+    def _read(self, piece: Piece) -> AnswerUpdate:
         reader, answer, delta = self._readers[piece.index], self.answers[piece.index], piece.delta
         parts, tokens = self._read_pieces(reader, answer, delta)
         if delta.finish_reason is not None:
             parts += reader.finish()
         elif reader.ended:
             self._generation.stop(piece.index)
-        news = News(
+        update = AnswerUpdate(
             piece.index,
             tuple(join_parts(parts)),
             delta.logprobs[:tokens],
             _end(reader, delta.finish_reason),
             reader.stop_match,
         )
-        _add(answer, news, tokens, delta)
-        return news
+        _add(answer, update, tokens, delta)
+        return update
 
     def _read_pieces(
         self, reader: AnswerReader, answer: ChatAnswer, delta: Delta
@@ -144,7 +144,7 @@ class ChatGeneration:
 
 
 class ChatWriter(Protocol):
-    """How a dialect writes a stream, in bytes. Whatever it writes, each stream is `opening`, `news` and `closing`."""
+    """How a dialect writes a stream, in bytes. Whatever it writes, each stream is `opening`, `update` and `closing`."""
 
     media_type: str
     keep_alive: bytes
@@ -154,8 +154,8 @@ class ChatWriter(Protocol):
         """Before anything was computed."""
         ...
 
-    def news(self, news: Sequence[News], answers: Sequence[ChatAnswer]) -> bytes:
-        """`answers` hold the news already."""
+    def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> bytes:
+        """Write what has come; `answers` hold the updates already."""
         ...
 
     def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
@@ -184,34 +184,37 @@ def stream_chat(
     async def write(generation: ChatGeneration) -> AsyncGenerator[bytes]:
         yield writer.opening(generation.answers)
         async with aclosing(generation.batches(keep_alive_s)) as batches:
-            async for news in batches:
-                yield writer.news(news, generation.answers) if news else writer.keep_alive
+            async for updates in batches:
+                yield writer.update(updates, generation.answers) if updates else writer.keep_alive
         yield writer.closing(generation.answers)
 
-    return LiveAnswer(lambda: _begun(engine, chat), write, writer.media_type, failure)
+    return StreamedAnswer(lambda: _running_chat(engine, chat), write, writer.media_type, failure)
 
 
-def _nobody(_: News) -> None:
+def _ignore(_: AnswerUpdate) -> None:
     """Who wants the answers whole."""
 
 
 async def answer_chat(
-    request: Request, engine: Answering, chat: PreparedChat, told: Callable[[News], object] = _nobody
+    request: Request,
+    engine: Answering,
+    chat: PreparedChat,
+    on_update: Callable[[AnswerUpdate], object] = _ignore,
 ) -> list[ChatAnswer]:
     """The answers when all have ended; stops at once when the client leaves. `told` gets all news as they come."""
 
     async def run() -> list[ChatAnswer]:
-        async with _begun(engine, chat) as generation:
+        async with _running_chat(engine, chat) as generation:
             async for batch in generation.batches():
-                for news in batch:
-                    told(news)
+                for update in batch:
+                    on_update(update)
             return generation.answers
 
     return await while_connected(request.receive, run())
 
 
 @asynccontextmanager
-async def _begun(engine: Answering, chat: PreparedChat) -> AsyncGenerator[ChatGeneration]:
+async def _running_chat(engine: Answering, chat: PreparedChat) -> AsyncGenerator[ChatGeneration]:
     async with Generation(engine, chat.requests, chat.prompt_field, len(chat.requests)) as generation:
         begun = ChatGeneration(generation, chat)
         generation.counted = begun.answers
@@ -226,10 +229,10 @@ def _end(reader: AnswerReader, finish_reason: FinishReason | None) -> EndReason 
     return "tool_calls" if reader.calls else "stop"
 
 
-def _add(answer: ChatAnswer, news: News, tokens: int, delta: Delta) -> None:
-    answer.parts += news.parts
-    answer.logprobs += news.logprobs
+def _add(answer: ChatAnswer, update: AnswerUpdate, tokens: int, delta: Delta) -> None:
+    answer.parts += update.parts
+    answer.logprobs += update.logprobs
     answer.prompt_tokens = delta.prompt_tokens
     answer.cached_tokens = delta.cached_tokens
     answer.completion_tokens += tokens
-    answer.end, answer.stop_match, answer.timings = news.end, news.stop_match, delta.timings
+    answer.end, answer.stop_match, answer.timings = update.end, update.stop_match, delta.timings

@@ -130,11 +130,11 @@ def _thoughts(grammar: LarkGrammar, format: ChatFormat, *, is_open: bool) -> str
 
 def _is_told_not_to_think(conversation: Conversation) -> bool:
     """Whether the template was told: of a model that may choose only what a schema allows, a thought would be the way out."""
-    told = conversation.template_kwargs
+    kwargs = conversation.template_kwargs
     return (
-        told.get("enable_thinking") is False
-        or told.get("thinking") is False
-        or told.get("reasoning_effort") == "none"
+        kwargs.get("enable_thinking") is False
+        or kwargs.get("thinking") is False
+        or kwargs.get("reasoning_effort") == "none"
     )
 
 

@@ -10,14 +10,14 @@ EndReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningText:
     """Text that the model thinks before it answers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class AnswerText:
     """Text of the answer."""
 
     text: str
@@ -41,4 +41,4 @@ class CallArguments:
     text: str
 
 
-AnswerPart = Reasoning | Content | CallOpening | CallArguments
+AnswerPart = ReasoningText | AnswerText | CallOpening | CallArguments

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mlx_ring.api.chat.grammars import answer_grammar
 from mlx_ring.api.chat.model_format import ChatFormat, Marks, prompts_end
 from mlx_ring.api.chat.reader import ReadingRules
-from mlx_ring.api.chat.request import Conversation, in_order_of_calls, with_thoughts
+from mlx_ring.api.chat.request import Conversation, in_order_of_calls, with_reasoning
 from mlx_ring.api.chat.tool_calls import CallRules
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.service import ModelService
@@ -101,7 +101,7 @@ async def encode_conversation(
     _check_continues(conversation)
     _check_kwargs(format_, conversation)
     is_harmony = format_.calls is not None and format_.calls.parser == "harmony"
-    messages = with_thoughts(in_order_of_calls(conversation.messages), calls_have_one_text=is_harmony)
+    messages = with_reasoning(in_order_of_calls(conversation.messages), calls_have_one_text=is_harmony)
     return await context.prompts.encode_chat(
         service, replace(conversation, messages=messages), add_generation_prompt=add_generation_prompt
     )
@@ -115,14 +115,14 @@ def with_effort(
     Raises:
         RequestError: both say the same thing, or the template knows nothing of it.
     """
-    told = {} if effort is None else effort_arguments(format_, effort, param=param)
-    for name in told:
+    arguments = {} if effort is None else effort_arguments(format_, effort, param=param)
+    for name in arguments:
         if own and name in own:
             raise RequestError(
                 f"'{param}' and 'chat_template_kwargs.{name}' say the same thing; give one of them.",
                 param=param,
             )
-    return {**(own or {}), **told}
+    return {**(own or {}), **arguments}
 
 
 def effort_arguments(format_: ChatFormat, effort: str, *, param: str) -> dict[str, object]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mlx_ring.api.chat.model_format import ChatFormat, State
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, Content, Reasoning
+from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, ReasoningText
 from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, Reading, first_mark, open_end
 from mlx_ring.core.generation import StopMatcher
 
@@ -172,7 +172,7 @@ class AnswerReader:
     def _say_reasoning(self, text: str) -> None:
         text = self._without_blanks(text)
         if text:
-            self._parts.append(Reasoning(text))
+            self._parts.append(ReasoningText(text))
 
     def _say_content(self, text: str) -> None:
         if self._tokens > self._rules.min_tokens:
@@ -180,7 +180,7 @@ class AnswerReader:
             self.ended = self.stop_match is not None
         text = self._blank + text if self.ended else self._without_blanks(text)
         if text:
-            self._parts.append(Content(text))
+            self._parts.append(AnswerText(text))
 
     def _without_blanks(self, text: str) -> str:
         """The text, less the white space behind the mark before it, and that which a mark may follow."""
@@ -198,7 +198,7 @@ class AnswerReader:
         """A stop string doesn't go on behind a mark."""
         text = self._without_blanks(self._stops.flush()) if self._state != "reasoning" else ""
         if text:
-            self._parts.append(Content(text))
+            self._parts.append(AnswerText(text))
 
     def _say_nothing_more(self) -> None:
         self._flush_stops()
@@ -206,7 +206,7 @@ class AnswerReader:
 
     def _say_last(self) -> None:
         text = self._blank + self._stops.flush()
-        part = Reasoning if self._state == "reasoning" else Content
+        part = ReasoningText if self._state == "reasoning" else AnswerText
         if text:
             self._parts.append(part(text))
 
@@ -216,10 +216,10 @@ def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
     joined: list[AnswerPart] = []
     for part in parts:
         last = joined[-1] if joined else None
-        if isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, Content) and isinstance(last, Content):
-            joined[-1] = Content(last.text + part.text)
+        if isinstance(part, ReasoningText) and isinstance(last, ReasoningText):
+            joined[-1] = ReasoningText(last.text + part.text)
+        elif isinstance(part, AnswerText) and isinstance(last, AnswerText):
+            joined[-1] = AnswerText(last.text + part.text)
         elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.index == last.index:
             joined[-1] = CallArguments(last.index, last.text + part.text)
         else:

@@ -79,7 +79,7 @@ class Conversation:
     kwargs_param: str = "chat_template_kwargs"
 
 
-_NAMES_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 def join_neighbours(
@@ -113,7 +113,7 @@ def _calls(message: Mapping[str, object]) -> list[object]:
     return cast("list[object]", message.get("tool_calls", []))
 
 
-def with_thoughts(
+def with_reasoning(
     messages: Iterable[Mapping[str, object]], *, calls_have_one_text: bool
 ) -> list[dict[str, object]]:
     """The messages as templates read them that call thoughts `reasoning` (Gemma) or `thinking` (gpt-oss, LFM), too.
@@ -121,10 +121,10 @@ def with_thoughts(
     Where `calls_have_one_text`, beside calls there may be a thought or content and not both: they are one thought then,
     which is what gpt-oss's template makes of content there.
     """
-    return [_with_thought(message, calls_have_one_text=calls_have_one_text) for message in messages]
+    return [_with_reasoning(message, calls_have_one_text=calls_have_one_text) for message in messages]
 
 
-def _with_thought(message: Mapping[str, object], *, calls_have_one_text: bool) -> dict[str, object]:
+def _with_reasoning(message: Mapping[str, object], *, calls_have_one_text: bool) -> dict[str, object]:
     thought = message.get("reasoning_content")
     if not thought:
         return dict(message)
@@ -132,7 +132,7 @@ def _with_thought(message: Mapping[str, object], *, calls_have_one_text: bool) -
     if calls_have_one_text and "tool_calls" in message and message["content"]:
         thought = _text(thought, message["content"], "\n")
         named["content"] = ""
-    return named | dict.fromkeys(_NAMES_OF_THOUGHTS, thought)
+    return named | dict.fromkeys(_REASONING_FIELDS, thought)
 
 
 def in_order_of_calls(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:

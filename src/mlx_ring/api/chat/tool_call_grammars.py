@@ -295,13 +295,13 @@ def _strings(schema: Schema, how: _Tagged) -> list[Schema]:
 
 def _as_json(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> list[str]:
     if how.json_strings:
-        told = True
+        is_json = True
     elif texts_of(schema) is not None or schema.get("type") == "string":
-        told = False
+        is_json = False
     else:
-        told = how.any_json or schema.get("type") in _JSON_TYPES
-    value = grammar.json(alone_of(tool, schema), **options_of(tool)) if told else ""
-    return [f"{value} {grammar.exactly(how.behind)}"] if told else []
+        is_json = how.any_json or schema.get("type") in _JSON_TYPES
+    value = grammar.json(alone_of(tool, schema), **options_of(tool)) if is_json else ""
+    return [f"{value} {grammar.exactly(how.behind)}"] if is_json else []
 
 
 def _is_safe(text: str, how: _Tagged) -> bool:

@@ -13,9 +13,8 @@ from starlette.responses import JSONResponse, Response
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Json, json_bytes
 from mlx_ring.api.embeddings import Embedding, Text, embed, floats, require_embeddings, written
-from mlx_ring.api.ollama import writer as about
 from mlx_ring.api.ollama.request import KeepAlive, Options, check_context, find_model
-from mlx_ring.api.ollama.writer import Stopwatch
+from mlx_ring.api.ollama.writer import EMBED, EMBEDDINGS, Stopwatch
 from mlx_ring.api.openai.sampling import one_or_many
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Body
@@ -66,11 +65,11 @@ def routes(context: ApiContext) -> APIRouter:
         work = _embed(context, service, texts, watch, dimensions=fields.dimensions, cuts=cuts)
         made = await while_connected(request.receive, work)
         vectors = await written(made, lambda _, vector: floats(vector))
-        told: Json = {
+        answer: Json = {
             "model": fields.model or service.model_id,
             "prompt_eval_count": sum(embedding.tokens for embedding in made),
         }
-        rest = json_bytes(told | watch.durations())
+        rest = json_bytes(answer | watch.durations())
         return Response(b'{"embeddings":[%s],%s' % (vectors, rest[1:]), media_type="application/json")
 
     async def embed_prompt(request: Request) -> Response:
@@ -81,8 +80,8 @@ def routes(context: ApiContext) -> APIRouter:
         (made,) = await while_connected(request.receive, work)
         return JSONResponse({"embedding": made.vector.tolist()})
 
-    documented_post(router, "/api/embed", embed_texts, EmbedRequest, about.EMBED)
-    documented_post(router, "/api/embeddings", embed_prompt, EmbeddingsRequest, about.EMBEDDINGS)
+    documented_post(router, "/api/embed", embed_texts, EmbedRequest, EMBED)
+    documented_post(router, "/api/embeddings", embed_prompt, EmbeddingsRequest, EMBEDDINGS)
     return router
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.context import ApiContext, workers_of_model
-from mlx_ring.api.ollama import writer as about
+from mlx_ring.api.ollama import writer
 from mlx_ring.api.ollama.request import OPTION_NAMES, find_model
 from mlx_ring.api.ollama.writer import LineWriter
 from mlx_ring.api.openai.models import capabilities
@@ -84,11 +84,11 @@ def routes(context: ApiContext) -> APIRouter:
             "or come from the hub with `mlx-ring models pull`."
         )
 
-    documented_get(router, "/api/tags", tags, about.TAGS)
-    documented_get(router, "/api/ps", running, about.RUNNING)
-    documented_get(router, "/api/version", api_version, about.VERSION)
-    documented_post(router, "/api/show", show, ShownModel, about.SHOW)
-    documented_post(router, "/api/pull", pull, PulledModel, about.PULL)
+    documented_get(router, "/api/tags", tags, writer.TAGS)
+    documented_get(router, "/api/ps", running, writer.RUNNING)
+    documented_get(router, "/api/version", api_version, writer.VERSION)
+    documented_post(router, "/api/show", show, ShownModel, writer.SHOW)
+    documented_post(router, "/api/pull", pull, PulledModel, writer.PULL)
     for path, method in (
         ("/api/create", "POST"),
         ("/api/copy", "POST"),
@@ -102,14 +102,14 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 def _listed(model: ModelService) -> Json:
-    told = model.metadata
+    metadata = model.metadata
     return {
         "name": model.model_id,
         "model": model.model_id,
         "modified_at": _modified(model),
-        "size": told.get("weight_bytes_on_disk", 0),
-        "digest": told.get("digest", ""),
-        "details": _details(told),
+        "size": metadata.get("weight_bytes_on_disk", 0),
+        "digest": metadata.get("digest", ""),
+        "details": _details(metadata),
     }
 
 
@@ -125,17 +125,17 @@ def _held(model: ModelService) -> Json:
 
 
 def _shown(context: ApiContext, model: ModelService) -> Json:
-    told = model.metadata
-    family = str(told.get("model_type", "unknown"))
+    metadata = model.metadata
+    family = str(metadata.get("model_type", "unknown"))
     return {
-        "details": _details(told),
+        "details": _details(metadata),
         "parameters": _parameters(model),
         "model_info": {
             "general.architecture": family,
-            "general.parameter_count": told.get("parameters"),
+            "general.parameter_count": metadata.get("parameters"),
             f"{family}.context_length": model.context_length,
             f"{family}.embedding_length": model.hidden_size,
-            f"{family}.block_count": told.get("layers"),
+            f"{family}.block_count": metadata.get("layers"),
         },
         "capabilities": capabilities(context, model),
         "modified_at": _modified(model),
@@ -150,15 +150,15 @@ def _parameters(model: ModelService) -> str:
     return "\n".join(f"{name:<30} {value:g}" for name, value in values.items())
 
 
-def _details(told: Mapping[str, object]) -> Json:
-    family = str(told.get("model_type", "unknown"))
+def _details(metadata: Mapping[str, object]) -> Json:
+    family = str(metadata.get("model_type", "unknown"))
     return {
         "parent_model": "",
         "format": "safetensors",
         "family": family,
         "families": [family],
-        "parameter_size": _size(told.get("parameters")),
-        "quantization_level": _quantization(told.get("quantization")),
+        "parameter_size": _size(metadata.get("parameters")),
+        "quantization_level": _quantization(metadata.get("quantization")),
     }
 
 

@@ -160,7 +160,7 @@ def find_model(context: ApiContext, name: str | None) -> ModelService:
         return context.model(name.removesuffix(_LATEST))
 
 
-def goes_at_once(keep_alive: KeepAlive | None) -> bool:
+def unloads_at_once(keep_alive: KeepAlive | None) -> bool:
     """Whether no time at all is asked for: of a request without a prompt that means to unload."""
     if isinstance(keep_alive, str):
         return _NO_TIME.fullmatch(keep_alive) is not None
@@ -234,7 +234,7 @@ _Dropped = Annotated[
 ]
 
 
-class AskedFields(Body):
+class CommonFields(Body):
     """What `/api/chat` and `/api/generate` both take."""
 
     model_config = ConfigDict(json_schema_extra={"dependentSchemas": needs("top_logprobs", of="logprobs")})
@@ -263,7 +263,7 @@ class AskedFields(Body):
 
 
 def read_sampling(
-    fields: AskedFields, service: ModelService, default_max_tokens: int | None
+    fields: CommonFields, service: ModelService, default_max_tokens: int | None
 ) -> SamplingParams:
     """The engine's parameters; what is left open is the model's default.
 

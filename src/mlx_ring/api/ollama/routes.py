@@ -23,21 +23,28 @@ from mlx_ring.api.chat.prepare import PreparedChat, prepare_chat
 from mlx_ring.api.chat.reader import ReadingRules
 from mlx_ring.api.chat.request import Conversation, Tool, ToolUse
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.ollama import writer as about
 from mlx_ring.api.ollama.request import (
-    AskedFields,
+    CommonFields,
     Images,
     KeepAlive,
     Message,
     OfferedTool,
     find_model,
-    goes_at_once,
     read_format,
     read_sampling,
     read_think,
     template_messages,
+    unloads_at_once,
 )
-from mlx_ring.api.ollama.writer import LineWriter, Stopwatch, Words, chat_words, generate_words
+from mlx_ring.api.ollama.writer import (
+    CHAT,
+    GENERATE,
+    LineWriter,
+    PieceFields,
+    Stopwatch,
+    chat_fields,
+    generate_fields,
+)
 from mlx_ring.api.openai.messages import check_names
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
@@ -58,7 +65,7 @@ async def load_or_unload(
     writer: LineWriter,
 ) -> Response:
     """One object, also where a stream was asked for: it is a stream of one line."""
-    if goes_at_once(keep_alive):
+    if unloads_at_once(keep_alive):
         check_manager(request, context.settings)
         await context.catalog.unload(service, force=False)
         return JSONResponse(writer.loaded("unload"))
@@ -66,7 +73,7 @@ async def load_or_unload(
     return JSONResponse(writer.loaded("load"))
 
 
-class ChatRequest(AskedFields):
+class ChatRequest(CommonFields):
     messages: list[Message] = Field(default_factory=list[Message])
     """None: the model is loaded, or with a `keep_alive` of 0 unloaded."""
     tools: list[OfferedTool] | None = None
@@ -79,7 +86,7 @@ def routes(context: ApiContext) -> APIRouter:
         watch = Stopwatch()
         fields = await context.read(request, ChatRequest)
         service = find_model(context, fields.model)
-        writer = line_writer(fields, service, watch, chat_words)
+        writer = line_writer(fields, service, watch, chat_fields)
         if not fields.messages:
             return await load_or_unload(context, request, service, fields.keep_alive, writer)
         sampling = read_sampling(fields, service, context.settings.default_max_tokens)
@@ -91,14 +98,16 @@ def routes(context: ApiContext) -> APIRouter:
         )
         return await respond(context, request, engine, prepared, writer, streams=fields.streams)
 
-    documented_post(router, "/api/chat", chat, ChatRequest, about.CHAT)
+    documented_post(router, "/api/chat", chat, ChatRequest, CHAT)
     _add_generate(router, context)
     return router
 
 
-def line_writer(fields: AskedFields, service: ModelService, watch: Stopwatch, words: Words) -> LineWriter:
+def line_writer(
+    fields: CommonFields, service: ModelService, watch: Stopwatch, piece_fields: PieceFields
+) -> LineWriter:
     texts = TokenTexts(service.tokenizer) if fields.logprobs else None
-    return LineWriter(fields.model or service.model_id, watch, words, texts)
+    return LineWriter(fields.model or service.model_id, watch, piece_fields, texts)
 
 
 async def respond(
@@ -131,7 +140,7 @@ def _conversation(context: ApiContext, service: ModelService, fields: ChatReques
     )
 
 
-class GenerateFields(AskedFields):
+class GenerateFields(CommonFields):
     prompt: str = ""
     """Empty: the model is loaded, or with a `keep_alive` of 0 unloaded."""
     system: str | None = None
@@ -151,7 +160,7 @@ def _add_generate(router: APIRouter, context: ApiContext) -> None:
         watch = Stopwatch()
         fields = await context.read(request, GenerateFields)
         service = find_model(context, fields.model)
-        writer = line_writer(fields, service, watch, generate_words)
+        writer = line_writer(fields, service, watch, generate_fields)
         if not fields.prompt:
             return await load_or_unload(context, request, service, fields.keep_alive, writer)
         sampling = read_sampling(fields, service, context.settings.default_max_tokens)
@@ -160,7 +169,7 @@ def _add_generate(router: APIRouter, context: ApiContext) -> None:
         prepared = await _prepare(context, service, fields, sampling)
         return await respond(context, request, engine, prepared, writer, streams=fields.streams)
 
-    documented_post(router, "/api/generate", generate, GenerateFields, about.GENERATE)
+    documented_post(router, "/api/generate", generate, GenerateFields, GENERATE)
 
 
 async def _prepare(

@@ -1,4 +1,4 @@
-"""Answers in Ollama's words: a JSON object for each piece, and a last one with what it took.
+"""Answers in Ollama's piece_fields: a JSON object for each piece, and a last one with what it took.
 
 What Ollama's routes answer, as schemas for `/openapi.json`.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Literal, NotRequired, cast
 
-from mlx_ring.api.chat.answer import Call, ChatAnswer, News
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.chat.answer import AnswerUpdate, Call, ChatAnswer
+from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.dialect import Json, json_bytes
 from mlx_ring.api.openai.chat import finite_logprob
 from mlx_ring.api.openai.token_text import TokenTexts
@@ -21,7 +21,7 @@ from mlx_ring.core.types import TokenLogprob
 
 _SECOND_NS = 1_000_000_000
 
-Words = Callable[[str, str, Sequence[Call]], Json]
+PieceFields = Callable[[str, str, Sequence[Call]], Json]
 """How content, thought and calls are told: `/api/chat` and `/api/generate` differ in nothing else."""
 
 
@@ -48,11 +48,13 @@ class LineWriter:
     media_type = "application/x-ndjson"
     keep_alive = b""
 
-    def __init__(self, model: str, watch: Stopwatch, words: Words, texts: TokenTexts | None) -> None:
+    def __init__(
+        self, model: str, watch: Stopwatch, piece_fields: PieceFields, texts: TokenTexts | None
+    ) -> None:
         """`model` as the request calls it; `texts` where log-probabilities are asked for."""
         self._model = model
         self._watch = watch
-        self._words = words
+        self._piece_fields = piece_fields
         self._texts = texts
         self._told_calls = 0
 
@@ -60,8 +62,8 @@ class LineWriter:
         del answers
         return b""
 
-    def news(self, news: Sequence[News], answers: Sequence[ChatAnswer]) -> bytes:
-        return b"".join(line for one in news for line in self._lines(one, answers[one.index]))
+    def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> bytes:
+        return b"".join(line for one in updates for line in self._lines(one, answers[one.index]))
 
     def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
         return json_line(self._last(answers[0], "", "", ()))
@@ -74,12 +76,12 @@ class LineWriter:
         """The answer to a request that asks nothing: the model was loaded, or unloaded."""
         return self._piece("", "", ()) | {"done": True, "done_reason": reason}
 
-    def _lines(self, news: News, answer: ChatAnswer) -> Iterator[bytes]:
+    def _lines(self, update: AnswerUpdate, answer: ChatAnswer) -> Iterator[bytes]:
         """Tokens' log-probabilities come with the first piece that they made, or with an empty one."""
-        pieces = [piece for part in news.parts for piece in self._part(part, answer)]
-        if news.end is not None:
+        pieces = [piece for part in update.parts for piece in self._part(part, answer)]
+        if update.end is not None:
             pieces += self._calls(answer.calls)
-        scored = self._scored(news.logprobs)
+        scored = self._scored(update.logprobs)
         if scored:
             first, *rest = pieces or [self._piece("", "", ())]
             pieces = [first | scored, *rest]
@@ -87,9 +89,9 @@ class LineWriter:
 
     def _part(self, part: AnswerPart, answer: ChatAnswer) -> list[Json]:
         match part:
-            case Content():
+            case AnswerText():
                 return [self._piece(part.text, "", ())]
-            case Reasoning():
+            case ReasoningText():
                 return [self._piece("", part.text, ())]
             case CallOpening():
                 return self._calls(answer.calls[: part.index])
@@ -104,23 +106,23 @@ class LineWriter:
     def _scored(self, logprobs: Sequence[TokenLogprob]) -> Json:
         if self._texts is None or not logprobs:
             return {}
-        told = [
+        tokens = [
             _token(self._texts, scored.token, scored.logprob)
             | {"top_logprobs": [_token(self._texts, token, logprob) for token, logprob in scored.top]}
             for scored in logprobs
         ]
-        return {"logprobs": told}
+        return {"logprobs": tokens}
 
     def _piece(self, content: str, thought: str, calls: Sequence[Call]) -> Json:
-        told: Json = {"model": self._model, "created_at": now()}
-        return told | self._words(content, thought, calls) | {"done": False}
+        piece: Json = {"model": self._model, "created_at": now()}
+        return piece | self._piece_fields(content, thought, calls) | {"done": False}
 
     def _last(self, answer: ChatAnswer, content: str, thought: str, calls: Sequence[Call]) -> Json:
         ended: Json = {"done": True, "done_reason": "length" if answer.end == "length" else "stop"}
         return self._piece(content, thought, calls) | ended | self._watch.durations() | _evaluations(answer)
 
 
-def chat_words(content: str, thought: str, calls: Sequence[Call]) -> Json:
+def chat_fields(content: str, thought: str, calls: Sequence[Call]) -> Json:
     message: Json = {"role": "assistant", "content": content}
     if thought:
         message["thinking"] = thought
@@ -129,10 +131,10 @@ def chat_words(content: str, thought: str, calls: Sequence[Call]) -> Json:
     return {"message": message}
 
 
-def generate_words(content: str, thought: str, calls: Sequence[Call]) -> Json:
+def generate_fields(content: str, thought: str, calls: Sequence[Call]) -> Json:
     del calls
-    told: Json = {"response": content}
-    return told | {"thinking": thought} if thought else told
+    fields: Json = {"response": content}
+    return fields | {"thinking": thought} if thought else fields
 
 
 def now() -> str:

@@ -11,15 +11,15 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.chat.answer import Call, ChatAnswer, News, answer_chat, stream_chat
+from mlx_ring.api.chat.answer import AnswerUpdate, Call, ChatAnswer, answer_chat, stream_chat
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Content, Reasoning
+from mlx_ring.api.chat.parts import AnswerPart, AnswerText, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.chat.prepare import prepare_chat, with_effort
 from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Json, event, json_bytes
 from mlx_ring.api.generation import performance, usage
-from mlx_ring.api.openai import answers as about
+from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.messages import FunctionTool, Message, ToolChoice, read_tool_use, template_messages
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
@@ -102,7 +102,7 @@ def routes(context: ApiContext) -> APIRouter:
         return JSONResponse(writer.whole(await answer_chat(request, engine, chat)))
 
     for path in ("/v1/chat/completions", "/chat/completions"):
-        documented_post(router, path, chat_completions, ChatRequest, about.CHAT)
+        documented_post(router, path, chat_completions, ChatRequest, schemas.CHAT)
     return router
 
 
@@ -135,22 +135,22 @@ class ChatCompletionWriter:
         role: Json = {"role": "assistant", "content": "", "refusal": None}
         return self._chunks(_chunk(index, role) for index in range(len(answers)))
 
-    def news(self, news: Sequence[News], answers: Sequence[ChatAnswer]) -> bytes:
+    def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> bytes:
         del answers
-        return self._chunks(chunk for one in news for chunk in self._news_chunks(one))
+        return self._chunks(chunk for one in updates for chunk in self._update_chunks(one))
 
     def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
         return (event(self._chunk_body | _costs(answers)) if self._usage_chunk else b"") + DONE
 
-    def _news_chunks(self, news: News) -> Iterator[Json]:
+    def _update_chunks(self, update: AnswerUpdate) -> Iterator[Json]:
         """Tokens' log-probabilities come with the first part that they made, or with nothing where they made none."""
-        scored = self._scored(news.logprobs) if news.logprobs else None
-        deltas = [_delta(part) for part in news.parts]
+        scored = self._scored(update.logprobs) if update.logprobs else None
+        deltas = [_delta(part) for part in update.parts]
         for delta in deltas or ([{"content": ""}] if scored else []):
-            yield _chunk(news.index, delta, scored)
+            yield _chunk(update.index, delta, scored)
             scored = None
-        if news.end is not None:
-            yield _chunk(news.index, {}) | {"finish_reason": news.end}
+        if update.end is not None:
+            yield _chunk(update.index, {}) | {"finish_reason": update.end}
 
     def _chunks(self, choices: Iterable[Json]) -> bytes:
         return b"".join(b"%s%s%s" % (self._before, json_bytes(choice), self._after) for choice in choices)
@@ -195,7 +195,7 @@ def finite_logprob(logprob: float) -> float:
 
 
 def _message(answer: ChatAnswer) -> Json:
-    """Content is null where there are calls in its place."""
+    """AnswerText is null where there are calls in its place."""
     reasoning, calls = answer.reasoning, answer.calls
     message: Json = {
         "role": "assistant",
@@ -225,9 +225,9 @@ def _reasoning(text: str) -> Json:
 
 def _delta(part: AnswerPart) -> Json:
     match part:
-        case Content(text):
+        case AnswerText(text):
             return {"content": text}
-        case Reasoning(text):
+        case ReasoningText(text):
             return _reasoning(text)
         case CallOpening(index, id_, name):
             function = {"name": name, "arguments": ""}

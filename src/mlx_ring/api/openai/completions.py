@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Json, event, json_bytes
 from mlx_ring.api.generation import Answer, Generation, performance, usage
-from mlx_ring.api.openai import answers as about
+from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.chat import DONE, around_choice, finite_logprob, system_fingerprint
 from mlx_ring.api.openai.sampling import (
     AnswerFields,
@@ -30,7 +30,7 @@ from mlx_ring.api.openai.token_text import TokenText, TokenTexts
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Refused, needs
 from mlx_ring.api.service import Answering, Tokenizer
-from mlx_ring.api.streaming import KEEP_ALIVE, LiveAnswer, while_connected
+from mlx_ring.api.streaming import KEEP_ALIVE, StreamedAnswer, while_connected
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import Delta, GenerateRequest
 from mlx_ring.core.types import SamplingParams, TokenLogprob
@@ -126,7 +126,7 @@ def routes(context: ApiContext) -> APIRouter:
         return await answer_whole(request, engine, task, writer)
 
     for path in ("/v1/completions", "/completions"):
-        documented_post(router, path, completions, CompletionRequest, about.COMPLETION)
+        documented_post(router, path, completions, CompletionRequest, schemas.COMPLETION)
     return router
 
 
@@ -307,7 +307,7 @@ async def run_task(engine: Answering, task: Task) -> list[Answer]:
         return await generation.run()
 
 
-class AnswerStream(LiveAnswer[Generation]):
+class AnswerStream(StreamedAnswer[Generation]):
     """Server-sent events. Ends with `[DONE]`, or with an event that holds an error."""
 
     def __init__(

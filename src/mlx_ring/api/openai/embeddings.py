@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.embeddings import Embedding, Text, embed, floats, require_embeddings, written
-from mlx_ring.api.openai import answers as about
+from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.completions import TextOrTokens, each
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Body
@@ -52,7 +52,7 @@ def routes(context: ApiContext) -> APIRouter:
         return Response(body, media_type="application/json")
 
     for path in ("/v1/embeddings", "/embeddings"):
-        documented_post(router, path, embeddings, EmbeddingRequest, about.EMBEDDINGS)
+        documented_post(router, path, embeddings, EmbeddingRequest, schemas.EMBEDDINGS)
     return router
 
 

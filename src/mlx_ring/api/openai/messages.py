@@ -54,7 +54,7 @@ def _refuse_other_media(part: object) -> object:
 ContentPart = Annotated[
     Annotated[TextPart | RefusalPart, Field(discriminator="type")], BeforeValidator(_refuse_other_media)
 ]
-Content = Annotated[
+MessageContent = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[ContentPart], Field(min_length=1), Tag("many")],
     Discriminator(
         one_or_many,
@@ -79,13 +79,13 @@ class ToolCall(Body):
 
 class InstructionMessage(Body):
     role: Literal["system", "developer"]
-    content: Content
+    content: MessageContent
     name: str | None = None
 
 
 class UserMessage(Body):
     role: Literal["user"]
-    content: Content
+    content: MessageContent
     name: str | None = None
 
 
@@ -93,7 +93,7 @@ class AssistantMessage(Body):
     """Also as SDKs dump an answer, nulls included."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: MessageContent | None = None
     refusal: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -106,14 +106,14 @@ class AssistantMessage(Body):
 
 class ToolMessage(Body):
     role: Literal["tool"]
-    content: Content
+    content: MessageContent
     tool_call_id: str
     name: str | None = None
 
 
 class FunctionMessage(Body):
     role: Literal["function"]
-    content: Content
+    content: MessageContent
     name: str
 
 

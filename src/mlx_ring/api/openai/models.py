@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from fastapi import APIRouter
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.openai import answers as about
+from mlx_ring.api.openai import schemas
 from mlx_ring.api.openapi import documented_get
 from mlx_ring.api.service import ModelService
 
@@ -54,8 +54,8 @@ def routes(context: ApiContext) -> APIRouter:
         return describe(context, context.model(model))
 
     for prefix in ("/v1", ""):
-        documented_get(router, f"{prefix}/models", list_models, about.MODELS)
-        documented_get(router, f"{prefix}/models/{{model:path}}", retrieve_model, about.MODEL)
+        documented_get(router, f"{prefix}/models", list_models, schemas.MODELS)
+        documented_get(router, f"{prefix}/models/{{model:path}}", retrieve_model, schemas.MODEL)
     return router
 
 

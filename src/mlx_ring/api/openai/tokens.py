@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_ring.api.chat.prepare import encode_conversation
 from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.openai import answers as about
+from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.completions import TokenId
 from mlx_ring.api.openai.messages import FunctionTool, Message, read_tool_use, template_messages
 from mlx_ring.api.openapi import documented_post
@@ -79,8 +79,8 @@ def routes(context: ApiContext) -> APIRouter:
         return JSONResponse({"prompt": await context.prompts.decode(service.tokenizer, fields.tokens)})
 
     for prefix in ("", "/v1"):
-        documented_post(router, f"{prefix}/tokenize", tokenize, TokenizeRequest, about.TOKENIZE)
-        documented_post(router, f"{prefix}/detokenize", detokenize, DetokenizeRequest, about.DETOKENIZE)
+        documented_post(router, f"{prefix}/tokenize", tokenize, TokenizeRequest, schemas.TOKENIZE)
+        documented_post(router, f"{prefix}/detokenize", detokenize, DetokenizeRequest, schemas.DETOKENIZE)
     return router
 
 

@@ -6,7 +6,7 @@ from typing import Literal, NotRequired
 
 from starlette.responses import Response
 
-from mlx_ring.api.openai.answers import Model, Performance, Usage
+from mlx_ring.api.openai.schemas import Model, Performance, Usage
 from mlx_ring.api.openapi import JsonObject, RouteDoc
 from mlx_ring.api.ops.status import ClusterStatus
 from mlx_ring.api.streaming import EVENT_STREAM

@@ -31,7 +31,7 @@ from mlx_ring.api.ops import answers as about
 from mlx_ring.api.ops.cache import told_cache
 from mlx_ring.api.ops.cluster import told_cluster
 from mlx_ring.api.service import ModelService, ServedInstance
-from mlx_ring.api.streaming import LiveAnswer
+from mlx_ring.api.streaming import StreamedAnswer
 from mlx_ring.core.engine_stats import RankTotals, StepTotals
 from mlx_ring.core.errors import Overloaded
 from mlx_ring.core.logs import LogLine, recent_lines
@@ -322,7 +322,7 @@ def routes(context: ApiContext) -> APIRouter:
         def failure(error: Exception) -> bytes:
             return event("error", error_body(error, request.scope))
 
-        return LiveAnswer(feed.watching, _as_they_come, failure=failure)
+        return StreamedAnswer(feed.watching, _as_they_come, failure=failure)
 
     documented_get(router, "/cluster/events", cluster_events, about.CLUSTER_EVENTS)
     return router

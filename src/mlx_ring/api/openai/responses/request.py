@@ -64,7 +64,7 @@ class Refusal(Body):
 
 
 Part = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
-Content = Annotated[
+ItemContent = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[Part], Tag("many")],
     Discriminator(
         one_or_many,
@@ -86,7 +86,7 @@ class Item(Body):
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: ItemContent
 
 
 class FunctionCallItem(Item):
@@ -101,7 +101,7 @@ class FunctionCallItem(Item):
 class FunctionCallOutputItem(Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: ItemContent
     name: str | None = None
 
 
@@ -153,7 +153,7 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
     thought = ""
     for item in items:
         if thought and not _is_answer(item):
-            messages.append(_thoughtful({"role": "assistant", "content": ""}, thought))
+            messages.append(_with_reasoning({"role": "assistant", "content": ""}, thought))
             thought = ""
         match item:
             case ReasoningItem():
@@ -166,13 +166,15 @@ def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
                 calls.append(template_call(item.name, arguments_of(item.arguments), item.call_id))
                 thought = ""
             case MessageItem(role="assistant"):
-                messages.append(_thoughtful({"role": "assistant", "content": _text(item.content)}, thought))
+                messages.append(
+                    _with_reasoning({"role": "assistant", "content": _text(item.content)}, thought)
+                )
                 thought = ""
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": _text(item.content)})
     if thought:
-        messages.append(_thoughtful({"role": "assistant", "content": ""}, thought))
+        messages.append(_with_reasoning({"role": "assistant", "content": ""}, thought))
     return messages
 
 
@@ -186,11 +188,11 @@ def _is_answer(item: AnyItem) -> bool:
 def _turn(messages: list[Plain], thought: str) -> Plain:
     """The assistant's message that a call belongs to: what it has just said, or one of its own."""
     if not messages or messages[-1]["role"] != "assistant" or thought:
-        messages.append(_thoughtful({"role": "assistant", "content": ""}, thought))
+        messages.append(_with_reasoning({"role": "assistant", "content": ""}, thought))
     return messages[-1]
 
 
-def _thoughtful(message: Plain, thought: str) -> Plain:
+def _with_reasoning(message: Plain, thought: str) -> Plain:
     return message | ({"reasoning_content": thought} if thought else {})
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_ring.api.chat.answer import ChatAnswer, News, answer_chat, stream_chat
-from mlx_ring.api.chat.parts import Content
+from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
+from mlx_ring.api.chat.parts import AnswerText
 from mlx_ring.api.chat.prepare import prepare_chat
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Json, event
 from mlx_ring.api.errors import error_info
-from mlx_ring.api.openai import answers as about
+from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.chat import DONE, finite_logprob
 from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of
 from mlx_ring.api.openai.responses.writer import End, ResponseWriter, response_of, usage_of
@@ -53,7 +53,7 @@ def routes(context: ApiContext) -> APIRouter:
         return JSONResponse(writer.whole(_end(answer), _usage(answer)))
 
     for path in ("/v1/responses", "/responses"):
-        documented_post(router, path, responses, ResponsesRequest, about.RESPONSE)
+        documented_post(router, path, responses, ResponsesRequest, schemas.RESPONSE)
     return router
 
 
@@ -73,9 +73,9 @@ class ResponseStream:
         del answers
         return _sent(self._writer.opening())
 
-    def news(self, news: Sequence[News], answers: Sequence[ChatAnswer]) -> bytes:
+    def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> bytes:
         del answers
-        return b"".join(_sent(self.add(one)) for one in news)
+        return b"".join(_sent(self.add(one)) for one in updates)
 
     def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
         [answer] = answers
@@ -84,13 +84,13 @@ class ResponseStream:
     def failure(self, error: Exception) -> bytes:
         return _sent(self._writer.failing(error_info(error)))
 
-    def add(self, news: News) -> list[Json]:
+    def add(self, update: AnswerUpdate) -> list[Json]:
         """The events of what has come. Log-probabilities go with the answer's text, and with nothing else."""
-        self._scored += [self._token(scored) for scored in news.logprobs]
+        self._scored += [self._token(scored) for scored in update.logprobs]
         events: list[Json] = []
-        for part in news.parts:
+        for part in update.parts:
             scored, self._scored = self._scored, []
-            events += self._writer.part(part, scored if isinstance(part, Content) else ())
+            events += self._writer.part(part, scored if isinstance(part, AnswerText) else ())
         return events
 
     def _token(self, scored: TokenLogprob) -> Json:
@@ -103,7 +103,7 @@ class ResponseStream:
 
 
 def _sent(events: Iterable[Json]) -> bytes:
-    return b"".join(event(told, str(told["type"])) for told in events)
+    return b"".join(event(value, str(value["type"])) for value in events)
 
 
 def _end(answer: ChatAnswer) -> End:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, Reasoning
+from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.dialect import ErrorInfo, Json
 from mlx_ring.api.openai.responses.request import (
     FunctionTool,
@@ -108,7 +108,7 @@ class Message(_TextItem):
         return {"text": self.text, "logprobs": list(self._logprobs)}
 
 
-class Thought(_TextItem):
+class ReasoningOutput(_TextItem):
     prefix = "rs"
     kind = "reasoning_text"
 
@@ -187,9 +187,9 @@ class ResponseWriter:
                 yield from self._start(Call(part.id, part.name))
             case CallArguments():
                 yield from self._grow(part.text)
-            case Reasoning():
-                if not isinstance(self._open, Thought):
-                    yield from self._start(Thought(seals=self._seals_reasoning))
+            case ReasoningText():
+                if not isinstance(self._open, ReasoningOutput):
+                    yield from self._start(ReasoningOutput(seals=self._seals_reasoning))
                 yield from self._grow(part.text)
             case _:
                 if not isinstance(self._open, Message):
@@ -209,8 +209,8 @@ class ResponseWriter:
             "error": {"code": _failure_code(info), "message": info.message},
         }
         yield self._event("response.failed", {"response": self._whole()})
-        told: Json = {"code": info.code, "message": info.message, "param": info.param}
-        yield self._event("error", told | {"error": told | {"type": info.type}})
+        fields: Json = {"code": info.code, "message": info.message, "param": info.param}
+        yield self._event("error", fields | {"error": fields | {"type": info.type}})
 
     def whole(self, end: End, usage: Json) -> Json:
         """The response, after its last part."""
