@@ -10,7 +10,7 @@ import pytest
 from mlx_ring.core.errors import ConfigError, ContextKept, PlanError
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import KEPT_TOKENS, Allowance, Place, RankKv
-from mlx_ring.head.kv_memory import Claim, KvShares, Tenant
+from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
 GIB = 1 << 30
@@ -30,17 +30,17 @@ def worker(left: int, *, weights: int = 0) -> worker_pb2.WorkerStatus:
     )
 
 
-def tenant(name: str, context: int = 4096, *, insisted: bool = False) -> Tenant:
-    return Tenant(name, f"model {name}", context, insisted=insisted)
+def user(name: str, context: int = 4096, *, insisted: bool = False) -> KvUser:
+    return KvUser(name, f"model {name}", context, insisted=insisted)
 
 
 def join(
     shares: KvShares,
-    who: str | Tenant,
+    who: str | KvUser,
     workers: dict[Place, worker_pb2.WorkerStatus],
     allowances: dict[str, Allowance],
 ) -> Mapping[RankId, RankKv]:
-    return shares.join(tenant(who) if isinstance(who, str) else who, workers, allowances)[0]
+    return shares.join(user(who) if isinstance(who, str) else who, workers, allowances)[0]
 
 
 def test_one_alone_has_all_and_two_share() -> None:
@@ -84,7 +84,7 @@ def test_what_was_said_is_kept_whoever_comes() -> None:
 def test_weights_that_are_about_to_come_make_others_give_up_theirs_at_once() -> None:
     shares = KvShares(None)
     join(shares, "a", {HERE: worker(21)}, NO_RESERVE)
-    shares.expect(tenant("b"), {"here": Claim(6 * GIB, 1)})
+    shares.expect(user("b"), {"here": Reservation(6 * GIB, 1)})
     assert join(shares, "c", {HERE: worker(21)}, NO_RESERVE)[FIRST].limit_bytes == 14 * GIB // 3
     shares.leave("b")
     assert join(shares, "d", {HERE: worker(21)}, NO_RESERVE)[FIRST].limit_bytes == 20 * GIB // 3
@@ -133,9 +133,9 @@ MILLION = 2_147_328
 
 def test_a_context_that_was_insisted_on_is_kept_and_the_newcomer_has_the_rest() -> None:
     shares, engine = KvShares(None), Engine()
-    join(shares, tenant("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
+    join(shares, user("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
     shares.attach("a", cast("Any", engine))
-    rest = join(shares, tenant("b"), {HERE: worker(11)}, NO_RESERVE)[FIRST].limit_bytes
+    rest = join(shares, user("b"), {HERE: worker(11)}, NO_RESERVE)[FIRST].limit_bytes
     assert engine.limits == [4 * MILLION * 1000]
     assert rest == 10 * GIB - 4 * MILLION * 1000
 
@@ -144,10 +144,10 @@ def test_a_newcomer_whose_insisted_context_does_not_fit_beside_is_refused_and_no
     None
 ):
     shares, engine = KvShares(None), Engine()
-    join(shares, tenant("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
+    join(shares, user("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
     shares.attach("a", cast("Any", engine))
     with pytest.raises(ContextKept) as caught:
-        join(shares, tenant("b", 2 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
+        join(shares, user("b", 2 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
     assert engine.limits == []
     assert str(caught.value) == (
         f"model b does not fit beside model a on here: the KV of one request of {2 * MILLION} tokens takes 4.29 GB, and "
@@ -155,19 +155,19 @@ def test_a_newcomer_whose_insisted_context_does_not_fit_beside_is_refused_and_no
         f"start the server with a --max-model-len below {4 * MILLION}, or with --model-memory, by which models take turns."
     )
     shares.leave("b")
-    assert join(shares, tenant("c", 1000, insisted=True), {HERE: worker(11)}, NO_RESERVE)
+    assert join(shares, user("c", 1000, insisted=True), {HERE: worker(11)}, NO_RESERVE)
 
 
 def test_weights_that_leave_too_little_for_a_kept_context_are_refused_before_they_are_loaded() -> None:
     shares, engine = KvShares(None), Engine()
-    join(shares, tenant("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
+    join(shares, user("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
     shares.attach("a", cast("Any", engine))
     with pytest.raises(
         ContextKept, match=r"model b does not fit beside model a on here: its weights take 3\.22 GB"
     ):
-        shares.expect(tenant("b"), {"here": Claim(3 * GIB, 1)})
+        shares.expect(user("b"), {"here": Reservation(3 * GIB, 1)})
     assert engine.limits == []
-    shares.expect(tenant("b"), {"here": Claim(GIB, 1)})
+    shares.expect(user("b"), {"here": Reservation(GIB, 1)})
     assert engine.limits == [4 * MILLION * 1000]
 
 
@@ -176,7 +176,7 @@ def test_what_nobody_insisted_on_is_shared_but_for_the_tokens_that_each_keeps() 
     kept = KEPT_TOKENS * 1_000_000
     heavy = worker(11)
     heavy.kv.bytes_per_token = 1_000_000
-    join(shares, tenant("a", 4 * KEPT_TOKENS), {HERE: heavy}, NO_RESERVE)
+    join(shares, user("a", 4 * KEPT_TOKENS), {HERE: heavy}, NO_RESERVE)
     shares.attach("a", cast("Any", engine))
     assert join(shares, "b", {HERE: worker(11)}, NO_RESERVE)[FIRST].limit_bytes == 10 * GIB - kept
     assert engine.limits == [kept]
@@ -191,12 +191,12 @@ def test_one_that_is_alone_and_has_too_little_is_told_so_and_of_nobody_else() ->
     shares = KvShares(None)
     join(shares, "a", {("there", FIRST): worker(21)}, NO_RESERVE)
     with pytest.raises(ConfigError, match="tokens fit"):
-        join(shares, tenant("b", 100 * MILLION, insisted=True), {HERE: worker(21)}, NO_RESERVE)
+        join(shares, user("b", 100 * MILLION, insisted=True), {HERE: worker(21)}, NO_RESERVE)
 
 
 def test_right_after_one_has_left_nobody_is_refused_by_what_was_told_before() -> None:
     shares = KvShares(None)
-    join(shares, tenant("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
-    join(shares, tenant("b", 1000, insisted=True), {HERE: worker(11)}, NO_RESERVE)
+    join(shares, user("a", 4 * MILLION, insisted=True), {HERE: worker(11)}, NO_RESERVE)
+    join(shares, user("b", 1000, insisted=True), {HERE: worker(11)}, NO_RESERVE)
     shares.leave("b")
-    shares.expect(tenant("c"), {"here": Claim(3 * GIB, 1)})
+    shares.expect(user("c"), {"here": Reservation(3 * GIB, 1)})

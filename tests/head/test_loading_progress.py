@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mlx_ring.core.types import RankId
-from mlx_ring.head.loading_progress import Loaded, LoadingProgress
+from mlx_ring.head.status import Loaded, LoadingProgress
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 
 def hear(progress: LoadingProgress, stage: int, **report: object) -> None:
     told = worker_pb2.LoadProgress(**report)  # pyright: ignore[reportArgumentType] - fields of the message
-    progress.hear(agent_pb2.StageProgress(stage=stage, progress=told))
+    progress.record(agent_pb2.StageProgress(stage=stage, progress=told))
 
 
 def test_fetching_and_loading_are_told_apart_and_what_is_done_stays() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.head.plan_requests import proportional_stages, wished
+from mlx_ring.head.plan_requests import plan_request_for, proportional_stages
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.settings.config import Settings
@@ -25,46 +25,46 @@ def custom(proportions: str, count: int) -> Settings:
 
 
 def test_shares_without_names_go_by_the_machines_order() -> None:
-    order, request = wished(custom("0.7,0.3", 2), CUSTOM, nodes("a-1", "b-2"))
+    order, request = plan_request_for(custom("0.7,0.3", 2), CUSTOM, nodes("a-1", "b-2"))
     assert [node.name for node in order] == ["a-1", "b-2"]
     assert (request.strategy, request.proportions) == ("custom", (0.7, 0.3))
 
 
 def test_shares_with_names_put_the_machines_in_their_order() -> None:
-    order, request = wished(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1", "b-2"))
+    order, request = plan_request_for(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1", "b-2"))
     assert [node.name for node in order] == ["b-2", "a-1"]
     assert request.proportions == (0.7, 0.3)
 
 
 def test_of_machines_that_are_left_named_shares_hold() -> None:
-    order, request = wished(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1"))
+    order, request = plan_request_for(custom("b-2=0.7,a-1=0.3", 2), CUSTOM, nodes("a-1"))
     assert [node.name for node in order] == ["a-1"]
     assert request.proportions == (0.3,)
 
 
 def test_of_machines_that_are_left_shares_without_names_do_not_hold(caplog: pytest.LogCaptureFixture) -> None:
-    _, request = wished(custom("0.7,0.3", 2), CUSTOM, nodes("a-1"))
+    _, request = plan_request_for(custom("0.7,0.3", 2), CUSTOM, nodes("a-1"))
     assert request.strategy == "auto"
     assert "proportions were given for 2 machines, and 1 are there" in caplog.text
 
 
 def test_a_machine_that_came_besides_gets_nothing_from_named_shares(caplog: pytest.LogCaptureFixture) -> None:
-    order, _ = wished(custom("a-1=0.7,b-2=0.3", 2), CUSTOM, nodes("a-1", "b-2", "c-3"))
+    order, _ = plan_request_for(custom("a-1=0.7,b-2=0.3", 2), CUSTOM, nodes("a-1", "b-2", "c-3"))
     assert [node.name for node in order] == ["a-1", "b-2"]
     assert "no share for the node c-3" in caplog.text
 
 
 def test_shares_that_name_other_machines_are_refused() -> None:
     with pytest.raises(PlanError, match="no share for the node b-2; it has for a-1, c-3"):
-        wished(custom("a-1=0.7,c-3=0.3", 2), CUSTOM, nodes("a-1", "b-2"))
+        plan_request_for(custom("a-1=0.7,c-3=0.3", 2), CUSTOM, nodes("a-1", "b-2"))
     with pytest.raises(PlanError, match="each share must name a node of its own"):
-        wished(custom("a-1=0.7,0.3", 2), CUSTOM, nodes("a-1", "b-2"))
+        plan_request_for(custom("a-1=0.7,0.3", 2), CUSTOM, nodes("a-1", "b-2"))
 
 
 def test_another_strategy_is_passed_on() -> None:
-    assert wished(load_settings({"strategy": "memory"}), PlanRequest(DEMAND, strategy="memory"), nodes("a"))[
-        1
-    ] == PlanRequest(DEMAND, strategy="memory")
+    assert plan_request_for(
+        load_settings({"strategy": "memory"}), PlanRequest(DEMAND, strategy="memory"), nodes("a")
+    )[1] == PlanRequest(DEMAND, strategy="memory")
 
 
 def test_one_machine_cuts_its_stages_by_proportions() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
-from mlx_ring.head.rank_places import seats_on, tell_rdma
+from mlx_ring.head.rank_placements import place_ranks, set_rdma
 from mlx_ring.host.trusted_interfaces import TrustedInterface
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
 from mlx_ring.settings.hostfile import Hostfile, read_hostfile
@@ -32,7 +32,7 @@ def site(address: str, *, is_local: bool = False) -> Site:
 
 def told(sites: list[Site], hosts: Hostfile) -> list[StageAssignment]:
     ranks = [StageAssignment(tp_size=len(sites), stages=1, rank=rank) for rank in range(len(sites))]
-    tell_rdma(ranks, seats_on(sites, [(1.0,) * len(sites)]), hosts)
+    set_rdma(ranks, place_ranks(sites, [(1.0,) * len(sites)]), hosts)
     return ranks
 
 

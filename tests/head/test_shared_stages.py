@@ -11,7 +11,7 @@ from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.placement import Cut, even_split
 from mlx_ring.core.errors import PlanError
-from mlx_ring.head.rank_places import Stage, share_stages, with_trust
+from mlx_ring.head.rank_placements import Stage, share_stages, with_trust
 from mlx_ring.host.trusted_interfaces import TrustedInterface
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
@@ -30,7 +30,7 @@ def cut(stages: int, *shares: float) -> Cut:
 
 
 def told(stages: tuple[Stage, ...]) -> list[str]:
-    return ["".join(seat.site.node for seat in stage) for stage in stages]
+    return ["".join(placed.site.node for placed in stage) for stage in stages]
 
 
 @pytest.mark.parametrize(

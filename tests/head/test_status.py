@@ -14,8 +14,7 @@ from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import REPORTED, WorkerInfo
 from mlx_ring.engine.step_times import StepTimes, StepWindow
-from mlx_ring.head.loading_progress import LoadingProgress
-from mlx_ring.head.status import InstanceView, Standing, instance_status, node_statuses
+from mlx_ring.head.status import ClusterView, InstanceView, LoadingProgress, instance_status, node_statuses
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.place import place
 from mlx_ring.planner.request import Demand, PlanRequest
@@ -151,7 +150,7 @@ def test_without_a_profile_nothing_is_promised_and_what_is_measured_is_told() ->
 def test_while_it_loads_bytes_are_told_and_a_loaded_worker_that_was_taken_over_is_ready() -> None:
     progress = LoadingProgress()
     report = worker_pb2.LoadProgress(phase="weights", bytes_loaded=3, bytes_total=8)
-    progress.hear(agent_pb2.StageProgress(stage=1, progress=report))
+    progress.record(agent_pb2.StageProgress(stage=1, progress=report))
     first, second = instance_status(view(workers=(), loading=progress, state="loading")).stages
     assert (first.loading.phase, first.memory.used, first.pid) == ("starting", None, None)
     assert (second.loading.bytes_loaded, second.loading.bytes_to_load) == (3, 8)
@@ -160,8 +159,8 @@ def test_while_it_loads_bytes_are_told_and_a_loaded_worker_that_was_taken_over_i
 
 
 def test_nodes_are_told_with_what_they_hold_and_the_head_s_comes_first() -> None:
-    standing = Standing("b", there("a", "b", "c"))
-    first, second, third = node_statuses(standing, [view()], VERSIONS)
+    cluster_view = ClusterView("b", there("a", "b", "c"))
+    first, second, third = node_statuses(cluster_view, [view()], VERSIONS)
     assert [node.id for node in (first, second, third)] == ["b", "a", "c"]
     assert (first.is_head, first.stages, second.stages, third.stages) == (
         True,
@@ -187,18 +186,18 @@ def test_nodes_are_told_with_what_they_hold_and_the_head_s_comes_first() -> None
 def test_a_node_that_is_gone_or_left_out_says_why_and_one_that_came_back_is_no_ghost() -> None:
     stands = there("a", "b").apply(Left("b", 1, "it was cut off", 2000.0))
     held = {"a": Quarantine("It was lost 4 times.", 3000.0)}
-    quarantined, gone = node_statuses(Standing("a", stands, held), [view()], VERSIONS)
+    quarantined, gone = node_statuses(ClusterView("a", stands, held), [view()], VERSIONS)
     assert (quarantined.state, quarantined.reason, quarantined.quarantined_until) == (
         "quarantined",
         "It was lost 4 times.",
         3000,
     )
     assert (gone.state, gone.reason, gone.since, gone.memory) == ("gone", "it was cut off", 2000, None)
-    back = node_statuses(Standing("a", stands.apply(Joined(member("b", 9)))), [view()], VERSIONS)
+    back = node_statuses(ClusterView("a", stands.apply(Joined(member("b", 9)))), [view()], VERSIONS)
     assert [(node.id, node.state) for node in back] == [("a", "attending"), ("b", "attending")]
 
 
 def test_a_machine_alone_without_a_profile_is_a_node_all_the_same() -> None:
-    (node,) = node_statuses(Standing("a"), [view(nodes=(("a",), ("a",)))], VERSIONS)
+    (node,) = node_statuses(ClusterView("a"), [view(nodes=(("a",), ("a",)))], VERSIONS)
     assert (node.id, node.is_head, node.memory, node.profile) == ("a", True, None, None)
     assert (node.stages, node.versions) == (["twin-1/0", "twin-1/1"], VERSIONS)

@@ -54,7 +54,7 @@ def largest_fitting(free_bytes: int) -> KnownModel | None:
 
 if TYPE_CHECKING:
     from mlx_ring.head.head import Running
-    from mlx_ring.head.placing import Arrangement
+    from mlx_ring.head.placing import Placement
 
 log = logging.getLogger(__name__)
 
@@ -95,13 +95,13 @@ class Telling:
         told = [f"Waiting for {machines}. On each, run the line with an address that it reaches:", *lines]
         print("\n".join(["", *told, ""]), flush=True)
 
-    def planned(self, instance: str, arrangement: Arrangement) -> None:
+    def planned(self, instance: str, placement: Placement) -> None:
         """The table of the plan, and bars from now on."""
-        if arrangement.plan is not None and not self._is_over:
-            show_plan(arrangement.plan)
+        if placement.plan is not None and not self._is_over:
+            show_plan(placement.plan)
         if self._progress.console.is_terminal:
             self._progress.start()
-        for stage in range(len(arrangement.ranges)):
+        for stage in range(len(placement.ranges)):
             self._tasks[instance, stage] = self._progress.add_task(f"{instance}, stage {stage}", total=None)
 
     def loading(self, instance: str, progress: agent_pb2.StageProgress) -> None:

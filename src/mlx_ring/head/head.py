@@ -40,7 +40,7 @@ from mlx_ring.head.multi_node import Cluster
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.replica import Watcher
 from mlx_ring.head.served_model import ServedModel
-from mlx_ring.head.single_node import Here
+from mlx_ring.head.single_node import SingleNode
 from mlx_ring.host.addresses import HeadAddress, local_url
 from mlx_ring.host.head_announcement import HeadAnnouncement
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
@@ -218,13 +218,13 @@ class Head:
         settings, declared = self._settings, self._catalog.declared
         if settings.nodes == 1:
             run_dir = cleanup.enter_context(make_run_folder(settings.run_dir))
-            here = Here(
+            single_node = SingleNode(
                 settings,
                 run_dir,
                 settings.stages * len(rank_shares(settings)) * (settings.replicas or 1) * len(declared),
             )
-            cleanup.push_async_callback(here.stop)
-            return here
+            cleanup.push_async_callback(single_node.stop)
+            return single_node
         address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)
         control = await cleanup.enter_async_context(
             open_control(state_folder(settings), address, self._weights.handler())

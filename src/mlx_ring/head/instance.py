@@ -28,9 +28,9 @@ from mlx_ring.engine.kv_budget import Allowance, Place
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.step_times import Predict, StepSize, Unanswered
 from mlx_ring.head.instance_view import InstanceService
-from mlx_ring.head.kv_memory import Claim, KvShares, Tenant
-from mlx_ring.head.placing import Arrangement
-from mlx_ring.head.rank_places import tell_rdma, tell_ways
+from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
+from mlx_ring.head.placing import Placement
+from mlx_ring.head.rank_placements import set_rdma, set_ways
 from mlx_ring.head.served_model import ServedModel, memory_for_weights
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.planner.forecast import Forecast
@@ -80,7 +80,7 @@ class Epoch:
 
     instance: str
     number: int
-    arrangement: Arrangement
+    placement: Placement
     node: str
     """The head's own."""
     trust: Credentials | None = None
@@ -127,12 +127,12 @@ class Instance:
         if not self._lost.done():
             self._lost.set_result(None)
 
-    def heed_loss(self, node: str, reason: str) -> None:
+    def on_node_lost(self, node: str, reason: str) -> None:
         """A node is gone."""
         stages = [
             str(stage)
-            for stage, seats in enumerate(self._epoch.arrangement.seats)
-            if any(seat.site.node == node for seat in seats)
+            for stage, ranks in enumerate(self._epoch.placement.ranks)
+            if any(placed.site.node == node for placed in ranks)
         ]
         if stages:
             error = NodeLost(f"Node {node}, which has stage {' and '.join(stages)}, is gone: {reason}.")
@@ -145,18 +145,16 @@ class Instance:
             RingError: it could not be loaded.
         """
         epoch, started = self._epoch, time.monotonic()
-        assignments = assign(
-            self._settings, self._served, epoch.instance, epoch.number, epoch.arrangement.cut
-        )
-        tell_ways(assignments, epoch.arrangement.seats)
+        assignments = assign(self._settings, self._served, epoch.instance, epoch.number, epoch.placement.cut)
+        set_ways(assignments, epoch.placement.ranks)
         if (machines := named_machines(self._settings)) is not None:
-            tell_rdma(assignments, epoch.arrangement.seats, machines)
+            set_rdma(assignments, epoch.placement.ranks, machines)
         hello = _head_hello(assignments[0], epoch.node)
         async with contextlib.AsyncExitStack() as cleanup:
             cleanup.callback(self._shares.leave, epoch.instance)
             cleanup.push_async_callback(self._stop_workers)
             if not epoch.loaded:
-                self._shares.expect(self._tenant, self._claims())
+                self._shares.expect(self._kv_user, self._reservations())
             places = epoch.loaded or await self._deploy(assignments, hello)
             executor = await GrpcExecutor.connect(
                 [RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places],
@@ -164,11 +162,11 @@ class Instance:
                 trust=epoch.trust,
             )
             cleanup.push_async_callback(executor.close)
-            watched = Watched(epoch.instance, len(epoch.arrangement.nodes))
+            watched = Watched(epoch.instance, len(epoch.placement.nodes))
             first_words: asyncio.Future[Mapping[Place, worker_pb2.WorkerStatus]] = (
                 self._lost.get_loop().create_future()
             )
-            for site in epoch.arrangement.nodes:
+            for site in epoch.placement.nodes:
                 task = asyncio.create_task(
                     self._watch(site, hello, watched, first_words), name=f"watch {site.node}"
                 )
@@ -192,9 +190,9 @@ class Instance:
     def _nodes(self) -> Mapping[RankId, str]:
         """Where every rank is."""
         return {
-            RankId(stage, rank): seat.site.node
-            for stage, seats in enumerate(self._epoch.arrangement.seats)
-            for rank, seat in enumerate(seats)
+            RankId(stage, rank): placed.site.node
+            for stage, ranks in enumerate(self._epoch.placement.ranks)
+            for rank, placed in enumerate(ranks)
         }
 
     @property
@@ -204,33 +202,33 @@ class Instance:
         return RequestTracer(self._tracing, self._served.names[0], self._nodes)
 
     @property
-    def _tenant(self) -> Tenant:
-        return Tenant(
+    def _kv_user(self) -> KvUser:
+        return KvUser(
             self._epoch.instance,
             self._served.names[0],
             self._served.limits.context_length,
             insisted=self._settings.max_model_len is not None,
         )
 
-    def _claims(self) -> Mapping[str, Claim]:
+    def _reservations(self) -> Mapping[str, Reservation]:
         """What is about to be loaded, by node: weights as planned, else alike for all stages."""
-        arrangement, weights, workers = self._epoch.arrangement, Counter[str](), Counter[str]()
+        placement, weights, workers = self._epoch.placement, Counter[str](), Counter[str]()
         whole = memory_for_weights(self._served.folder, self._settings.dtype)
-        for number, stage in enumerate(arrangement.seats):
-            planned = None if arrangement.plan is None else arrangement.plan.stages[number].ranks
-            for rank, seat in enumerate(stage):
-                part = seat.share / sum(other.share for other in stage) / len(arrangement.seats)
-                weights[seat.site.node] += (
+        for number, stage in enumerate(placement.ranks):
+            planned = None if placement.plan is None else placement.plan.stages[number].ranks
+            for rank, placed in enumerate(stage):
+                part = placed.share / sum(other.share for other in stage) / len(placement.ranks)
+                weights[placed.site.node] += (
                     int(whole * part) if planned is None else planned[rank].weight_bytes
                 )
-                workers[seat.site.node] += 1
-        return {node: Claim(nbytes, workers[node]) for node, nbytes in weights.items()}
+                workers[placed.site.node] += 1
+        return {node: Reservation(nbytes, workers[node]) for node, nbytes in weights.items()}
 
     async def _deploy(
         self, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
     ) -> Sequence[WorkerPlace]:
         """Load all stages. A node that goes meanwhile ends it: what it was asked for is never answered."""
-        sites = [seat.site for stage in self._epoch.arrangement.seats for seat in stage]
+        sites = [placed.site for stage in self._epoch.placement.ranks for placed in stage]
         loading = asyncio.ensure_future(deploy(sites, assignments, hello, self._report))
         try:
             await asyncio.wait((loading, self._lost), return_when=asyncio.FIRST_COMPLETED)
@@ -289,7 +287,7 @@ class Instance:
 
     def _stuck(self, owed: Unanswered) -> RingError:
         stage, rank = owed.rank
-        node = self._epoch.arrangement.seats[stage][rank].site.node
+        node = self._epoch.placement.ranks[stage][rank].site.node
         error = WorkerStuck(
             f"Stage {stage}, rank {rank} on {node} has made no progress on step {owed.step} for "
             f"{owed.waited_s:.0f} s, where {owed.deadline_s:.0f} s are allowed; its worker is stuck."
@@ -303,9 +301,9 @@ class Instance:
         instance = self._epoch.instance
         allowances = {
             site.node: Allowance(site.reserve_share, site.memory_limit_bytes)
-            for site in self._epoch.arrangement.nodes
+            for site in self._epoch.placement.nodes
         }
-        kv, context = self._shares.join(self._tenant, workers, allowances)
+        kv, context = self._shares.join(self._kv_user, workers, allowances)
         limits = self._served.limits
         if context < limits.context_length:
             log.warning(
@@ -321,7 +319,7 @@ class Instance:
             epoch=self._epoch.number,
             policy=policy_of(self._settings),
             kv=kv,
-            predict=predict_by(self._epoch.arrangement.forecast),
+            predict=predict_by(self._epoch.placement.forecast),
             on_lost=lambda error: self.lose(error, explains=False),
             meter=self._meter,
             tracer=self._tracer,
@@ -332,11 +330,11 @@ class Instance:
     async def _stop_workers(self) -> None:
         """On every node that can be reached: whoever is gone has none any more, or ends them when it comes back."""
         await asyncio.gather(
-            *(site.link.stop(self._epoch.instance, _STOP_WAIT_S) for site in self._epoch.arrangement.nodes)
+            *(site.link.stop(self._epoch.instance, _STOP_WAIT_S) for site in self._epoch.placement.nodes)
         )
         if self._epoch.trust is not None:
             # On one machine the channel is the agent's own, and another epoch's too.
-            await asyncio.gather(*(site.link.close() for site in self._epoch.arrangement.nodes))
+            await asyncio.gather(*(site.link.close() for site in self._epoch.placement.nodes))
 
 
 def assign(

@@ -11,9 +11,8 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.core.worker_status import REPORTED, GroupUse, LinkUse, WorkerInfo
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.step_times import StepTimes
-from mlx_ring.head.loading_progress import LoadingProgress
-from mlx_ring.head.placing import Arrangement
-from mlx_ring.head.status import InstanceView
+from mlx_ring.head.placing import Placement
+from mlx_ring.head.status import InstanceView, LoadingProgress
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ class InstanceService:
         """`layers` are the whole model's."""
         self._layers = layers
         self._kv_bits = kv_bits
-        self._arrangement: Arrangement | None = None
+        self._placement: Placement | None = None
         self._loading = LoadingProgress()
         self._is_loading = False
         self._instance, self._epoch = "", FIRST_EPOCH
@@ -62,8 +61,8 @@ class InstanceService:
 
     def view(self, model: str) -> InstanceView | None:
         """All that is known of it; None before anything was planned."""
-        arrangement, error = self._arrangement, self.error
-        if arrangement is None:
+        placement, error = self._placement, self.error
+        if placement is None:
             return None
         return InstanceView(
             name=self._instance,
@@ -72,18 +71,18 @@ class InstanceService:
             state="ready" if error is None else "loading" if self._is_loading else "unavailable",
             reason=None if error is None else str(error),
             layers=self._layers,
-            ranges=arrangement.ranges,
-            nodes=[[seat.site.node for seat in stage] for stage in arrangement.seats],
-            plan=arrangement.plan,
-            forecast=arrangement.forecast,
+            ranges=placement.ranges,
+            nodes=[[placed.site.node for placed in stage] for stage in placement.ranks],
+            plan=placement.plan,
+            forecast=placement.forecast,
             workers=workers_of(self),
             loading=self._loading,
             times=StepTimes() if self._engine is None else self._engine.step_times(),
         )
 
-    def begin(self, instance: str, epoch: int, arrangement: Arrangement) -> None:
+    def begin(self, instance: str, epoch: int, placement: Placement) -> None:
         """Another instance is being loaded, arranged like this."""
-        self._instance, self._epoch, self._arrangement = instance, epoch, arrangement
+        self._instance, self._epoch, self._placement = instance, epoch, placement
         self._workers, self._loading, self._is_loading = {}, LoadingProgress(), True
         self._engine = None
 
@@ -99,15 +98,15 @@ class InstanceService:
         if self._engine is not None:
             self._engine.fail(error)
 
-    def hear_loading(self, progress: agent_pb2.StageProgress) -> None:
+    def record_loading(self, progress: agent_pb2.StageProgress) -> None:
         """Take in how far a worker has loaded."""
-        self._loading.hear(progress)
+        self._loading.record(progress)
 
     def hear(self, event: agent_pb2.AgentEvent) -> None:
         """Take in what an agent tells of its workers."""
-        if self._arrangement is None:
+        if self._placement is None:
             return
-        ranges = self._arrangement.ranges
+        ranges = self._placement.ranges
         self._workers[event.hello.node] = tuple(
             _worker_info(state, ranges[state.stage], event.hello.node)
             for state in event.workers

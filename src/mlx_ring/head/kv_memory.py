@@ -31,7 +31,7 @@ from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class KvUser:
     """An instance that wants a share."""
 
     instance: str
@@ -48,7 +48,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Reservation:
     """What an instance that is being loaded will have on a node."""
 
     weight_bytes: int
@@ -56,37 +56,37 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
+class KvKeeper:
     """An instance that keeps memory of a node."""
 
-    tenant: Tenant
+    user: KvUser
     kept_tokens: int
     kept_bytes: int
 
 
 def no_room(
-    tenant: Tenant, node: str, takes: str, needed: int, left: int, keepers: Sequence[Keeper]
+    user: KvUser, node: str, takes: str, needed: int, left: int, keepers: Sequence[KvKeeper]
 ) -> PlanError:
     """Why a newcomer is refused.
 
     Args:
-        tenant: the newcomer.
+        user: the newcomer.
         node: where there is too little.
         takes: what it needs so many bytes for, in words.
         needed: bytes.
         left: bytes that it could have.
         keepers: who has the others; one at least.
     """
-    insisted = any(keeper.tenant.insisted for keeper in keepers)
+    insisted = any(keeper.user.insisted for keeper in keepers)
     kept = ", and ".join(
-        f"{keeper.tenant.model} keeps {_size(keeper.kept_bytes)} for one request of {keeper.kept_tokens} tokens"
+        f"{keeper.user.model} keeps {_size(keeper.kept_bytes)} for one request of {keeper.kept_tokens} tokens"
         for keeper in keepers
     )
-    others = " and ".join(dict.fromkeys(keeper.tenant.model for keeper in keepers))
-    if others == tenant.model:
+    others = " and ".join(dict.fromkeys(keeper.user.model for keeper in keepers))
+    if others == user.model:
         refused, remedy = f"Another replica of {others} does not fit", "Ask for fewer --replicas"
     else:
-        refused, remedy = f"{tenant.model} does not fit beside {others}", f"Unload {others}"
+        refused, remedy = f"{user.model} does not fit beside {others}", f"Unload {others}"
     turns = ", or with --model-memory, by which models take turns" if insisted else ""
     kind = ContextKept if insisted else PlanError
     return kind(
@@ -105,7 +105,7 @@ _LOOKED_AGAIN_S = 2.5
 
 @dataclass(slots=True)
 class _Share:
-    tenant: Tenant
+    user: KvUser
     workers: dict[Place, worker_pb2.WorkerStatus]
     kept_tokens: int = 0
     floor: Mapping[RankId, int] | None = None
@@ -115,8 +115,8 @@ class _Share:
     def keep(self, limits: Mapping[RankId, RankKv]) -> None:
         """What it has now is kept from now on, as far as its context is one that is kept."""
         capacity = KvBudget(limits).capacity_tokens
-        context = self.tenant.context_tokens
-        tokens = self.tenant.kept_of(context if capacity is None else min(capacity, context))
+        context = self.user.context_tokens
+        tokens = self.user.kept_of(context if capacity is None else min(capacity, context))
         if self.floor is None or tokens > self.kept_tokens:
             self.kept_tokens, self.floor = tokens, floor_of(limits, tokens)
 
@@ -129,37 +129,37 @@ class KvShares:
         self._given_bytes = given_bytes
         self._allowances: dict[str, Allowance] = {}
         """By node."""
-        self._claims: dict[str, Mapping[str, Claim]] = {}
+        self._reservations: dict[str, Mapping[str, Reservation]] = {}
         """By instance that is being loaded, and node."""
         self._shares: dict[str, _Share] = {}
         self._freed_at: float | None = None
         """When an instance left whose memory has not been given out again."""
 
-    def expect(self, tenant: Tenant, claims: Mapping[str, Claim]) -> None:
+    def expect(self, user: KvUser, reservations: Mapping[str, Reservation]) -> None:
         """Weights are about to be loaded: what is kept of ended requests makes way for them.
 
         Args:
-            tenant: whose.
-            claims: by node.
+            user: whose.
+            reservations: by node.
 
         Raises:
             PlanError: they leave too little for the contexts that others keep.
         """
         if self._given_bytes is None and self._freed_at is None:
-            self._refuse_weights(tenant, claims)
-        self._claims[tenant.instance] = claims
+            self._refuse_weights(user, reservations)
+        self._reservations[user.instance] = reservations
         self._apply(self._limits())
 
     def join(
         self,
-        tenant: Tenant,
+        user: KvUser,
         workers: Mapping[Place, worker_pb2.WorkerStatus],
         allowances: Mapping[str, Allowance],
     ) -> tuple[Mapping[RankId, RankKv], int]:
         """What a newcomer may hold, and how long a context that makes; the others give it up.
 
         Args:
-            tenant: the newcomer.
+            user: the newcomer.
             workers: as they say they are.
             allowances: by node.
 
@@ -167,24 +167,22 @@ class KvShares:
             PlanError: it is too little, beside what others keep.
             ConfigError: it is too little, whoever else is loaded.
         """
-        self._shares.pop(tenant.instance, None)
+        self._shares.pop(user.instance, None)
         self._allowances |= allowances
         others = dict(self._shares)
-        self._shares[tenant.instance] = newcomer = _Share(tenant, dict(workers))
-        claim = self._claims.pop(tenant.instance, None)
+        self._shares[user.instance] = newcomer = _Share(user, dict(workers))
+        reservation = self._reservations.pop(user.instance, None)
         try:
             limits = self._limits_with(newcomer)
-            context = fitting_context(
-                limits[tenant.instance], tenant.context_tokens, insisted=tenant.insisted
-            )
+            context = fitting_context(limits[user.instance], user.context_tokens, insisted=user.insisted)
         except RingError:
             self._shares = others
-            if claim is not None:
-                self._claims[tenant.instance] = claim
+            if reservation is not None:
+                self._reservations[user.instance] = reservation
             raise
-        newcomer.keep(limits[tenant.instance])
+        newcomer.keep(limits[user.instance])
         self._apply(limits)
-        return limits[tenant.instance], context
+        return limits[user.instance], context
 
     def attach(self, instance: str, engine: Engine) -> None:
         """The newcomer's engine: it is told when its share changes."""
@@ -203,7 +201,7 @@ class KvShares:
 
     def leave(self, instance: str) -> None:
         """An instance is gone, or will not come: what it held or claimed is the others'."""
-        claimed, gone = self._claims.pop(instance, None), self._shares.pop(instance, None)
+        claimed, gone = self._reservations.pop(instance, None), self._shares.pop(instance, None)
         if claimed is not None or gone is not None:
             # It is free once its workers have ended, and is known when the others have looked again.
             self._freed_at = time.monotonic()
@@ -216,12 +214,12 @@ class KvShares:
 
     def _limits_with(self, newcomer: _Share) -> dict[str, dict[RankId, RankKv]]:
         """Room for its kept context first, or for less where it does not insist."""
-        tenant, instance = newcomer.tenant, newcomer.tenant.instance
+        user, instance = newcomer.user, newcomer.user.instance
         limits = self._limits()
         if self._given_bytes is not None:
             return limits
-        wanted = [tenant.kept_of(tenant.context_tokens)]
-        if not tenant.insisted:
+        wanted = [user.kept_of(user.context_tokens)]
+        if not user.insisted:
             wanted.append(min(wanted[0], BLOCK))
         for tokens in wanted:
             floor = floor_of(limits[instance], tokens)
@@ -241,14 +239,16 @@ class KvShares:
         return None
 
     def _allowed(self, but: str = "") -> dict[str, Allowance]:
-        """Each node's allowance, with what those claim there that are being loaded, one apart."""
-        claims = [claims for instance, claims in self._claims.items() if instance != but]
-        nodes = self._allowances.keys() | {node for each in claims for node in each}
+        """Each node's allowance, with what those reserve there that are being loaded, one apart."""
+        reservations = [
+            reservations for instance, reservations in self._reservations.items() if instance != but
+        ]
+        nodes = self._allowances.keys() | {node for each in reservations for node in each}
         return {
             node: replace(
                 self._allowances.get(node, Allowance()),
-                claimed_bytes=sum(each[node].weight_bytes for each in claims if node in each),
-                claimed_shares=sum(each[node].workers for each in claims if node in each),
+                claimed_bytes=sum(each[node].weight_bytes for each in reservations if node in each),
+                claimed_shares=sum(each[node].workers for each in reservations if node in each),
             )
             for node in nodes
         }
@@ -256,23 +256,23 @@ class KvShares:
     def _told(self) -> dict[str, dict[Place, worker_pb2.WorkerStatus]]:
         return {instance: share.workers for instance, share in self._shares.items()}
 
-    def _keepers(self, node: str) -> list[Keeper]:
+    def _keepers(self, node: str) -> list[KvKeeper]:
         """Who keeps memory of a node."""
         return [
-            Keeper(share.tenant, share.kept_tokens, kept)
+            KvKeeper(share.user, share.kept_tokens, kept)
             for share in self._shares.values()
             if (kept := _on_node(node, share))
         ]
 
     # ---- refusing
 
-    def _refuse_weights(self, tenant: Tenant, claims: Mapping[str, Claim]) -> None:
-        rooms = kv_rooms(self._told(), self._allowed(but=tenant.instance))
-        for node, claim in claims.items():
+    def _refuse_weights(self, user: KvUser, reservations: Mapping[str, Reservation]) -> None:
+        rooms = kv_rooms(self._told(), self._allowed(but=user.instance))
+        for node, reservation in reservations.items():
             keepers = self._keepers(node)
             left = rooms.get(node, 0) - sum(keeper.kept_bytes for keeper in keepers)
-            if keepers and claim.weight_bytes > left:
-                raise no_room(tenant, node, "its weights take", claim.weight_bytes, max(0, left), keepers)
+            if keepers and reservation.weight_bytes > left:
+                raise no_room(user, node, "its weights take", reservation.weight_bytes, max(0, left), keepers)
 
     def _refuse_kv(self, newcomer: _Share, tokens: int, floor: Mapping[RankId, int]) -> None:
         """Where nobody else keeps anything, it is its own trouble, which is told elsewhere."""
@@ -280,7 +280,7 @@ class KvShares:
         if short is not None and (keepers := self._keepers(short[0])):
             node, needed, left = short
             takes = f"the KV of one request of {tokens} tokens takes"
-            raise no_room(newcomer.tenant, node, takes, needed, left, keepers)
+            raise no_room(newcomer.user, node, takes, needed, left, keepers)
 
     def _apply(self, limits: Mapping[str, Mapping[RankId, RankKv]]) -> None:
         if self._given_bytes is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from mlx_ring.cluster.deployment import Site, address_of, way_between
 from mlx_ring.cluster.link_survey import FoundLink, LinkEnd, LinkSurvey, link_profiles
 from mlx_ring.cluster.membership import Membership
-from mlx_ring.head.rank_places import with_trust
+from mlx_ring.head.rank_placements import with_trust
 from mlx_ring.rpc.link_profile import LinkProfile
 
 

@@ -31,7 +31,7 @@ from mlx_ring.head.model import JUST_NOW_S, HostedModel, Ready
 from mlx_ring.head.nodes import Declared, Machines
 from mlx_ring.head.replica import Replica, Watcher
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, prepare_model
-from mlx_ring.head.status import Standing, instance_status, node_statuses
+from mlx_ring.head.status import ClusterView, instance_status, node_statuses
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.machine import node_name
 from mlx_ring.models.model_source import must_be_fetched
@@ -132,14 +132,14 @@ class Catalog:
 
     def cluster(self) -> ClusterParts:
         """Every node, and every instance with all that is known of its stages."""
-        standing = Standing(node_name()) if self._machines is None else self._machines.standing()
+        cluster_view = ClusterView(node_name()) if self._machines is None else self._machines.cluster_view()
         views = [
             view
             for hosted in self._hosted
             for service in hosted.instances
             if (view := service.view(hosted.model_id)) is not None
         ]
-        nodes = node_statuses(standing, views, dict(hello_versions(make_hello())))
+        nodes = node_statuses(cluster_view, views, dict(hello_versions(make_hello())))
         return ClusterParts(nodes=nodes, instances=[instance_status(view) for view in views])
 
     async def ready(self, model: ModelService) -> None:

@@ -27,19 +27,19 @@ from mlx_ring.core.cluster_folders import authority_folder
 from mlx_ring.core.errors import PlanError, RingError
 from mlx_ring.head.instance import Epoch, assign
 from mlx_ring.head.link_survey import LinkSurveys
-from mlx_ring.head.nodes import Declared, HeedLoss, new_instance
+from mlx_ring.head.nodes import Declared, OnNodeLost, new_instance
 from mlx_ring.head.placing import (
-    Arrangement,
     Order,
     Others,
-    arrange_as_loaded,
-    arrange_cluster,
+    Placement,
     cluster_sites,
     offered,
+    place_as_loaded,
+    place_on_cluster,
     plan_replicas,
 )
 from mlx_ring.head.served_model import ServedModel
-from mlx_ring.head.status import Standing
+from mlx_ring.head.status import ClusterView
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.rpc.hello import make_hello
@@ -198,24 +198,24 @@ class Cluster:
                 left = self._adoptable(order.served, membership)
                 if left:
                     return self._adopted(left.pop(0), order, membership, sites, number)
-                arrangement = await self._arrange(order, membership, sites)
+                placement = await self._place(order, membership, sites)
                 instance = new_instance(order.served)
-                self._live[instance] = _live(order, arrangement)
+                self._live[instance] = _live(order, placement)
             # Reading a large model takes minutes.
-            arrangement = await offered(arrangement, partial(self._offer, order.served))
+            placement = await offered(placement, partial(self._offer, order.served))
         except BaseException:
             self._live.pop(instance, None)
             await _close(sites)
             raise
-        used = {site.node for site in arrangement.nodes}
+        used = {site.node for site in placement.nodes}
         await _close([site for site in sites if site.node not in used])
-        return Epoch(instance, number, arrangement, self._control.node, trust=self._control.credentials)
+        return Epoch(instance, number, placement, self._control.node, trust=self._control.credentials)
 
-    async def _arrange(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Arrangement:
+    async def _place(self, order: Order, membership: Membership, sites: Sequence[Site]) -> Placement:
         others = self._others(order.served.names[0])
         return await self._steadily(
             membership,
-            lambda members: arrange_cluster(order, others, self._control, members, sites, self._surveys),
+            lambda members: place_on_cluster(order, others, self._control, members, sites, self._surveys),
         )
 
     async def _steadily(
@@ -237,7 +237,7 @@ class Cluster:
         steady = membership.without(held)
         return steady if steady.members and held.keys() & membership.members.keys() else membership
 
-    def heed_failure(self, error: RingError | None, begun_s: float) -> None:
+    def record_failure(self, error: RingError | None, begun_s: float) -> None:
         if error is None or not error.node:
             return
         held = self._quarantine.note(error.node, str(error), begun_s)
@@ -250,8 +250,8 @@ class Cluster:
                 error.node,
             )
 
-    def standing(self) -> Standing:
-        return Standing(self._control.node, self._control.membership, self._quarantine.held())
+    def cluster_view(self) -> ClusterView:
+        return ClusterView(self._control.node, self._control.membership, self._quarantine.held())
 
     async def _look_once(self, sites: Sequence[Site]) -> None:
         """See what earlier heads left, and end what nobody wants of it."""
@@ -308,12 +308,12 @@ class Cluster:
         own = tuple(by_node[node] for node, _ in found.workers)
         links = self._surveys.profiles(sites)
         others = self._others(order.served.names[0])
-        arrangement = arrange_as_loaded(order, others, self._control, membership, found, own, links)
-        self._live[found.instance] = _live(order, arrangement)
+        placement = place_as_loaded(order, others, self._control, membership, found, own, links)
+        self._live[found.instance] = _live(order, placement)
         return Epoch(
             found.instance,
             number,
-            arrangement,
+            placement,
             self._control.node,
             trust=self._control.credentials,
             loaded=tuple(places),
@@ -337,10 +337,10 @@ class Cluster:
                 await asyncio.to_thread(self._own_agent.wait, _STOP_WAIT_S)
 
     @contextlib.contextmanager
-    def watching(self, instance: str, heed_loss: HeedLoss) -> Generator[None]:
+    def watching(self, instance: str, on_node_lost: OnNodeLost) -> Generator[None]:
         def heed(event: Event) -> None:
             if isinstance(event, Left):
-                heed_loss(event.node, event.reason)
+                on_node_lost(event.node, event.reason)
 
         try:
             with self._control.watching(heed):
@@ -400,12 +400,12 @@ class _Live:
     """Bytes of memory that its plan counts on, by node."""
 
 
-def _live(order: Order, arrangement: Arrangement) -> _Live:
+def _live(order: Order, placement: Placement) -> _Live:
     promised = Counter[str]()
-    for stage in () if arrangement.plan is None else arrangement.plan.stages:
+    for stage in () if placement.plan is None else placement.plan.stages:
         for rank in stage.ranks:
             promised[rank.node] += rank.memory_bytes
-    return _Live(order.served.names[0], frozenset(site.node for site in arrangement.nodes), promised)
+    return _Live(order.served.names[0], frozenset(site.node for site in placement.nodes), promised)
 
 
 def _link_info(found: FoundLink) -> LinkInfo:

@@ -13,10 +13,10 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.placing import Order
 from mlx_ring.head.served_model import ServedModel
-from mlx_ring.head.status import Standing
+from mlx_ring.head.status import ClusterView
 from mlx_ring.settings.config import Settings
 
-HeedLoss = Callable[[str, str], None]
+OnNodeLost = Callable[[str, str], None]
 """A node is gone, and why."""
 
 
@@ -47,8 +47,8 @@ class Machines(Protocol):
         """
         ...
 
-    def watching(self, instance: str, heed_loss: HeedLoss) -> AbstractContextManager[None]:
-        """While an instance lives: `heed_loss` is told of nodes that go."""
+    def watching(self, instance: str, on_node_lost: OnNodeLost) -> AbstractContextManager[None]:
+        """While an instance lives: `on_node_lost` is told of nodes that go."""
         ...
 
     @property
@@ -61,14 +61,14 @@ class Machines(Protocol):
         """How many more machines must join before anything is loaded."""
         ...
 
-    def heed_failure(self, error: RingError | None, begun_s: float) -> None:
+    def record_failure(self, error: RingError | None, begun_s: float) -> None:
         """An instance that was begun then, since the Unix epoch, was lost, or could not be loaded.
 
         A node that this happens to again and again is left out.
         """
         ...
 
-    def standing(self) -> Standing:
+    def cluster_view(self) -> ClusterView:
         """How they stand now."""
         ...
 

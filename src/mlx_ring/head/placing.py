@@ -19,8 +19,8 @@ from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
 from mlx_ring.head.link_survey import LinkSurveys
-from mlx_ring.head.plan_requests import proportional_stages, wished
-from mlx_ring.head.rank_places import Stage, seats_of_plan, seats_on, share_stages, with_ways
+from mlx_ring.head.plan_requests import plan_request_for, proportional_stages
+from mlx_ring.head.rank_placements import Stage, place_as_planned, place_ranks, share_stages, with_ways
 from mlx_ring.head.served_model import ServedModel, widens_half_precision
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.models.model_folder import ModelFolder
@@ -48,11 +48,11 @@ _PROMISED_TOKENS_EACH = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
+class Placement:
     """The stages, in the pipeline's order."""
 
     ranges: tuple[LayerRange, ...]
-    seats: tuple[Stage, ...]
+    ranks: tuple[Stage, ...]
     """Of each stage's ranks."""
     plan: Plan | None
     """Why; None on one machine, and where it goes on with what an earlier head has loaded."""
@@ -62,12 +62,12 @@ class Arrangement:
     @property
     def nodes(self) -> tuple[Site, ...]:
         """Each site once."""
-        return tuple({seat.site.node: seat.site for stage in self.seats for seat in stage}.values())
+        return tuple({placed.site.node: placed.site for stage in self.ranks for placed in stage}.values())
 
     @property
     def cut(self) -> Cut:
         """Which layers each stage has, and how its ranks share them."""
-        return Cut(self.ranges, tuple(tuple(seat.share for seat in stage) for stage in self.seats))
+        return Cut(self.ranges, tuple(tuple(placed.share for placed in stage) for stage in self.ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +96,21 @@ class Others:
     """Bytes of memory that plans count on, by node."""
 
 
-def arrange_here(
+def place_single_node(
     settings: Settings, served: ServedModel, site: Site, profile: MachineProfile | None
-) -> Arrangement:
+) -> Placement:
     """Everything on this machine, as many stages as were asked for; with a profile it is told what to expect."""
     ranges = cut_layers(served.folder, settings)
     shares = rank_shares(settings)
-    seats = seats_on((site,) * (len(ranges) * len(shares)), [shares] * len(ranges))
+    ranks = place_ranks((site,) * (len(ranges) * len(shares)), [shares] * len(ranges))
     if profile is None:
-        return Arrangement(ranges, seats, None)
+        return Placement(ranges, ranks, None)
     node = measured_node(profile, site.node, reserve_share=1.0 - settings.memory_utilization)
-    forecast = _forecast(_plan_request(settings, served), served, ClusterProfile((node,)), ranges, seats)
-    return Arrangement(ranges, seats, None, forecast)
+    forecast = _forecast(_plan_request(settings, served), served, ClusterProfile((node,)), ranges, ranks)
+    return Placement(ranges, ranks, None, forecast)
 
 
-def arrange_as_loaded(
+def place_as_loaded(
     order: Order,
     others: Others,
     control: Control,
@@ -118,13 +118,13 @@ def arrange_as_loaded(
     found: Adoptable,
     sites: tuple[Site, ...],
     links: Mapping[frozenset[str], LinkProfile],
-) -> Arrangement:
+) -> Placement:
     """As an earlier head has loaded it; `sites` are of its workers, in order of stage and rank."""
     cluster = ClusterProfile(tuple(_nodes(control, membership, {})), links)
-    seats = seats_on(sites, found.cut.shares)
-    expected = _forecast(_replica_request(order), order.served, cluster, found.cut.ranges, seats)
+    ranks = place_ranks(sites, found.cut.shares)
+    expected = _forecast(_replica_request(order), order.served, cluster, found.cut.ranges, ranks)
     plan = plan_of_cut(order, others, control, membership, found, links)
-    return Arrangement(found.cut.ranges, seats, plan, expected)
+    return Placement(found.cut.ranges, ranks, plan, expected)
 
 
 def _forecast(
@@ -132,7 +132,7 @@ def _forecast(
     served: ServedModel,
     cluster: ClusterProfile,
     ranges: Sequence[LayerRange],
-    seats: Sequence[Stage],
+    ranks: Sequence[Stage],
 ) -> Forecast | None:
     """What is to be expected of these stages; None where the sizes of the model's layers are not known."""
     by_name = {node.name: node for node in cluster.nodes}
@@ -140,19 +140,19 @@ def _forecast(
         model = profile_folder(served.folder, served.names[0])
     except ModelUnsupported:
         return None
-    stages = [(by_name[stage[0].site.node], layers) for stage, layers in zip(seats, ranges, strict=True)]
-    ranks = [[(by_name[seat.site.node], seat.share) for seat in stage] for stage in seats]
-    return Forecast(model, request.demand, cluster, stages, ranks)
+    stages = [(by_name[stage[0].site.node], layers) for stage, layers in zip(ranks, ranges, strict=True)]
+    shares = [[(by_name[placed.site.node], placed.share) for placed in stage] for stage in ranks]
+    return Forecast(model, request.demand, cluster, stages, shares)
 
 
-async def arrange_cluster(
+async def place_on_cluster(
     order: Order,
     others: Others,
     control: Control,
     membership: Membership,
     sites: Sequence[Site],
     surveys: LinkSurveys,
-) -> Arrangement:
+) -> Placement:
     """Plan for the members that are there.
 
     The links between them are measured first, as far as they are not known.
@@ -168,18 +168,18 @@ async def arrange_cluster(
     cluster = ClusterProfile(tuple(apart or allowed or nodes), links)
     by_node = {site.node: with_throughput(site, found) for site in sites}
     if len(rank_shares(order.settings)) > 1:
-        return await asyncio.to_thread(_arrange_shared, order, cluster, by_node)
+        return await asyncio.to_thread(_place_shared, order, cluster, by_node)
     plan = await asyncio.to_thread(_plan, order, cluster)
     plan = replace(plan, remarks=(*plan.remarks, *hops_told([stage.node for stage in plan.stages], links)))
-    seats = with_ways(seats_of_plan(plan, by_node), order.settings.link)
+    ranks = with_ways(place_as_planned(plan, by_node), order.settings.link)
     ranges = tuple(stage.layers for stage in plan.stages)
     expected = _forecast(
-        _replica_request(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, seats
+        _replica_request(order), order.served, replace(cluster, nodes=tuple(nodes)), ranges, ranks
     )
-    return Arrangement(ranges, seats, plan, expected)
+    return Placement(ranges, ranks, plan, expected)
 
 
-def _arrange_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Site]) -> Arrangement:
+def _place_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Site]) -> Placement:
     """As `--tp` has it: on as many machines as can have as many ranks each, and hold them."""
     settings, served = order.settings, order.served
     stages = shared_stages(settings)
@@ -188,15 +188,15 @@ def _arrange_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, S
     )
     share_out(read_tensor_sizes(served.folder), cut.shares[0])
     nodes, problem = [sites[node.name] for node in cluster.nodes], None
-    for seats in share_stages(cut, settings.link, nodes, min(order.nodes, len(nodes))):
-        places = [[seat.site.node for seat in stage] for stage in seats]
+    for ranks in share_stages(cut, settings.link, nodes, min(order.nodes, len(nodes))):
+        places = [[placed.site.node for placed in stage] for stage in ranks]
         try:
             plan = _plan_given(order, cluster, cut, places, "as --tp asks for them")
         except PlanError as error:
             problem = problem or error
             continue
-        forecast = _forecast(_replica_request(order), served, cluster, cut.ranges, seats)
-        return Arrangement(cut.ranges, seats, plan, forecast)
+        forecast = _forecast(_replica_request(order), served, cluster, cut.ranges, ranks)
+        return Placement(cut.ranges, ranks, plan, forecast)
     raise problem or PlanError("There is no machine to plan for.")
 
 
@@ -213,20 +213,21 @@ def _plan_given(
     return plan_given(model, cluster, _replica_request(order), stages, how)
 
 
-async def offered(arrangement: Arrangement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Arrangement:
+async def offered(placement: Placement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Placement:
     """With weights that other machines can fetch, where they have stages: `offer` makes them available."""
-    if all(site.is_local for site in arrangement.nodes):
-        return arrangement
+    if all(site.is_local for site in placement.nodes):
+        return placement
     digest = (await offer()).digest
     # A node's ranks have one site, by which they are known to be together.
     fetching = {
         site.node: site if site.is_local else replace(site, source=replace(site.source, weights=digest))
-        for site in arrangement.nodes
+        for site in placement.nodes
     }
-    seats = tuple(
-        tuple(replace(seat, site=fetching[seat.site.node]) for seat in stage) for stage in arrangement.seats
+    ranks = tuple(
+        tuple(replace(placed, site=fetching[placed.site.node]) for placed in stage)
+        for stage in placement.ranks
     )
-    return replace(arrangement, seats=seats)
+    return replace(placement, ranks=ranks)
 
 
 def plan_replicas(
@@ -242,7 +243,9 @@ def plan_replicas(
     Raises:
         PlanError: the machines cannot hold so many.
     """
-    nodes, request = wished(settings, _plan_request(settings, served), _nodes(control, membership, taken))
+    nodes, request = plan_request_for(
+        settings, _plan_request(settings, served), _nodes(control, membership, taken)
+    )
     return place_replicas(
         profile_folder(served.folder, served.names[0]),
         ClusterProfile(nodes, links),
@@ -386,7 +389,7 @@ def _replica_request(order: Order) -> PlanRequest:
 
 def _plan(order: Order, cluster: ClusterProfile) -> Plan:
     profile = profile_folder(order.served.folder, order.served.names[0])
-    in_order, request = wished(order.settings, _replica_request(order), cluster.nodes)
+    in_order, request = plan_request_for(order.settings, _replica_request(order), cluster.nodes)
     return place(profile, replace(cluster, nodes=in_order), request)
 
 

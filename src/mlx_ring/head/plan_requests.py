@@ -17,7 +17,7 @@ from mlx_ring.settings.config import Settings
 log = logging.getLogger(__name__)
 
 
-def wished(
+def plan_request_for(
     settings: Settings, request: PlanRequest, nodes: Sequence[NodeProfile]
 ) -> tuple[tuple[NodeProfile, ...], PlanRequest]:
     """The machines, in the order in which layers go to them, and the request with the proportions that hold for them.

@@ -16,7 +16,7 @@ from mlx_ring.head.instance import Epoch, Instance
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.nodes import Machines
-from mlx_ring.head.placing import Arrangement, Order
+from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.settings.config import Settings
@@ -30,7 +30,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 class Watcher(Protocol):
     """Who is told how an instance comes up."""
 
-    def planned(self, instance: str, arrangement: Arrangement) -> None:
+    def planned(self, instance: str, placement: Placement) -> None:
         """Which stage goes where."""
         ...
 
@@ -112,17 +112,17 @@ class Replica:
                 if not has_served and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
-                self._machines.heed_failure(error, begun_s)
+                self._machines.record_failure(error, begun_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             log.warning("loading %s again in %g s", self._served.names[0], pause_s)
             await asyncio.sleep(pause_s)
 
     async def _run(self, epoch: Epoch, ready: Callable[[float], None], begun_s: float) -> None:
-        self.service.begin(epoch.instance, epoch.number, epoch.arrangement)
-        self._watcher.planned(epoch.instance, epoch.arrangement)
+        self.service.begin(epoch.instance, epoch.number, epoch.placement)
+        self._watcher.planned(epoch.instance, epoch.placement)
 
         def loading(progress: agent_pb2.StageProgress) -> None:
-            self.service.hear_loading(progress)
+            self.service.record_loading(progress)
             self._watcher.loading(epoch.instance, progress)
 
         instance = Instance(
@@ -135,7 +135,7 @@ class Replica:
             self._meter,
             self._tracing,
         )
-        with self._machines.watching(epoch.instance, instance.heed_loss):
+        with self._machines.watching(epoch.instance, instance.on_node_lost):
             await instance.run(ready)
         self._meter.record_loss(instance.loss)
-        self._machines.heed_failure(instance.loss, begun_s)
+        self._machines.record_failure(instance.loss, begun_s)

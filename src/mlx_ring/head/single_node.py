@@ -16,12 +16,12 @@ from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import Joined, Member, Membership
 from mlx_ring.core.errors import RingError
 from mlx_ring.head.instance import Epoch
-from mlx_ring.head.nodes import Declared, HeedLoss, new_instance
+from mlx_ring.head.nodes import Declared, OnNodeLost, new_instance
 from mlx_ring.head.placing import (
     Order,
-    arrange_here,
+    place_single_node,
 )
-from mlx_ring.head.status import Standing
+from mlx_ring.head.status import ClusterView
 from mlx_ring.host.machine import node_name, share_cores
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.process import usable_memory
@@ -29,7 +29,7 @@ from mlx_ring.rpc.hello import hello_versions, make_hello
 from mlx_ring.settings.config import Settings, state_folder
 
 
-class Here:
+class SingleNode:
     """One machine alone. Its agent is a child, which ends with the head; another is started whenever it has ended."""
 
     def __init__(self, settings: Settings, run_dir: Path, workers: int) -> None:
@@ -65,8 +65,10 @@ class Here:
             memory_limit_bytes=self._settings.memory_limit,
         )
         self._profile = await asyncio.to_thread(self._kept_profile)
-        arrangement = await asyncio.to_thread(arrange_here, order.settings, order.served, site, self._profile)
-        return Epoch(new_instance(order.served), order.number, arrangement, node_name())
+        placement = await asyncio.to_thread(
+            place_single_node, order.settings, order.served, site, self._profile
+        )
+        return Epoch(new_instance(order.served), order.number, placement, node_name())
 
     def _kept_profile(self) -> MachineProfile | None:
         """Nothing is measured now: that would take seconds."""
@@ -95,17 +97,17 @@ class Here:
             await self._agent.stop()
 
     @contextlib.contextmanager
-    def watching(self, instance: str, heed_loss: HeedLoss) -> Generator[None]:
+    def watching(self, instance: str, on_node_lost: OnNodeLost) -> Generator[None]:
         """The one agent's own reports say all."""
-        del instance, heed_loss
+        del instance, on_node_lost
         yield
 
-    def heed_failure(self, error: RingError | None, begun_s: float) -> None:
+    def record_failure(self, error: RingError | None, begun_s: float) -> None:
         """There is no other machine to take."""
 
-    def standing(self) -> Standing:
+    def cluster_view(self) -> ClusterView:
         if self._profile is None:
-            return Standing(node_name())
+            return ClusterView(node_name())
         itself = Member(
             node=node_name(),
             machine=node_name(),
@@ -119,4 +121,4 @@ class Here:
             since_s=self._since_s,
             versions=hello_versions(make_hello()),
         )
-        return Standing(node_name(), Membership().apply(Joined(itself)))
+        return ClusterView(node_name(), Membership().apply(Joined(itself)))

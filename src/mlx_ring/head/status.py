@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlx_ring.api.ops.status import (
     GroupStatus,
@@ -31,20 +31,64 @@ from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes, StreamPace
-from mlx_ring.head.loading_progress import LoadingProgress
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.plan import Plan
+from mlx_ring.rpc.protos import agent_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ClusterView:
     """The head's machines at this moment."""
 
     own: str
     """The head's node."""
     membership: Membership = field(default_factory=Membership)
     held: Mapping[str, Quarantine] = field(default_factory=dict[str, Quarantine])
+
+
+_FETCH = "fetch"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Loading progress of one rank, in bytes. A total of 0 is not known yet."""
+
+    phase: str = "starting"
+    """Phase: `starting`, `fetch`, then the worker's own: `weights`, `warm-up`, `ready`."""
+    bytes_fetched: int = 0
+    """Bytes that its node fetched from other machines, for all ranks there."""
+    bytes_to_fetch: int = 0
+    bytes_loaded: int = 0
+    """Bytes that the rank loaded into memory."""
+    bytes_to_load: int = 0
+
+
+class LoadingProgress:
+    """Loading progress of all ranks of an instance."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[RankId, Loaded] = {}
+
+    def record(self, progress: agent_pb2.StageProgress) -> None:
+        """Record a report of a rank's loading."""
+        rank, report = RankId(progress.stage, progress.rank), progress.progress
+        before = self._ranks.get(rank, Loaded())
+        if report.phase == _FETCH:
+            self._ranks[rank] = replace(
+                before, phase=_FETCH, bytes_fetched=report.bytes_loaded, bytes_to_fetch=report.bytes_total
+            )
+            return
+        self._ranks[rank] = replace(
+            before,
+            phase="ready" if report.ready else report.phase or before.phase,
+            bytes_loaded=max(before.bytes_loaded, report.bytes_loaded),
+            bytes_to_load=max(before.bytes_to_load, report.bytes_total),
+        )
+
+    def of(self, rank: RankId) -> Loaded:
+        """Return the progress of a rank."""
+        return self._ranks.get(rank, Loaded())
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +270,7 @@ def _promise(plan: Plan | None, forecast: Forecast | None) -> Promise | None:
 
 
 def node_statuses(
-    standing: Standing, instances: Sequence[InstanceView], versions: Mapping[str, str]
+    cluster_view: ClusterView, instances: Sequence[InstanceView], versions: Mapping[str, str]
 ) -> list[NodeStatus]:
     """Every node that attends or has gone, the head's first; a machine that attends nowhere is the head's own.
 
@@ -234,20 +278,20 @@ def node_statuses(
         instances: all that are there.
         versions: of this machine's packages, for nodes that are only known by their workers.
     """
-    membership = standing.membership
-    told = [_attending(standing, member, instances) for member in membership.members.values()]
-    told += [_gone(standing, node, was, instances) for node, was in membership.former.items()]
-    if standing.own not in {node.id for node in told}:
-        told.append(_alone(standing.own, instances, versions))
+    membership = cluster_view.membership
+    told = [_attending(cluster_view, member, instances) for member in membership.members.values()]
+    told += [_gone(cluster_view, node, was, instances) for node, was in membership.former.items()]
+    if cluster_view.own not in {node.id for node in told}:
+        told.append(_alone(cluster_view.own, instances, versions))
     return sorted(told, key=lambda node: (not node.is_head, node.state == "gone", node.id))
 
 
-def _attending(standing: Standing, member: Member, instances: Sequence[InstanceView]) -> NodeStatus:
-    held = standing.held.get(member.node)
+def _attending(cluster_view: ClusterView, member: Member, instances: Sequence[InstanceView]) -> NodeStatus:
+    held = cluster_view.held.get(member.node)
     return _node(
         member,
         "attending" if held is None else "quarantined",
-        is_head=member.node == standing.own,
+        is_head=member.node == cluster_view.own,
         reason=None if held is None else held.reason,
         since_s=member.since_s,
         until_s=None if held is None else held.until_s,
@@ -255,12 +299,14 @@ def _attending(standing: Standing, member: Member, instances: Sequence[InstanceV
     )
 
 
-def _gone(standing: Standing, node: str, was: FormerMember, instances: Sequence[InstanceView]) -> NodeStatus:
+def _gone(
+    cluster_view: ClusterView, node: str, was: FormerMember, instances: Sequence[InstanceView]
+) -> NodeStatus:
     """Nothing is told of its memory: whatever it holds is of no use now."""
     told = _node(
         was.member,
         "gone",
-        is_head=node == standing.own,
+        is_head=node == cluster_view.own,
         reason=was.reason,
         since_s=was.since_s,
         until_s=None,

@@ -24,7 +24,7 @@ from mlx_ring.settings.hostfile import Hostfile, is_loopback
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankPlacement:
     """One rank's."""
 
     site: Site
@@ -34,19 +34,21 @@ class Seat:
     """To it, where MLX joins it with others."""
 
 
-Stage = tuple[Seat, ...]
-"""The seats of its ranks, in order."""
+Stage = tuple[RankPlacement, ...]
+"""The placements of the ranks of one stage, in order."""
 
 
-def seats_on(sites: Sequence[Site], shares: Sequence[Sequence[float]]) -> tuple[Stage, ...]:
+def place_ranks(sites: Sequence[Site], shares: Sequence[Sequence[float]]) -> tuple[Stage, ...]:
     """A site for each rank, stage after stage."""
     places = iter(sites)
-    return tuple(tuple(Seat(next(places), share) for share in stage) for stage in shares)
+    return tuple(tuple(RankPlacement(next(places), share) for share in stage) for stage in shares)
 
 
-def seats_of_plan(plan: Plan, sites: Mapping[str, Site]) -> tuple[Stage, ...]:
+def place_as_planned(plan: Plan, sites: Mapping[str, Site]) -> tuple[Stage, ...]:
     """As planned, with the sites by their nodes."""
-    return tuple(tuple(Seat(sites[rank.node], rank.share) for rank in stage.ranks) for stage in plan.stages)
+    return tuple(
+        tuple(RankPlacement(sites[rank.node], rank.share) for rank in stage.ranks) for stage in plan.stages
+    )
 
 
 def spread_evenly(sites: Sequence[Site], ranks: int) -> tuple[Site, ...]:
@@ -59,40 +61,40 @@ def even_numbers(ranks: int, most: int) -> Iterator[int]:
     return (number for number in range(min(ranks, most), 0, -1) if ranks % number == 0)
 
 
-def with_ways(seats: tuple[Stage, ...], link: str) -> tuple[Stage, ...]:
+def with_ways(ranks: tuple[Stage, ...], link: str) -> tuple[Stage, ...]:
     """With how ranks of a group hear each other: those that share layers, or all stages that a collective links.
 
     Raises:
         PlanError: some are on machines between which nothing is trusted with it.
     """
-    if link != GRPC and len(seats) > 1:
-        ways = group_ways([stage[0].site for stage in seats], f"--link {link}")
-        return tuple((replace(stage[0], way=way),) for stage, way in zip(seats, ways, strict=True))
-    return tuple(map(_joined, seats))
+    if link != GRPC and len(ranks) > 1:
+        ways = group_ways([stage[0].site for stage in ranks], f"--link {link}")
+        return tuple((replace(stage[0], way=way),) for stage, way in zip(ranks, ways, strict=True))
+    return tuple(map(_joined, ranks))
 
 
 def _joined(stage: Stage) -> Stage:
     if len(stage) == 1:
         return stage
-    ways = group_ways([seat.site for seat in stage], f"A stage of {len(stage)} workers")
-    return tuple(replace(seat, way=way) for seat, way in zip(stage, ways, strict=True))
+    ways = group_ways([placed.site for placed in stage], f"A stage of {len(stage)} workers")
+    return tuple(replace(placed, way=way) for placed, way in zip(stage, ways, strict=True))
 
 
-def tell_ways(assignments: Iterable[worker_pb2.StageAssignment], seats: Sequence[Stage]) -> None:
+def set_ways(assignments: Iterable[worker_pb2.StageAssignment], ranks: Sequence[Stage]) -> None:
     """Write to each rank's assignment how the others of its group reach it."""
     for assignment in assignments:
-        way = seats[assignment.stage][assignment.rank].way
+        way = ranks[assignment.stage][assignment.rank].way
         assignment.group_host, assignment.group_from = way.listens, way.comes_from
 
 
-def tell_rdma(
-    assignments: Iterable[worker_pb2.StageAssignment], seats: Sequence[Stage], hosts: Hostfile
+def set_rdma(
+    assignments: Iterable[worker_pb2.StageAssignment], ranks: Sequence[Stage], hosts: Hostfile
 ) -> None:
     """Write into each rank's assignment the group's part of the matrix, where all its machines are in the file and connected."""
     if hosts.rdma is None:
         return
     for assignment in assignments:
-        sites = [seats[stage][rank].site for stage, rank in joined_ranks(assignment)]
+        sites = [ranks[stage][rank].site for stage, rank in joined_ranks(assignment)]
         places = [place for site in sites if (place := _place_of(site, hosts)) is not None]
         if not len(set(places)) == len(sites) > 1:
             continue
@@ -132,7 +134,7 @@ def share_stages(cut: Cut, link: str, sites: Sequence[Site], least: int) -> list
         # Who trusts no interface is of use where no group needs one.
         for chosen in _choices(sites, number):
             try:
-                ways.append(with_ways(seats_on(spread_evenly(chosen, ranks), cut.shares), link))
+                ways.append(with_ways(place_ranks(spread_evenly(chosen, ranks), cut.shares), link))
                 break
             except PlanError as error:
                 problem = problem or error
