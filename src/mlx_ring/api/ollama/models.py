@@ -13,7 +13,14 @@ from starlette.responses import JSONResponse, Response
 from mlx_ring.api.context import ApiContext, workers_of_model
 from mlx_ring.api.ollama import writer
 from mlx_ring.api.ollama.request import OPTION_NAMES, find_model
-from mlx_ring.api.ollama.writer import LineWriter
+from mlx_ring.api.ollama.writer import (
+    LineWriter,
+    OllamaModel,
+    OllamaModels,
+    OllamaRunningModel,
+    OllamaRunningModels,
+    OllamaVersion,
+)
 from mlx_ring.api.openai.models import capabilities
 from mlx_ring.api.openapi import documented_get, documented_post
 from mlx_ring.api.request_body import Body
@@ -50,18 +57,18 @@ class PulledModel(NamedModel):
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def tags() -> Json:
+    async def tags() -> OllamaModels:
         return {"models": [_listed(model) for model in context.catalog.models]}
 
-    async def running() -> Json:
+    async def running() -> OllamaRunningModels:
         loaded = [model for model in context.catalog.models if model.state == "ready"]
-        return {"models": [_listed(model) | _held(model) for model in loaded]}
+        return {"models": [_loaded(model) for model in loaded]}
 
     async def show(request: Request) -> Response:
         fields = await context.read(request, ShownModel)
         return JSONResponse(_shown(context, find_model(context, fields.model or fields.name)))
 
-    async def api_version() -> Json:
+    async def api_version() -> OllamaVersion:
         return {"version": _API_VERSION, "mlx_ring": version("mlx-ring")}
 
     async def pull(request: Request) -> Response:
@@ -101,22 +108,23 @@ def routes(context: ApiContext) -> APIRouter:
     return router
 
 
-def _listed(model: ModelService) -> Json:
+def _listed(model: ModelService) -> OllamaModel:
     metadata = model.metadata
     return {
         "name": model.model_id,
         "model": model.model_id,
         "modified_at": _modified(model),
-        "size": metadata.get("weight_bytes_on_disk", 0),
-        "digest": metadata.get("digest", ""),
+        "size": cast("int", metadata.get("weight_bytes_on_disk", 0)),
+        "digest": str(metadata.get("digest", "")),
         "details": _details(metadata),
     }
 
 
-def _held(model: ModelService) -> Json:
-    """Memory of a model that is loaded, on all its nodes; it goes when others need it, and not by the clock."""
+def _loaded(model: ModelService) -> OllamaRunningModel:
+    """Describe a loaded model; its sizes are the memory that it has on all its nodes."""
     workers = workers_of_model(model)
     return {
+        **_listed(model),
         "size": sum(worker.weight_bytes + worker.kv_bytes for worker in workers),
         "size_vram": sum(worker.device_memory_bytes for worker in workers if worker.device != "cpu"),
         "expires_at": _FOREVER,

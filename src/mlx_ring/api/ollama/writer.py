@@ -242,6 +242,18 @@ class OllamaModels(JsonObject):
     models: list[OllamaModel]
 
 
+class OllamaRunningModel(OllamaModel):
+    """A loaded model. Its memory is freed when others need it, never after a time."""
+
+    size_vram: int
+    expires_at: str
+    context_length: int
+
+
+class OllamaRunningModels(JsonObject):
+    models: list[OllamaRunningModel]
+
+
 class OllamaShown(JsonObject):
     details: dict[str, object]
     model_info: dict[str, object]
@@ -252,6 +264,9 @@ class OllamaShown(JsonObject):
 
 class OllamaVersion(JsonObject):
     version: str
+    """Version of Ollama whose API this is."""
+    mlx_ring: str
+    """Version of this server."""
 
 
 class OllamaStatus(JsonObject):
@@ -277,7 +292,7 @@ GENERATE = RouteDoc(
 EMBED = RouteDoc("Vectors of texts", OllamaEmbeddings, example={"input": ["one text", "another"]}, tag=_TAG)
 EMBEDDINGS = RouteDoc("A text's vector", OllamaEmbedding, example={"prompt": "one text"}, tag=_TAG)
 TAGS = RouteDoc("The models that are served", OllamaModels, tag=_TAG)
-RUNNING = RouteDoc("The models that are loaded", OllamaModels, tag=_TAG)
+RUNNING = RouteDoc("The models that are loaded", OllamaRunningModels, tag=_TAG)
 SHOW = RouteDoc("What a model is and can", OllamaShown, example={}, tag=_TAG)
 VERSION = RouteDoc("Which version of Ollama's API this is", OllamaVersion, tag=_TAG)
 PULL = RouteDoc(

@@ -1,7 +1,4 @@
-"""`/v1/models`.
-
-What a model can be asked for, as its template and its tokens have it.
-"""
+"""`/v1/models`: the models, and their capabilities as their templates and tokens show them."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from mlx_ring.api.service import ModelService
 
 
 def capabilities(context: ApiContext, model: ModelService) -> list[str]:
-    """By the names that Ollama has for them."""
+    """Return the model's capabilities by Ollama's names."""
     format_ = context.formats[model.tokenizer]
     can = {
         "completion": True,
@@ -28,7 +25,7 @@ def capabilities(context: ApiContext, model: ModelService) -> list[str]:
 
 
 def efforts(context: ApiContext, model: ModelService) -> list[str]:
-    """Values of `reasoning_effort` that make a difference."""
+    """Return the values of `reasoning_effort` that make a difference."""
     format_ = context.formats[model.tokenizer]
     if format_.knows("reasoning_effort"):
         return ["low", "medium", "high"]
@@ -40,7 +37,7 @@ def efforts(context: ApiContext, model: ModelService) -> list[str]:
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def list_models() -> dict[str, object]:
+    async def list_models() -> schemas.ModelList:
         ids = [model.model_id for model in context.catalog.models]
         return {
             "object": "list",
@@ -50,7 +47,7 @@ def routes(context: ApiContext) -> APIRouter:
             "last_id": ids[-1] if ids else None,
         }
 
-    async def retrieve_model(model: str) -> dict[str, object]:
+    async def retrieve_model(model: str) -> schemas.Model:
         return describe(context, context.model(model))
 
     for prefix in ("/v1", ""):
@@ -59,8 +56,8 @@ def routes(context: ApiContext) -> APIRouter:
     return router
 
 
-def describe(context: ApiContext, model: ModelService) -> dict[str, object]:
-    """A model in OpenAI's words and in Anthropic's, whose clients ask at the same path, with what else there is to know of it."""
+def describe(context: ApiContext, model: ModelService) -> schemas.Model:
+    """Return the description of a model."""
     return {
         "id": model.model_id,
         "object": "model",

@@ -168,19 +168,36 @@ class EmbeddingList(JsonObject):
 
 
 class Model(JsonObject):
+    """A model for OpenAI's and Anthropic's clients, which ask at the same path."""
+
     id: str
     object: Literal["model"]
     created: int
+    """Unix seconds."""
     owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    """RFC 3339."""
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
     max_model_len: int
     """Tokens of prompt and answer together."""
     aliases: list[str]
     state: Literal["loading", "ready", "unavailable", "unloaded"]
+    capabilities: list[str]
+    """Capabilities of the model, by Ollama's names."""
+    reasoning_efforts: list[str]
+    """Values of `reasoning_effort` that make a difference."""
 
 
 class ModelList(JsonObject):
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 class Tokenized(JsonObject):
