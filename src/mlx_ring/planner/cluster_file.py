@@ -1,4 +1,4 @@
-"""A cluster as a person writes it down: machines by name or by numbers, and what is between them."""
+"""Cluster files: machines by name or by numbers, and the links between them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from mlx_ring.settings.devices_file import (
 _SMALL_MAC_GB = 36
 _MAC_RESERVE = 0.05
 _MAC_SHARES = (0.67, 0.75)
-"""Of a Mac's memory, what Metal recommends for its working set: up to 36 GB, and above."""
+"""Share of a Mac's memory that Metal recommends for its working set: up to 36 GB, and above."""
 _CORE_BANDWIDTH, _CORE_FLOPS = 12e9, 0.42e12
-"""Of one core of an M-series GPU: what Apple's chips have of memory bandwidth and of float32, about."""
+"""Approximate memory bandwidth and float32 operations per second of one M-series GPU core."""
 _MACHINE_NUMBERS = frozenset({"memory_gb", "bandwidth_gb_s", "tflops"})
 _MACHINE_FIELDS = _MACHINE_NUMBERS | SHARE_FIELDS | {"name", "machine", "reserve", "trusted_interface"}
 _LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted"})
@@ -35,7 +35,7 @@ _LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted"})
 
 @dataclass(frozen=True, slots=True)
 class KnownMachine:
-    """A machine that the package knows."""
+    """Machine that the package knows."""
 
     name: str
     gb: tuple[int, ...]
@@ -45,7 +45,7 @@ class KnownMachine:
 
 @cache
 def known_machines() -> Mapping[str, KnownMachine]:
-    """By name, as `machines.yaml` has them."""
+    """Return the machines of `machines.yaml` by name."""
     text = files("mlx_ring.planner").joinpath("machines.yaml").read_text("utf-8")
     return {
         name: KnownMachine(name, tuple(entry["gb"]), float(entry["gb_s"]), float(entry["tflops"]))
@@ -54,7 +54,7 @@ def known_machines() -> Mapping[str, KnownMachine]:
 
 
 def known_profile(text: str, name: str | None = None) -> NodeProfile:
-    """A machine that is known, as `m4-mac-mini-16`: model, and gigabytes where it is sold with several.
+    """Return the profile of a known machine such as `m4-mac-mini-16`: model, then gigabytes if it is sold with several.
 
     Raises:
         ConfigError: it is not known.
@@ -84,7 +84,7 @@ def _mac_share(gigabytes: float) -> float:
 
 
 def load_content(text: str, where: str) -> object:
-    """A file's content; JSON is YAML.
+    """Return the content of a YAML or JSON file.
 
     Raises:
         ConfigError: it is neither.
@@ -96,7 +96,7 @@ def load_content(text: str, where: str) -> object:
 
 
 def read_cluster(text: str, where: str) -> ClusterProfile:
-    """A cluster file, YAML or JSON: `machines`, `devices`, or one of MLX's hostfiles.
+    """Return the cluster of a file with `machines` or `devices`, or of an MLX hostfile.
 
     Raises:
         ConfigError: it is not one, and why.
@@ -116,10 +116,10 @@ def read_cluster(text: str, where: str) -> ClusterProfile:
 
 
 def estimated_cluster(file: DevicesFile, where: str) -> ClusterProfile:
-    """For planning without the machines: memory as stated, speed by the number of GPU cores.
+    """Return a cluster with the stated memory, and speeds estimated from the number of GPU cores.
 
     Raises:
-        ConfigError: a machine's memory or cores are not told.
+        ConfigError: a machine's memory or cores are not given.
     """
     return ClusterProfile(tuple(_estimated(device, where) for device in file.devices))
 
@@ -141,7 +141,7 @@ def _estimated(device: Device, where: str) -> NodeProfile:
 def cluster_of(
     nodes: tuple[NodeProfile, ...], *, links: Any = (), usual: Any = None, where: str = "The cluster"
 ) -> ClusterProfile:
-    """Machines with names of their own, and the links between them."""
+    """Return a cluster of machines and links; each machine needs a name of its own."""
     names = [node.name for node in nodes]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{where} names the machine {twice} twice; give each a `name` of its own.")
@@ -155,7 +155,7 @@ def cluster_of(
 
 
 def _pair(link: Any) -> tuple[str, str] | None:
-    """The two ends of a link."""
+    """Return the two ends of a link; None if they are not valid."""
     between = cast("dict[str, Any]", link).get("between") if isinstance(link, dict) else None
     match between:
         case [str(one), str(other)] if one != other:
@@ -183,7 +183,7 @@ def _read_machine(entry: Any, where: str) -> NodeProfile:
 
 
 def _has_trusted(fields: Mapping[str, Any], name: str, where: str) -> bool:
-    """Whether an interface is named over which collectives may run."""
+    """Return True if an interface for collectives is named."""
     interface = fields.get("trusted_interface")
     if interface is not None and (not isinstance(interface, str) or not interface):
         raise ConfigError(
@@ -215,7 +215,7 @@ def _described_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
 
 
 def _read_reserve(fields: Mapping[str, Any], name: str, where: str) -> float | None:
-    """What is left to others, stated as such or by what may be used."""
+    """Return the share that stays free, given directly or through the usable share."""
     share, reserve = read_share(name, where, fields), fields.get("reserve")
     if reserve is None:
         return None if share is None else 1 - share

@@ -1,8 +1,8 @@
-"""Machines that may compute for a part of the time only, as a container's share of the processors has it. Pure.
+"""CPU quotas of containers: machines that may compute for part of the time only. Pure.
 
 Linux grants a control group a quota in each period (`cpu.max`; Turner, Rao and Rao, 2010: "CPU bandwidth control for CFS").
-Who has used it up waits for the next period. So a stage that finds its quota untouched computes at full speed at first,
-and one that always computes gets its share: how long a step takes depends on how long it is, and on how busy the stage is.
+A group that has used up its quota waits for the next period. A stage that finds its quota unused computes at full speed
+at first; one that computes all the time gets its share on average. A step's duration depends on both its length and the load.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from numpy.typing import NDArray
 
 Seconds = NDArray[np.float64]
 _MOMENTS = 8
-"""Of a period, at which a step may begin."""
+"""Number of moments in a period at which a step may begin, for averaging."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuQuota:
-    """Part of the time of the threads that compute."""
+    """Part of the time that the computing threads may use."""
 
     share: float
-    """More than 0, and less than 1."""
+    """Share between 0 and 1, both excluded."""
     period_s: float
 
     def clock_s(self, computing_s: Seconds) -> Seconds:
-        """How long so many seconds of computing last where the quota is untouched: the mean over when they may begin."""
+        """Return the wall-clock seconds of a computation that finds the quota unused, averaged over its start."""
         moments = (np.arange(_MOMENTS) + 0.5) / _MOMENTS * self.period_s
         return np.mean([self._from(moment, computing_s) for moment in moments], axis=0)
 
     def _from(self, moment_s: float, computing_s: Seconds) -> Seconds:
         quota, to_end = self.share * self.period_s, self.period_s - moment_s
         rest = computing_s - min(quota, to_end)
-        # The last quota is used from the beginning of its period on.
+        # The last quota is used from the beginning of its period.
         whole = np.ceil(rest / quota) - 1
         return np.where(rest <= 0, computing_s, to_end + whole * (self.period_s - quota) + rest)
 
     def steady_s(self, computing_s: Seconds) -> Seconds:
-        """How long they last for who always computes."""
+        """Return the wall-clock seconds of a computation on a machine that computes all the time."""
         return computing_s / self.share
 
 
@@ -50,16 +50,16 @@ def lone_stream(
     around_s: float,
     machines: Sequence[str] | None = None,
 ) -> tuple[list[float], float]:
-    """What one stream finds: seconds of each stage, and from token to token.
+    """Return the seconds of each stage, and the seconds from token to token, for a single stream.
 
-    A stage's quota is untouched when a token comes around again, unless all the others together are too quick for that:
-    then it makes the pace.
+    A stage has its whole quota again when the next token arrives, unless the other stages together are too fast for that.
+    It then sets the pace.
 
     Args:
-        clock_s: by stage, where the quota is untouched.
-        steady_s: by stage, where it always computes.
-        around_s: of all hops.
-        machines: of each stage; several of one machine have its quota together. Each has one of its own unless given.
+        clock_s: seconds by stage, with an unused quota.
+        steady_s: seconds by stage, if it computes all the time.
+        around_s: seconds of all hops.
+        machines: machine of each stage; stages of one machine share its quota. By default each has its own.
     """
     unhindered = sum(clock_s) + around_s
     owners = machines or list(map(str, range(len(steady_s))))

@@ -1,4 +1,4 @@
-"""What one decode step reads of a model's weights, layer by layer: from names and sizes alone. Pure."""
+"""Bytes of weights that a decode step reads from each layer, from the names and sizes of tensors. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mlx_ring.models.layer_tensors import group_by_layers, names_head, path_of_l
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
 
 _EXPERT = re.compile(r"(?:^|\.)(?:experts|switch_mlp|switch_glu)\.")
-"""Weights of which a token passes some; what `shared_experts` hold every token passes."""
+"""Names of expert weights, of which a token uses some; every token uses `shared_experts`."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_A_TOKEN = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
     *("moe_topk", "moe_top_k", "moe_k"),
 )
 _LOOKED_UP = "per_layer"
-"""Gemma's further embeddings, which are no head."""
+"""Names of Gemma's further embeddings, which are no output head."""
 _HALF_PRECISION = ("BF16", "F16")
 
 
@@ -29,12 +29,11 @@ class DecodeBytes:
 
     layers: tuple[int, ...]
     head: int
-    """The scores over the vocabulary, from a matrix of their own or from the embedding's. Looking a token up in the
-    embedding reads one row, which counts for nothing."""
+    """Bytes of the output head, or of the embedding if it is tied. The lookup of a token's embedding is negligible."""
 
 
 def decode_bytes(folder: ModelFolder, *, widened: bool) -> DecodeBytes | None:
-    """What a step reads of a model; None where its tensors' names do not tell their layers.
+    """Return the bytes that a step reads; None if the tensors' names do not contain their layers.
 
     Args:
         folder: what its safetensors headers say.
@@ -53,7 +52,7 @@ def decode_bytes(folder: ModelFolder, *, widened: bool) -> DecodeBytes | None:
 
 
 def layer_bytes(folder: ModelFolder, *, widened: bool) -> tuple[int, ...] | None:
-    """What each layer takes, all experts; None where the tensors' names do not tell their layers."""
+    """Return the bytes of each layer with all experts; None if the tensors' names do not contain their layers."""
     inside, _ = group_by_layers(folder.tensors)
     path = path_of_layers(inside, folder.num_layers)
     if path is None:
@@ -66,7 +65,7 @@ def layer_bytes(folder: ModelFolder, *, widened: bool) -> tuple[int, ...] | None
 
 
 def _active_share(folder: ModelFolder) -> Fraction:
-    """Of the experts, those that one token passes; all where the configuration does not say."""
+    """Return the share of experts that one token uses; 1 if the configuration does not state it."""
     experts, active = _number(folder, _EXPERTS), _number(folder, _EXPERTS_A_TOKEN)
     if experts is None or active is None or not 0 < active < experts:
         return Fraction(1)
@@ -78,7 +77,7 @@ def _number(folder: ModelFolder, names: Iterable[str]) -> int | None:
 
 
 def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, *, widened: bool) -> int:
-    """Of the output head; where the embedding is the head, of that: the largest with a row for each token."""
+    """Return the bytes of the output head or of a tied embedding: the largest tensor with a row for each token."""
     heads: Counter[str] = Counter()
     tied: Counter[str] = Counter()
     for entry in outside:
@@ -92,5 +91,5 @@ def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, *, widened: boo
 
 
 def loaded_bytes(entry: TensorEntry, *, widened: bool) -> int:
-    """Of a tensor in memory."""
+    """Return the bytes of a tensor in memory."""
     return entry.nbytes * (2 if widened and entry.dtype in _HALF_PRECISION else 1)

@@ -1,4 +1,4 @@
-"""What planning expects of stages that are there: for steps of any size, and of their memory. Pure."""
+"""Predicted step times and memory of a loaded pipeline. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mlx_ring.planner.tensor_groups import SharedModel, given_group
 
 @dataclass(frozen=True, slots=True)
 class PromisedMemory:
-    """What a stage was counted to take. Bytes."""
+    """Predicted memory of a stage, in bytes."""
 
     weight_bytes: int
     kv_bytes: int
-    """Of the promised sequences at the promised length."""
+    """KV cache of the promised sequences at the promised length."""
     working_bytes: int
-    """Activations of a chunk, scores over the vocabulary."""
+    """Activations of a chunk, and logits."""
 
     @property
     def total_bytes(self) -> int:
@@ -30,7 +30,7 @@ class PromisedMemory:
 
 
 class Forecast:
-    """Of one pipeline."""
+    """Predictions for one pipeline."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Forecast:
         stages: Sequence[tuple[NodeProfile, LayerRange]],
         ranks: Sequence[Sequence[tuple[NodeProfile, float]]] = (),
     ) -> None:
-        """What is to be told of.
+        """Prepare the predictions.
 
         Args:
             model: its sizes.
@@ -62,8 +62,8 @@ class Forecast:
         return len(self._stages)
 
     def decode_s(self, stage: int, rows: int, context_tokens: int) -> float:
-        """One step with a token of each of so many sequences, each behind so long a context."""
-        # Several rows in a group mean that every group has some, and that no stage rests.
+        """Return the seconds of a decode step with so many sequences at a context length."""
+        # With several rows per group every group has some, so no stage idles.
         if rows > 1 or all(
             node.cpu_quota is None for stage in range(len(self)) for node in self._nodes(stage)
         ):
@@ -71,7 +71,7 @@ class Forecast:
         return self._lone_stream(context_tokens)[0][stage]
 
     def chunk_s(self, stage: int, tokens: int, context_tokens: int) -> float:
-        """One step with so many tokens of a prompt: multiplying them, or reading the weights once if that takes longer."""
+        """Return the seconds of a prefill step: the larger of computing and of reading the weights once."""
         node, layers = self._stages[stage]
         if (group := self._groups[stage]) is not None:
             chunk_s = group.chunk_seconds(layers.start, layers.end, tokens, context_tokens)
@@ -84,7 +84,7 @@ class Forecast:
         return max(after - before + step_s, self._times(stage, 1, context_tokens).steady)
 
     def token_s(self, context_tokens: int) -> float:
-        """From one token of a stream that is alone to the next: every stage, and the hops around."""
+        """Return the seconds from token to token of a single stream, all stages and hops included."""
         return self._lone_stream(context_tokens)[1]
 
     def _lone_stream(self, context_tokens: int) -> tuple[list[float], float]:
@@ -102,7 +102,7 @@ class Forecast:
         return self._tables.stage_seconds(node, layers.start, layers.end, rows, context_tokens)
 
     def _around_s(self) -> float:
-        """Rank 0 of a stage sends to every rank of the next."""
+        """Return the seconds of all hops; rank 0 of a stage sends to every rank of the next."""
         if len(self) == 1:
             return 0.0
         stages = range(len(self))
@@ -114,7 +114,7 @@ class Forecast:
         return max(self._cluster.link(sender.name, node.name).seconds(nbytes) for node in receivers)
 
     def memory(self, stage: int) -> PromisedMemory:
-        """As the plan counts it, of all ranks together."""
+        """Return the memory of a stage, as the sum of its ranks."""
         each = self.memory_of_ranks(stage)
         return PromisedMemory(
             sum(rank.weight_bytes for rank in each),
@@ -123,7 +123,7 @@ class Forecast:
         )
 
     def memory_of_ranks(self, stage: int) -> tuple[PromisedMemory, ...]:
-        """The same, of each rank."""
+        """Return the memory of each rank of a stage."""
         node, layers = self._stages[stage]
         if (group := self._groups[stage]) is not None:
             return tuple(_promised(member.costs, layers) for member in group.members)
@@ -133,12 +133,12 @@ class Forecast:
         return (PromisedMemory(weights, kv, max(0, total - weights - kv)),)
 
     def _nodes(self, stage: int) -> tuple[NodeProfile, ...]:
-        """Of its ranks."""
+        """Return the nodes of its ranks."""
         group = self._groups[stage]
         return (self._stages[stage][0],) if group is None else group.nodes
 
     def node(self, stage: int) -> NodeProfile:
-        """Where it is."""
+        """Return the node of its rank 0."""
         return self._stages[stage][0]
 
 

@@ -1,4 +1,4 @@
-"""What is to be expected of stages whose ranks have their machines already. Pure."""
+"""Plans of stages whose ranks already have their machines. Pure."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from mlx_ring.planner.tensor_plans import plan_of
 from mlx_ring.planner.tensor_search import SharedWay
 
 GivenStage = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
-"""Layers, and node and share of each rank."""
+"""Layers of a stage, and the node and share of each rank."""
 
 
 def plan_given(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, stages: Sequence[GivenStage], how: str
 ) -> Plan:
-    """Their plan.
+    """Return the plan of given stages.
 
     Args:
-        model: its sizes.
-        cluster: for the links, and to say who is left out.
-        request: what is promised.
-        stages: in the pipeline's order.
-        how: they came to have them.
+        model: sizes of the model.
+        cluster: all machines, with their links.
+        request: promised load.
+        stages: stages in the pipeline's order.
+        how: reason to report for the split.
 
     Raises:
-        PlanError: they need more memory than a machine has for them.
+        PlanError: the stages need more memory than a machine has.
     """
     shared = SharedModel(model, request.demand, model.shared)
     groups = [GroupStage(given_group(shared, cluster, ranks), layers) for layers, ranks in stages]

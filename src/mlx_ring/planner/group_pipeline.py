@@ -1,4 +1,4 @@
-"""What a pipeline of machines and groups of machines gives. Pure."""
+"""Predicted times of a pipeline whose stages are machines or groups of machines. Pure."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from mlx_ring.planner.tensor_groups import RankGroup
 
 @dataclass(frozen=True, slots=True)
 class GroupStage:
-    """Some layers, and who computes them."""
+    """Layers of a stage, and the group that computes them."""
 
     group: RankGroup
     layers: LayerRange
 
     def seconds(self, rows: int, context_tokens: int) -> Times[float]:
-        """One step."""
+        """Return the seconds of one step."""
         return self.group.stage_seconds(self.layers.start, self.layers.end, rows, context_tokens)
 
 
 class GroupPipeline:
-    """Stages in their order."""
+    """Pipeline of stages, in order."""
 
     def __init__(self, cluster: ClusterProfile, stages: Sequence[GroupStage]) -> None:
         self.stages = tuple(stages)
         self._cluster = cluster
 
     def around_s(self, rows: int) -> float:
-        """All hops on the way around: rank 0 of a stage sends to every rank of the next."""
+        """Return the seconds of all hops; rank 0 of a stage sends to every rank of the next."""
         groups = [stage.group for stage in self.stages]
         if len(groups) == 1:
             return 0.0
@@ -48,7 +48,7 @@ class GroupPipeline:
         return max(self._cluster.link(sender.name, node.name).seconds(nbytes) for node in other.nodes)
 
     def lone_stream(self, context_tokens: int) -> tuple[list[float], float]:
-        """Seconds of each stage, and from token to token, of a stream that is alone."""
+        """Return the seconds of each stage, and the seconds from token to token, for a single stream."""
         times = [stage.seconds(1, context_tokens) for stage in self.stages]
         names = ["+".join(node.name for node in stage.group.nodes) for stage in self.stages]
         return lone_stream(
@@ -56,7 +56,7 @@ class GroupPipeline:
         )
 
     def tokens_per_s(self) -> float:
-        """As many groups of sequences as stages, like `place` has it."""
+        """Return the throughput with as many decode groups as stages, as `Timetable` predicts it."""
         shared = self.stages[0].group.shared
         sequences = shared.demand.sequences
         groups = min(len(self.stages), sequences)
@@ -66,7 +66,7 @@ class GroupPipeline:
         return sequences / max(groups * max(each.steady for each in times), once)
 
     def first_token_s(self, tokens: int) -> float:
-        """Of a prompt of so many."""
+        """Return the seconds to the first token of a prompt."""
         chunks = -(-tokens // CHUNK_TOKENS)
         times = [
             stage.group.prefill_seconds(stage.layers.start, stage.layers.end, tokens) / chunks
@@ -77,7 +77,7 @@ class GroupPipeline:
         return sum(times) + (chunks - 1) * max(times) + around + self.lone_stream(context)[1]
 
     def prediction(self, prompt_tokens: int) -> Prediction:
-        """As a plan tells it."""
+        """Return the prediction for a plan."""
         context = self.stages[0].group.shared.context_tokens
         return Prediction(
             token_s=self.lone_stream(context)[1],

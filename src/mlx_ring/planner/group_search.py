@@ -1,4 +1,4 @@
-"""The best ways through groups of machines and layers: which machines work together, in which order, on what. Pure.
+"""Search for the best pipeline of groups of machines: which machines compute together, in which order. Pure.
 
 Dynamic programming over sets of machines, as `cuts` has it, where a stage may be any group: the best way to cover the layers
 before `b` by a set, ending on a group whose rank 0 is a certain machine, is the best over that group and its first layer.
@@ -20,25 +20,25 @@ _BLOCKS = 32
 
 @dataclass(frozen=True, slots=True)
 class GroupWay:
-    """Candidates in the pipeline's order."""
+    """Way through candidates, in the pipeline's order."""
 
     candidates: tuple[int, ...]
     cost: float
 
 
 def block_ends(layers: int) -> Ends:
-    """Where stages may be cut: at every layer, or at the ends of blocks."""
+    """Return the layers at which stages may be cut: every layer, or the ends of blocks."""
     blocks = min(layers, _BLOCKS)
     return np.unique(np.round(np.linspace(0, layers, blocks + 1)).astype(np.intp))
 
 
 class GroupSearch:
-    """Groups are candidates by their number; a machine alone is one too."""
+    """Search over candidate groups, given by number; a single machine is one too."""
 
     def __init__(
         self, members: Sequence[int], tables: Sequence[Table], hops: Table, back: Table, *, adds: bool
     ) -> None:
-        """What is known of the candidates.
+        """Prepare the search.
 
         Args:
             members: of each, its machines as bits; its rank 0 is the lowest.
@@ -72,8 +72,8 @@ class GroupSearch:
                 place[starts] = np.minimum(place[starts], costs)
 
     def _arriving(self, rest: int, starts: Ends, apart: Ends) -> Table:
-        """By candidate, last machine, first machine and end: covering the layers before it, and handing over."""
-        # Whoever is in the set may be either.
+        """Return the cost by candidate, last machine, first machine and end, including the hop to the candidate."""
+        # Any machine of the set may be the first or the last.
         reached = self._best[rest][starts][:, starts]
         return reached[None] + self._hops[starts][:, apart].T[:, :, None, None]
 
@@ -82,7 +82,7 @@ class GroupSearch:
         return self._join(reached[:, :, :, None], self._tables[apart][:, None]).min(axis=2)
 
     def ways(self, *, of_all: bool = False) -> list[GroupWay]:
-        """The best way through each set of machines, with two stages or more; with `of_all` through that of all."""
+        """Return the best way with two or more stages through each set of machines; with `of_all` only the set of all."""
         sets = [self._everyone] if of_all else range(1, self._everyone + 1)
         found = [way for bits in sets if (way := self._way(bits)) is not None]
         return sorted(found, key=lambda way: way.cost)
@@ -112,7 +112,7 @@ class GroupSearch:
     def _step_to(
         self, bits: int, last: int, start: int, end: int, target: float
     ) -> tuple[int, int, int] | None:
-        """The candidate on which a way costs so much, the last machine before it, -1 for none, and its first end."""
+        """Return the candidate that gives a way its cost, the last machine before it (-1 for none), and its first layer."""
         for candidate, own in enumerate(self._members):
             if self._lowest[candidate] != last or int(own) & ~bits:
                 continue
@@ -130,7 +130,7 @@ class GroupSearch:
 
 
 def cut(tables: Sequence[Table], *, adds: bool) -> list[tuple[int, int]] | None:
-    """Layers of stages in this order, so that their sum, or the slowest, takes least; None where memory does not do."""
+    """Return the layers of stages in this order with the smallest sum or maximum; None if memory does not suffice."""
     join = np.add if adds else np.maximum
     costs, firsts = tables[0][0], [np.zeros(len(tables[0]), np.intp)]
     for table in tables[1:]:

@@ -1,4 +1,4 @@
-"""What was measured, as planning takes it. Pure."""
+"""Profiles of measured machines, as the planner reads them. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ def measured_node(
     memory_cap: int | None = None,
     beside_bytes: int | None = None,
 ) -> NodeProfile:
-    """A machine, by its profile.
+    """Return the planner's profile of a measured machine.
 
     Args:
-        name: of the node.
-        reserve_share: of its memory, what is left to others.
-        memory_cap: bytes that its owner grants, where that is less than it has.
-        beside_bytes: what runs there beside a worker, of our own: an agent, where nothing is said.
+        profile: measured profile.
+        name: name of the node.
+        reserve_share: share of its memory that stays free for other programs.
+        memory_cap: bytes that plans may use, if less than the machine has.
+        beside_bytes: memory of mlx-ring's other processes there; an agent's by default.
     """
     plain = next(
         (rate for rate in profile.rates if rate.weights == (profile.computes_in or "bfloat16")),
@@ -45,7 +46,7 @@ def measured_node(
 
 
 def _cpu_quota(profile: MachineProfile) -> CpuQuota | None:
-    """None where rates are by the clock: see `stopwatch` of the worker's profile mode."""
+    """Return the CPU quota; None if rates were measured in wall-clock time (`stopwatch` of the worker's profile mode)."""
     share, period_s = profile.cpu_share, profile.cpu_period_s
     if profile.device != "cpu" or profile.blas_threads > 1 or share is None or share >= 1 or period_s is None:
         return None

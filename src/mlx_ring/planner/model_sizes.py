@@ -1,4 +1,4 @@
-"""A model's profile from its configuration, and from safetensors headers where there are any. Pure.
+"""Profile of a model, from its configuration and the safetensors headers if there are any. Pure.
 
 Without headers the sizes follow from the configuration: for decoders of the usual build, dense or with
 experts. Where headers are there, they say what each layer takes, whatever its build.
@@ -19,17 +19,17 @@ from mlx_ring.planner.profiles import LayerProfile, ModelProfile
 
 _GROUP = 64
 _HALF, _FLOAT = 16, 32
-"""Bits of a number."""
+"""Bits of a number, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How many bits a weight takes, with its part of scale and bias."""
+    """Number format of weights."""
 
     bits: int
     group: int = _GROUP
     plain: str = "bfloat16"
-    """The dtype of what is not quantized: scales, biases, activations, keys and values."""
+    """Dtype of unquantized numbers: scales, biases, activations, keys and values."""
 
     @property
     def is_quantized(self) -> bool:
@@ -45,16 +45,16 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """As measured rates name it."""
+        """Name of the format in measured rates."""
         return f"{self.bits}-bit" if self.is_quantized else self.plain
 
     def widened(self) -> WeightFormat:
-        """With float32 in the place of half precision."""
+        """Return the format with float32 instead of half precision."""
         return replace(self, plain="float32", bits=self.bits if self.is_quantized else _FLOAT)
 
 
 def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None = None) -> ModelProfile:
-    """Of a model whose files are here, as they are stored; of its configuration alone where there are none.
+    """Return the profile of a model from its stored files, or from its configuration alone.
 
     Raises:
         ModelUnsupported: neither tells the sizes of its layers.
@@ -71,7 +71,7 @@ def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None 
 
 
 def _with_headers(by_config: ModelProfile, folder: ModelFolder, *, widened: bool) -> ModelProfile:
-    """With the sizes that tensors really have, where their names tell their layers."""
+    """Return the profile with the real sizes of tensors, if their names contain their layers."""
     read, whole = decode_bytes(folder, widened=widened), layer_bytes(folder, widened=widened)
     if read is None or whole is None:
         return by_config
@@ -91,7 +91,7 @@ def _with_headers(by_config: ModelProfile, folder: ModelFolder, *, widened: bool
 
 
 def profile_config(folder: ModelFolder, name: str, weights: WeightFormat) -> ModelProfile:
-    """Of a configuration alone."""
+    """Return the profile from a configuration alone."""
     hidden, vocabulary, count = folder.hidden_size, folder.vocab_size, folder.num_layers
     heads = _number(folder, "num_attention_heads", "n_head", "n_heads")
     if heads is None:
@@ -159,7 +159,7 @@ def _layer(folder: ModelFolder, index: int, hidden: int, heads: int, weights: We
 
 
 def _experts(folder: ModelFolder, index: int, hidden: int) -> tuple[int, int, int] | None:
-    """Weights of a layer's experts, all and those that one token passes, and of what chooses them; None where it is dense."""
+    """Return the weights of all experts, of those that one token uses, and of the router; None for a dense layer."""
     count = _number(folder, "num_experts", "num_local_experts", "n_routed_experts")
     active = _number(folder, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
     if count is None or active is None or index < (_number(folder, "first_k_dense_replace") or 0):
@@ -178,7 +178,7 @@ def _experts(folder: ModelFolder, index: int, hidden: int) -> tuple[int, int, in
 
 
 def _window(folder: ModelFolder, index: int) -> int | None:
-    """How many tokens the layer looks back at, where that is bounded."""
+    """Return the attention window of a layer; None if it is unlimited."""
     window = _number(folder, "sliding_window")
     kinds = folder.entry("layer_types")
     if window is None or folder.entry("use_sliding_window") is False:

@@ -1,7 +1,4 @@
-"""A plan: which machine gets which layers, why, and what is to be expected. Values only.
-
-How many layers each machine gets by the simple strategies. Pure.
-"""
+"""A plan: the layers of each machine, the reasons, and the predicted times. Values only."""
 
 from __future__ import annotations
 
@@ -15,37 +12,37 @@ from mlx_ring.settings.strategies import Strategy
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One worker of a stage, and what it holds."""
+    """One worker of a stage."""
 
     node: str
     share: float
-    """Of every layer that the stage has; the shares of a stage add up to 1."""
+    """Share of every layer of the stage; the shares of a stage add up to 1."""
     weight_bytes: int
     memory_bytes: int
-    """Weights, KV as promised, and working memory."""
+    """Weights, promised KV cache and working memory."""
     usable_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Some of the layers: one machine's part, or that of several that compute every layer together."""
+    """Consecutive layers of one machine, or of several that compute each layer together."""
 
     node: str
-    """The machine of rank 0, which takes activations and hands them on."""
+    """Machine of rank 0, which receives and sends activations."""
     layers: LayerRange
     weight_bytes: int
     memory_bytes: int
-    """Weights, KV as promised, and working memory."""
+    """Weights, promised KV cache and working memory."""
     usable_bytes: int
     token_s: float
-    """One token of one stream."""
+    """Seconds of one token of a single stream."""
     why: str
     ranks: tuple[RankPlan, ...]
-    """Who computes its layers, rank 0 first. Bytes above are of all of them together."""
+    """Workers that compute its layers, rank 0 first. The bytes above are their sums."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether several ranks compute each layer."""
+        """True if several ranks compute each layer."""
         return len(self.ranks) > 1
 
 
@@ -59,14 +56,14 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What counting bytes, operations and hops gives; a limit that a running server comes near to."""
+    """Times predicted by counting bytes, operations and hops; a running server comes close to them."""
 
     token_s: float
-    """From one token of a single stream to the next."""
+    """Seconds from one token of a single stream to the next."""
     tokens_per_s: float
-    """Of all the promised sequences together."""
+    """Throughput of all promised sequences together."""
     first_token_s: float
-    """Of a prompt of `prompt_tokens`."""
+    """Seconds to the first token of a prompt of `prompt_tokens`."""
     prompt_tokens: int
 
 
@@ -87,12 +84,12 @@ class Plan:
 
     @property
     def kind(self) -> str:
-        """What the machines do: `single`, `pipeline`, `tensor` or `hybrid`."""
+        """Kind of the plan: `single`, `pipeline`, `tensor` or `hybrid`."""
         if any(stage.is_shared for stage in self.stages):
             return "tensor" if len(self.stages) == 1 else "hybrid"
         return "single" if len(self.stages) == 1 else "pipeline"
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`: names as here, units in them."""
+        """Return the fields for `--json`."""
         fields = {"aim" if name == "objective" else name: value for name, value in asdict(self).items()}
         return {**fields, "kind": self.kind}

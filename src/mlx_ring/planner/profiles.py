@@ -13,91 +13,93 @@ from mlx_ring.rpc.link_profile import ETHERNET, LOCAL, UNREACHABLE, LinkProfile
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """One layer's sizes."""
+    """Sizes of one layer."""
 
     weight_bytes: int
     read_bytes: int
-    """Of the weights, what one token reads: of a mixture of experts some."""
+    """Weights that one token reads; only some of the experts in a mixture of experts."""
     flops_per_token: int
     kv_bytes_per_token: int = 0
     kv_bytes_per_sequence: int = 0
-    """However long it is: a recurrent state, or the window of a sliding layer once it is full."""
+    """KV bytes that do not depend on the length: a recurrent state, or the full window of a sliding layer."""
     query_width: int = 0
-    """Numbers of one token's queries, which are held against each token before it; 0: not known."""
+    """Numbers in the queries of one token, which are compared with each token before it; 0 if unknown."""
     window: int | None = None
-    """Most tokens that it looks back at."""
+    """Maximum number of tokens that attention reads back."""
     attention_bytes: int = 0
-    """Of the weights, those of attention, which ranks share by heads."""
+    """Weights of attention, which ranks share by heads."""
     whole_bytes: int = 0
-    """Of the weights, those that every rank has whole: norms, what chooses experts."""
+    """Weights that every rank holds whole: norms and the router of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """A model's sizes. The first stage also embeds, the last also has the output head."""
+    """Sizes of a model. The first stage also has the embedding, the last also the output head."""
 
     name: str
     layers: tuple[LayerProfile, ...]
     embedding_bytes: int
     head_bytes: int
     is_tied: bool
-    """Whether the head is the embedding, so that a stage with both holds one."""
+    """True if the head is the embedding, so that a stage with both holds it once."""
     hidden_size: int
     vocabulary: int
     context_tokens: int
-    """The longest that the model takes."""
+    """Maximum context of the model."""
     weights: str = "bfloat16"
-    """Of which kind they are, as `WeightRate` names them."""
+    """Kind of the weights, as named by `WeightRate`."""
     number_bytes: int = 2
-    """Of one number between stages, and in a KV cache that is not quantized."""
+    """Size of one number between stages, and in an unquantized KV cache."""
     widened: ModelProfile | None = None
-    """The same where half precision becomes float32 when it is loaded; None: it is no other."""
+    """Sizes after half precision was loaded as float32; None if they do not change."""
     shared: TensorSizes | None = None
-    """What of a layer several ranks can share; None: its layers cannot be split."""
+    """Parts of a layer that ranks can share; None if its layers cannot be split."""
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of all weights."""
         once = self.embedding_bytes if self.is_tied else self.embedding_bytes + self.head_bytes
         return once + sum(layer.weight_bytes for layer in self.layers)
 
 
 UNMEASURED = StepCosts(step_s=0.3e-3, layer_s=0.0, draw_s=0.0, logit_s=0.0, attention_s=0.0)
-"""Of a machine that is known by its data sheet: Python, launches, the wire's own code."""
+"""Costs of a machine known by its data sheet only: Python, launches and frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeProfile:
-    """One machine."""
+    """Profile of one machine."""
 
     name: str
     memory_bytes: int
-    """That its accelerator may use."""
+    """Memory that its accelerator may use."""
     bandwidth: float
-    """Bytes a second that it reads from memory."""
+    """Bytes per second that it reads from memory."""
     flops: float
-    """A second, in large products of the dtype that it computes in."""
+    """Operations per second in large products of the dtype that it computes in."""
     reserve_share: float = 0.1
-    """Of its memory, what is left to others."""
+    """Share of its memory that stays free for other programs."""
     rates: tuple[WeightRate, ...] = ()
-    """As they were measured, by kind of weights; others go by the two numbers above."""
+    """Measured rates by kind of weights; other kinds use the two numbers above."""
     costs: StepCosts = UNMEASURED
     widens: bool = False
-    """Whether half precision becomes float32 when it is loaded, as on a CPU."""
+    """True if it loads half precision as float32, as on a CPU."""
     process_bytes: int = 0
-    """Of its memory, what our processes hold before any weights."""
+    """Memory that the processes of mlx-ring hold before any weights."""
     cpu_quota: CpuQuota | None = None
-    """Of the time of the threads that compute, where it is less than all. Rates and costs are of that time."""
+    """Quota of the computing threads, if they have less than all of the time. Rates and costs refer to time within the quota."""
     trusted: bool = False
-    """Whether its owner named an interface over which collectives may run, which are neither encrypted nor authenticated."""
+    """True if its owner named an interface for collectives, which are neither encrypted nor authenticated."""
     workers_at_once: int = 1
-    """How many workers compute at the same time without slowing each other down."""
+    """Number of workers that can compute at the same time without slowing each other down."""
 
     @property
     def usable_bytes(self) -> int:
+        """Memory that plans may use."""
         return int(self.memory_bytes * (1 - self.reserve_share))
 
     def rate(self, weights: str) -> WeightRate:
-        """For weights of a kind; of quantized ones that were not measured, those of the nearest number of bits."""
+        """Return the rate for a kind of weights; for unmeasured quantized ones that of the nearest number of bits."""
         bits = _quantized_bits(weights)
         measured = {kind: rate for rate in self.rates if (kind := _quantized_bits(rate.weights)) is not None}
         if bits is not None and measured:
@@ -109,25 +111,26 @@ class NodeProfile:
 
 
 def _quantized_bits(weights: str) -> int | None:
-    """Of a kind like `4-bit`."""
+    """Return the bits of a kind such as `4-bit`; None for other kinds."""
     number, _, rest = weights.partition("-")
     return int(number) if rest == "bit" and number.isdigit() else None
 
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """Machines, in the order that their owner gave them, the head's first."""
+    """Machines in the given order, the head's first, and the links between them."""
 
     nodes: tuple[NodeProfile, ...]
     links: Mapping[frozenset[str], LinkProfile] = field(default_factory=dict[frozenset[str], LinkProfile])
     usual_link: LinkProfile = ETHERNET
 
     def link(self, one: str, other: str) -> LinkProfile:
+        """Return the link between two machines."""
         if one == other:
             return LOCAL
         return self.links.get(frozenset((one, other)), self.usual_link)
 
     def trusts(self, one: NodeProfile, other: NodeProfile) -> bool:
-        """Whether collectives may run between two machines: over a link that is trusted, or with an interface on each."""
+        """Return True if collectives may run between two machines: on a trusted link, or with a trusted interface on each."""
         link = self.link(one.name, other.name)
         return link != UNREACHABLE and (link.trusted or (one.trusted and other.trusted))

@@ -1,4 +1,4 @@
-"""What one rank of a stage holds and takes: its share of what is shared out, and all of what is whole on each. Pure.
+"""Memory and time of one rank of a stage: its share of split tensors, and all of the others. Pure.
 
 Attention and KV go by heads, MLPs and experts by rows, the output head by tokens of the vocabulary, each as the shares that
 can really be made have them. Norms, routers, the embedding, activations and drawing are whole.
@@ -35,7 +35,7 @@ from mlx_ring.rpc.link_profile import LinkProfile
 
 @dataclass(frozen=True, slots=True)
 class Fractions:
-    """One rank's parts, each of the whole."""
+    """Fractions of a layer's parts that one rank holds."""
 
     heads: float
     rows: float
@@ -44,7 +44,7 @@ class Fractions:
 
     @classmethod
     def of(cls, share: TensorShare, sizes: TensorSizes) -> Fractions:
-        """As a share that can be made has them."""
+        """Return the fractions of a share that can be made."""
         rows = len(share.intermediate) / sizes.intermediate
         return cls(
             len(share.kv_heads) / sizes.kv_heads,
@@ -55,7 +55,7 @@ class Fractions:
 
 
 class RankCosts:
-    """Of one rank, whichever layers its stage has."""
+    """Costs of one rank, for any layers."""
 
     def __init__(self, layers: LayerKinds, demand: Demand, node: NodeProfile, part: Fractions) -> None:
         self.node = node
@@ -71,7 +71,7 @@ class RankCosts:
         self._weights_before, self._kv_before = before(weights), before(kv)
 
     def seconds_before(self, rows: int, context_tokens: int) -> Table:
-        """By layer: computing all before it, what the model ends with as if it stood in the last one."""
+        """Return the computing seconds of all layers before each; the output head counts to the last layer."""
         if (rows, context_tokens) not in self._seconds:
             self._seconds[rows, context_tokens] = self._sum_seconds(rows, context_tokens)
         return self._seconds[rows, context_tokens]
@@ -91,7 +91,7 @@ class RankCosts:
         return before(each)
 
     def prefill_s(self, first: int, end: int, tokens: int) -> float:
-        """A stage's part of reading a prompt, without what ranks exchange."""
+        """Return the seconds of a stage's prefill, without the exchange between ranks."""
         rate = self.node.rate(self._model.weights)
         each = self._layers.by_layer([layer.flops_per_token for layer in self._kinds])
         flops = float(each[first:end].sum()) * tokens
@@ -100,28 +100,28 @@ class RankCosts:
         return computing / (self.node.cpu_quota.share if self.node.cpu_quota else 1.0)
 
     def weight_bytes(self, first: int, end: int) -> int:
-        """Embedding and part of the head included where the stage has them."""
+        """Return the bytes of weights, including embedding and part of the head if the stage has them."""
         return int(self._weights_before[end] - self._weights_before[first]) + self._ends_bytes(first, end)
 
     def kv_bytes(self, first: int, end: int) -> int:
-        """For all that is promised."""
+        """Return the KV bytes of the promised load."""
         return int(self._kv_before[end] - self._kv_before[first])
 
     def memory_bytes(self, first: int, end: int) -> int:
-        """Working memory and our process included."""
+        """Return the bytes of the rank, including working memory and the process."""
         logits = 4 * self._demand.sequences * self._model.vocabulary * (end == len(self._layers.index))
         whole = self._ends_bytes(first, end) + logits + working_bytes(self._model) + self.node.process_bytes
         layers = self._weights_before + self._kv_before
         return int(np.ceil(layers[end] - layers[first])) + whole
 
     def _ends_bytes(self, first: int, end: int) -> int:
-        """Where the embedding serves as the head, a stage that has both keeps one table, whole."""
+        """Return the bytes of embedding and head; a stage with both keeps a tied table once, whole."""
         is_first, is_last = first == 0, end == len(self._layers.index)
         own_head = is_last and not (is_first and self._model.is_tied)
         return self._model.embedding_bytes * is_first + self._head_bytes * own_head
 
     def memory_table(self, ends: NDArray[np.intp]) -> Table:
-        """`memory_bytes` of every stage between two of the ends, which are the first and the last layer's and some between."""
+        """Return `memory_bytes` of every stage between two of the ends."""
         layers = (self._weights_before + self._kv_before)[ends]
         held = layers[None, :] - layers[:, None] + working_bytes(self._model) + self.node.process_bytes + 1
         held[0] += self._model.embedding_bytes
@@ -132,7 +132,7 @@ class RankCosts:
 
 
 def _share_of(layer: LayerProfile, part: Fractions) -> LayerProfile:
-    """The layer as one rank has it: never more of a mixture's experts than are held."""
+    """Return the layer as one rank holds it; it never reads more of the experts than it holds."""
     rows = part.experts if layer.read_bytes < layer.weight_bytes else part.rows
 
     def share(nbytes: int) -> int:
@@ -156,17 +156,17 @@ class Ring:
     """Machines in the order in which each sends to the next, and the last to the first."""
 
     nodes: tuple[int, ...]
-    """Their places in the cluster, the lowest first."""
+    """Places in the cluster, the lowest first."""
     links: tuple[LinkProfile, ...]
-    """From each to the next, those that are alike once."""
+    """Links from each to the next, without duplicates."""
 
     def sum_s(self, nbytes: float) -> float:
-        """Adding up so many bytes, on every rank."""
+        """Return the seconds of a sum over all ranks."""
         ranks = len(self.nodes)
         return 2 * (ranks - 1) * self._round_s(nbytes / ranks)
 
     def gather_s(self, nbytes: float) -> float:
-        """Having every rank's part, of which the longest has so many bytes."""
+        """Return the seconds until every rank has every part, the longest of which has `nbytes`."""
         return (len(self.nodes) - 1) * self._round_s(nbytes)
 
     def _round_s(self, nbytes: float) -> float:
@@ -174,17 +174,17 @@ class Ring:
 
 
 class Rings:
-    """The best ring of every set of machines that may have one."""
+    """Best rings of sets of machines."""
 
     def __init__(self, cluster: ClusterProfile, nbytes: float, *, trusting: bool = False) -> None:
-        """For sums of so many bytes; with `trusting` as if every interface were trusted."""
+        """Prepare rings for sums of `nbytes`; with `trusting` as if every interface were trusted."""
         self._cluster = cluster
         nodes = range(len(cluster.nodes))
         self._seconds = np.array(
             [[self._hop_s(one, other, nbytes, trusting=trusting) for other in nodes] for one in nodes]
         )
         self._best: dict[int, NDArray[np.float64]] = {}
-        """By set, as bits: by the last machine, the slowest hop of a way through all of them from the lowest."""
+        """Slowest hop of the best way from the lowest machine through a set, by set as bits and by last machine."""
 
     def _hop_s(self, one: int, other: int, nbytes: float, *, trusting: bool) -> float:
         here, there = self._cluster.nodes[one], self._cluster.nodes[other]
@@ -193,7 +193,7 @@ class Rings:
         return self._cluster.link(here.name, there.name).collective_seconds(nbytes / 2)
 
     def among(self, members: Sequence[int]) -> Ring | None:
-        """The ring whose slowest hop is quickest; None where there is none. `members` are in order."""
+        """Return the ring with the fastest slowest hop; None if there is none. `members` are sorted."""
         bits = sum(1 << node for node in members)
         closed = np.maximum(self._ways(bits), self._seconds[:, members[0]])
         last = int(closed.argmin())

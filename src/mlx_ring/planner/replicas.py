@@ -20,22 +20,22 @@ from mlx_ring.planner.tensor_plans import MOST_NODES, best_of_both
 from mlx_ring.planner.timetable import Timetable
 
 _WORTH = 1.02
-"""One replica more must give so much more: what is predicted is not exact."""
+"""Factor by which one more replica must raise the predicted throughput, because predictions are not exact."""
 
 
 def place_replicas(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, count: int | None
 ) -> tuple[Plan, ...]:
-    """A plan for each replica, with machines of its own.
+    """Return a plan for each replica, each on machines of its own.
 
     Args:
-        model: its sizes.
-        cluster: the machines.
-        request: what is promised, to all replicas together.
-        count: of replicas; None: as many as give the most tokens, where throughput is the aim.
+        model: sizes of the model.
+        cluster: machines and links.
+        request: promised load of all replicas together.
+        count: number of replicas; None chooses the number with the highest throughput, if that is the objective.
 
     Raises:
-        PlanError: the machines cannot hold so many, or the request contradicts itself.
+        PlanError: the machines cannot hold so many replicas, or the request contradicts itself.
     """
     if count == 1 or (count is None and (request.objective != "throughput" or request.strategy != "auto")):
         return (place(model, cluster, request),)
@@ -50,10 +50,10 @@ def place_replicas(
         if sets and speed > best[0] * (_WORTH if best[1] else 0.0):
             best = (speed, sets)
     if not best[1]:
-        # One over all machines says best what is missing.
+        # The error of a plan over all machines names what is missing.
         whole = place(model, cluster, request)
         if count is None:
-            # Nothing fits but layers that are shared.
+            # Only tensor parallelism fits.
             return (whole,)
         raise PlanError(
             f"{len(cluster.nodes)} machines cannot hold {count} replicas of {model.name}; one over "
@@ -81,7 +81,7 @@ def _check(cluster: ClusterProfile, request: PlanRequest, count: int | None) -> 
 def _is_better_shared(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: tuple[Plan, ...]
 ) -> bool:
-    """Whether machines that share layers give more than all replicas together."""
+    """Return True if tensor parallelism gives more throughput than all replicas together."""
     if not request.allows_tensor:
         return False
     shared = best_of_both(model, cluster, request, None)
@@ -90,14 +90,14 @@ def _is_better_shared(
 
 
 def _share(request: PlanRequest, replicas: int) -> int:
-    """Sequences that each answers."""
+    """Return the number of sequences for each replica."""
     return -(-request.demand.sequences // replicas)
 
 
 def _best_division(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, replicas: int
 ) -> tuple[float, tuple[int, ...]]:
-    """Tokens a second of all together, and the machines of each as bits; no machines where there is no room."""
+    """Return the total throughput, and the machines of each replica as bits; no machines if memory does not suffice."""
     speeds = _speeds(model, cluster, request, replicas)
     everyone = (1 << len(cluster.nodes)) - 1
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
@@ -116,14 +116,14 @@ def _best_division(
                 subset = (subset - 1) & rest
     found = [way for (number, _), way in best.items() if number == replicas]
     speed, sets = max(found, key=lambda way: way[0], default=(0.0, ()))
-    # The one that has the first machine comes first.
+    # The replica with the first machine comes first.
     return speed, tuple(sorted(sets, key=lambda members: members & -members))
 
 
 def _speeds(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, replicas: int
 ) -> dict[int, float]:
-    """By set of machines: what it gives as one of so many replicas, in tokens a second."""
+    """Return the throughput of each set of machines as one of so many replicas, in tokens per second."""
     sequences = _share(request, replicas)
     timetable = Timetable(model, cluster, replace(request.demand, sequences=sequences))
     most = len(cluster.nodes) - replicas + 1
@@ -139,7 +139,7 @@ def _speeds(
             costs[rows] = steadiest_costs(timetable.steady_tables(rows), timetable.hops(rows), largest)
         for members, slowest in costs[rows].items():
             if members.bit_count() == stages and np.isfinite(slowest):
-                # Fewer groups than stages leave stages waiting.
+                # With fewer groups than stages, stages idle.
                 speeds[members] = sequences / (max(groups, stages) * slowest)
     return speeds
 

@@ -1,8 +1,8 @@
-"""The best way through machines and layers, exactly: who takes which layers, in which order, and who is left out. Pure.
+"""Exact search for the best pipeline: which machines, in which order, with which layers. Pure.
 
-Dynamic programming over sets of machines (Held and Karp's way through cities, with the layers as a second axis):
-the best way to cover the layers before `b` by the machines of a set, ending on one of them, is the best over that machine's
-first layer `a`. Eight machines and 128 layers take some tenths of a second.
+It is dynamic programming over sets of machines (Held and Karp's algorithm, with the layers as a second axis). The best way
+to cover the layers before `b` by a set of machines, ending on one of them, is the best over that machine's first layer `a`.
+Eight machines and 128 layers take some tenths of a second.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mlx_ring.planner.stage_costs import Table
 
 _CLOSE = 1e-3
 _AT_ONCE = 8
-"""Rows that are joined with a table in one go: more, and the processor's cache does not hold what comes of them."""
+"""Number of rows that are joined with a table at once, so that the result fits into the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One machine's layers, `[first, end)`."""
+    """Layers `[first, end)` of one machine."""
 
     node: int
     first: int
@@ -31,19 +31,19 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Machines in the pipeline's order."""
+    """Machines in the pipeline's order, with their layers."""
 
     pieces: tuple[Piece, ...]
     cost: float
     with_node: tuple[float, ...] = ()
-    """By machine: the cost of the best way that has it, infinite where there is none; empty where that is not known."""
+    """Cost of the best way with each machine, infinite if there is none; empty if unknown."""
 
 
 class _Search:
-    """Costs of ways. Costs and hops add up, or the greatest cost counts, and hops add to it."""
+    """Costs of ways, as the sum of all costs and hops, or as the greatest cost."""
 
     def __init__(self, tables: Sequence[Table], hops: Table, *, adds: bool, starts_apart: bool) -> None:
-        """With `starts_apart` the ways from different first machines are kept apart, for what the hop back makes of them."""
+        """Prepare the search; `starts_apart` distinguishes ways by their first machine, because hops back differ."""
         self._nodes = range(len(tables))
         # By end and first layer, so that the least over first layers is looked for in neighbouring numbers.
         self._tables = [np.ascontiguousarray(table.T) for table in tables]
@@ -51,14 +51,14 @@ class _Search:
         self._join = np.add if adds else np.maximum
         self._starts = len(tables) if starts_apart else 1
         self._room = np.empty((_AT_ONCE, *tables[0].shape))
-        """Kept: to get so much memory anew takes longer than to fill it."""
+        """Reused buffer: allocating it takes longer than filling it."""
         self._best: dict[int, dict[int, Table]] = {}
-        """By set of machines and the last of them: by first machine, the cost of covering the layers before each."""
+        """Cost of covering the layers before each layer, by set of machines, last machine and first machine."""
 
     def ways(self, stages: int) -> Iterator[tuple[int, int, int, float]]:
-        """The set, the last machine, the first, and the cost of covering all layers with so many machines.
+        """Yield the set, last machine, first machine and cost of every way over all layers with so many machines.
 
-        To be asked for one machine first, then for two, and so on.
+        Call it for one machine first, then for two, and so on.
         """
         for last in self._nodes:
             self._extend(stages, last)
@@ -68,7 +68,7 @@ class _Search:
                     yield members, last, int(start), float(costs[start, -1])
 
     def _extend(self, stages: int, last: int) -> None:
-        """All ways of so many machines that end on this one."""
+        """Extend the ways of one machine fewer by this last machine."""
         if stages == 1:
             costs = np.full((self._starts, len(self._tables[last])), np.inf)
             costs[last if self._starts > 1 else 0] = self._tables[last][:, 0]
@@ -80,7 +80,7 @@ class _Search:
             self._best.setdefault(before | 1 << last, {})[last] = costs
 
     def _joined(self, reached: Table, last: int) -> Table:
-        """By set, first machine and end: what was reached, and this machine's layers on top of it."""
+        """Return the cost by set, first machine and end, after this machine's layers are added."""
         rows = reached.reshape(-1, reached.shape[-1])
         best = np.full(rows.shape, np.inf)
         possible = np.flatnonzero(np.isfinite(rows).any(axis=1))
@@ -91,7 +91,7 @@ class _Search:
         return best.reshape(reached.shape)
 
     def _arriving(self, before: int, last: int) -> Table:
-        """By machine of a set, first machine and layer: the cost of covering the layers before it, and of handing over."""
+        """Return the cost by machine of a set, first machine and layer, including the hop to the next machine."""
         return np.stack([costs + self._hops[node, last] for node, costs in self._best[before].items()])
 
     def trace(self, members: int, last: int, start: int) -> tuple[Piece, ...]:
@@ -106,7 +106,7 @@ class _Search:
 
 
 def _sets(nodes: Sequence[int], size: int) -> list[int]:
-    """All sets of so many, as bits."""
+    """Return all sets of `size` machines, as bits."""
     return [sum(1 << node for node in members) for members in combinations(nodes, size)]
 
 
@@ -125,7 +125,7 @@ class _Circle:
 
 
 def _circles(tables: Sequence[Table], hops: Table, most: int, *, adds: bool) -> Iterator[_Circle]:
-    """The best ones of up to `most` machines, by their set, the last and, where hops back differ, the first of them."""
+    """Yield the best circles of up to `most` machines by set, last machine and, if hops differ, first machine."""
     apart = not _all_alike(hops)
     search = _Search(tables, hops, adds=adds, starts_apart=apart)
     for stages in range(1, most + 1):
@@ -144,15 +144,15 @@ def quickest_way(
     stages: int | None = None,
     least: float = 0.0,
 ) -> Way | None:
-    """The way on which one token gets around soonest, the hop from the last machine back to the first included.
+    """Return the way with the shortest round of one token, including the hop from the last machine to the first.
 
     Args:
-        tables: by machine, seconds of every stage that it could be.
+        tables: seconds of every possible stage, by machine.
         hops: seconds from machine to machine.
-        paces: by machine, seconds of the same stages that have to pass before the next token can, whatever the others take;
-            the best way is found to a thousandth then. None: a stage's own, which no way around is shorter than.
-        stages: how many machines; None: as many as are best.
-        least: what no way costs less than, where that is known.
+        paces: minimum seconds between two tokens of every possible stage, by machine. The best way is then found to
+            within a thousandth. None uses the stages' own seconds.
+        stages: number of machines; None chooses the best.
+        least: known lower bound of the cost.
     """
     way = _quickest(tables, hops, stages)
     if way is None or paces is None or all(map(np.array_equal, tables, paces)):
@@ -173,7 +173,7 @@ def quickest_way(
 
 
 def _paced(way: Way, paces: Sequence[Table]) -> Way:
-    """With the cost that its slowest pace gives it. What other ways cost is not known then."""
+    """Return the way with the cost of its slowest pace, and without the costs of other ways."""
     slowest = max(float(paces[piece.node][piece.first, piece.end]) for piece in way.pieces)
     return Way(way.pieces, max(way.cost, slowest))
 
@@ -194,7 +194,7 @@ def _quickest(tables: Sequence[Table], hops: Table, stages: int | None) -> Way |
 
 
 def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int, float]:
-    """By set of up to `most` machines, as bits: the slowest stage where all of them serve, cut and ordered best."""
+    """Return the slowest stage of the best split by set of up to `most` machines, as bits."""
     found: dict[int, float] = {}
     for circle in _circles(tables, _walls(hops), most, adds=False):
         found[circle.members] = min(circle.cost, found.get(circle.members, np.inf))
@@ -202,7 +202,7 @@ def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int
 
 
 def has_way(tables: Sequence[Table], hops: Table) -> bool:
-    """Whether any way is there."""
+    """Return True if there is any way."""
     free, walls = [np.where(np.isfinite(table), 0.0, np.inf) for table in tables], _walls(hops)
     if sum(map(_longest, free)) < len(free[0]) - 1:
         return False
@@ -212,18 +212,18 @@ def has_way(tables: Sequence[Table], hops: Table) -> bool:
 
 
 def _longest(table: Table) -> int:
-    """Most layers of a stage that can be."""
+    """Return the largest number of layers that a stage can have."""
     firsts, ends = np.nonzero(np.isfinite(table))
     return int(np.max(ends - firsts, initial=0))
 
 
 def _walls(hops: Table) -> Table:
-    """Nothing from machine to machine, and for ever where one does not reach the other."""
+    """Return hops that cost nothing, and infinity where one machine does not reach the other."""
     return np.where(np.isfinite(hops), 0.0, np.inf)
 
 
 def in_order(tables: Sequence[Table]) -> Way | None:
-    """The cut over all machines, in the order given, whose slowest stage is quickest."""
+    """Return the split over all machines, in the given order, with the fastest slowest stage."""
     costs = tables[0][0]
     firsts: list[np.ndarray] = [np.zeros(len(costs), np.intp)]
     for table in tables[1:]:

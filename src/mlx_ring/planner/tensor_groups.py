@@ -1,4 +1,4 @@
-"""Machines that compute layers together: what a stage takes on them, and the shares that suit them. Pure.
+"""Groups of machines that compute layers together: times of a stage, and the best shares. Pure.
 
 Each layer is over when the slowest rank is, and after two sums over all of them. The last stage also gathers every rank's
 part of the logits, and rank 0 tells the others its tokens.
@@ -22,7 +22,7 @@ from mlx_ring.planner.stage_costs import CHUNK_TOKENS, LayerKinds, Table, Times,
 _SUMS_PER_LAYER = 2
 _TOKEN_BYTES = 4
 _PARTS = 256
-"""Shares are so many parts of the whole: they add up to 1 to the last bit."""
+"""Number of parts in which shares are counted, so that they add up to exactly 1."""
 _BISECTIONS, _TRIES = 30, 8
 ALL = Fractions(1.0, 1.0, 1.0, 1.0)
 _NONE = Fractions(0.0, 0.0, 0.0, 0.0)
@@ -31,10 +31,10 @@ Ends = NDArray[np.intp]
 
 
 class SharedModel:
-    """A model as machines load it, and what is promised of it."""
+    """Model as machines load it, with the promised load."""
 
     def __init__(self, model: ModelProfile, demand: Demand, sizes: TensorSizes | None) -> None:
-        """Without `sizes` every share can be made: to tell what would be if the model's layers could be split."""
+        """Prepare the model; without `sizes` every share can be made, to predict a split that is not possible."""
         self.model = model
         self.demand = demand
         self.sizes = sizes
@@ -48,7 +48,7 @@ class SharedModel:
 
     @property
     def context_tokens(self) -> int:
-        """What a stream has behind it in the mean."""
+        """Mean context of a stream."""
         return self.demand.context_tokens // 2
 
     @property
@@ -59,13 +59,13 @@ class SharedModel:
         return RankCosts(self.on(node), self.demand, node, part)
 
     def bounds(self, node: NodeProfile) -> tuple[RankCosts, RankCosts]:
-        """With no share and with all: what a rank takes lies between, in proportion."""
+        """Return the costs with no share and with all; a rank's costs lie between, in proportion."""
         if node not in self._ends_of:
             self._ends_of[node] = self.costs(node, _NONE), self.costs(node, ALL)
         return self._ends_of[node]
 
     def largest_shares(self, node: NodeProfile, ends: Ends) -> Table:
-        """Of every stage between two of the ends, what memory allows there; minus infinity where it allows none."""
+        """Return the largest share that memory allows for every stage between two of the ends; minus infinity for none."""
         key = node, ends.tobytes()
         if key not in self._largest:
             least, whole = (costs.memory_table(ends) for costs in self.bounds(node))
@@ -74,7 +74,7 @@ class SharedModel:
         return self._largest[key]
 
     def made(self, shares: Sequence[float]) -> tuple[list[float], list[Fractions]]:
-        """The nearest shares that can be made, and what each rank then has."""
+        """Return the nearest shares that can be made, and the fractions of each rank."""
         if self.sizes is None:
             return list(shares), [Fractions(share, share, share, share) for share in shares]
         try:
@@ -96,12 +96,12 @@ class Member:
 
 
 class RankGroup:
-    """Ranks with their shares, whichever layers they compute. One alone has everything and exchanges nothing."""
+    """Ranks with their shares, for any layers. A single rank has everything and exchanges nothing."""
 
     def __init__(
         self, shared: SharedModel, members: Sequence[Member], ring: Ring, longest_head: float = 1.0
     ) -> None:
-        """`longest_head` is the largest part of the vocabulary that a rank has."""
+        """Prepare the group; `longest_head` is the largest fraction of the vocabulary that a rank has."""
         self.shared = shared
         self.members = tuple(members)
         self.ring = ring
@@ -114,7 +114,7 @@ class RankGroup:
         return tuple(member.node for member in self.members)
 
     def exchange_s(self, rows: int) -> tuple[float, float]:
-        """What ranks exchange in a step: seconds for each layer, and behind the last."""
+        """Return the seconds of the exchange in a step: for each layer, and after the last one."""
         if len(self.members) == 1:
             return 0.0, 0.0
         model = self.shared.model
@@ -123,7 +123,10 @@ class RankGroup:
         return layer, self.ring.gather_s(logits) + self.ring.sum_s(_TOKEN_BYTES * rows)
 
     def times(self, rows: int, context_tokens: int, ends: Ends, *, any_shares: bool = False) -> Times[Table]:
-        """One step of every stage between two of the ends; infinite where memory ends, with `any_shares` that for other shares."""
+        """Return the seconds of a step of every stage between two of the ends.
+
+        They are infinite where memory does not suffice, with `any_shares` where it suffices for no shares.
+        """
         layer_s, last_s = self.exchange_s(rows)
         exchanged = (ends[None, :] - ends[:, None]) * layer_s
         exchanged[:, -1] += last_s
@@ -140,7 +143,7 @@ class RankGroup:
         return np.logical_and.reduce(rooms)
 
     def _holds_somehow(self, ends: Ends) -> NDArray[np.bool_]:
-        """Whether the largest shares that memory allows each rank make a whole together."""
+        """Return where the largest shares that memory allows add up to the whole."""
         parts = [self.shared.largest_shares(node, ends) for node in self.nodes]
         return np.add.reduce(parts) >= 1.0
 
@@ -149,7 +152,7 @@ class RankGroup:
         return times_on(member.node, before[None, :] - before[:, None] + member.node.costs.step_s)
 
     def stage_seconds(self, first: int, end: int, rows: int, context_tokens: int) -> Times[float]:
-        """One step of one stage, whether memory does or not."""
+        """Return the seconds of a step of one stage, regardless of memory."""
         layer_s, last_s = self.exchange_s(rows)
         exchanged = (end - first) * layer_s + last_s * (end == self._layers)
         ends = np.array([first, end])
@@ -160,14 +163,14 @@ class RankGroup:
         )
 
     def prefill_seconds(self, first: int, end: int, tokens: int) -> float:
-        """A stage's part of reading a prompt, in chunks."""
+        """Return the seconds of a stage's prefill in chunks."""
         computing = max(member.costs.prefill_s(first, end, tokens) for member in self.members)
         whole, rest = divmod(tokens, CHUNK_TOKENS)
         exchanged = whole * self.exchange_s(CHUNK_TOKENS)[0] + bool(rest) * self.exchange_s(rest)[0]
         return computing + (end - first) * exchanged
 
     def chunk_seconds(self, first: int, end: int, tokens: int, context_tokens: int) -> float:
-        """One step with so many tokens of a prompt, behind so many others."""
+        """Return the seconds of a prefill step with `tokens` tokens after a context."""
         computing = max(
             member.costs.prefill_s(first, end, context_tokens + tokens)
             - member.costs.prefill_s(first, end, context_tokens)
@@ -183,14 +186,14 @@ class RankGroup:
 
 
 def alone(shared: SharedModel, node: NodeProfile, place: int = 0) -> RankGroup:
-    """One machine that has its layers for itself."""
+    """Return a group of a single machine."""
     return RankGroup(shared, [Member(node, 1.0, shared.bounds(node)[1])], Ring((place,), ()))
 
 
 def group_of(
     shared: SharedModel, nodes: Sequence[NodeProfile], shares: Sequence[float], ring: Ring
 ) -> RankGroup:
-    """Machines with the shares nearest to these; `nodes` and `shares` in the ring's order."""
+    """Return the group with the shares nearest to these; `nodes` and `shares` are in the ring's order."""
     made, parts = shared.made(shares)
     members = [
         Member(node, share, shared.costs(node, part))
@@ -202,7 +205,7 @@ def group_of(
 def given_group(
     shared: SharedModel, cluster: ClusterProfile, ranks: Sequence[tuple[NodeProfile, float]]
 ) -> RankGroup:
-    """Ranks as they are arranged already, in their order; several on one machine share what it computes."""
+    """Return the group of given ranks, in their order; ranks on one machine share its speed."""
     names = [node.name for node, _ in ranks]
     around = zip(names, [*names[1:], names[0]], strict=True)
     ring = Ring(tuple(range(len(ranks))), tuple({cluster.link(one, other) for one, other in around}))
@@ -219,7 +222,7 @@ def fitting_group(
     end: int,
     rows: int = 1,
 ) -> RankGroup | None:
-    """With shares by which all ranks take as long, or as near to it as memory allows; None where it does not allow any."""
+    """Return the group whose ranks take equally long, as far as memory allows; None if it allows no shares."""
     if len(nodes) > shared.most_ranks:
         return None
     bounds = [shared.bounds(node) for node in nodes]
@@ -235,7 +238,7 @@ def fitting_group(
         )
         if not over.any():
             return group
-        # Whole heads may take more than the share.
+        # Whole heads may exceed the share.
         caps = np.where(over, np.minimum(caps, shares) - 1 / (2 * min(shared.most_ranks, _PARTS // 8)), caps)
     return None
 
@@ -243,7 +246,7 @@ def fitting_group(
 def quick_group(
     shared: SharedModel, nodes: Sequence[NodeProfile], ring: Ring, rows: int, *, by_memory: bool
 ) -> RankGroup:
-    """With shares by which all ranks take as long, or in proportion to memory, whatever the layers."""
+    """Return the group whose ranks take equally long, or have shares in proportion to memory, for any layers."""
     if by_memory:
         layers = len(shared.model.layers)
         whole = [shared.bounds(node)[0].memory_bytes(0, layers) for node in nodes]
@@ -262,7 +265,7 @@ def quick_group(
 def _seconds(
     shared: SharedModel, nodes: Sequence[NodeProfile], first: int, end: int, rows: int
 ) -> tuple[Table, Table]:
-    """By node: what a step takes there whatever the share, and what it takes for all of it besides."""
+    """Return for each node the seconds of a step that do not depend on the share, and those in proportion to it."""
     found: list[tuple[float, float]] = []
     for node in nodes:
         none, whole = (costs.seconds_before(rows, shared.context_tokens) for costs in shared.bounds(node))
@@ -273,13 +276,13 @@ def _seconds(
 
 
 def _most(none: RankCosts, whole: RankCosts, first: int, end: int) -> float:
-    """The largest share of these layers that memory allows."""
+    """Return the largest share of these layers that memory allows."""
     least, all_of_it = none.memory_bytes(first, end), whole.memory_bytes(first, end)
     return (none.node.usable_bytes - least) / max(1, all_of_it - least)
 
 
 def _even_times(fixed: Table, each: Table, caps: Table, least: float) -> Table | None:
-    """Shares that add up to 1, by which all take as long, but for those at a bound; None where bounds do not allow any."""
+    """Return shares that add up to 1 and take equally long, except those at a bound; None if bounds exclude that."""
     lowest = min(least, 1 / len(caps))
     if caps.min() < lowest or caps.sum() < 1:
         return None
@@ -297,7 +300,7 @@ def _even_times(fixed: Table, each: Table, caps: Table, least: float) -> Table |
 
 
 def _in_parts(shares: Table) -> list[float]:
-    """The same in whole parts, one at least."""
+    """Return the shares in whole parts, at least one each."""
     counts = np.maximum(1, np.floor(shares * _PARTS)).astype(int)
     while counts.sum() < _PARTS:
         counts[int((shares * _PARTS - counts).argmax())] += 1
@@ -307,7 +310,7 @@ def _in_parts(shares: Table) -> list[float]:
 
 
 def crowded(node: NodeProfile, ranks: int) -> NodeProfile:
-    """A machine as one of several ranks on it finds it: they share what it computes, once they are more than it has room for."""
+    """Return the machine as one of several ranks on it finds it: they share its speed if they are more than it can run at once."""
     slower = ranks / min(ranks, node.workers_at_once)
     if slower <= 1:
         return node

@@ -1,4 +1,4 @@
-"""Plans whose machines compute layers together, and when they are better than those that give each layers of its own. Pure."""
+"""Plans with tensor parallelism between machines, and their comparison with plain pipelines. Pure."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _UNSPLIT, _UNTRUSTED, _UNSERVED = (
 def best_of_both(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, apart: Plan | None
 ) -> Plan | None:
-    """The better of a plan in which each machine has layers of its own and of those in which some share them.
+    """Return the better of a plain pipeline and of the plans with tensor parallelism.
 
     Args:
-        model: its sizes.
-        cluster: eight machines at most.
-        request: what is promised.
-        apart: the best without sharing, where memory allows one.
+        model: sizes of the model.
+        cluster: machines and links, eight machines at most.
+        request: promised load and objective.
+        apart: best pipeline without tensor parallelism; None if there is none.
 
     Returns:
-        None where neither is possible.
+        The better plan; None if neither is possible.
     """
     if len(cluster.nodes) == 1:
         return apart
@@ -67,10 +67,16 @@ def best_of_both(
 def place_tensor(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, search: TensorSearch
 ) -> Plan:
-    """By the strategy `tensor`, every layer on all machines; by `hybrid`, the best pipeline in which some share layers.
+    """Return the plan of a strategy by which machines compute layers together.
+
+    Args:
+        model: sizes of the model.
+        cluster: machines and links.
+        request: promised load and strategy.
+        search: search of the strategy.
 
     Raises:
-        PlanError: what stands against it.
+        PlanError: there is no such plan, and why.
     """
     if problem := _problem(model, cluster, request):
         raise PlanError(problem)
@@ -81,7 +87,7 @@ def place_tensor(
 
 
 def _problem(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
-    """Why the machines cannot share layers at all; empty where they can."""
+    """Return why the machines cannot share layers at all; empty if they can."""
     nodes, name = cluster.nodes, f"The strategy {request.strategy}"
     problems = (
         (
@@ -110,7 +116,7 @@ def _problem(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest)
 
 
 def _why_none(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
-    """Why there is no way over all machines."""
+    """Return why there is no plan over all machines."""
     nodes = cluster.nodes
     for one, other in combinations(nodes, 2):
         if not cluster.trusts(one, other) and request.strategy == "tensor":
@@ -130,7 +136,7 @@ def _why_none(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest
 
 
 def _left_undone(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, apart: Plan) -> str:
-    """What sharing every layer would give and why it is not done; empty where it would give nothing."""
+    """Return what tensor parallelism would gain and why it is not used; empty if it would gain nothing."""
     way = SharedLayers(model, cluster, request, trusting=True).tensor()
     if way is None or way.cost >= cost(request, apart.prediction):
         return ""
@@ -167,13 +173,13 @@ def _times(prediction: Prediction, request: PlanRequest) -> str:
     )
 
 
-# ---- a plan of a way
+# ---- the plan of a way
 
 
 def plan_of(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, way: SharedWay, reason: str
 ) -> Plan:
-    """As it is told."""
+    """Return the plan of a way that was found."""
     told = (
         "no plan with it gives more"
         if request.objective == "throughput"

@@ -1,8 +1,8 @@
-"""Plans in which machines compute layers together: all of them in one group, or groups as stages of a pipeline. Pure.
+"""Search for plans with tensor parallelism: all machines in one group, or groups as stages of a pipeline. Pure.
 
-Every set of machines that may exchange is looked at as one group, each rank with the share by which all take as long. For
-pipelines of groups every set is a candidate for a stage; the best ways through them are cut and shared out exactly, and told
-in full. For a single stream the best is what answers soonest, prompt included; otherwise what gives the most tokens.
+Every set of machines that may exchange is considered as one group, with shares by which all ranks take equally long. For
+pipelines of groups, every set is a candidate for a stage; the best ways through them are split exactly and predicted in
+full. For a single stream the best plan answers soonest, prompt included; otherwise it has the highest throughput.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from mlx_ring.planner.tensor_groups import (
 
 _ANSWER_TOKENS = 256
 _LOOKED_AT = 6
-"""Of the ways through groups, how many are told in full."""
+"""Number of ways through groups that are predicted in full."""
 _FEW_LAYERS = 12
 _CUTS = (True, False)
-"""Layers are cut with any shares that memory allows, and once more with those that were then found."""
+"""Passes of the split: with any shares that memory allows, then with the shares that were found."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedWay:
-    """Stages, of which one has several ranks at least."""
+    """Stages, at least one of which has several ranks."""
 
     stages: tuple[GroupStage, ...]
     stage_s: tuple[float, ...]
-    """Of each, one token of one stream."""
+    """Seconds of one token of a single stream, by stage."""
     prediction: Prediction
     cost: float
 
@@ -65,12 +65,12 @@ def cost(request: PlanRequest, prediction: Prediction) -> float:
 
 
 class SharedLayers:
-    """The best ways of a model over the machines of a cluster."""
+    """Search for the best ways of a model over the machines of a cluster."""
 
     def __init__(
         self, model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, *, trusting: bool = False
     ) -> None:
-        """With `trusting` as if every interface were trusted, and every model's layers could be split."""
+        """Prepare the search; with `trusting` as if every interface were trusted and every model could be split."""
         self._shared = SharedModel(model, request.demand, model.shared)
         self._cluster = cluster
         self._request = request
@@ -83,24 +83,26 @@ class SharedLayers:
 
     @property
     def is_possible(self) -> bool:
-        """Whether any two machines may exchange, and the model can be split."""
+        """True if any two machines may exchange and the model can be split."""
         return (self._shared.sizes is not None or self._trusting) and any(
             self._rings.among(pair) is not None for pair in combinations(self._places, 2)
         )
 
     def tensor(self, *, of_all: bool = False) -> SharedWay | None:
-        """Every layer on all machines of one group; with `of_all` of the whole cluster."""
+        """Return the best single group; with `of_all` that of the whole cluster."""
         sets = [tuple(self._places)] if of_all else self._sets(2)
         groups = (self._whole(members) for members in sets)
-        ways = [self._told([GroupStage(group, LayerRange(0, self._layers))]) for group in groups if group]
+        ways = [
+            self._predicted([GroupStage(group, LayerRange(0, self._layers))]) for group in groups if group
+        ]
         return min(ways, key=lambda way: way.cost, default=None)
 
     def hybrid(self, *, of_all: bool = False) -> SharedWay | None:
-        """A pipeline in which a stage is a group; with `of_all` of the whole cluster."""
+        """Return the best pipeline with a group as a stage; with `of_all` over the whole cluster."""
         if len(self._places) < 2 or self._layers < 2:  # noqa: PLR2004 - stages
             return None
         found: list[SharedWay] = []
-        # Where all are to have a part it may be one that does not pay, and few layers leave few ways to cut them.
+        # A stage over all machines may not pay, and few layers can be cut in few ways.
         even_so = of_all or self._layers <= _FEW_LAYERS
         candidates = [one for one in self._sets(1) if len(one) == 1 or self._is_worth(one, even_so=even_so)]
         if all(len(members) == 1 for members in candidates):
@@ -117,7 +119,7 @@ class SharedLayers:
         return min(found, key=lambda way: way.cost, default=None)
 
     def _weight(self, way: GroupWay) -> float:
-        """By which ways are looked at: a slowest stage serves as many groups of sequences as there are stages."""
+        """Return the rank of a way in the search: its slowest stage serves as many decode groups as there are stages."""
         groups = min(len(way.candidates), self._request.demand.sequences)
         return way.cost * (1 if self._request.objective == "latency" else groups)
 
@@ -139,21 +141,21 @@ class SharedLayers:
         nodes = [self._cluster.nodes[place] for place in ring.nodes]
         return fitting_group(self._shared, nodes, ring, 0, self._layers, self._rows(1))
 
-    def _told(self, stages: Sequence[GroupStage]) -> SharedWay:
+    def _predicted(self, stages: Sequence[GroupStage]) -> SharedWay:
         pipeline = GroupPipeline(self._cluster, stages)
         prediction = pipeline.prediction(self._request.prompt_tokens)
         each = tuple(pipeline.lone_stream(self._shared.context_tokens)[0])
         return SharedWay(tuple(stages), each, prediction, cost(self._request, prediction))
 
     def _rows(self, stages: int) -> int:
-        """Of a step, for which plans are made."""
+        """Return the rows of a step, for a number of stages."""
         sequences = self._request.demand.sequences
         return 1 if self._request.objective == "latency" else -(-sequences // min(stages, sequences))
 
     # ---- pipelines of groups
 
     def _is_worth(self, members: tuple[int, ...], *, even_so: bool) -> bool:
-        """Whether they are quicker together than the slowest of them is alone: one behind the other would be no worse."""
+        """Return True if the machines together are faster than the slowest alone; else a pipeline is no worse."""
         groups = self._quick(members)
         if not groups or even_so:
             return bool(groups)
@@ -161,7 +163,7 @@ class SharedLayers:
         return together < max(self._all_layers_s(self._quick((place,))[0]) for place in members)
 
     def _all_layers_s(self, group: RankGroup) -> float:
-        """Whether memory does or not."""
+        """Return the seconds of all layers, regardless of memory."""
         return group.stage_seconds(0, self._layers, self._rows(2), self._shared.context_tokens).steady
 
     def _search(self, candidates: Sequence[tuple[int, ...]]) -> GroupSearch:
@@ -178,7 +180,7 @@ class SharedLayers:
         return GroupSearch(bits, tables, hops, back, adds=adds)
 
     def _hops(self, candidates: Sequence[tuple[int, ...]]) -> Table:
-        """From each machine to the ranks of each candidate."""
+        """Return the seconds from each machine to the ranks of each candidate."""
         rows, model = self._rows(2), self._shared.model
         nbytes = rows * model.hidden_size * model.number_bytes
         nodes, link = self._cluster.nodes, self._cluster.link
@@ -191,7 +193,7 @@ class SharedLayers:
         return np.array([[hop_s(one, members) for members in candidates] for one in self._places])
 
     def _quick(self, members: tuple[int, ...]) -> list[RankGroup]:
-        """The group by speed; by memory too where the first has not room for everything."""
+        """Return the group with shares by speed, and by memory too if the first has too little of it."""
         if members not in self._made:
             self._made[members] = self._make_quick(members)
         return self._made[members]
@@ -209,7 +211,7 @@ class SharedLayers:
         return [by_speed, quick_group(self._shared, nodes, ring, self._rows(2), by_memory=True)]
 
     def _cut(self, members: Sequence[tuple[int, ...]]) -> SharedWay | None:
-        """Layers for these groups in this order, then shares for those layers, then layers for those shares."""
+        """Return the way after alternating between layers and shares for these groups in this order."""
         ends, adds = np.arange(self._layers + 1), self._request.objective == "latency"
         rows = self._rows(len(members))
         choices, found = [self._quick(each) for each in members], list[SharedWay]()
@@ -218,14 +220,14 @@ class SharedLayers:
             made = self._all_fitted(choices, cut(tables, adds=adds) or [], rows)
             if not made:
                 continue
-            found.append(self._told(made))
+            found.append(self._predicted(made))
             choices = [[stage.group] for stage in made]
         return min(found, key=lambda way: way.cost, default=None)
 
     def _all_fitted(
         self, choices: Sequence[list[RankGroup]], pieces: Sequence[tuple[int, int]], rows: int
     ) -> list[GroupStage]:
-        """Empty where one has not room."""
+        """Return the stages; none if one has too little memory."""
         fitted = [
             self._fitted(groups, *piece, rows) for groups, piece in zip(choices, pieces, strict=bool(pieces))
         ]
@@ -233,7 +235,7 @@ class SharedLayers:
         return made if len(made) == len(choices) else []
 
     def _fitted(self, groups: Sequence[RankGroup], first: int, end: int, rows: int) -> GroupStage | None:
-        """With the shares that suit these layers."""
+        """Return the stage with the best shares for these layers."""
         some = groups[0]
         if len(some.members) == 1:
             return GroupStage(some, LayerRange(first, end)) if some.fits(first, end) else None
@@ -242,7 +244,7 @@ class SharedLayers:
 
 
 def _seconds(groups: Sequence[RankGroup], rows: int, ends: Ends, *, adds: bool, any_shares: bool) -> Table:
-    """What a stage takes with the best of the shares, by its ends; with `any_shares` about, where others will have to do."""
+    """Return the seconds of a stage with the best shares, by its ends; with `any_shares` an estimate for others."""
 
     def table(group: RankGroup, *, any_shares: bool = False) -> Table:
         times = group.times(rows, group.shared.context_tokens, ends, any_shares=any_shares)

@@ -9,24 +9,24 @@ from mlx_ring.rpc.link_probe import LinkMeasure
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """Between two machines, one way and back."""
+    """Link between two machines, in both directions."""
 
     round_trip_s: float
     bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     frames_s: float = 0.0
-    """Of the round trip, what our own frames and their encryption take, where it was measured with them."""
+    """Part of the round trip that frames and encryption take, if it was measured with them."""
     trusted: bool = False
-    """Whether collectives may run here, which are neither encrypted nor authenticated."""
+    """True if collectives may run here, which are neither encrypted nor authenticated."""
     collective: LinkProfile | None = None
-    """What they take between the interfaces that are trusted, where that is another link and was measured; None: this one."""
+    """Measured link between the trusted interfaces, if collectives use another link than activations."""
 
     def seconds(self, nbytes: float) -> float:
-        """One way."""
+        """Return the seconds of a message, one way."""
         return self.round_trip_s / 2 + nbytes / self.bandwidth
 
     def collective_seconds(self, nbytes: float) -> float:
-        """One way, for a part of a collective: over a plain connection, by threads that hand over to each other."""
+        """Return the seconds of one part of a collective, one way, over a plain connection between threads."""
         if self.collective is not None:
             return self.collective.collective_seconds(nbytes)
         wire_s = max(0.0, self.round_trip_s - self.frames_s) / 2
@@ -34,17 +34,17 @@ class LinkProfile:
 
 
 _COLLECTIVE_HOP_S = 25e-6
-"""What MLX's ring takes for a hop beside the wire: its sum over two ranks on loopback is 52 us at best, which is two hops."""
+"""Cost of a hop of MLX's ring beside the wire: a sum over two ranks on loopback takes 52 us at best, which is two hops."""
 FRAMES_S = 100e-6
-"""There and back: gRPC with mutual TLS beside plain TCP, measured on loopback."""
+"""Round-trip overhead of gRPC with mutual TLS over plain TCP, measured on loopback."""
 LOCAL = LinkProfile(round_trip_s=200e-6, bandwidth=2e9, frames_s=190e-6, trusted=True)
-"""Between two processes of one machine."""
+"""Link between two processes of one machine."""
 ETHERNET = LinkProfile(round_trip_s=500e-6, bandwidth=1.1e8)
-"""1 Gbit/s, where nothing better is said."""
+"""Link of 1 Gbit/s, assumed if nothing else is known."""
 UNREACHABLE = LinkProfile(round_trip_s=float("inf"), bandwidth=1.0)
-"""Between machines that do not get through to each other."""
+"""Link between machines that do not reach each other."""
 
 
 def measured_link(measure: LinkMeasure) -> LinkProfile:
-    """A link, by its probe."""
+    """Return the profile of a measured link."""
     return LinkProfile(round_trip_s=measure.round_trip_s, bandwidth=measure.bandwidth, frames_s=FRAMES_S)

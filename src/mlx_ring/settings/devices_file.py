@@ -1,4 +1,4 @@
-"""Machines as one file lists them: `devices`, `model` and `sharding`, or one of MLX's hostfiles. Pure.
+"""Files that list machines: `devices`, `model` and `sharding`, or an MLX hostfile. Pure.
 
     {"devices": [{"device_id": "studio", "hostname": "studio.local", "port": 50051, "role": "coordinator",
                   "capabilities": {"memory_gb": 48, "gpu_cores": 30}}, ...],
@@ -22,7 +22,7 @@ from mlx_ring.settings.hostfile import Hostfile, is_hostfile, read_hostfile
 from mlx_ring.settings.strategies import STRATEGIES, current_strategy
 
 SHARE_FIELDS = frozenset({"gpu_memory_utilization", "memory_utilization"})
-"""As the flags are called, vLLM's and ours."""
+"""Names of the setting, vLLM's and the own one."""
 _COORDINATOR, _WORKER = ("coordinator", "head", "master"), ("worker", "node")
 _FIELDS = frozenset({"devices", "model", "sharding", "serve", "wheels"})
 _DEVICE_FIELDS = SHARE_FIELDS | {
@@ -37,43 +37,43 @@ _MOST_PORT, _MOST_NODES = 65534, 8
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One machine."""
+    """Machine of a file of devices."""
 
     name: str
     ssh: str
-    """As `ssh` takes it: a name, an alias of its configuration, `user@host`."""
+    """Destination for `ssh`: a host name, an alias of its configuration, or `user@host`."""
     is_coordinator: bool = False
     address: str = ""
-    """Of the interface for tensors; found by the way to the machine where it is empty."""
+    """Address of the interface for tensors; if empty, that of the route to the machine."""
     port: int = CLUSTER_PORT
-    """Of the coordinator, for the others."""
+    """Port of the coordinator for the other machines."""
     memory_gb: float | None = None
-    """That plans may count on, of what is measured."""
+    """Memory that plans may use at most."""
     memory_utilization: float | None = None
-    """Share of that which plans may fill; the usual one where it is None."""
+    """Share of the memory that plans may fill; None for the default."""
     gpu_cores: int | None = None
     trusted_interface: str = ""
-    """On which collectives may go to others; that of `serve` where it is empty."""
+    """Interface for collectives to other machines; if empty, that of `serve`."""
     program: str = ""
-    """Where `mlx-ring` lies there; looked for where it is empty."""
+    """Path of `mlx-ring` on the machine; if empty, it is searched for."""
     state_dir: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicesFile:
-    """Machines and what they are to serve."""
+    """Machines, and the model and settings to serve."""
 
     devices: tuple[Device, ...]
     model: str = ""
     strategy: str = ""
-    """As `serve` has it; empty where the file says none."""
+    """Strategy of `serve`; empty if the file has none."""
     proportions: tuple[float, ...] = ()
     serve: Mapping[str, object] = field(default_factory=dict[str, object])
-    """More settings of `mlx-ring serve`, without the share of memory: each device has its own."""
+    """Further settings of `mlx-ring serve`, except the share of memory, which each device has."""
     wheels: str = ""
-    """A folder of packages, where machines of another system are sent some; empty where there is none."""
+    """Folder of packages for machines of another system; empty if there is none."""
     notes: tuple[str, ...] = ()
-    """What stands in the file and does nothing here, in sentences."""
+    """Sentences about fields of the file without effect."""
 
     @property
     def coordinator(self) -> Device:
@@ -81,15 +81,15 @@ class DevicesFile:
 
 
 def lists_devices(content: object) -> bool:
-    """Whether a file's content is of one of the two kinds."""
+    """Return True if the content lists devices or is an MLX hostfile."""
     return is_hostfile(content) or (isinstance(content, dict) and "devices" in content)
 
 
 def read_devices(content: object, where: str) -> DevicesFile:
-    """Either kind.
+    """Read either kind of file.
 
     Raises:
-        ConfigError: what is wrong, by its name and value.
+        ConfigError: a field is wrong; the message has its name and value.
     """
     if is_hostfile(content):
         return _of_hosts(read_hostfile(content, where), where)
@@ -120,7 +120,7 @@ def _read_file(content: object, where: str) -> DevicesFile:
 
 
 def _with_share(devices: Sequence[Device], share: float | None) -> tuple[Device, ...]:
-    """Those that state none have the one for all."""
+    """Return the devices, with the common share of memory where they have none."""
     return tuple(
         device if device.memory_utilization is not None else replace(device, memory_utilization=share)
         for device in devices
@@ -138,7 +138,7 @@ def _notes(devices: Sequence[Device], sharding: Mapping[str, Any], strategy: str
 
 
 def _notes_of_one(device: Device, sharding: Mapping[str, Any]) -> Iterator[str]:
-    """What there is among several alone."""
+    """Yield notes about fields that need several machines."""
     given = {"port": device.port != CLUSTER_PORT, "address": device.address, "`sharding`": sharding}
     if names := [name for name, value in given.items() if value]:
         verb = "do" if len(names) > 1 else "does"
@@ -176,7 +176,7 @@ def _is_coordinator(role: object, name: str, where: str) -> bool:
 
 
 def _one_coordinator(devices: Sequence[Device], where: str) -> tuple[Device, ...]:
-    """The first is it where none is named."""
+    """Return the devices with one coordinator: the named one, or the first."""
     names = [device.name for device in devices]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{where} names the device {twice} twice; give each a `device_id` of its own.")
@@ -284,15 +284,15 @@ def _port(value: object, name: str, where: str) -> int:
 
 
 def read_share(name: str, where: str, *places: Mapping[str, Any]) -> float | None:
-    """Of the machine called `name`; None where none of the places states one.
+    """Return the share of memory of a machine; None if no place states one.
 
     Args:
-        name: of the machine, in sentences.
-        where: the file, in sentences.
-        places: fields among which it may stand; under `serve` names may have dashes for underscores.
+        name: name of the machine, for errors.
+        where: name of the file, for errors.
+        places: fields that may contain it; under `serve` names may have dashes for underscores.
 
     Raises:
-        ConfigError: it is no share, or stands there twice.
+        ConfigError: the value is no share, or there are two.
     """
     given = [
         (key, value)
@@ -313,5 +313,5 @@ def read_share(name: str, where: str, *places: Mapping[str, Any]) -> float | Non
 
 
 def is_share(key: object) -> bool:
-    """Whether a field is called so."""
+    """Return True if a field is a share of memory."""
     return str(key).replace("-", "_") in SHARE_FIELDS
