@@ -14,11 +14,11 @@ def told(versions: dict[str, str]) -> str:
     return About(versions, "/home/me/state", "mini-7f3a", RUNNING).to_json()
 
 
-def test_it_comes_back_as_it_was_told() -> None:
+def test_a_description_survives_json() -> None:
     assert About.from_json(told(VERSIONS)) == About(VERSIONS, "/home/me/state", "mini-7f3a", RUNNING)
 
 
-def test_the_program_with_the_same_versions_is_taken() -> None:
+def test_the_program_with_the_same_versions_is_chosen() -> None:
     found = read_found(
         [
             "Welcome to mini",
@@ -33,7 +33,7 @@ def test_the_program_with_the_same_versions_is_taken() -> None:
     assert found.like({**VERSIONS, "mlx-ring": "0.2.0"}) is None
 
 
-def test_what_differs_is_named() -> None:
+def test_different_versions_are_named() -> None:
     found = read_found([f"program\t/old/mlx-ring\t{told(OTHER)}"])
     assert different(found, VERSIONS) == "/old/mlx-ring has mlx 0.31.0"
     assert different(read_found([]), VERSIONS) == "mlx-ring is not installed there"

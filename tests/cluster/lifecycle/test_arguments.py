@@ -29,14 +29,14 @@ def test_the_coordinator_serves_on_the_interface_for_tensors_with_shares_by_node
     ]
 
 
-def test_another_machine_joins_it_and_listens_on_its_own() -> None:
+def test_another_machine_joins_and_listens_on_its_own_address() -> None:
     assert agent_arguments(DevicesFile((HEAD, MINI)), MINI, HeadAddress("192.168.5.2"), "/s") == [
         *("join", "192.168.5.2:50051", "--listen", "[fd77::1]", "--memory-limit", "16GiB"),
         *("--state-dir", "/s", "--log-dir", "/s/logs"),
     ]
 
 
-def test_each_machine_is_told_its_own_share_of_memory() -> None:
+def test_each_machine_gets_its_own_share_of_memory() -> None:
     head, mini = replace(HEAD, memory_utilization=0.8), replace(MINI, memory_utilization=1.0)
     file = DevicesFile((head, mini))
     assert share_in(head_arguments(file, "demo", "/s", IDS)) == "0.8"
@@ -44,7 +44,7 @@ def test_each_machine_is_told_its_own_share_of_memory() -> None:
     assert "--memory-utilization" not in agent_arguments(file, MINI, HeadAddress("192.168.5.2"), "/s")
 
 
-def test_a_device_s_own_trusted_interface_wins_over_the_one_for_all() -> None:
+def test_a_device_s_trusted_interface_overrides_the_shared_one() -> None:
     mini = replace(MINI, trusted_interface="thunderbolt0")
     file = DevicesFile((HEAD, mini), serve={"trusted-interface": ["en5", "10.0.8.0/24"]})
     head, other = head_arguments(file, "demo", "/s", IDS), agent_arguments(file, mini, HeadAddress("h"), "/s")
@@ -57,7 +57,7 @@ def share_in(words: list[str]) -> str:
     return words[words.index("--memory-utilization") + 1]
 
 
-def test_what_holds_for_every_machine_reaches_the_agents_and_the_rest_only_the_head() -> None:
+def test_shared_settings_reach_the_agents_and_others_only_the_head() -> None:
     shared = {"log-level": "debug", "blas": False, "blas_threads": 2, "weights-limit": "9GB", "run-dir": "/r"}
     shared |= {"model-load-timeout": 90, "file-descriptor-limit": 512}
     file = DevicesFile((HEAD, MINI), serve={**shared, "port": 8200, "kv-bits": 8})
@@ -94,38 +94,38 @@ def test_one_machine_alone_has_no_cluster() -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("nodes", "the number of `devices` says"),
-        ("cluster-port", "the coordinator's `port` says"),
-        ("api-key", "give api-key-file"),
+        ("nodes", "the number of `devices` sets"),
+        ("cluster-port", "the coordinator's `port` sets"),
+        ("api-key", "use api-key-file"),
         ("speed", "which is no setting"),
-        ("log-dir", "with its folder `logs`, says"),
-        ("api-key-file", "whole path on the coordinator"),
-        ("stages", "which the plan says where there are several devices"),
+        ("log-dir", "with its folder `logs`, sets"),
+        ("api-key-file", "absolute path on the coordinator"),
+        ("stages", "which the planner sets if there are several devices"),
         ("log-level", "log-level under `serve` is 1; it must be debug, info, warning or error"),
     ],
 )
-def test_settings_that_do_not_stand_under_serve_are_refused(key: str, said: str) -> None:
+def test_settings_not_allowed_under_serve_are_refused(key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         head_arguments(DevicesFile((HEAD, MINI), serve={key: 1}), "demo", "/s", IDS)
 
 
-def test_stages_are_asked_for_where_there_is_one_machine() -> None:
+def test_stages_are_passed_on_for_a_single_machine() -> None:
     words = head_arguments(DevicesFile((HEAD,), serve={"stages": 2}), "demo", "/s", IDS)
     assert words[-2:] == ["--stages", "2"]
 
 
-def test_a_setting_that_is_written_twice_is_refused() -> None:
+def test_a_duplicate_setting_is_refused() -> None:
     with pytest.raises(ConfigError, match="the key log_level twice, under two spellings"):
         head_arguments(
             DevicesFile((HEAD,), serve={"log-level": "info", "log_level": "info"}), "demo", "/s", IDS
         )
 
 
-def test_a_setting_is_known_by_the_name_that_the_command_line_takes_too() -> None:
+def test_a_setting_may_have_its_command_line_alias() -> None:
     serve = {"enable-prefix-caching": False, "max_num_batched_tokens": 64, "pipeline-parallel-size": 2}
     words = head_arguments(DevicesFile((HEAD,), serve=serve), "demo", "/s", IDS)
     assert words[-6:] == ["--prefix-cache", "off", "--prefill-chunk", "64", "--stages", "2"]
-    with pytest.raises(ConfigError, match="pipeline-parallel-size, which the plan says"):
+    with pytest.raises(ConfigError, match="pipeline-parallel-size, which the planner sets"):
         head_arguments(DevicesFile((HEAD, MINI), serve=serve), "demo", "/s", IDS)
     with pytest.raises(ConfigError, match="the key pipeline-parallel-size twice"):
         head_arguments(DevicesFile((HEAD,), serve={"stages": 2, **serve}), "demo", "/s", IDS)

@@ -25,16 +25,16 @@ from mlx_ring.host.running import end_running
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "without a word"),
+        ("", "it printed nothing"),
         ("Waiting\n2026 INFO node=a\nmlx-ring: The port is held.\n", "The port is held."),
         ("a\nb\n\nc\nd\n", "b / c / d"),
     ],
 )
-def test_the_last_words_say_why(text: str, said: str) -> None:
+def test_the_last_output_gives_the_reason(text: str, said: str) -> None:
     assert last_words(text) == said
 
 
-def test_a_program_that_cannot_begin_is_told_with_its_reason(
+def test_a_program_that_cannot_start_is_reported_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -44,7 +44,7 @@ def test_a_program_that_cannot_begin_is_told_with_its_reason(
     assert (tmp_path / ".local/share/mlx-ring/bin/mlx-ring").exists(), "others find what runs here"
 
 
-def test_a_head_that_goes_on_writes_its_log_to_the_log_s_files_alone(
+def test_a_detached_head_logs_to_its_log_files_alone(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -63,19 +63,19 @@ def test_a_head_that_goes_on_writes_its_log_to_the_log_s_files_alone(
     assert f"MODEL_REPO in {tmp_path / '.env'} is read as MLX_RING_MODEL={tiny_model}." in log
 
 
-def test_an_id_is_made_only_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_an_id_is_created_only_on_request(tmp_path: Path) -> None:
     assert about_here(tmp_path, identity=False).node == ""
     assert not (tmp_path / "node").exists()
     node = about_here(tmp_path, identity=True).node
     assert about_here(tmp_path, identity=False).node == node != ""
 
 
-def test_without_a_head_nobody_is_asked(tmp_path: Path) -> None:
+def test_without_a_head_no_request_is_sent(tmp_path: Path) -> None:
     with pytest.raises(HostFailed, match="No head runs here"):
         ask_head(tmp_path, "GET", "/health", "", ())
 
 
-def test_logs_are_those_of_the_state_folder(tmp_path: Path) -> None:
+def test_logs_come_from_the_state_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="There are no log files in"):
         log_command(tmp_path, 20, follow=False)
     (tmp_path / "logs").mkdir()
@@ -85,7 +85,7 @@ def test_logs_are_those_of_the_state_folder(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_of_this_machine_is_named_by_its_whole_path(tmp_path: Path) -> None:
+def test_a_local_folder_becomes_an_absolute_path(tmp_path: Path) -> None:
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     (tmp_path / "demo").mkdir()
     assert whole_path("models/tiny", [tmp_path / "none", tmp_path]) == str(tmp_path / "models" / "tiny")
@@ -93,7 +93,7 @@ def test_a_folder_of_this_machine_is_named_by_its_whole_path(tmp_path: Path) -> 
     assert whole_path("demo", [tmp_path]) == "demo", "a built-in model is meant"
 
 
-def test_members_of_one_cluster_tell_the_same_of_it(tmp_path: Path) -> None:
+def test_members_of_one_cluster_report_the_same_digest(tmp_path: Path) -> None:
     assert about_here(tmp_path, identity=True).cluster == ""
     for name in ("a", "b"):
         (tmp_path / name / "node").mkdir(parents=True, mode=0o700)

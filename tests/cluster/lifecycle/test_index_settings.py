@@ -20,7 +20,7 @@ WARNING: something else
 """
 
 
-def test_what_pip_is_set_to_reaches_uv_without_folders_that_are_none() -> None:
+def test_settings_of_pip_reach_uv_without_missing_folders() -> None:
     assert variables_of(pip_settings(TOLD), {}) == {
         "UV_DEFAULT_INDEX": "https://install.example/simple",
         "UV_INDEX": "https://more.example/simple",
@@ -39,7 +39,7 @@ def test_a_file_may_have_spaces_in_its_name(tmp_path: Path) -> None:
     }
 
 
-def test_what_the_environment_says_already_stays() -> None:
+def test_variables_of_the_environment_are_kept() -> None:
     settings = {"cert": "/etc", "index-url": "https://mine.example/simple"}
     assert variables_of(settings, {"SSL_CERT_FILE": "/own"}) == {
         "UV_DEFAULT_INDEX": "https://mine.example/simple"
@@ -72,7 +72,7 @@ def test_settings_of_uv_are_its_variables_or_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_settings_of_uv")
-def test_further_indexes_of_pip_come_into_it_only_where_the_main_one_does_not_do(
+def test_extra_indexes_of_pip_are_used_only_if_the_main_one_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

@@ -38,7 +38,7 @@ def names(name: str) -> set[str]:
         ("unknown-alias", "192.168.5.2", "here"),
     ],
 )
-def test_a_machine_is_this_one_by_its_addresses(host: str, address: str, where: str) -> None:
+def test_the_local_machine_is_recognized_by_its_addresses(host: str, address: str, where: str) -> None:
     assert place_of(Device("a", host, address=address), Target(host), OWN, names).is_here == (where == "here")
 
 
@@ -52,24 +52,24 @@ def test_a_machine_is_this_one_by_its_addresses(host: str, address: str, where: 
         ("proxycommand nc %h %p", "elsewhere"),
     ],
 )
-def test_loopback_behind_a_port_or_another_machine_is_not_this_one(line: str, where: str) -> None:
+def test_loopback_behind_another_port_or_a_jump_host_is_not_local(line: str, where: str) -> None:
     target = target_of(f"host box\nhostname 127.0.0.1\n{line}\n")
     assert target.host == "127.0.0.1"
     assert place_of(Device("box", "box"), target, OWN, names).is_here == (where == "here")
 
 
-def test_this_machines_own_addresses_have_loopback() -> None:
+def test_own_addresses_contain_loopback() -> None:
     assert "127.0.0.1" in own_addresses()
     assert "127.0.0.1" in resolve("localhost")
     assert resolve("no-such-name.invalid") == frozenset()
 
 
-def test_others_reach_the_coordinator_by_its_address_for_tensors_or_its_name() -> None:
+def test_others_reach_the_coordinator_by_its_tensor_address_or_name() -> None:
     other = Place(Device("b", "b"), "127.0.0.1", is_here=False)
     assert head_host(Place(Device("a", "a", address="10.0.0.1"), "a", is_here=True), other) == "10.0.0.1"
     assert head_host(Place(Device("a", "me@a"), "a", is_here=False), other) == "a"
 
 
-def test_this_machine_is_reached_by_the_address_on_the_way_there() -> None:
+def test_this_machine_is_reached_by_its_address_on_the_route() -> None:
     here = Place(Device("a", "localhost"), "localhost", is_here=True)
     assert head_host(here, Place(Device("b", "b"), "127.0.0.1", is_here=False)) == "127.0.0.1"

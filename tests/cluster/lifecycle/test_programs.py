@@ -26,11 +26,11 @@ ALPINE = Python("/usr/bin/python3", "linux", "riscv64", "3.12", "musl", (0, 0))
             [],
             r"^mini: mlx-ring is not installed there, and no Python from 3\.11 to 3\.14 was found there: install one",
         ),
-        (Device("mini", "mini", program="/opt/mlx-ring"), [ALPINE], r"install these there\.$"),
+        (Device("mini", "mini", program="/opt/mlx-ring"), [ALPINE], r"install these versions there\.$"),
         (Device("mini", "mini"), [ALPINE], r"^mini: there are no wheels for Linux with musl on riscv64"),
     ],
 )  # fmt: skip
-def test_a_machine_that_nothing_can_be_sent_to_is_refused_with_what_to_do(
+def test_a_machine_without_a_usable_python_is_refused_with_advice(
     device: Device, pythons: list[Python], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:  # fmt: skip
     def find(_place: Place, *, identity: bool) -> Found:
@@ -44,11 +44,11 @@ def test_a_machine_that_nothing_can_be_sent_to_is_refused_with_what_to_do(
     monkeypatch.setattr("mlx_ring.cluster.lifecycle.programs.find_pythons", find_interpreters)
     store = WheelStore(tmp_path_factory.getbasetemp() / "packages")
     with pytest.raises(HostFailed, match=said):
-        make_ready(Place(device, "mini", is_here=False), store=store, tell=lambda _told: None)
+        make_ready(Place(device, "mini", is_here=False), store=store, tell=lambda _line: None)
 
 
 @pytest.mark.processes
-def test_interpreters_are_found_where_they_are_usually_put_and_broken_ones_passed_over(
+def test_interpreters_are_found_in_usual_places_and_broken_ones_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home of mine"

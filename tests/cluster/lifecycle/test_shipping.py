@@ -20,7 +20,7 @@ from mlx_ring.cluster.lifecycle.shipping import (
 )
 
 
-def test_an_extra_that_is_installed_here_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_extra_is_sent_too(monkeypatch: pytest.MonkeyPatch) -> None:
     extra = "opentelemetry-exporter-otlp-proto-http"
     assert extra in {found.name for found in needed_distributions()}
     assert any(text.startswith(extra) and ";" not in text for text in wanted_here().requirements)
@@ -28,14 +28,14 @@ def test_an_extra_that_is_installed_here_goes_along(monkeypatch: pytest.MonkeyPa
     assert extra not in {found.name for found in needed_distributions()}
 
 
-def test_all_that_is_required_here_is_named_once_and_no_more() -> None:
+def test_all_requirements_are_listed_once() -> None:
     names = [found.name.lower() for found in needed_distributions()]
     assert {"mlx-ring", "mlx", "mlx-lm", "grpcio", "numpy", "typer"} <= set(names)
     assert len(set(names)) == len(names)
     assert not {"pytest", "ruff", "pyright"} & set(names)
 
 
-def test_the_package_is_taken_from_where_it_runs_with_its_metadata_and_its_data() -> None:
+def test_the_running_package_is_sent_with_its_metadata_and_data() -> None:
     names = [name for name, _ in archived_files()]
     assert {"mlx_ring/cli/main.py", "mlx_ring/builtin_models/demo/config.json"} <= set(names)
     assert any(name.startswith("mlx_ring-") and name.endswith(".dist-info/METADATA") for name in names)
@@ -44,7 +44,7 @@ def test_the_package_is_taken_from_where_it_runs_with_its_metadata_and_its_data(
     assert len(set(names)) == len(names)
 
 
-def test_names_and_files_make_an_archive() -> None:
+def test_an_archive_holds_the_named_files() -> None:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w|") as archive:
         for name, path in archived_files():
@@ -55,7 +55,7 @@ def test_names_and_files_make_an_archive() -> None:
         assert "mlx_ring/core/errors.py" in archive.getnames()
 
 
-def test_an_archive_tells_nothing_of_who_made_it() -> None:
+def test_an_archive_does_not_reveal_its_owner() -> None:
     entry = tarfile.TarInfo("a")
     entry.uid, entry.gid, entry.uname, entry.gname, entry.mode = 501, 20, "me", "staff", 0o4777
     told = of_nobody(entry)
@@ -63,7 +63,7 @@ def test_an_archive_tells_nothing_of_who_made_it() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_what_was_sent_can_be_sent_on(tmp_path: Path) -> None:
+def test_a_program_that_was_sent_can_be_sent_again(tmp_path: Path) -> None:
     first, site = tmp_path / "first.tar", tmp_path / "site"
     with first.open("wb") as stream:
         write_archive(stream)

@@ -31,7 +31,7 @@ DEBIAN = told("linux x86_64 3.11 glibc 2.36")
 MINI = told("darwin arm64 3.13 macos 15.3.1")
 
 
-def test_an_interpreter_tells_what_it_is_and_anything_else_is_none() -> None:
+def test_an_interpreter_describes_itself_and_other_output_is_ignored() -> None:
     done = subprocess.run([sys.executable, "-c", TELL_PYTHON], capture_output=True, text=True, check=True)
     here = read_python(sys.executable, done.stdout)
     assert here is not None
@@ -41,7 +41,7 @@ def test_an_interpreter_tells_what_it_is_and_anything_else_is_none() -> None:
     assert str(told("linux aarch64 3.12 musl 0.0")) == "Linux with musl on aarch64, with Python 3.12"
 
 
-def test_of_what_a_machine_prints_its_interpreters_are_taken() -> None:
+def test_interpreters_are_parsed_from_a_machine_s_output() -> None:
     lines = [
         "Welcome to mini",
         "python\t/opt/my python3.13\tdarwin arm64 3.13 macos 15.3.1",
@@ -62,7 +62,7 @@ def test_of_what_a_machine_prints_its_interpreters_are_taken() -> None:
         ("darwin x86_64 3.13 macos 13.6", "x86_64-apple-darwin"),
     ],
 )
-def test_its_platform_is_named_as_uv_names_it(words: str, platform: str) -> None:
+def test_a_platform_has_the_name_that_uv_uses(words: str, platform: str) -> None:
     assert wheel_platform(told(words)) == platform
 
 
@@ -73,19 +73,19 @@ def test_a_system_without_any_wheels_is_refused_by_name() -> None:
         wheel_platform(told("linux riscv64 3.12 glibc 2.41"))
 
 
-def test_wheels_for_a_mac_are_for_its_own_macos() -> None:
+def test_wheels_for_a_mac_fit_its_macos_release() -> None:
     assert wheel_variables(MINI) == {"MACOSX_DEPLOYMENT_TARGET": "15.3"}
     assert wheel_variables(DEBIAN) == {}
 
 
-def test_a_copy_runs_on_the_same_system_unless_its_library_is_too_old() -> None:
+def test_a_copy_loads_on_the_same_system_unless_its_library_is_too_old() -> None:
     assert replace(DEBIAN, release=(2, 35)).can_load(DEBIAN, (2, 35))
     assert not replace(DEBIAN, release=(2, 31)).can_load(DEBIAN, (2, 35))
     for changed in ({"machine": "aarch64"}, {"version": "3.12"}, {"library": "musl"}, {"system": "darwin"}):
         assert not replace(DEBIAN, **changed).can_load(DEBIAN, (2, 35))
 
 
-def test_a_wheel_asks_for_the_least_of_its_tags_and_one_that_was_built_here_does_not_say() -> None:
+def test_a_wheel_needs_the_lowest_release_of_its_tags() -> None:
     assert lowest_release(["cp311-cp311-manylinux_2_28_x86_64", "cp311-cp311-manylinux_2_27_x86_64"]) == (
         2,
         27,
@@ -97,7 +97,7 @@ def test_a_wheel_asks_for_the_least_of_its_tags_and_one_that_was_built_here_does
     assert lowest_release([]) is None
 
 
-def test_the_python_that_a_copy_runs_on_is_taken_then_one_of_that_version_then_the_newest() -> None:
+def test_the_best_python_loads_a_copy_or_has_the_same_version_or_is_newest() -> None:
     newer = told("linux x86_64 3.14 glibc 2.36")
     newest_known, unknown = told("linux x86_64 3.13 glibc 2.36"), told("linux x86_64 3.19 glibc 2.36")
     assert best_python([newer, DEBIAN], DEBIAN, (2, 35)) == DEBIAN

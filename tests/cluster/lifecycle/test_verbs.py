@@ -68,14 +68,18 @@ def start() -> verbs.Started:
     return verbs.start(FILE, "demo", tell=lambda _: None, store=STORE, timeout_s=60.0)
 
 
-def test_a_machine_that_cannot_be_ended_keeps_no_other_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_be_stopped_does_not_keep_others_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     machines = Machines(monkeypatch, {("a", "stop"): [HostFailed("a is gone.")]})
     with pytest.raises(HostFailed, match=r"^a is gone\.$"):
         start()
     assert {name for name, verb in machines.told if verb == "stop"} == {"a", "b", "c"}
 
 
-def test_why_it_does_not_start_is_told_also_where_ending_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_of_a_failed_start_is_reported_even_if_stopping_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     failing = {("b", "run"): [HostFailed("b has no room.")], ("c", "stop"): [None, HostFailed("c is gone.")]}
     machines = Machines(monkeypatch, failing)
     told: list[str] = []
@@ -85,14 +89,14 @@ def test_why_it_does_not_start_is_told_also_where_ending_fails(monkeypatch: pyte
     assert told[-1] == "Not all of it was ended: c is gone."
 
 
-def test_a_machine_that_is_not_reached_for_a_moment_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_network_failure_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     away = HostUnreached("away.")
     machines = Machines(monkeypatch, {("a", "wait-until-ready"): [away, away], ("b", "about"): [away]})
     assert start().url == "http://a"
     assert machines.told.count(("a", "stop")) == 1, "before it began"
 
 
-def test_a_head_that_is_not_reached_three_times_in_a_row_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_out_of_reach_three_times_in_a_row_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     away = HostUnreached("away.")
     machines = Machines(monkeypatch, {("a", "wait-until-ready"): [away] * 3})
     with pytest.raises(HostUnreached):
@@ -100,7 +104,7 @@ def test_a_head_that_is_not_reached_three_times_in_a_row_ends_all(monkeypatch: p
     assert machines.told.count(("b", "stop")) == 2
 
 
-def test_what_serves_is_left_alone_where_its_status_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_serving_cluster_survives_a_failed_status_request(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = Machines(monkeypatch, {("a", "ask"): [HostFailed("The key is wrong.")]})
     with pytest.raises(HostFailed, match="The key is wrong"):
         start()

@@ -58,7 +58,7 @@ def installed(folder: Path) -> list[str]:
     return sorted(path.name.removesuffix(".dist-info") for path in folder.glob("*.dist-info"))
 
 
-def test_each_system_gets_what_it_asks_for_in_the_versions_of_here_where_it_has_them(
+def test_each_system_gets_its_requirements_in_local_versions_if_available(
     store: WheelStore,
 ) -> None:
     for_board, for_mini = packages_for(BOARD, WANTED, store), packages_for(MINI, WANTED, store)
@@ -72,7 +72,7 @@ def test_each_system_gets_what_it_asks_for_in_the_versions_of_here_where_it_has_
     assert not any(name.startswith(("mlx/", "bin/", ".")) for name in sent)
 
 
-def test_what_was_fetched_is_fetched_no_more_and_what_was_not_used_for_long_goes(store: WheelStore) -> None:
+def test_fetched_packages_are_cached_and_old_ones_deleted(store: WheelStore) -> None:
     assert store.given is not None
     wanted = Wanted(("on-linux",))
     first = packages_for(BOARD, wanted, store)
@@ -87,7 +87,7 @@ def test_what_was_fetched_is_fetched_no_more_and_what_was_not_used_for_long_goes
     assert kept == {first.name, "older-0", "older-1", "older-2"}
 
 
-def test_what_has_no_wheel_for_a_system_is_named_and_nothing_of_it_is_kept(store: WheelStore) -> None:
+def test_a_package_without_a_wheel_is_named_and_nothing_is_cached(store: WheelStore) -> None:
     old = Python("/bin/python3", "darwin", "arm64", "3.13", "macos", (14, 5))
     with pytest.raises(HostFailed) as caught:
         packages_for(old, Wanted(("low==1.0",)), store)
@@ -95,34 +95,36 @@ def test_what_has_no_wheel_for_a_system_is_named_and_nothing_of_it_is_kept(store
     assert [path for path in store.folder.iterdir() if path.is_dir()] == []
 
 
-def test_without_an_index_a_sentence_says_so(store: WheelStore) -> None:
+def test_an_index_out_of_reach_is_reported(store: WheelStore) -> None:
     with pytest.raises(HostFailed, match="the package index is out of reach from here"):
         packages_for(BOARD, Wanted(("zeroconf",)), WheelStore(store.folder))
-    with pytest.raises(HostFailed, match=r"out of reach .*given alone: zeroconf has no wheel there$"):
+    with pytest.raises(
+        HostFailed, match=r"out of reach .*given alone: zeroconf has no wheel in that folder$"
+    ):
         packages_for(BOARD, Wanted(("top", "zeroconf")), store)
 
 
 SAID = {
-    "mlx 0.32.4 has no wheel for Linux with glibc 2.36 on aarch64, with Python 3.12 (there are some for macosx_14_0_arm64):": """
+    "mlx 0.32.4 has no wheel for Linux with glibc 2.36 on aarch64, with Python 3.12 (wheels exist for macosx_14_0_arm64):": """
 error: No solution found when resolving dependencies
   cause: Because mlx[cpu]==0.32.4 has no wheels with a matching platform tag (e.g., `manylinux_2_36_aarch64`)
 hint: Wheels are available for `mlx` (v0.32.4) on the following platforms: `macosx_14_0_arm64`, `win_amd64`""",
-    "mlx 0.32.5+mine, which runs here, is not in the package index": """
+    "mlx 0.32.5+mine, which is installed here, is not in the package index": """
   \N{MULTIPLICATION SIGN} No solution found when resolving dependencies:
   ╰─▶ Because there is no version of
       mlx==0.32.5+mine and you require mlx==0.32.5+mine""",
-    "mlx 0.32.4+mine, which runs here, is not in the package index": """
+    "mlx 0.32.4+mine, which is installed here, is not in the package index": """
 error: No solution found when resolving dependencies
   cause: Because you require mlx[cpu]>=0.32.4 and mlx{sys_platform == 'linux'}==0.32.4+mine, we can conclude that""",
     "the package index is out of reach from here (dns error)": """
 error: Request failed after 3 retries
   cause: Failed to fetch: https://mine.example/simple/mlx/
   cause: dns error""",
-    "the package index answers 401 Unauthorized: mend the credentials": """
+    "the package index answers 401 Unauthorized: correct the credentials": """
 error: No solution found when resolving dependencies
   cause: Because mlx was not found in the package registry and you require mlx, we can conclude that
 hint: An index URL (https://mine.example/simple) could not be queried due to a lack of valid authentication credentials (401 Unauthorized)""",
-    "the package index answers 403 Forbidden: mend the credentials": """
+    "the package index answers 403 Forbidden: correct the credentials": """
 error: No solution found when resolving dependencies
   cause: Because mlx was not found in the package registry and you require mlx, we can conclude that
 hint: An index (https://mine.example/simple) returned a 403 Forbidden error. Check that the index URL is correct""",
@@ -133,19 +135,19 @@ error: No solution found when resolving dependencies
 error: Failed to fetch: `https://me:secret@mine.example/simple/mlx/`
   cause: error sending request for url (https://me:secret@mine.example/simple/mlx/)""",
     "cannot be fetched: something new": "error: something new.\n\nhint: read",
-    "cannot be fetched: it said nothing": "",
+    "cannot be fetched: uv printed nothing": "",
 }
 
 
 @pytest.mark.parametrize("sentence", SAID)
-def test_what_uv_says_becomes_a_sentence(sentence: str) -> None:
-    told = why_not(SAID[sentence], BOARD)
-    assert sentence in told
-    assert "\n" not in told
-    assert "secret" not in told
+def test_errors_of_uv_become_one_sentence(sentence: str) -> None:
+    written = why_not(SAID[sentence], BOARD)
+    assert sentence in written
+    assert "\n" not in written
+    assert "secret" not in written
 
 
-def test_a_wheel_that_was_built_anew_is_fetched_anew(store: WheelStore) -> None:
+def test_a_rebuilt_wheel_is_fetched_again(store: WheelStore) -> None:
     assert store.given is not None
     wanted = Wanted(("on-linux",))
     first = packages_for(BOARD, wanted, store)
@@ -160,16 +162,14 @@ def test_a_wheel_that_was_built_anew_is_fetched_anew(store: WheelStore) -> None:
     ]
 
 
-def test_what_is_kept_is_whole_however_uv_is_set_to_link(
-    store: WheelStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_packages_hold_no_links(store: WheelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UV_LINK_MODE", "symlink")
     folder = packages_for(BOARD, Wanted(("on-linux",)), store)
     assert not any(path.is_symlink() for path in folder.rglob("*"))
 
 
 @pytest.mark.timeout(300)
-def test_mlx_for_another_processor_and_python_comes_from_the_index(tmp_path: Path) -> None:
+def test_mlx_for_another_processor_and_python_is_fetched_from_the_index(tmp_path: Path) -> None:
     wanted = wanted_here()
     board = Python("/bin/python3", "linux", "aarch64", "3.13", "glibc", (2, 39))
     mlx = tuple(text for text in wanted.requirements if text.startswith("mlx") and "mlx-lm" not in text)
@@ -181,7 +181,7 @@ def test_mlx_for_another_processor_and_python_comes_from_the_index(tmp_path: Pat
 
 
 def elf_machine(path: Path) -> int:
-    """The field e_machine of the header; see elf(5)."""
+    """Return the field e_machine of the ELF header; see elf(5)."""
     header = path.read_bytes()[:20]
     assert header[:4] == b"\x7fELF"
     return int.from_bytes(header[18:20], "little")

@@ -1,1 +1,1 @@
-"""Starting and ending a cluster from one file, over the user's own ssh."""
+"""Start and stop of a cluster from one file, over the user's own ssh."""

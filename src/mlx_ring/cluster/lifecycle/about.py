@@ -1,6 +1,6 @@
-"""What a machine tells of the mlx-ring on it. Pure.
+"""Description of a machine's mlx-ring installations. Pure.
 
-The mlx-ring that runs here. Whatever is asked over ssh begins with it, so it brings nothing along.
+Every command over ssh imports this module, so it imports little.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from mlx_ring.core.environment import package_version
 from mlx_ring.host.running import Running
 
 PACKAGES = ("mlx-ring", "mlx", "mlx-lm")
-"""Whose versions must be alike on all machines."""
+"""Packages that must have the same version on all machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """One program on one machine."""
+    """Versions, state and running processes of one mlx-ring installation."""
 
     versions: Mapping[str, str]
     state: str
-    """Its state folder."""
+    """The state folder."""
     node: str
-    """The machine's id; empty where it has none yet."""
+    """The machine's ID; empty if it has none yet."""
     running: tuple[Running, ...]
     cluster: str = ""
-    """A digest of the cluster's authority that it trusts; empty where it is a member of none."""
+    """Digest of the trusted cluster authority; empty if the machine is in no cluster."""
 
     def to_json(self) -> str:
+        """Return the description as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> About | None:
-        """None where it is nothing of ours: another version's help, or nothing."""
+        """Parse a description; return None for other text, such as another version's help."""
         try:
             content = cast("dict[str, Any]", json.loads(text))
             running = tuple(Running(**found) for found in content.pop("running"))
@@ -47,20 +48,21 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Where it lies, and what it says; None of what says nothing."""
+    """An mlx-ring program on a machine."""
 
     path: str
     about: About | None
+    """Its description of itself; None if it gave none that this version can read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What there is on a machine."""
+    """The mlx-ring programs found on a machine."""
 
     programs: tuple[Program, ...]
 
     def like(self, versions: Mapping[str, str]) -> Program | None:
-        """The first whose versions are these."""
+        """Return the first program with exactly these versions."""
         return next(
             (
                 found
@@ -72,7 +74,7 @@ class Found:
 
 
 def read_found(lines: Sequence[str]) -> Found:
-    """What the probe prints: fields with tabs between them."""
+    """Parse the probe's output, whose fields are separated by tabs."""
     rows = [line.split("\t", 2) for line in lines if line.count("\t") >= 2]  # noqa: PLR2004 - kind, path, rest
     return Found(
         tuple(Program(path, About.from_json(rest)) for kind, path, rest in rows if kind == "program")
@@ -80,22 +82,22 @@ def read_found(lines: Sequence[str]) -> Found:
 
 
 def different(found: Found, versions: Mapping[str, str]) -> str:
-    """In words: how the programs differ from what runs here."""
-    told: list[str] = []
+    """Describe how the versions of the programs differ from the local ones."""
+    differences: list[str] = []
     for program in found.programs:
         theirs: Mapping[str, str] = program.about.versions if program.about is not None else {}
         unlike = [
-            f"{name} {theirs.get(name, 'of another version')}"
+            f"{name} {theirs.get(name, 'of an unknown version')}"
             for name in PACKAGES
             if theirs.get(name) != versions[name]
         ]
-        told.append(f"{program.path} has {', '.join(unlike)}")
-    return "; ".join(told) or "mlx-ring is not installed there"
+        differences.append(f"{program.path} has {', '.join(unlike)}")
+    return "; ".join(differences) or "mlx-ring is not installed there"
 
 
 OWN_PROGRAM = (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
 
 
 def own_versions() -> dict[str, str]:
-    """Of what runs here."""
+    """Return the versions of the local packages."""
     return {name: package_version(name) for name in PACKAGES}

@@ -1,6 +1,6 @@
-"""With which arguments a file's machines run `serve` and `join`. Pure.
+"""Arguments of `serve` and `join` for the machines of a devices file.
 
-Which of a file's machines is this one, and how the others reach the coordinator.
+It also finds the local machine among them, and the address at which the others reach the coordinator.
 """
 
 from __future__ import annotations
@@ -37,34 +37,36 @@ FOR_AGENTS = (
     *("log_level", "log_format", "blas", "blas_threads", "weights_limit", "model_load_timeout"),
     *("file_descriptor_limit", "run_dir", "trusted_interface"),
 )
-"""Of the settings under `serve`, those that `join` takes too: they hold for every machine. Others are the head's alone,
-or reach the machines with what they are told to load."""
+"""Settings under `serve` that `join` accepts too, because they apply to every machine.
+
+The others concern the head alone, or reach the machines with the command to load a model.
+"""
 _FILES = ("api_key_file", "ssl_certfile", "ssl_keyfile")
-"""Of the coordinator, where nobody knows the folder of whoever starts it."""
+"""Files on the coordinator: they need absolute paths, because the working folder there is unknown."""
 _STAGES = "stages"
 _SECRETS = {
-    "api_key": "give api-key-file, a file on the coordinator",
-    "ssl_keyfile_password": "give a key that is not locked, in a file on the coordinator that only its owner reads",
+    "api_key": "use api-key-file, a file on the coordinator",
+    "ssl_keyfile_password": "use a key without a password, in a file on the coordinator that only its owner can read",
 }
 
 
 def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, str]) -> list[str]:
-    """Of the coordinator.
+    """Return the arguments of `serve` on the coordinator.
 
     Args:
-        file: as it was read.
-        model: to serve.
-        state: the coordinator's state folder.
-        ids: of the nodes, by the devices' names.
+        file: The devices file.
+        model: The model to serve.
+        state: The coordinator's state folder.
+        ids: Node IDs by device name.
 
     Raises:
-        ConfigError: a setting under `serve` is none, has a value that it cannot have, or stands elsewhere in the file.
+        ConfigError: An unknown or invalid setting under `serve`, or one that another key of the file sets.
     """
     device, several = file.coordinator, len(file.devices) > 1
     words = ["serve", model]
     if several:
         words += ["--nodes", str(len(file.devices)), "--cluster-port", str(device.port)]
-        # Its output stays in a file, where no token is to lie.
+        # The output is kept in a file, which must not hold a token.
         words += ["--no-join-lines"]
         words += ["--strategy", file.strategy] if file.strategy else []
         words += ["--cluster-host", bracketed(device.address)] if device.address else []
@@ -75,10 +77,10 @@ def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, 
 
 
 def agent_arguments(file: DevicesFile, device: Device, head: HeadAddress, state: str) -> list[str]:
-    """Of another machine, with what the file says for all of them.
+    """Return the arguments of `join` on another machine, shared settings included.
 
     Raises:
-        ConfigError: as `head_arguments`.
+        ConfigError: The same errors as in `head_arguments`.
     """
     listen = ("--listen", bracketed(device.address)) if device.address else ()
     shared = {name: value for name, value in _more_settings(file).items() if name in FOR_AGENTS}
@@ -100,7 +102,7 @@ def _memory(device: Device) -> Iterator[str]:
 
 
 def _trusted(device: Device) -> dict[str, str]:
-    """A device's own wins over what holds for all."""
+    """Return the device's own setting, which overrides the shared one."""
     return {"trusted_interface": device.trusted_interface} if device.trusted_interface else {}
 
 
@@ -114,7 +116,7 @@ def _flags(settings: Mapping[str, str]) -> Iterator[str]:
 
 
 def _more_settings(file: DevicesFile) -> dict[str, str]:
-    """By field of `Settings`, as flags have them."""
+    """Return the settings under `serve` by field of `Settings`, written as flag values."""
     found: dict[str, str] = {}
     for key, value in file.serve.items():
         name = field_of_key(str(key))
@@ -128,14 +130,18 @@ def _more_settings(file: DevicesFile) -> dict[str, str]:
 
 def _check_key(key: str, name: str, value: object, *, several: bool) -> None:
     if name in _FROM_THE_FILE:
-        raise ConfigError(f"`serve` has the key {key}, which {_FROM_THE_FILE[name]} says.")
+        raise ConfigError(
+            f"`serve` has the key {key}, which {_FROM_THE_FILE[name]} sets: remove it from `serve`."
+        )
     if name == _STAGES and several:
-        raise ConfigError(f"`serve` has the key {key}, which the plan says where there are several devices.")
+        raise ConfigError(
+            f"`serve` has the key {key}, which the planner sets if there are several devices: remove it."
+        )
     if name in _SECRETS:
         raise ConfigError(f"`serve` has the key {key}, a secret: {_SECRETS[name]}.")
     if name in _FILES and not str(value).startswith(("/", "~")):
         raise ConfigError(
-            f"`serve` has the key {key}, and it is {value}: give the file's whole path on the coordinator."
+            f"`serve` has the key {key} with the value {value}: give the file's absolute path on the coordinator."
         )
     if name not in Settings.model_fields:
         raise ConfigError(
@@ -147,7 +153,7 @@ def _text(value: object) -> str:
     if isinstance(value, list):
         return ",".join(map(str, cast("list[object]", value)))
     if isinstance(value, bool):
-        # As YAML reads an unquoted `on`.
+        # YAML reads an unquoted `on` as a boolean.
         return "on" if value else "off"
     return str(value)
 
@@ -156,42 +162,43 @@ _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 _SSH_S = 10.0
 _ANY_PORT = 9
 Resolve = Callable[[str], Collection[str]]
-"""A name's addresses; none where it has none."""
+"""Function that returns a name's addresses; none if the name has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A machine of the file, seen from here."""
+    """A machine of the file, as seen from the local one."""
 
     device: Device
     host: str
-    """Its name or address, as ssh's configuration has it."""
+    """The name or address in ssh's configuration."""
     is_here: bool
 
     @property
     def name(self) -> str:
+        """The device's name."""
         return self.device.name
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What ssh makes of a destination."""
+    """A destination as ssh resolves it."""
 
     host: str
     is_direct: bool = True
-    """To the usual port, and by no other machine or program."""
+    """True if ssh connects to the usual port, without a jump host or proxy."""
 
 
 def find_places(devices: Sequence[Device]) -> list[Place]:
-    """Each machine, this one found among them by the addresses of its interfaces."""
+    """Return the machines, the local one recognized by the addresses of its interfaces."""
     own = own_addresses()
     return [place_of(device, ssh_target(device.ssh), own, resolve) for device in devices]
 
 
 def place_of(device: Device, target: Target, own: Collection[str], resolve: Resolve) -> Place:
-    """One machine; it is this one where an address of it is, or it is called by loopback's.
+    """Return one machine, with `is_here` set if it has a local or a loopback address.
 
-    Behind a port of its own or another machine, loopback is not this one's: a tunnel or a virtual machine.
+    With another port or a jump host, a loopback address leads to a tunnel or a virtual machine instead.
     """
     names = [device.address, *([target.host] if target.is_direct else [])]
     return Place(device, target.host, any(_is_here(name, own, resolve) for name in names if name))
@@ -210,7 +217,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def own_addresses() -> frozenset[str]:
-    """Of every interface, without scopes."""
+    """Return the addresses of all interfaces, without scopes."""
     return frozenset(
         found.address.partition("%")[0]
         for all_found in psutil.net_if_addrs().values()
@@ -220,7 +227,7 @@ def own_addresses() -> frozenset[str]:
 
 
 def resolve(name: str) -> frozenset[str]:
-    """A name's addresses; none where it has none here, as an alias that only a jump host knows."""
+    """Return a name's addresses; none for an alias that only a jump host knows."""
     with contextlib.suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         return frozenset(str(entry[4][0]).partition("%")[0] for entry in found)
@@ -228,7 +235,7 @@ def resolve(name: str) -> frozenset[str]:
 
 
 def ssh_target(destination: str) -> Target:
-    """What is behind a destination, the user's configuration heeded; nothing is connected to."""
+    """Resolve a destination with the user's ssh configuration, without a connection."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             ["ssh", "-G", "--", destination], capture_output=True, text=True, timeout=_SSH_S, check=False
@@ -240,23 +247,26 @@ def ssh_target(destination: str) -> Target:
 
 
 def target_of(configuration: str) -> Target:
-    """Out of what `ssh -G` prints."""
-    told = {
+    """Parse the output of `ssh -G`."""
+    options = {
         key.lower(): value for key, _, value in (line.partition(" ") for line in configuration.splitlines())
     }
-    ways = [told.get(name, "none") for name in ("proxyjump", "proxycommand")]
-    return Target(told.get("hostname", ""), told.get("port", "22") == "22" and set(ways) == {"none"})
+    proxies = {options.get(name, "none") for name in ("proxyjump", "proxycommand")}
+    return Target(options.get("hostname", ""), options.get("port", "22") == "22" and proxies == {"none"})
 
 
 def head_host(coordinator: Place, other: Place) -> str:
-    """By which address `other` reaches the coordinator's ports."""
+    """Return the address at which `other` reaches the coordinator's ports."""
     if coordinator.device.address:
         return coordinator.device.address
     return _own_way_to(other) if coordinator.is_here else coordinator.host
 
 
 def _own_way_to(other: Place) -> str:
-    """By which address this machine goes there. Nothing is sent: a datagram's socket only asks the routes."""
+    """Return the local address on the route to `other`.
+
+    A datagram socket only looks up the route, so nothing is sent.
+    """
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(
             other.host, _ANY_PORT, type=socket.SOCK_DGRAM
@@ -264,5 +274,5 @@ def _own_way_to(other: Place) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
-    # Reached by a jump host perhaps: the name of this machine may lead back.
+    # Perhaps `other` is behind a jump host: this machine's name may lead back.
     return socket.gethostname()

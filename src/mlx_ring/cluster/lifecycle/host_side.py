@@ -1,4 +1,4 @@
-"""What a machine of the cluster does when it is told over ssh: start something that stays, wait for it, ask it."""
+"""Commands that `mlx-ring cluster` runs on each machine: start a detached process, wait for it, query it."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 _ASK_S = 0.5
-"""Between questions to a head, each of which is a line in its log."""
+"""Pause between requests to a head, each of which writes a log line there."""
 _ANSWER_S = 600.0
 _LAST_LINES = 3
 _BAD_STATUS = 400
 _OWN = False
-"""Nothing is to be verified: the head is a process of this machine, whose address it has written down itself, and its
-certificate is for the name that others know it by."""
+"""No TLS verification: the head is a process of this machine that recorded its own address.
+
+Its certificate is for the name by which other machines know it.
+"""
 
 
 def about_here(state: Path, *, identity: bool) -> About:
-    """Of this machine; with `identity` it gets an id where it has none."""
+    """Describe this machine; with `identity`, create its ID if it has none."""
     folder = node_folder(state)
     if identity:
-        from mlx_ring.rpc.tls.identity import open_identity  # gRPC, for the first time alone
+        from mlx_ring.rpc.tls.identity import open_identity  # imports gRPC, needed the first time only
 
         node = open_identity(folder).node
     else:
@@ -52,7 +54,7 @@ def about_here(state: Path, *, identity: bool) -> About:
 
 
 def whole_path(name: str, folders: Sequence[Path]) -> str:
-    """A model as the head takes it wherever it runs: a folder of this machine by its whole path, anything else as it is."""
+    """Return a local model folder as an absolute path, and any other model name unchanged."""
     if name in builtin_names():
         return name
     found = next((path for folder in folders if (path := folder / Path(name).expanduser()).is_dir()), None)
@@ -60,12 +62,12 @@ def whole_path(name: str, folders: Sequence[Path]) -> str:
 
 
 def run_detached(state: Path, arguments: Sequence[str], timeout_s: float) -> int:
-    """Start `mlx-ring` with these arguments for good; its process, once it says itself that it runs.
+    """Start a detached `mlx-ring` and return its process ID once the process reports that it runs.
 
-    It leads a session of its own and holds nothing of this one's, so that it stays when ssh goes.
+    It leads its own session and shares no open file with this one, so it survives the end of ssh.
 
     Raises:
-        ConfigError: it has ended instead; its last words.
+        ConfigError: An early end of the process, with its last output.
     """
     leave_program()
     out = out_file(state, arguments[0])
@@ -78,7 +80,7 @@ def run_detached(state: Path, arguments: Sequence[str], timeout_s: float) -> int
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # Nobody rotates that file, and what is logged lies beside it.
+            # This file is not rotated; the log files beside it hold the log.
             env=inherited_environment({"PYTHONUNBUFFERED": "1", "MLX_RING_LOG_STDERR": "off"}),
         )
     waiting = _Waiting(state, arguments[0], lambda: process.poll() is not None)
@@ -87,7 +89,10 @@ def run_detached(state: Path, arguments: Sequence[str], timeout_s: float) -> int
 
 
 def leave_program() -> None:
-    """Where other machines look first for the program that runs here: it may lie in a checkout, where nobody would look."""
+    """Install a launcher for the running program at the path where other machines look first.
+
+    The program itself may be in a checkout, where they would not look.
+    """
     path = Path.home() / ".local" / "share" / "mlx-ring" / "bin" / "mlx-ring"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,10 +104,12 @@ def leave_program() -> None:
 
 
 def wait_for_port(state: Path, pid: int, port: int, timeout_s: float) -> None:
-    """Until that process listens there. Nobody connects: a head would take that for somebody it must refuse.
+    """Wait until that process listens on the port.
+
+    It does not connect, because a head would count that as a client that it must refuse.
 
     Raises:
-        ConfigError: it has ended instead, or the time is over.
+        ConfigError: The end of the process, or of the time.
     """
 
     def listens() -> bool:
@@ -116,12 +123,12 @@ def wait_for_port(state: Path, pid: int, port: int, timeout_s: float) -> None:
 
 
 def wait_until_ready(state: Path, pid: int, timeout_s: float) -> bool:
-    """Until that head answers requests; False where it does not yet when the time is over.
+    """Wait until that head answers requests; return False if the time ends before.
 
     Raises:
-        ConfigError: it has ended instead; its last words.
+        ConfigError: The end of the process, with its last output.
     """
-    import httpx  # most of what a machine is told asks nobody
+    import httpx  # most commands send no request
 
     url = next((found.url for found in running_here(state) if found.pid == pid), "")
     with httpx.Client(timeout=_ANSWER_S, trust_env=False, verify=_OWN) as client:
@@ -136,10 +143,10 @@ def wait_until_ready(state: Path, pid: int, timeout_s: float) -> bool:
 
 
 def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]) -> str:
-    """What the head of this machine answers; of several the one that was started last.
+    """Send a request to this machine's head and return its answer; of several heads, use the newest.
 
     Raises:
-        HostFailed: none runs here, or it answers with an error.
+        HostFailed: No running head, or an error as its answer.
     """
     import httpx
 
@@ -162,30 +169,30 @@ def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]
     except httpx.HTTPError as error:
         raise HostFailed(f"The head at {url} does not answer: {error}.") from error
     if answer.status_code >= _BAD_STATUS:
-        raise HostFailed(f"The head answered with {answer.status_code}: {_said(answer)}")
+        raise HostFailed(f"The head answered with status {answer.status_code}: {_said(answer)}")
     return answer.text
 
 
 def log_command(state: Path, lines: int, *, follow: bool) -> list[str]:
-    """What prints the ends of this machine's log files, and with `follow` what is added to them."""
+    """Return the command that prints the ends of this machine's log files, and with `follow` new lines too."""
     files = sorted(map(str, Path(logs_folder(str(state))).glob("*.log")))
     if not files:
         raise ConfigError(
-            f"There are no log files in {logs_folder(str(state))}: nothing was started there yet."
+            f"There are no log files in {logs_folder(str(state))}: nothing has been started there yet."
         )
     return ["tail", "-q", "-n", str(lines), *(["-F"] if follow else []), *files]
 
 
 def out_file(state: Path, verb: str) -> Path:
-    """What it prints until it serves, and what it dies of; its log goes to files that rotate."""
+    """Return the path of the file for start-up output and fatal errors; log files rotate separately."""
     return Path(logs_folder(str(state))) / f"{verb}.out"
 
 
 def last_words(text: str) -> str:
-    """Why a program has ended, by what it printed last."""
+    """Return the reason why a program ended, taken from its last output."""
     lines = [line for line in text.splitlines() if line.strip()]
     sentences = [line.removeprefix("mlx-ring: ") for line in lines if line.startswith("mlx-ring: ")]
-    return sentences[-1] if sentences else " / ".join(lines[-_LAST_LINES:]) or "without a word"
+    return sentences[-1] if sentences else " / ".join(lines[-_LAST_LINES:]) or "it printed nothing"
 
 
 def _said(answer: httpx.Response) -> str:
@@ -204,29 +211,30 @@ def _has_ended(pid: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """For something of a process; that it ends is noticed."""
+    """A wait for a condition of a process that also notices the end of the process."""
 
     state: Path
     verb: str
     has_ended: Callable[[], bool]
 
     def until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until the condition holds; raise ConfigError if it does not in time."""
         if not self.holds_before(holds, timeout_s):
             raise ConfigError(
-                f"`mlx-ring {self.verb}` is not as far as it should be after {timeout_s:g} s: "
+                f"`mlx-ring {self.verb}` has not started within {timeout_s:g} s: "
                 f"see {out_file(self.state, self.verb)}."
             )
 
     def holds_before(self, holds: Callable[[], bool], timeout_s: float, pause_s: float = _LOOK_S) -> bool:
-        """Looks again and again; False where the time is over."""
+        """Check the condition repeatedly; return False when the time ends."""
         end = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if holds():
                     return True
             if self.has_ended():
-                words = last_words(out_file(self.state, self.verb).read_text("utf-8", errors="replace"))
-                raise ConfigError(f"`mlx-ring {self.verb}` has ended: {words}")
+                reason = last_words(out_file(self.state, self.verb).read_text("utf-8", errors="replace"))
+                raise ConfigError(f"`mlx-ring {self.verb}` has ended: {reason}")
             if time.monotonic() > end:
                 return False
             time.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""The same mlx-ring on every machine: looked for, compared, and sent where it is missing."""
+"""The same mlx-ring on every machine: find it, compare its version, and send it if it is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ about() {
   [ -n "$1" ] && [ -x "$1" ] || return 0
   said=$("$1" cluster on-host about ${2:+--state-dir "$2"} ${3:+"$3"} 2>/dev/null | tail -n 1)
   printf 'program\t%s\t%s\n' "$1" "$said"
-  # As here: nobody asks for another.
+  # The same version as on the asking machine: no other is needed.
   case "$said" in *"$4"*) exit 0 ;; esac
 }
 if [ -n "$1" ]; then
@@ -71,14 +71,14 @@ mv "$env.new" "$env"
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A machine with a program that can be told what to do."""
+    """A machine with a program that accepts commands."""
 
     place: Place
     program: tuple[str, ...]
     about: About
 
     def on_host(self, *words: str, told: str = "", timeout_s: float | None = 120.0) -> str:
-        """Have the program there do its part; what it prints."""
+        """Run a command with the program there and return its output."""
         state = ("--state-dir", self.about.state)
         return run_on(
             self.place,
@@ -89,10 +89,10 @@ class Ready:
 
 
 def find_program(place: Place, *, identity: bool = False) -> Found:
-    """What there is; with `identity` the machine gets an id where it has none.
+    """Return the programs on a machine; with `identity`, create the machine's ID if it has none.
 
     Raises:
-        HostFailed: it cannot be reached.
+        HostFailed: A machine out of reach.
     """
     flag = "--identity" if identity else ""
     if place.is_here:
@@ -105,17 +105,19 @@ def find_program(place: Place, *, identity: bool = False) -> Found:
 
 
 def find_pythons(place: Place) -> list[Python]:
-    """Interpreters that a program can be sent for. Running them all takes seconds where there are many.
+    """Return the interpreters there that a program can be sent for.
+
+    Each one is run, which takes seconds if there are many.
 
     Raises:
-        HostFailed: it cannot be reached.
+        HostFailed: A machine out of reach.
     """
     script = ("sh", "-c", _FIND_PYTHONS, "sh", " ".join(PYTHONS), sys.base_prefix, TELL_PYTHON)
     return read_pythons(run_on(place, script).splitlines())
 
 
 def ready(place: Place, found: Found, versions: Mapping[str, str]) -> Ready | None:
-    """With the program that is as here; None where there is none."""
+    """Return the machine with a program of these versions, or None if it has none."""
     program = found.like(versions)
     if program is None or program.about is None:
         return None
@@ -123,7 +125,10 @@ def ready(place: Place, found: Found, versions: Mapping[str, str]) -> Ready | No
 
 
 def any_program(place: Place, found: Found) -> Ready | None:
-    """With the one as here, or with any that understands: what runs can be ended by another version too."""
+    """Return the machine with a program of the local versions, or else with any that accepts commands.
+
+    Another version can end what runs too.
+    """
     program = found.like(own_versions()) or next((known for known in found.programs if known.about), None)
     if program is None or program.about is None:
         return None
@@ -131,18 +136,18 @@ def any_program(place: Place, found: Found) -> Ready | None:
 
 
 def make_ready(place: Place, *, store: WheelStore, tell: Callable[[str], None]) -> Ready:
-    """The machine with the same versions as here: as found, or sent over ssh.
+    """Return the machine with a program of the local versions, sent over ssh if it is missing.
 
     Args:
-        place: the machine.
-        store: of packages for other systems.
-        tell: what is being done.
+        place: The machine.
+        store: The packages for other systems.
+        tell: The callback that reports progress.
 
     Raises:
-        HostFailed: it cannot be reached, or not be made alike; why, and what to do.
+        HostFailed: A machine out of reach, or one that cannot run these versions, with the reason and the remedy.
     """
     if place.is_here and place.device.program:
-        tell(f"{place.name}: `program` does nothing, for this is the machine from which you start.")
+        tell(f"{place.name}: `program` has no effect, because this command runs on that machine.")
     versions, found = own_versions(), find_program(place, identity=True)
     known = ready(place, found, versions)
     if known is not None:
@@ -153,7 +158,7 @@ def make_ready(place: Place, *, store: WheelStore, tell: Callable[[str], None]) 
     if running is not None:
         running.on_host("stop")
     tell(
-        f"{place.name}: {different(found, versions)}; sending mlx-ring {versions['mlx-ring']} with all it needs"
+        f"{place.name}: {different(found, versions)}; sending mlx-ring {versions['mlx-ring']} and its dependencies"
     )
     send_to(
         place,
@@ -163,17 +168,18 @@ def make_ready(place: Place, *, store: WheelStore, tell: Callable[[str], None]) 
     known = ready(place, find_program(place, identity=True), versions)
     if known is None:
         raise HostFailed(
-            f"{place.name}: what was sent does not run there: try `~/.local/share/mlx-ring/env/bin/mlx-ring --version`."
+            f"{place.name}: the program that was sent does not run there: "
+            "run `~/.local/share/mlx-ring/env/bin/mlx-ring --version` there to see why."
         )
     return known
 
 
 def _packages(place: Place, python: Python, store: WheelStore, tell: Callable[[str], None]) -> Path | None:
-    """Those that are to go there; None where the ones of here run there too."""
+    """Return the folder of packages to send; None if the local ones run there too."""
     here = python_here()
     if here is not None and python.can_load(here, lowest_here(here)):
         return None
-    tell(f"{place.name}: it is {python}; fetching packages for that")
+    tell(f"{place.name}: fetching packages for {python}")
     try:
         return packages_for(python, wanted_here(), store)
     except HostFailed as error:
@@ -181,17 +187,17 @@ def _packages(place: Place, python: Python, store: WheelStore, tell: Callable[[s
 
 
 def _python_to_send_for(place: Place, found: Found, versions: Mapping[str, str]) -> Python:
-    """Binaries run on their own system and version of Python only."""
+    """Return the interpreter to send the program for: binaries need their own system and Python version."""
     if place.device.program:
         by_hand = ", ".join(f"{name} {version}" for name, version in versions.items())
         raise HostFailed(
-            f"{place.name}: {different(found, versions)}, and here it is {by_hand}: install these there."
+            f"{place.name}: {different(found, versions)}, but this machine has {by_hand}: install these versions there."
         )
     here = python_here()
     python = best_python(find_pythons(place), here, (0, 0) if here is None else lowest_here(here))
     if python is None:
         raise HostFailed(
             f"{place.name}: {different(found, versions)}, and no Python from {PYTHONS[-1]} to {PYTHONS[0]} was found there: "
-            "install one, by the system's packages or with `uv python install`; all else is sent from here."
+            "install one with the system's package manager or `uv python install`; everything else is sent from here."
         )
     return python

@@ -1,4 +1,4 @@
-"""Commands on the machines of a cluster: here as they are, elsewhere by the user's own `ssh`, side by side."""
+"""Commands on the machines of a cluster: directly on the local one, over the user's `ssh` elsewhere, in parallel."""
 
 from __future__ import annotations
 
@@ -14,33 +14,36 @@ from mlx_ring.core.errors import HostFailed, HostUnreached
 CONNECT_S = 10
 _SSH = (
     *("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"),
-    # A machine that goes away in the middle is noticed.
+    # Notice a machine that disappears during a command.
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
 _SSH_FAILED = 255
 _STEP_S = 120.0
 _BEGINS = "mlx-ring-begins-here"
-"""Before what a command prints: a machine's start files may print something of their own."""
+"""Mark before a command's output, because a machine's shell start-up files may print something too."""
 
 Result = TypeVar("Result")
 
 
 def words_on(place: Place, words: Sequence[str]) -> list[str]:
-    """What runs a command there. ssh hands one line to the user's shell, so that each word is quoted for it."""
+    """Return the command line that runs a command there.
+
+    ssh passes one line to the user's shell, so each argument is quoted.
+    """
     return list(words) if place.is_here else [*_SSH, "--", place.device.ssh, shlex.join(words)]
 
 
 def run_on(place: Place, words: Sequence[str], *, told: str = "", timeout_s: float | None = _STEP_S) -> str:
-    """What it prints.
+    """Run a command on a machine and return its output.
 
     Args:
-        place: where.
-        words: the command.
-        told: what it reads; secrets go this way, for arguments can be seen by others.
-        timeout_s: how long it may take.
+        place: The machine.
+        words: The command.
+        told: The standard input; secrets are passed this way, because other users can see arguments.
+        timeout_s: The time limit.
 
     Raises:
-        HostFailed: the machine cannot be reached, or the command fails; its own last words.
+        HostFailed: A machine out of reach, or a failed command, with its last output.
     """
     *start, command = words_on(place, words)
     try:
@@ -57,30 +60,30 @@ def run_on(place: Place, words: Sequence[str], *, told: str = "", timeout_s: flo
         raise HostUnreached(f"{place.name} did not answer within {timeout_s:g} s.") from error
     except OSError as error:
         raise HostFailed(
-            f"{place.name}: {words_on(place, words)[0]} cannot be run ({error.strerror})."
+            f"{place.name}: cannot run {words_on(place, words)[0]} ({error.strerror})."
         ) from error
     check_exit(place, done.returncode, done.stderr)
     return own_words(done.stdout)
 
 
 def own_words(said: str) -> str:
-    """What a command itself has printed, without what came before it."""
+    """Return the command's own output, without the lines that the shell printed before it."""
     before, mark, after = said.partition(f"{_BEGINS}\n")
     return after if mark else before
 
 
 def send_to(place: Place, words: Sequence[str], write: Callable[[IO[bytes]], None]) -> None:
-    """Run a command there that reads what `write` writes.
+    """Run a command there with the output of `write` as its input.
 
     Raises:
-        HostFailed: as `run_on`.
+        HostFailed: The same errors as in `run_on`.
     """
     with subprocess.Popen(
         words_on(place, words), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
         broken = False
-        assert process.stdin is not None  # noqa: S101 - it was asked for above
-        assert process.stderr is not None  # noqa: S101 - as above
+        assert process.stdin is not None  # noqa: S101 - `stdin` is a pipe
+        assert process.stderr is not None  # noqa: S101 - `stderr` is a pipe
         try:
             write(process.stdin)
             process.stdin.close()
@@ -92,23 +95,24 @@ def send_to(place: Place, words: Sequence[str], write: Callable[[IO[bytes]], Non
 
 
 def check_exit(place: Place, code: int, said: str) -> None:
-    """Raises where a command has failed, with its last words as one sentence."""
+    """Raise an error with the last line of output if a command has failed."""
     if code == 0:
         return
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = (lines[-1] if lines else f"it ended with code {code}").removeprefix("mlx-ring: ").rstrip(".")
     if code == _SSH_FAILED and not place.is_here:
         raise HostUnreached(
-            f"{place.name} cannot be reached by `ssh {place.device.ssh}`: {last}. Mend that until it asks nothing."
+            f"{place.name} cannot be reached by `ssh {place.device.ssh}`: {last}. "
+            "Make that command work without a prompt."
         )
     raise HostFailed(f"{place.name}: {last}.")
 
 
 def on_all(places: Sequence[Place], work: Callable[[Place], Result]) -> list[Result]:
-    """Do it for all machines side by side, and wait for all.
+    """Do the work for all machines in parallel, and wait for all.
 
     Raises:
-        HostFailed: with a sentence for each machine that failed; the very error where one did.
+        HostFailed: A sentence for each machine that failed, or the original error of a single one.
     """
     if not places:
         return []

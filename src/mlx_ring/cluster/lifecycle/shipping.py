@@ -1,4 +1,4 @@
-"""The running program with all that it needs, as one archive: for machines that have no internet."""
+"""The running program and its dependencies as one archive, for machines without internet access."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from mlx_ring.core.errors import ConfigError
 
 _OWN = "mlx-ring"
 _FETCHERS = ("uv",)
-"""Large, and of use only where there is internet."""
+"""Packages that are not sent: they are large and useless without internet access."""
 _EXTRAS = ("otel",)
-"""Go along where they are installed here."""
+"""Extras that are sent too if they are installed here."""
 _NO_PACKAGES = ("bin", ".lock")
-"""What uv leaves in a folder that is no package's."""
+"""Entries that uv adds to a folder and that belong to no package."""
 
 
 @functools.cache
 def python_here() -> Python | None:
-    """The interpreter that runs this; None where it is of a kind that others do not have."""
+    """Return the running interpreter; None if it is an unsupported kind."""
     done = subprocess.run([sys.executable, "-c", TELL_PYTHON], capture_output=True, text=True, check=False)
     return read_python(sys.executable, done.stdout)
 
 
 def lowest_here(here: Python) -> Release:
-    """Of the C library or of macOS, with which all that is installed here runs."""
+    """Return the lowest release of the C library or of macOS that the installed packages run with."""
     return max(lowest_release(_tags(found)) or here.release for found in needed_distributions())
 
 
@@ -47,7 +47,7 @@ def _tags(found: Distribution) -> list[str]:
 
 
 def wanted_here() -> Wanted:
-    """What a machine of another system needs to run the same."""
+    """Return the packages that a machine of another system needs to run the same versions."""
     versions = {canonicalize_name(found.name): found.version for found in needed_distributions()}
     exact = tuple(f"{name}=={versions[canonicalize_name(name)]}" for name in PACKAGES if name != _OWN)
     taken = {text for extra in extras_here() for text in _asked_by(extra)}
@@ -61,7 +61,7 @@ def wanted_here() -> Wanted:
 
 
 def needed_distributions(name: str = _OWN) -> list[Distribution]:
-    """A distribution and all that it requires here, each once."""
+    """Return a distribution and all its requirements on this machine, each once."""
     extras = extras_here() if name == _OWN else ()
     waiting = [(name, extra) for extra in ("", *extras)]
     seen, found = set[tuple[str, str]](), dict[str, Distribution]()
@@ -82,12 +82,12 @@ def needed_distributions(name: str = _OWN) -> list[Distribution]:
 
 
 def extras_here() -> tuple[str, ...]:
-    """Those of ours that go along."""
+    """Return the extras of mlx-ring that are sent too."""
     return tuple(extra for extra in _EXTRAS if all(map(_is_here, _asked_by(extra))))
 
 
 def _asked_by(extra: str) -> list[str]:
-    """Of what we require, what is required for an extra alone."""
+    """Return the requirements that belong to this extra alone."""
     markers = [(text, Requirement(text).marker) for text in distribution(_OWN).requires or ()]
     return [
         text
@@ -105,14 +105,14 @@ def _is_here(requirement: str) -> bool:
 
 
 def write_archive(stream: IO[bytes], packages: Path | None = None) -> None:
-    """A tar of what lies in `site-packages`.
+    """Write a tar archive with the content of `site-packages`.
 
     Args:
-        stream: to write to.
-        packages: those that go with the program; what it has here otherwise.
+        stream: The stream to write to.
+        packages: The folder of packages to send with the program; by default, the installed ones.
 
     Raises:
-        ConfigError: something that is needed was not installed as packages are.
+        ConfigError: A dependency whose metadata do not list its files.
     """
     with tarfile.open(fileobj=stream, mode="w|") as archive:
         for name, path in archived_files(packages):
@@ -120,7 +120,7 @@ def write_archive(stream: IO[bytes], packages: Path | None = None) -> None:
 
 
 def of_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Without whose it is here, and writable by its owner alone: users have other numbers elsewhere."""
+    """Remove the owner, and write access for others: user IDs differ between machines."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     entry.mode &= 0o755
@@ -128,7 +128,7 @@ def of_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def archived_files(packages: Path | None = None) -> Iterator[tuple[str, Path]]:
-    """Each file's name in the archive, and where it lies here."""
+    """Yield each file's name in the archive and its local path."""
     package = Path(next(iter(mlx_ring.__path__)))
     for name, path in _files_in(package):
         yield str(PurePosixPath("mlx_ring", name)), path
@@ -147,16 +147,17 @@ def _files_in(folder: Path) -> Iterator[tuple[PurePosixPath, Path]]:
 
 
 def _files_of(found: Distribution, *, only_metadata: bool) -> Iterator[tuple[str, Path]]:
-    """`only_metadata`: the package itself may lie in a checkout, and is taken from there.
+    """Yield a distribution's files; only its metadata for a package that may be in a checkout.
 
-    Where it was itself sent there is no list of its files, and its metadata are those of its folder.
+    A program that was itself sent here has no list of files, so its metadata folder is read instead.
     """
     if only_metadata and found.files is None:
         yield from _own_metadata(found)
         return
     if found.files is None:
         raise ConfigError(
-            f"{found.name} does not say which files are its own: it cannot be sent to other machines."
+            f"{found.name} has no list of its files, so it cannot be sent to other machines: "
+            "install it as a wheel."
         )
     for file in found.files:
         is_metadata = file.parts[0].endswith(".dist-info")
@@ -170,7 +171,7 @@ def _files_of(found: Distribution, *, only_metadata: bool) -> Iterator[tuple[str
 
 
 def _own_metadata(found: Distribution) -> Iterator[tuple[str, Path]]:
-    """What lies in the folder that the version was read from."""
+    """Yield the files of the metadata folder that the version was read from."""
     site = Path(str(found.locate_file("")))
     for folder in site.glob(f"{_OWN.replace('-', '_')}-{found.version}.dist-info"):
         for path in sorted(folder.rglob("*")):

@@ -1,4 +1,4 @@
-"""Interpreters, and which binaries they can load. Pure."""
+"""Python interpreters and the binaries that they can load. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Release = tuple[int, int]
 """Major and minor number of a C library, or of macOS."""
 
 PYTHONS = ("3.14", "3.13", "3.12", "3.11")
-"""Minor versions for which all that is needed has wheels, the newest first."""
+"""Minor versions for which all dependencies have wheels, newest first."""
 
 TELL_PYTHON = """
 import os, platform, struct, sys, sysconfig
@@ -27,14 +27,17 @@ is_usual = sys.implementation.name == "cpython" and not sysconfig.get_config_var
 if is_usual and struct.calcsize("P") == 8 and sys.version_info >= (3, 11):
     print(sys.platform, platform.machine(), "%d.%d" % sys.version_info[:2], library())
 """
-"""An interpreter that runs this tells what `read_python` reads; one that is of no use tells nothing: PyPy, one without the
-global lock, one of 32 bits, as on a small board whose processor has 64."""
+"""Script by which an interpreter describes itself for `read_python`.
+
+An unsupported interpreter prints nothing: PyPy, a free-threaded build, or a 32-bit build, which some boards with 64-bit
+processors have.
+"""
 
 _MACHINES = {"arm64": "aarch64", "amd64": "x86_64"}
 _SYSTEMS = {"linux": "Linux", "darwin": "macOS"}
 _LINUX_MACHINES = ("x86_64", "aarch64")
 _MANYLINUX = (17, 28, *range(31, 41))
-"""Minor numbers of glibc 2 that uv has names for."""
+"""Minor versions of glibc 2 for which uv has platform names."""
 _TAGGED = re.compile(r"(?:manylinux|musllinux|macosx)_(\d+)_(\d+)_")
 _OLD_TAGGED = re.compile(r"manylinux(?:1|2010|2014)_")
 
@@ -45,14 +48,14 @@ class Python:
 
     path: str
     system: str
-    """As `sys.platform` has it."""
+    """The value of `sys.platform`."""
     machine: str
     version: str
-    """Without the patch: binaries are for one minor version."""
+    """Major and minor version, because binaries are for one minor version."""
     library: str
     """glibc, musl or macos."""
     release: Release
-    """Of the library."""
+    """The library's release."""
 
     def __str__(self) -> str:
         system = _SYSTEMS.get(self.system, self.system)
@@ -61,21 +64,21 @@ class Python:
         return f"{system}{library}{number} on {self.machine}, with Python {self.version}"
 
     def can_load(self, made_for: Python, lowest: Release) -> bool:
-        """Whether what is installed for another interpreter can be copied to this one.
+        """Return True if packages installed for another interpreter can be copied to this one.
 
         Args:
-            made_for: the other one.
-            lowest: of its library, that its binaries ask for.
+            made_for: The other interpreter.
+            lowest: The lowest release of the library that its binaries need.
         """
-        alike = ("system", "machine", "version", "library")
-        return all(getattr(self, name) == getattr(made_for, name) for name in alike) and (
+        same = ("system", "machine", "version", "library")
+        return all(getattr(self, name) == getattr(made_for, name) for name in same) and (
             self.release >= lowest
         )
 
 
-def read_python(path: str, told: str) -> Python | None:
-    """What `TELL_PYTHON` prints; None where that is nothing of the kind."""
-    words = told.split()
+def read_python(path: str, output: str) -> Python | None:
+    """Parse the output of `TELL_PYTHON`; return None for other text."""
+    words = output.split()
     if len(words) != 5:  # noqa: PLR2004 - system, machine, version, library, its release
         return None
     system, machine, version, library, release = words
@@ -83,18 +86,18 @@ def read_python(path: str, told: str) -> Python | None:
 
 
 def read_pythons(lines: Iterable[str]) -> list[Python]:
-    """Those of a machine, a line each: `python`, a path, and what `TELL_PYTHON` prints, with tabs between them."""
-    rows = [line.split("\t", 2) for line in lines if line.startswith("python\t") and line.count("\t") >= 2]  # noqa: PLR2004 - as said
-    found = (read_python(path, told) for _, path, told in rows)
+    """Parse a machine's interpreters, one a line: `python`, a path and the output of `TELL_PYTHON`, with tabs between."""
+    rows = [line.split("\t", 2) for line in lines if line.startswith("python\t") and line.count("\t") >= 2]  # noqa: PLR2004 - see the docstring
+    found = (read_python(path, output) for _, path, output in rows)
     return [python for python in found if python is not None]
 
 
 def best_python(pythons: Sequence[Python], here: Python | None, lowest: Release) -> Python | None:
-    """Of a machine's interpreters: one that can load a copy, else one of the version here, else the newest."""
+    """Return one that can load a copy, or else one of the local version, or else the newest."""
 
     def rank(python: Python) -> tuple[bool, bool, bool, int]:
         can_load = here is not None and python.can_load(here, lowest)
-        # On Apple silicon too, where it is translated.
+        # It also runs on Apple silicon, but translated.
         is_intel_mac = (python.system, python.machine) == ("darwin", "x86_64")
         is_as_here = here is not None and python.version == here.version
         known = PYTHONS.index(python.version) if python.version in PYTHONS else len(PYTHONS)
@@ -104,10 +107,12 @@ def best_python(pythons: Sequence[Python], here: Python | None, lowest: Release)
 
 
 def lowest_release(tags: Iterable[str]) -> Release | None:
-    """Of a C library or of macOS, with which a wheel runs; None where its tags do not say, as when it was built here.
+    """Return the lowest release of the C library or of macOS for a wheel.
+
+    It is None if the tags do not say, for example for a wheel that was built locally.
 
     Args:
-        tags: of one wheel, as `cp312-cp312-manylinux_2_28_x86_64`; it is for any of them.
+        tags: The tags of one wheel, such as `cp312-cp312-manylinux_2_28_x86_64`; any of them may apply.
     """
     found: list[Release] = []
     for tag in tags:
@@ -120,17 +125,17 @@ def lowest_release(tags: Iterable[str]) -> Release | None:
 
 
 def wheel_platform(python: Python) -> str:
-    """What uv calls the platform whose wheels run there.
+    """Return uv's name of the platform whose wheels run there.
 
     Raises:
-        HostFailed: it has no name for it, so that there are no wheels.
+        HostFailed: A platform without a name in uv, so without wheels.
     """
     machine = _MACHINES.get(python.machine.lower(), python.machine)
     if python.system == "darwin":
         return f"{machine}-apple-darwin"
     if python.system != "linux" or machine not in _LINUX_MACHINES:
         raise HostFailed(
-            f"there are no wheels for {python}: a cluster's machines are Macs with Apple silicon, or Linux on x86_64 or aarch64"
+            f"there are no wheels for {python}: use a Mac with Apple silicon, or Linux on x86_64 or aarch64"
         )
     if python.library == "musl":
         return f"{machine}-unknown-linux-musl"
@@ -139,7 +144,7 @@ def wheel_platform(python: Python) -> str:
 
 
 def wheel_variables(python: Python) -> dict[str, str]:
-    """What uv reads in the environment for it: wheels for Macs are for a macOS or newer ones."""
+    """Return uv's environment variables for it: a wheel for Macs needs a minimum release of macOS."""
     if python.system != "darwin":
         return {}
     return {"MACOSX_DEPLOYMENT_TARGET": f"{python.release[0]}.{python.release[1]}"}

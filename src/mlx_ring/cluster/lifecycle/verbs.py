@@ -1,4 +1,4 @@
-"""What `mlx-ring cluster` does with all machines of a file."""
+"""Actions of `mlx-ring cluster` on all machines of a devices file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.running import Kind, Running, arguments_digest
 from mlx_ring.settings.devices_file import DevicesFile
 
-_TOKEN_LIFE = "1h"  # noqa: S105 - how long one holds
+_TOKEN_LIFE = "1h"  # noqa: S105 - a lifetime, not a secret
 _SLICE_S = 10.0
 _ANSWER_S = 660.0
 _STOP_S = 120.0
@@ -38,14 +38,14 @@ class Started:
     """A cluster that serves."""
 
     url: str
-    """On the coordinator."""
+    """The head's URL on the coordinator."""
     was_running: bool
     status: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How one machine is."""
+    """State of one machine."""
 
     place: Place
     node: str
@@ -62,20 +62,20 @@ def start(
     store: WheelStore,
     folders: Sequence[Path] = (),
 ) -> Started:
-    """Have everything run as the file says. What does already stays; otherwise what runs is ended, and all is started.
+    """Start the cluster as the file says, unless it already runs so; otherwise stop what runs first.
 
     Args:
-        file: the machines.
-        model: to serve. A folder is one of the coordinator's; one without a whole path is at home there.
-        tell: what is being done.
-        timeout_s: how long loading may take.
-        store: of packages for machines of other systems.
-        folders: where a model's folder may lie too, where the coordinator is this machine.
+        file: The machines.
+        model: The model to serve; a folder is on the coordinator, relative to the home folder there.
+        tell: The callback that reports progress.
+        timeout_s: The time limit for loading.
+        store: The packages for machines of other systems.
+        folders: More folders that may hold the model if the coordinator is this machine.
 
     Raises:
-        HostFailed: a machine cannot be reached, or something does not start; then nothing is left running.
+        HostFailed: A machine out of reach, or a failed start, after which nothing is left running.
     """
-    # What is wrong in the file is told before any machine is touched.
+    # Report errors in the file before any machine is touched.
     head_arguments(file, model, "", {device.name: device.name for device in file.devices})
     readies = on_all(find_places(file.devices), lambda place: make_ready(place, store=store, tell=tell))
     run = _Run(file, _on_coordinator(readies, model, folders), readies)
@@ -87,35 +87,35 @@ def start(
         run.start(tell, timeout_s)
         url = run.wait(timeout_s)
     except BaseException:
-        # Why it did not start is what counts, whatever cannot be ended.
+        # The reason of the failed start matters more than a failed stop.
         try:
-            _end(readies, lambda _told: None)
+            _end(readies, lambda _line: None)
         except HostFailed as error:
-            tell(f"Not all of it was ended: {error}")
+            tell(f"Not everything was stopped: {error}")
         raise
-    # It serves by now: that nobody tells how it is would be no reason to end it.
+    # It serves by now, so a failed status request must not end it.
     return Started(url, was_running=False, status=run.status())
 
 
 def stop(file: DevicesFile, *, tell: Tell) -> None:
-    """End head and agents everywhere, the head first; machines where nothing runs are left as they are.
+    """Stop the head, then all agents; leave machines where nothing runs as they are.
 
     Raises:
-        HostFailed: a sentence for each machine that could not be reached; the others are done.
+        HostFailed: A sentence for each machine out of reach, after the others were stopped.
     """
     _head_first(find_places(file.devices), lambda place: _stop(place, tell))
 
 
 def standings(file: DevicesFile) -> list[Standing]:
-    """How each machine is; what cannot be reached is no error here."""
+    """Return the state of each machine; a machine out of reach is no error here."""
     return on_all(find_places(file.devices), _standing)
 
 
 def ask(file: DevicesFile, method: str, path: str, body: object = None) -> Any:
-    """What the head answers, asked on its own machine: HTTP need not be open to others.
+    """Send the head a request on its own machine, because its HTTP port may be closed to others.
 
     Raises:
-        HostFailed: it cannot be asked, or answers with an error.
+        HostFailed: A head out of reach, or an error as its answer.
     """
     place = _coordinators(find_places(file.devices))[0]
     found = any_program(place, find_program(place))
@@ -125,10 +125,10 @@ def ask(file: DevicesFile, method: str, path: str, body: object = None) -> Any:
 
 
 def log_commands(file: DevicesFile) -> list[tuple[str, Ready]]:
-    """Machines with a program that prints their logs.
+    """Return each machine's name and the program that prints its logs.
 
     Raises:
-        HostFailed: one cannot be reached, or has none.
+        HostFailed: A machine out of reach, or without mlx-ring.
     """
 
     def find(place: Place) -> tuple[str, Ready]:
@@ -141,7 +141,7 @@ def log_commands(file: DevicesFile) -> list[tuple[str, Ready]]:
 
 
 class _Run:
-    """One file's machines, all of them with the same program."""
+    """The machines of one file, all with the same program."""
 
     def __init__(self, file: DevicesFile, model: str, readies: Sequence[Ready]) -> None:
         self._file = file
@@ -152,7 +152,7 @@ class _Run:
         self._pid = next(_like(self._head.about.running, "head", self._head_words), 0)
 
     def is_as_wished(self) -> bool:
-        """Whether all that is to run does, with the very arguments."""
+        """Return True if the head and all agents run with exactly these arguments."""
         return _runs(self._head.about.running, "head", self._head_words) and all(
             other.about.cluster == self._head.about.cluster
             and _runs(other.about.running, "agent", self._agent_words(other))
@@ -160,6 +160,7 @@ class _Run:
         )
 
     def start(self, tell: Tell, timeout_s: float) -> None:
+        """Start the head, then the agents."""
         tell(f"{self._head.place.name}: starting the head")
         limit = ("--timeout", f"{timeout_s:g}")
         self._pid = int(
@@ -177,7 +178,7 @@ class _Run:
         )
 
     def wait(self, timeout_s: float) -> str:
-        """Until it answers; where."""
+        """Wait until the head answers and return its URL."""
         end = time.monotonic() + timeout_s
         words = ("wait-until-ready", "--timeout", f"{_SLICE_S:g}", str(self._pid))
         while not (url := self._url(words)):
@@ -185,12 +186,12 @@ class _Run:
             if time.monotonic() > end:
                 raise HostFailed(
                     f"{self._head.place.name}: the model does not answer after {timeout_s:g} s: "
-                    "`mlx-ring cluster logs` may tell why, and --timeout waits longer."
+                    "see `mlx-ring cluster logs`, or give a longer --timeout."
                 )
         return url
 
     def _url(self, words: Sequence[str]) -> str:
-        """Empty while it does not answer yet. A network that fails for a moment is no end."""
+        """Return the head's URL, empty until it answers; retry after a short network failure."""
         for _ in range(_MOST_UNREACHED - 1):
             try:
                 return self._head.on_host(*words).strip()
@@ -199,6 +200,7 @@ class _Run:
         return self._head.on_host(*words).strip()
 
     def status(self) -> Any:
+        """Return the head's status of the cluster."""
         return _ask(self._head, self._file, "GET", "/cluster/status")
 
     def _other(self, place: Place) -> Ready:
@@ -221,12 +223,10 @@ class _Run:
         return agent_arguments(self._file, other.place.device, self._address(other), other.about.state)
 
     def _check_agents(self) -> None:
-        """Who has ended will not come any more; of a machine that cannot be reached just now nothing is known."""
+        """Raise an error if an agent has ended; ignore machines that are out of reach just now."""
         for standing in on_all([other.place for other in self._others], _standing):
             if not standing.failure and not any(found.kind == "agent" for found in standing.running):
-                raise HostFailed(
-                    f"{standing.place.name}: the agent has ended; `mlx-ring cluster logs` may tell why."
-                )
+                raise HostFailed(f"{standing.place.name}: the agent has ended: see `mlx-ring cluster logs`.")
 
 
 def _runs(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> bool:
@@ -234,7 +234,7 @@ def _runs(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> bool:
 
 
 def _like(running: Sequence[Running], kind: Kind, words: Sequence[str]) -> Iterator[int]:
-    """Processes that were started with these words."""
+    """Return the IDs of processes that were started with these arguments."""
     digest = arguments_digest(words)
     return (found.pid for found in running if found.kind == kind and found.arguments == digest)
 
@@ -248,8 +248,8 @@ def _on_coordinator(readies: Sequence[Ready], model: str, folders: Sequence[Path
 def _ask(found: Ready, file: DevicesFile, method: str, path: str, body: object = None) -> Any:
     keys = {name.replace("-", "_"): value for name, value in file.serve.items()}.get("api_key_file")
     words = ("ask", *(("--api-key-file", str(keys)) if keys else ()), method, path)
-    told = "" if body is None else json.dumps(body)
-    return json.loads(found.on_host(*words, told=told, timeout_s=_ANSWER_S))
+    text = "" if body is None else json.dumps(body)
+    return json.loads(found.on_host(*words, told=text, timeout_s=_ANSWER_S))
 
 
 def _coordinators(places: Sequence[Place]) -> list[Place]:
@@ -262,7 +262,7 @@ def _end(readies: Sequence[Ready], tell: Tell) -> None:
 
 
 def _head_first(places: Sequence[Place], work: Callable[[Place], None]) -> None:
-    """The head first: it ends the model everywhere. One that fails keeps no other from its end."""
+    """Do the work for the head first, which unloads the model everywhere, then for all others despite failures."""
     failures: list[str] = []
     for group in (_coordinators(places), [place for place in places if not place.device.is_coordinator]):
         try:

@@ -1,8 +1,7 @@
-"""Packages for a machine of another system, fetched here: it needs no internet itself.
+"""Packages for a machine of another system, fetched here so that it needs no internet access.
 
-uv does it. It evaluates what a package requires for the system that it is told, where pip does so for the one that it runs on.
-
-Which package index the person uses: uv's own settings, or pip's handed to uv where it has none.
+uv fetches them, because it evaluates requirements for a given system; pip does so only for its own. The package index comes
+from uv's settings, or from pip's if uv has none.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from mlx_ring.host.private_files import locked, make_private_folder
 
 _PIP_S = 60.0
 _SYSTEM = Path("/etc")
-"""Where uv's settings for everybody lie."""
+"""Parent of the folder with uv's settings for all users."""
 _SECTIONS = ("global", "install", "download", ":env:")
-"""Of pip's settings, those that count; the later ones more."""
+"""Sections of pip's settings that are read; later ones override earlier ones."""
 _UV_INDEX_NAMES = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
 _NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -42,14 +41,14 @@ _NAMES = {
     "proxy": "ALL_PROXY",
 }
 _SEVERAL = {"extra-index-url": " ", "find-links": ",", "trusted-host": " "}
-"""What there may be several of, and what uv wants between them; pip has spaces."""
+"""Settings with several values, each with uv's separator; pip separates by spaces."""
 
 
 def index_environments() -> list[dict[str, str]]:
-    """What uv is started with, for the index that is used here; the second where the first does not do.
+    """Return the environments to start uv with, the second in case the first one fails.
 
-    pip takes each file from whatever index has it, and uv all files of a version from one: so the further indexes of pip's
-    come last, lest a wheel for one system there hides all others.
+    pip takes each file from any index, but uv takes all files of a version from one. pip's extra indexes therefore come
+    second: a wheel there for one system would hide those for all others.
     """
     environment = inherited_environment({})
     if has_uv_settings(environment):
@@ -60,17 +59,17 @@ def index_environments() -> list[dict[str, str]]:
 
 
 def has_uv_settings(environment: Mapping[str, str]) -> bool:
-    """Whether uv was told which index to use, or has a file of settings."""
+    """Return True if uv has an index in the environment or a settings file."""
     if any(environment.get(name) for name in (*_UV_INDEX_NAMES, "UV_CONFIG_FILE")):
         return True
     own = Path(environment.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return any((folder / "uv" / "uv.toml").is_file() for folder in (own, _SYSTEM))
 
 
-def pip_settings(told: str) -> dict[str, str]:
-    """Out of what `pip config list` prints: `global.index-url='https://…'`."""
+def pip_settings(text: str) -> dict[str, str]:
+    """Parse the output of `pip config list`, with lines such as `global.index-url='https://…'`."""
     found: dict[str, dict[str, str]] = {}
-    for line in told.splitlines():
+    for line in text.splitlines():
         name, _, value = line.partition("=")
         section, _, key = name.rpartition(".")
         with contextlib.suppress(ValueError, SyntaxError):
@@ -79,21 +78,21 @@ def pip_settings(told: str) -> dict[str, str]:
 
 
 def variables_of(settings: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """What pip is set to, by the names of the variables that uv reads."""
+    """Return pip's settings by the names of uv's environment variables."""
     found: dict[str, str] = {}
     for key, name in _NAMES.items():
-        told = settings.get(key, "").strip()
-        values = told.split() if key in _SEVERAL else [told]
+        text = settings.get(key, "").strip()
+        values = text.split() if key in _SEVERAL else [text]
         if there := [value for value in values if value and _is_there(value)]:
             found[name] = _SEVERAL.get(key, "").join(there)
     if "UV_INDEX" in found:
-        # pip takes the best of all indexes, uv the first that has a package.
+        # By default, pip takes the best match of all indexes, and uv the first index that has the package.
         found["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     return {name: value for name, value in found.items() if name not in environment}
 
 
 def _is_there(value: str) -> bool:
-    """A folder that is none is no error to pip, and one to uv."""
+    """Return False for a missing folder, which pip ignores and uv reports as an error."""
     if value.startswith("file:"):
         return Path(unquote(urlsplit(value).path)).exists()
     return Path(value).exists() if value.startswith("/") else True
@@ -101,7 +100,7 @@ def _is_there(value: str) -> bool:
 
 @functools.cache
 def _pip_config() -> str:
-    """Of this environment's pip, else of the one on the PATH; empty where there is none."""
+    """Return the settings of this environment's pip, or of the one on the PATH; empty without pip."""
     for pip in ((sys.executable, "-m", "pip"), ("pip3",)):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(
@@ -115,7 +114,7 @@ def _pip_config() -> str:
 _FETCH_S = 1800.0
 _MOST_KEPT = 4
 _IN_USE_S = 3600.0
-"""What was asked for within that time may just be being sent."""
+"""Time for which a folder of packages may still be in use, that is, being sent."""
 _NAME = r"([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?(?:\{[^}]*\})?"
 _NO_WHEEL = re.compile(rf"{_NAME}==([\w.+!]+) has no (?:usable )?wheels")
 _NO_VERSION = re.compile(rf"(?:there is no version of|you require \S.*? and) {_NAME}==([\w.+!]+)")
@@ -128,43 +127,43 @@ _NETWORK = re.compile(
     re.IGNORECASE,
 )
 _DRAWN = re.compile(r"[\s\u00d7\u2500-\u25b6]+")
-"""Spaces, and lines and arrows that some versions of uv draw."""
+"""Spaces, and the lines and arrows that some versions of uv draw."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Packages, as those of this machine are."""
+    """Packages to fetch, with the versions of this machine."""
 
     requirements: tuple[str, ...]
-    """With markers, which are evaluated for the machine that gets them."""
+    """Requirements with markers, which are evaluated for the target machine."""
     exact: tuple[str, ...] = ()
-    """Versions that it must have: `mlx==0.32.4`."""
+    """Required versions, such as `mlx==0.32.4`."""
     preferred: tuple[str, ...] = ()
-    """Versions that it has unless there are none for its system."""
+    """Preferred versions, used if they exist for the target system."""
 
 
 @dataclass(frozen=True, slots=True)
 class WheelStore:
-    """Where packages are kept, once they were fetched, and where they may come from beside the index."""
+    """Cache of fetched packages, and a source of packages beside the index."""
 
     folder: Path
     given: Path | None = None
-    """Of the person's own wheels. What can be had from there alone is, so that no index is needed."""
+    """Folder of the user's own wheels; the index is used only if they are not enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where uv looks."""
+    """A source of packages for uv: its flags and environment."""
 
     flags: tuple[str, ...]
     environment: Mapping[str, str]
 
 
 def packages_for(python: Python, wanted: Wanted, store: WheelStore) -> Path:
-    """A folder as `site-packages` is to be there; fetched unless it was before.
+    """Return a folder with the content of `site-packages` for the target, fetched unless it is in the cache.
 
     Raises:
-        HostFailed: something has no wheel for that system, or the index cannot be reached: which, why, what to do.
+        HostFailed: A package without a wheel for that system, or an index out of reach, with the reason and the remedy.
     """
     platform = wheel_platform(python)
     make_private_folder(store.folder)
@@ -179,7 +178,7 @@ def packages_for(python: Python, wanted: Wanted, store: WheelStore) -> Path:
 
 def _key(python: Python, platform: str, wanted: Wanted, given: Path | None) -> str:
     wheels = [(path.name, path.stat()) for path in given.glob("*.whl") if path.is_file()] if given else []
-    # One that was built anew may have the name of the one before.
+    # A rebuilt wheel may have the same name as before.
     names = sorted(f"{name} {state.st_size} {state.st_mtime_ns}" for name, state in wheels)
     lines = [platform, repr(wheel_variables(python)), python.version]
     lines += [*wanted.requirements, "", *wanted.exact, "", *wanted.preferred, "", *names]
@@ -198,7 +197,7 @@ def _fetch(python: Python, platform: str, wanted: Wanted, given: Path | None, fo
 
 
 def _fetch_into(fresh: Path, python: Python, platform: str, wanted: Wanted, given: Path | None) -> None:
-    """From each source in turn, until one has all."""
+    """Try the sources in turn until one has everything."""
     failures: list[str] = []
     for source in _sources(given):
         try:
@@ -209,11 +208,11 @@ def _fetch_into(fresh: Path, python: Python, platform: str, wanted: Wanted, give
             return
     if given is None:
         raise HostFailed(failures[0])
-    raise HostFailed(f"{failures[1]}. In {given} alone: {failures[0]}")
+    raise HostFailed(f"{failures[1]}. With {given} alone: {failures[0]}")
 
 
 def _sources(given: Path | None) -> list[_Source]:
-    """The folder alone, then the index with it."""
+    """Return the user's folder alone, then the index together with it."""
     environments = index_environments()
     links = () if given is None else ("--find-links", str(given.absolute()))
     alone = [] if given is None else [_Source(("--no-index", *links), environments[0])]
@@ -226,19 +225,19 @@ def _fetch_from(source: _Source, python: Python, platform: str, wanted: Wanted, 
         *("--python-version", python.version, "--only-binary", ":all:", "--quiet", "--color", "never"),
         *source.flags,
     )
-    # Of a source that did not have all.
+    # Leftovers of a source that did not have everything.
     shutil.rmtree(fresh / "packages", ignore_errors=True)
     for name, lines in (
         ("wanted.txt", wanted.requirements),
         ("exact.txt", wanted.exact),
-        # uv keeps to the versions that stand in the file it writes.
+        # uv prefers the versions in an existing output file.
         ("versions.txt", wanted.preferred),
     ):
         (fresh / name).write_text("".join(f"{line}\n" for line in lines), "utf-8")
     plain = ("--no-annotate", "--no-header")
     out = ("--constraints", "exact.txt", "--output-file", "versions.txt")
     _run_uv(("pip", "compile", "wanted.txt", *out, *plain, *target), python, source, fresh)
-    # Links into uv's cache could not be sent.
+    # Copies, because links into uv's cache cannot be sent.
     into = ("--target", "packages", "--no-deps", "--link-mode", "copy")
     _run_uv(("pip", "install", "--requirements", "versions.txt", *into, *target), python, source, fresh)
 
@@ -257,15 +256,17 @@ def _run_uv(words: Sequence[str], python: Python, source: _Source, folder: Path)
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise HostFailed(f"packages for {python} were not fetched within {_FETCH_S:g} s") from error
+        raise HostFailed(
+            f"packages for {python} were not fetched within {_FETCH_S:g} s: check the network and start again"
+        ) from error
     if done.returncode:
         raise HostFailed(why_not(done.stderr, python))
 
 
 def _uv() -> str:
-    """A program that was itself sent here has none with it."""
+    """Return the path of uv, from the PATH if the program was itself sent here without it."""
     with contextlib.suppress(ImportError, FileNotFoundError):
-        from uv import find_uv_bin  # as said
+        from uv import find_uv_bin  # not always installed
 
         return find_uv_bin()
     found = shutil.which("uv")
@@ -278,55 +279,55 @@ def _uv() -> str:
 
 
 def why_not(said: str, python: Python) -> str:
-    """What uv said, as one sentence without its end, and without anybody's password for an index."""
+    """Turn uv's output into one sentence without a full stop and without credentials for an index."""
     said = _CREDENTIALS.sub("", said)
     text = _DRAWN.sub(" ", said).strip()
     if match := _NO_WHEEL.search(text):
         return (
             f"{match[1]} {match[2]} has no wheel for {python}{_others(text)}: use another Python or another system there, "
-            "or install mlx-ring there by hand"
+            "or install mlx-ring there manually"
         )
     if match := _NO_VERSION.search(text):
         return (
-            f"{match[1]} {match[2]}, which runs here, is not in the package index: install one here that is there, or give "
-            "a folder with its wheel as `wheels` in the file"
+            f"{match[1]} {match[2]}, which is installed here, is not in the package index: install a version that is in the "
+            "index, or give a folder with its wheel as `wheels` in the file"
         )
     last = _last_cause(said)
-    if trouble := _index_trouble(text, last):
+    if problem := _index_problem(text, last):
         return (
-            f"packages for {python} cannot be fetched, for the package index {trouble}, or give a folder with wheels for it "
-            "as `wheels` in the file"
+            f"packages for {python} cannot be fetched, because the package index {problem}, or give a folder with wheels "
+            "for it as `wheels` in the file"
         )
     if match := _UNKNOWN.search(text):
         if match[2] == "package registry":
             return f"{match[1]} is not in the package index: give a folder with its wheel as `wheels` in the file"
-        return f"{match[1]} has no wheel there"
+        return f"{match[1]} has no wheel in that folder"
     return f"packages for {python} cannot be fetched: {last}"
 
 
-def _index_trouble(text: str, last: str) -> str:
-    """What is wrong with the index itself, and what to do; empty where that is not the trouble."""
+def _index_problem(text: str, last: str) -> str:
+    """Describe the problem of the index and its remedy; return an empty text if the index is not the cause."""
     if match := _REFUSED.search(text):
-        return f"answers {match[1]}: mend the credentials in the settings of uv or pip"
-    return f"is out of reach from here ({last}): go online" if _NETWORK.search(text) else ""
+        return f"answers {match[1]}: correct the credentials in the settings of uv or pip"
+    return f"is out of reach from here ({last}): check the network" if _NETWORK.search(text) else ""
 
 
 def _others(text: str) -> str:
-    """For which other systems there are some."""
+    """Name the other systems for which wheels exist."""
     match = _OTHERS.search(text)
     names = match[1].replace("`", "").split(", ") if match else []
     known = ", ".join(name for name in names if name and not name.startswith("win"))
-    return f" (there are some for {known})" if known else ""
+    return f" (wheels exist for {known})" if known else ""
 
 
 def _last_cause(said: str) -> str:
     lines = [_DRAWN.sub(" ", line).strip() for line in said.partition("hint:")[0].splitlines()]
-    last = next((line for line in reversed(lines) if line), "it said nothing")
+    last = next((line for line in reversed(lines) if line), "uv printed nothing")
     return last.removeprefix("error: ").removeprefix("cause: ").rstrip(".")
 
 
 def _forget_old(folder: Path) -> None:
-    """Keep those that were used last."""
+    """Delete all folders but those used last."""
     kept = sorted(
         (path for path in folder.iterdir() if path.is_dir()),
         key=lambda path: path.stat().st_mtime,
