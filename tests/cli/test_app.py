@@ -46,7 +46,7 @@ def test_a_command_brings_no_other_in() -> None:
     done = run("service", "show")
     assert done.returncode == 0, done.stderr
     brought = done.stderr.partition("brought in: ")[2].split()
-    assert {name.split(".")[2] for name in brought} == {"main", "app", "service", "service_unit"}
+    assert {name.split(".")[2] for name in brought} == {"app", "service", "service_unit"}
 
 
 def test_help_lists_every_command() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mlx_ring.rpc.link_probe import LinkMeasure
+if TYPE_CHECKING:
+    # It imports gRPC, which must not load with the planner.
+    from mlx_ring.rpc.link_probe import LinkMeasure
 
 
 @dataclass(frozen=True, slots=True)
