@@ -1,4 +1,4 @@
-"""The answers to one chat, side by side: what the engine says, read into parts."""
+"""Answers to one chat: the engine's text, read into parts, streamed or whole."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class ChatAnswer:
     parts: list[AnswerPart] = field(default_factory=list[AnswerPart])
     """As they came."""
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    """Of every token, where asked for: those of thoughts, calls and marks too."""
+    """Log-probabilities of all tokens, where requested; those of reasoning, calls and marks too."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-    """Of the completion's; the marks around thoughts count."""
+    """Number of the completion's tokens that are reasoning; the marks around it count."""
     end: EndReason | None = None
     """None: it has not ended."""
     stop_match: str | None = None
@@ -76,14 +76,14 @@ class ChatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerUpdate:
-    """What some tokens added to the answer of that index."""
+    """Parts that some tokens added to the answer of that index."""
 
     index: int
     parts: tuple[AnswerPart, ...]
     logprobs: tuple[TokenLogprob, ...]
-    """Of each of the tokens, where asked for, whether or not it made a part."""
+    """Log-probabilities of these tokens, where requested, even if they made no part."""
     end: EndReason | None = None
-    """On an answer's last news, and only there."""
+    """Reason of the answer's end, in its last update only."""
     stop_match: str | None = None
 
 
@@ -96,7 +96,7 @@ class ChatGeneration:
         self.answers = [ChatAnswer() for _ in chat.rules]
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[AnswerUpdate]]:
-        """What has arrived since the last batch, until every answer has ended.
+        """Yield what has arrived since the last batch, until every answer has ended.
 
         An empty batch says that nothing came for `quiet_s` seconds.
 
@@ -130,7 +130,7 @@ class ChatGeneration:
     def _read_pieces(
         self, reader: AnswerReader, answer: ChatAnswer, delta: Delta
     ) -> tuple[list[AnswerPart], int]:
-        """The parts, and how many tokens they are: those behind the answer's end are nobody's."""
+        """Return the parts and the number of their tokens, without what follows the answer's end."""
         parts: list[AnswerPart] = []
         read = 0
         for text in delta.pieces:
@@ -144,14 +144,14 @@ class ChatGeneration:
 
 
 class ChatWriter(Protocol):
-    """How a dialect writes a stream, in bytes. Whatever it writes, each stream is `opening`, `update` and `closing`."""
+    """Writer of a dialect's streams. It writes each stream with `opening`, `update` and `closing`."""
 
     media_type: str
     keep_alive: bytes
-    """What says nothing, and shows that the stream lives; empty where the dialect has no such thing."""
+    """Bytes that carry nothing and show that the stream lives; empty where the dialect has none."""
 
     def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
-        """Before anything was computed."""
+        """Write what comes before any token."""
         ...
 
     def update(self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]) -> bytes:
@@ -159,7 +159,7 @@ class ChatWriter(Protocol):
         ...
 
     def closing(self, answers: Sequence[ChatAnswer]) -> bytes:
-        """All have ended."""
+        """Write the end, once all answers have ended."""
         ...
 
 
@@ -192,7 +192,7 @@ def stream_chat(
 
 
 def _ignore(_: AnswerUpdate) -> None:
-    """Who wants the answers whole."""
+    """Ignore an update: the caller wants whole answers only."""
 
 
 async def answer_chat(
@@ -201,7 +201,10 @@ async def answer_chat(
     chat: PreparedChat,
     on_update: Callable[[AnswerUpdate], object] = _ignore,
 ) -> list[ChatAnswer]:
-    """The answers when all have ended; stops at once when the client leaves. `told` gets all news as they come."""
+    """Return the answers when all have ended; stop at once when the client leaves.
+
+    `on_update` gets every update as it comes.
+    """
 
     async def run() -> list[ChatAnswer]:
         async with _running_chat(engine, chat) as generation:

@@ -28,12 +28,12 @@ _OPTIONS = "x-guidance"
 
 
 def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: bool) -> Grammar | None:  # noqa: A002 - the word of the field
-    """The grammar of a conversation's next answer; None where any text will do.
+    """Return the grammar of a conversation's next answer; None where any text will do.
 
     Args:
         format: the model's own.
-        conversation: what is asked.
-        thinking_open: whether the prompt leaves the answer to begin as a thought.
+        conversation: the chat request.
+        thinking_open: True where the prompt leaves the answer inside reasoning.
 
     Raises:
         RequestError: it cannot be enforced in this model's format.
@@ -43,7 +43,7 @@ def answer_grammar(format: ChatFormat, conversation: Conversation, *, thinking_o
 
 
 def _param(conversation: Conversation) -> str:
-    """Where the request says what its answer must match."""
+    """Return the name of the field that says what the answer must match."""
     return "tools" if conversation.format.kind == "text" else conversation.format.param
 
 
@@ -64,8 +64,8 @@ def _grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: b
         grammar.add("start", write_messages(grammar, format.calls, use, final))
         return Grammar("lark", grammar.write())
     _refuse_headers(format, content)
-    may_think = thinking_open or not _is_told_not_to_think(conversation)
-    thoughts = _thoughts(grammar, format, is_open=thinking_open) if may_think else ""
+    may_think = thinking_open or not _disables_reasoning(conversation)
+    thoughts = _reasoning_rule(grammar, format, is_open=thinking_open) if may_think else ""
     if calls is None and not thoughts and not format.dropped:
         return _of_format(content)
     if calls is None:
@@ -102,7 +102,7 @@ def _own(content: AnswerFormat) -> Mapping[str, object]:
 
 
 def _content(grammar: LarkGrammar, content: AnswerFormat) -> str | None:
-    """What the answer's text must be; None: anything."""
+    """Return the rule of the answer's text; None: any text."""
     match content.kind:
         case "text":
             return None
@@ -120,16 +120,19 @@ def _refuse_headers(format: ChatFormat, content: AnswerFormat) -> None:  # noqa:
         )
 
 
-def _thoughts(grammar: LarkGrammar, format: ChatFormat, *, is_open: bool) -> str:  # noqa: A002 - as above
-    """What comes before all else: the rest of a thought that is open, or one if the model likes to."""
+def _reasoning_rule(grammar: LarkGrammar, format: ChatFormat, *, is_open: bool) -> str:  # noqa: A002 - as above
+    """Return the rule of the reasoning that comes first: the rest of what is open, or optional reasoning."""
     if format.thinking is None:
         return ""
     rest = f"{grammar.until(format.thinking.end)} {SPACE}?"
     return rest if is_open else f"({grammar.exactly(format.thinking.start)} {rest})?"
 
 
-def _is_told_not_to_think(conversation: Conversation) -> bool:
-    """Whether the template was told: of a model that may choose only what a schema allows, a thought would be the way out."""
+def _disables_reasoning(conversation: Conversation) -> bool:
+    """Return True where the request turns reasoning off.
+
+    Reasoning would then be a way around a schema that restricts every other token.
+    """
     kwargs = conversation.template_kwargs
     return (
         kwargs.get("enable_thinking") is False
@@ -139,7 +142,7 @@ def _is_told_not_to_think(conversation: Conversation) -> bool:
 
 
 def _dropped(grammar: LarkGrammar, format: ChatFormat) -> str:  # noqa: A002 - as above
-    """Marks that say nothing may stand around the answer."""
+    """Return the rule of marks without meaning, which may stand around the answer."""
     return f"({' | '.join(map(grammar.exactly, format.dropped))})*" if format.dropped else ""
 
 
@@ -155,7 +158,7 @@ def _with_calls(grammar: LarkGrammar, marks: CallMarks, conversation: Conversati
 
 
 def _harmony(grammar: LarkGrammar, _marks: CallMarks, use: ToolUse, final: str | None) -> str:
-    """gpt-oss's answers are messages with a channel each: thoughts, and then what is `final`, or a call."""
+    """Write the rules of gpt-oss: messages with a channel each, first reasoning, then `final` or a call."""
     start = grammar.exactly("<|start|>assistant")
     thought = f"{grammar.exactly('<|channel|>analysis<|message|>')} {grammar.until('<|end|>')} {start}"
     last = write_harmony_calls(grammar, use.callable_tools)
@@ -165,7 +168,7 @@ def _harmony(grammar: LarkGrammar, _marks: CallMarks, use: ToolUse, final: str |
 
 
 def _muse(grammar: LarkGrammar, marks: CallMarks, use: ToolUse, final: str | None) -> str:
-    """Muse's say to whom they are: to itself what it thinks, and then what is for the user, or calls to tools."""
+    """Write the rules of Muse: messages with a recipient each, itself for reasoning, then the user or tools."""
     asides = ["self"] if final is None else ["self", "commentary"]
     begins = either(grammar.exactly(f"to={whom}<|message|>") for whom in asides)
     aside = f'" "? {begins} {grammar.until("<|eom|>")} {grammar.exactly("<|start|>assistant")}'
@@ -202,7 +205,7 @@ class GrammarChecks:
         """By their digests, for clients decide how long they are: what is wrong with them; empty: nothing."""
 
     async def check(self, grammar: Grammar | None, conversation: Conversation) -> None:
-        """Raises `RequestError` where a grammar cannot be enforced, with the name of what it comes from."""
+        """Raise `RequestError`, naming the request's field, where a grammar cannot be enforced."""
         if grammar is None or not (problem := await self._problem(grammar)):
             return
         if conversation.format.kind != "text" and (

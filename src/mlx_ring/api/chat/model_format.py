@@ -43,12 +43,12 @@ _NAME = re.compile(r"[\w-]+")
 
 
 def is_harmony(added: Collection[str]) -> bool:
-    """Whether a vocabulary with these added tokens is."""
+    """Return True where a vocabulary with these added tokens writes Harmony."""
     return set(added) >= TOKENS
 
 
 def parse_tool_call(text: str, tools: object) -> object:
-    """A call from its function's name on. Raises `ValueError` where it is none."""
+    """Parse a call from its function's name on. Raise `ValueError` where it is not a call."""
     del tools
     heading, mark, arguments = text.strip().partition(_BODY)
     name = _NAME.match(heading)
@@ -78,7 +78,7 @@ _INNER_MARKS: Mapping[str, tuple[str, ...]] = {
     "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "mistral": ("[ARGS]", "[CALL_ID]"),
 }
-"""What else may be a special token inside calls, by the name of mlx-lm's parser."""
+"""More special tokens that calls may contain, by the name of mlx-lm's parser."""
 _WORD = re.compile(r"\w+")
 _PROMPTS_END = 32
 """Tokens at a prompt's end among which a template opens thinking."""
@@ -86,7 +86,7 @@ _PROMPTS_END = 32
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What stands before and behind something in an answer's text."""
+    """Marks before and behind a part of an answer's text."""
 
     start: str
     end: str
@@ -95,7 +95,7 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class CallMarks(Marks):
-    """What stands around calls of tools, and who reads what is between."""
+    """Marks around tool calls, and the parser of what is between."""
 
     parser: str
     """mlx-lm's name of it, such as `json_tools`."""
@@ -118,27 +118,27 @@ class ChatFormat:
     )
     """More marks by where they count, and what begins behind them."""
     words: frozenset[str] = frozenset()
-    """Every word of the template: what it never mentions it cannot heed."""
+    """Words of the template; an argument that is not among them has no effect."""
     special: Mapping[str, int] = field(default_factory=dict[str, int])
     """Special tokens that are part of marks, by their text."""
     added: Mapping[str, int] = field(default_factory=dict[str, int])
     """The same, with tokens that were added by name and are not special: a tokenizer never makes them of other text."""
 
     def knows(self, word: str) -> bool:
-        """Whether the template has a variable of that name, or so it seems."""
+        """Return True where the template seems to have a variable of that name."""
         return word in self.words
 
     def shown_tokens(self, *, calls: bool) -> frozenset[int]:
-        """Special tokens that an answer's text must show, for its marks to be found."""
+        """Return the special tokens that an answer's text must show so that its marks can be found."""
         texts = self.marks(calls=calls)
         return frozenset(token for name, token in self.special.items() if any(name in text for text in texts))
 
     def opens_thinking(self, prompts_end: str) -> bool:
-        """Whether a prompt leaves the answer to begin as a thought."""
+        """Return True where the prompt leaves the answer inside reasoning."""
         return self.thinking is not None and prompts_end.rstrip().endswith(self.thinking.start)
 
     def marks(self, *, calls: bool) -> list[str]:
-        """All that may be special tokens."""
+        """Return all marks that may be special tokens."""
         marks = [*self.dropped, *(mark for turns in self.turns.values() for mark, _ in turns)]
         if self.thinking is not None:
             marks += [self.thinking.start, self.thinking.end]
@@ -161,7 +161,7 @@ class ChatFormats:
 
 
 def read_format(tokenizer: Tokenizer) -> ChatFormat:
-    """What mlx-lm's wrapper has found out about a tokenizer, or what is known here besides."""
+    """Return the format that mlx-lm's wrapper found for a tokenizer, or one that is known here."""
     words = frozenset(_WORD.findall(_template_text(tokenizer)))
     if is_harmony([added.content for added in tokenizer.added_tokens_decoder.values()]):
         return _with_special(_harmony(words), tokenizer)
@@ -183,7 +183,7 @@ def _harmony(words: frozenset[str]) -> ChatFormat:
 
 
 def prompts_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """The last words of a prompt, special tokens shown."""
+    """Return the last words of a prompt, special tokens shown."""
     return tokenizer.decode(
         list(prompt[-_PROMPTS_END:]), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
@@ -195,7 +195,7 @@ def _read_thinking(tokenizer: Tokenizer) -> Marks | None:
 
 
 def _read_calls(tokenizer: Tokenizer) -> CallMarks | None:
-    """mlx-lm's parsers are modules, and each is named for what it reads."""
+    """Return the marks and the parser of calls; each of mlx-lm's parsers is a module named for its format."""
     start, parse = tokenizer.tool_call_start, tokenizer.tool_parser
     if not start or parse is None:
         return None
@@ -205,7 +205,7 @@ def _read_calls(tokenizer: Tokenizer) -> CallMarks | None:
 
 
 def parser_of(name: str, own: ParseCalls) -> ParseCalls:
-    """What reads calls of a format: mlx-lm's own parser, or a better one that mlx-lm has under another name."""
+    """Return the parser of a format: mlx-lm's own, or a better one that it has under another name."""
     if name != "function_gemma":
         return own
     module = importlib.import_module(own.__module__.replace(name, "gemma4"))
@@ -215,7 +215,7 @@ def parser_of(name: str, own: ParseCalls) -> ParseCalls:
 def _read_turns(
     transitions: Mapping[str, Iterable[tuple[str, str]]], calls: CallMarks | None
 ) -> dict[State, tuple[tuple[str, State], ...]]:
-    """A calls' mark has its own place, and counts there and nowhere else."""
+    """Return the turns without the mark of calls, which counts in its own place only."""
     start = None if calls is None else calls.start
     return {
         _STATES[state]: tuple((mark, _STATES[then]) for mark, then in turns if mark != start)
@@ -224,7 +224,7 @@ def _read_turns(
 
 
 def _template_text(tokenizer: Tokenizer) -> str:
-    """The template, or all of them; of a renderer in Python, which mlx-lm brings for some models, its source."""
+    """Return the text of the template or templates, or the source of a renderer in Python."""
     beneath: Any = getattr(tokenizer, "_tokenizer", tokenizer)
     renderer: object = getattr(tokenizer, "_chat_template", None)
     template: object = getattr(beneath, "chat_template", None)

@@ -31,7 +31,7 @@ class PreparedChat:
     rules: tuple[ReadingRules, ...]
     """How each is read."""
     prompt_field: str
-    """What the request calls the prompt, for errors."""
+    """Name of the request's field that holds the prompt, for errors."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -91,7 +91,7 @@ async def encode_conversation(
     *,
     add_generation_prompt: bool = True,
 ) -> tuple[int, ...]:
-    """The prompt alone, as the model reads it; without `add_generation_prompt` it does not begin an answer.
+    """Return the prompt as the model reads it; without `add_generation_prompt` it does not begin an answer.
 
     Raises:
         RequestError: the model's template cannot take it.
@@ -110,7 +110,7 @@ async def encode_conversation(
 def with_effort(
     format_: ChatFormat, own: Mapping[str, object] | None, effort: str | None, *, param: str
 ) -> Mapping[str, object]:
-    """What a client tells the template itself, and what an effort that it names comes to.
+    """Return the client's own template arguments and those that stand for the effort.
 
     Raises:
         RequestError: both say the same thing, or the template knows nothing of it.
@@ -126,12 +126,12 @@ def with_effort(
 
 
 def effort_arguments(format_: ChatFormat, effort: str, *, param: str) -> dict[str, object]:
-    """What tells a template how much to think. `none` is no thought at all.
+    """Return the template arguments that set the reasoning effort; `none` turns reasoning off.
 
-    A template that can only be told to think or not to is told that: every effort but `none` is then the same.
+    A template with a switch only treats every effort but `none` alike.
 
     Raises:
-        RequestError: the template knows nothing of it.
+        RequestError: the template has no such setting.
     """
     if format_.knows("reasoning_effort"):
         return {"reasoning_effort": effort}
@@ -177,7 +177,10 @@ def _check_continues(conversation: Conversation) -> None:
 
 
 def _check_kwargs(format_: ChatFormat, conversation: Conversation) -> None:
-    """What a template never mentions would do nothing, and nobody would know. Of one that cannot be read all is taken."""
+    """Refuse arguments that the template never mentions, because they would silently do nothing.
+
+    A template that cannot be read takes every argument.
+    """
     for name in conversation.template_kwargs if format_.words else ():
         if not format_.knows(name):
             param = f"{conversation.kwargs_param}.{name}"
@@ -187,7 +190,7 @@ def _check_kwargs(format_: ChatFormat, conversation: Conversation) -> None:
 
 
 def _opens_thinking(format_: ChatFormat, conversation: Conversation, end: str) -> bool:
-    """Whether the answer begins as a thought: the template opened one, or the message that goes on did."""
+    """Return True where the answer begins inside reasoning, opened by the template or by the continued message."""
     if format_.thinking is None:
         return False
     return _is_open(format_.thinking, end) if conversation.continues else format_.opens_thinking(end)
@@ -205,9 +208,9 @@ def _call_rules(format_: ChatFormat, conversation: Conversation, *, early: bool)
 
 
 def _barred_tokens(format_: ChatFormat, conversation: Conversation) -> tuple[tuple[int, float], ...]:
-    """Keeps a model that knows of tools and may call none from opening a call, where one token does that.
+    """Return biases that keep a model with tools from calling any, where one token opens a call.
 
-    It would write its call as text otherwise. The prompt tells of the tools all the same: it is a long one's beginning, which is kept.
+    Without them it would write its call as text. The prompt still lists the tools, so that its cached prefix fits.
     """
     use = conversation.tool_use
     if format_.calls is None or not use.tools or use.callable_tools:

@@ -22,10 +22,12 @@ class ReadingRules:
     calls: CallRules | None = None
     """None: it may call nothing, and what marks calls is text."""
     thinking_open: bool = False
-    """Whether it begins as a thought."""
+    """True where the answer begins inside reasoning."""
     stops: tuple[str, ...] = ()
-    """Strings that end it where its content has them. Thoughts and calls may: who asked sees neither as text of
-    the answer, and could not know what is in them."""
+    """Strings that end the answer where its content has them.
+
+    Reasoning and calls may contain them: the client sees neither as text of the answer.
+    """
     min_tokens: int = 0
     """Stop strings count behind so many tokens."""
 
@@ -40,7 +42,7 @@ class AnswerReader:
         self._behind_mark = rules.thinking_open
         self._stops = StopMatcher(rules.stops)
         self._held = ""
-        """What may become a mark, or belong to one."""
+        """Text that may become a mark, or belong to one."""
         self._blank = ""
         """White space that was said, and belongs to the next mark if one follows."""
         self._calls: CallsReader | None = None
@@ -60,14 +62,14 @@ class AnswerReader:
         return self._state == "reasoning"
 
     def push(self, text: str) -> list[AnswerPart]:
-        """The parts that one token's text makes, or makes longer."""
+        """Return the parts that one token's text makes or extends."""
         self._tokens += 1
         held, self._held = self._held, ""
         self._read(held + text)
         return self._taken()
 
     def finish(self) -> list[AnswerPart]:
-        """What was held back, at the end of the text."""
+        """Return what was held back, at the end of the text."""
         while self._calls is not None and not self.ended:
             is_cut_off = self._calls.is_calling
             self._read(self._take_calls(self._calls, self._calls.finish()))
@@ -108,7 +110,7 @@ class AnswerReader:
         return text[place + len(mark) :]
 
     def _begin(self, text: str) -> str | None:
-        """Nothing was said yet: some marks count only here."""
+        """Read the first text of the answer, where some marks count that count nowhere else."""
         marks, said = self._marks["start"], text.lstrip()
         mark = max((mark for mark in marks if said.startswith(mark)), key=len, default=None)
         if mark is not None:
@@ -132,7 +134,7 @@ class AnswerReader:
         self._behind_mark = True
 
     def _take_calls(self, reader: CallsReader, reading: Reading) -> str | None:
-        """The text behind them, where they have ended. What was no call is read again, as what it stood in."""
+        """Return the text behind the calls, once they have ended. Text that is no call is read again as plain text."""
         self._parts += reading.parts
         if reading.parts:
             self._blank = ""
@@ -148,13 +150,16 @@ class AnswerReader:
         return reading.rest
 
     def _note_no_call(self) -> None:
-        """Each is read again from behind its mark, so that many within each other cost the square of their number."""
+        """Count text that is no call.
+
+        Each is read again from behind its mark, so nested ones cost the square of their number.
+        """
         self._no_calls += 1
         if self._no_calls >= _MOST_NO_CALLS:
             self._marks = _marks_by_state(self._rules.format, with_calls=False)
 
     def _read_again(self, text: str) -> str:
-        """What follows the mark: that one itself is no mark, others may be."""
+        """Return the text behind the mark. This mark is plain text now; later ones may still count."""
         self._state = "reasoning" if self._before_calls == "reasoning" else "content"
         self._behind_mark = False
         mark = max((mark for mark in self._marks[self._state] if text.startswith(mark)), key=len, default="")
@@ -183,7 +188,7 @@ class AnswerReader:
             self._parts.append(AnswerText(text))
 
     def _without_blanks(self, text: str) -> str:
-        """The text, less the white space behind the mark before it, and that which a mark may follow."""
+        """Return the text without the white space behind the last mark, and hold what may precede another."""
         if self._behind_mark:
             text = text.lstrip()
             self._behind_mark = not text
@@ -195,7 +200,7 @@ class AnswerReader:
         return said
 
     def _flush_stops(self) -> None:
-        """A stop string doesn't go on behind a mark."""
+        """Release the held text, because a stop string does not continue behind a mark."""
         text = self._without_blanks(self._stops.flush()) if self._state != "reasoning" else ""
         if text:
             self._parts.append(AnswerText(text))
@@ -212,7 +217,7 @@ class AnswerReader:
 
 
 def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
-    """The same parts, where neighbours of one kind are one."""
+    """Return the same parts, with neighbours of one kind joined."""
     joined: list[AnswerPart] = []
     for part in parts:
         last = joined[-1] if joined else None
@@ -228,7 +233,7 @@ def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
 
 
 def _marks_by_state(format_: ChatFormat, *, with_calls: bool) -> Mapping[State, Mapping[str, State]]:
-    """Which marks count where, and what begins behind them."""
+    """Return the marks that count in each state, and the state behind each."""
     start: dict[str, State] = dict.fromkeys(format_.dropped, "start")
     reasoning: dict[str, State] = {}
     header: dict[str, State] = dict(format_.turns.get("header", ()))
@@ -236,7 +241,7 @@ def _marks_by_state(format_: ChatFormat, *, with_calls: bool) -> Mapping[State, 
     reasoning |= format_.turns.get("reasoning", ())
     content = dict(start)
     if format_.thinking is not None:
-        # A prompt may have closed a thought that the answer closes again.
+        # A prompt may have closed reasoning that the answer closes again.
         start |= {format_.thinking.start: "reasoning", format_.thinking.end: "start"}
         reasoning[format_.thinking.end] = "start"
     if with_calls and format_.calls is not None:

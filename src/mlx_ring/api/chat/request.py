@@ -19,10 +19,10 @@ class Tool:
     parameters: Mapping[str, object] | None = None
     """JSON schema of its arguments, an object; None: it takes none."""
     strict: bool = False
-    """Whether arguments that do not hold to the schema are worse than none: they are then enforced."""
+    """True where invalid arguments are worse than none: the schema is then enforced."""
 
     def for_template(self) -> dict[str, object]:
-        """As chat templates read it, which is as OpenAI's chat has it."""
+        """Return the tool as chat templates read it, in the form of OpenAI's chat."""
         function: dict[str, object] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -35,12 +35,12 @@ class ToolUse:
     """The tools, and what the answer may or must do with them."""
 
     tools: Sequence[Tool] = ()
-    """All that the model is told of."""
+    """All tools that the prompt lists."""
     choice: Literal["none", "auto", "required"] = "auto"
     allowed: frozenset[str] | None = None
     """Names of those that may be called; None: any. One name and `required`: that tool it must be."""
     parallel: bool = True
-    """Whether one answer may hold several calls."""
+    """True where one answer may hold several calls."""
 
     @property
     def callable_tools(self) -> list[Tool]:
@@ -52,13 +52,13 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What the answer's text must be."""
+    """Format that the answer's text must have."""
 
     kind: Literal["text", "json_object", "json_schema"] = "text"
     schema: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Of a `json_schema`."""
+    """Schema of a `json_schema`."""
     param: str = "response_format"
-    """What the request calls it, for errors."""
+    """Name of the request's field, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class Conversation:
     template_kwargs: Mapping[str, object] = field(default_factory=dict[str, object])
     """More of what the template knows, such as `enable_thinking`."""
     continues: bool = False
-    """Whether the last message is the beginning of the answer, which goes on from there."""
+    """True where the last message is the beginning of the answer."""
     messages_param: str = "messages"
-    """What the request calls the messages, for errors."""
+    """Name of the field with the messages, for errors."""
     kwargs_param: str = "chat_template_kwargs"
 
 
@@ -85,7 +85,7 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 def join_neighbours(
     messages: Iterable[Mapping[str, object]], roles: Collection[str]
 ) -> list[dict[str, object]]:
-    """The messages, with neighbours of the same one of these roles put together, a paragraph each."""
+    """Join neighbouring messages that have the same one of these roles, a paragraph each."""
     joined: list[dict[str, object]] = []
     for message in messages:
         if joined and message["role"] in roles and joined[-1]["role"] == message["role"]:
@@ -116,10 +116,9 @@ def _calls(message: Mapping[str, object]) -> list[object]:
 def with_reasoning(
     messages: Iterable[Mapping[str, object]], *, calls_have_one_text: bool
 ) -> list[dict[str, object]]:
-    """The messages as templates read them that call thoughts `reasoning` (Gemma) or `thinking` (gpt-oss, LFM), too.
+    """Add reasoning under the names that templates use: `reasoning` (Gemma) and `thinking` (gpt-oss, LFM).
 
-    Where `calls_have_one_text`, beside calls there may be a thought or content and not both: they are one thought then,
-    which is what gpt-oss's template makes of content there.
+    Where `calls_have_one_text`, reasoning and content beside calls become one reasoning text, as in gpt-oss's template.
     """
     return [_with_reasoning(message, calls_have_one_text=calls_have_one_text) for message in messages]
 
@@ -136,10 +135,10 @@ def _with_reasoning(message: Mapping[str, object], *, calls_have_one_text: bool)
 
 
 def in_order_of_calls(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """The messages, with results of tools as their calls stand before them.
+    """Sort the results of tools into the order of the calls before them.
 
-    Clients tell them apart by ids and send what is done first; most templates show no ids, and a model takes the first result for
-    that of the first call.
+    Clients send results as they complete and tell them apart by ids. Most templates show no ids, so a model takes the first
+    result for that of the first call.
     """
     ordered: list[Mapping[str, object]] = []
     begin, places = 0, dict[object, int]()
@@ -155,19 +154,19 @@ def in_order_of_calls(messages: Sequence[Mapping[str, object]]) -> list[Mapping[
 
 
 def _places(message: Mapping[str, object]) -> dict[object, int]:
-    """Of a message's calls, by their ids."""
+    """Return the positions of a message's calls by their ids."""
     calls = cast("list[Mapping[str, object]]", _calls(message))
     return {call["id"]: place for place, call in enumerate(calls) if "id" in call}
 
 
 def template_call(name: str, arguments: object, call_id: str | None) -> dict[str, object]:
-    """A call of a tool; some dialects have no ids."""
+    """Return a tool call as templates read it, without an id where the dialect has none."""
     named = {} if call_id is None else {"id": call_id}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def arguments_of(text: str) -> object:
-    """What a model wrote as arguments may be no JSON object; then the template shows it as it is."""
+    """Return the arguments as an object, or as the text that the model wrote where it is no JSON object."""
     try:
         value = parse_json(text.encode())
     except RequestError:

@@ -33,10 +33,10 @@ class JsonObject:
         self._in_string = False
         self._escaped = False
         self.is_broken = False
-        """Whether it can't become JSON any more."""
+        """True where the text cannot become JSON any more."""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """What of `text` belongs to the object, and what follows it; None while it has not ended."""
+        """Return the part of `text` that belongs to the object, and what follows it; None while it has not ended."""
         taken: list[str] = []
         for place, character in enumerate(text):
             if not self._in_string and character not in _OUTSIDE:
@@ -61,7 +61,7 @@ class JsonObject:
 
 
 def is_object(text: str) -> bool:
-    """Whether text is one JSON object."""
+    """Return True where text is one JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -69,13 +69,13 @@ def is_object(text: str) -> bool:
 
 
 def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """Where the first mark begins, and which; of several that begin there the longest."""
+    """Return the position and the text of the first mark; of several that begin there, the longest."""
     found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
     return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
 
 
 def open_end(text: str, marks: Iterable[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of a mark. Asked for every token: mostly there are none."""
+    """Return the number of characters at the end of `text` that may begin a mark."""
     return max((_open_end(text, mark) for mark in marks), default=0)
 
 
@@ -93,7 +93,7 @@ class _Spelling:
     heading: re.Pattern[str]
     """Up to the object, with the tool's `name`, and the call's `id` where it has one."""
     closing: re.Pattern[str]
-    """What may follow the object."""
+    """Text that may follow the object."""
 
 
 _SPELLINGS: Mapping[str, _Spelling] = {
@@ -126,15 +126,15 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What counts as a call."""
+    """Rules by which text counts as a call."""
 
     marks: CallMarks
     tools: Sequence[Tool]
     """Those that may be called."""
     parallel: bool = True
-    """Whether there may be several; else what follows the first is for nobody."""
+    """True where there may be several calls; else all text behind the first is dropped."""
     early: bool = False
-    """Whether arguments go out as they come, before anybody knows that they end well."""
+    """True where arguments are streamed before their end is known to be valid."""
     new_id: Callable[[], str] = new_call_id
     names: frozenset[str] = field(init=False)
     as_templates_read: list[dict[str, object]] = field(init=False)
@@ -146,11 +146,11 @@ class CallRules:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What some text of calls came to."""
+    """Result of reading some text of calls."""
 
     parts: list[AnswerPart]
     rest: str | None = None
-    """What follows the calls; None: they have not ended."""
+    """Text behind the calls; None: they have not ended."""
     no_call: str = ""
     """Text between the parts and the rest that looked like a call and is none."""
 
@@ -159,21 +159,21 @@ class CallsReader:
     """Reads what is between one pair of marks: a call, in some formats several."""
 
     def __init__(self, rules: CallRules, calls: int) -> None:
-        """`calls` are those that the answer has before."""
+        """`calls` is the number of calls that the answer has already."""
         self.calls = calls
         self._first = calls
         self._rules = rules
         self._spelling = _SPELLINGS.get(rules.marks.parser)
         self._text = ""
-        """What was not understood yet."""
+        """Text that is not understood yet."""
         self._raw = rules.marks.start
-        """What was, since the last call that is out, as it is written."""
+        """Text that was understood since the last complete call, as written."""
         self._call: _JsonCall | None = None
         """Whose arguments are being read."""
         self._parts: list[AnswerPart] = []
 
     def push(self, text: str) -> Reading:
-        """What `text` completes."""
+        """Return what `text` completes."""
         self._text += text
         rest = None
         while rest is None and self._advance():
@@ -182,7 +182,7 @@ class CallsReader:
         return self._reading(rest) if rest is not None else self._look_for_end()
 
     def finish(self) -> Reading:
-        """The answer has ended without the mark that ends calls: in some formats there is none."""
+        """End the answer without a mark that ends calls; some formats have none."""
         return self._conclude("", "")
 
     @property
@@ -191,7 +191,7 @@ class CallsReader:
 
     @property
     def is_calling(self) -> bool:
-        """Whether a call is out, by its name, that has not ended."""
+        """Return True where the name of a call is out, and the call has not ended."""
         return self._call is not None and self._call.is_out
 
     def _reading(self, rest: str | None, no_call: str = "") -> Reading:
@@ -201,7 +201,7 @@ class CallsReader:
     # ---- calls whose arguments are JSON
 
     def _advance(self) -> bool:
-        """Whether a call has begun, or its arguments have ended."""
+        """Return True where a call has begun, or its arguments have ended."""
         return self._begin() if self._call is None else self._go_on(self._call)
 
     def _begin(self) -> bool:
@@ -229,7 +229,7 @@ class CallsReader:
         return rest is not None and not call.json.is_broken and self._end(call)
 
     def _end(self, call: _JsonCall) -> bool:
-        """Whether the arguments are what they seemed; else the text is kept, to be shown as it is."""
+        """Return True where the arguments are valid; else keep the text, to be shown as it is."""
         if not call.is_out:
             if not is_object(call.arguments):
                 call.json.is_broken = True
@@ -242,7 +242,7 @@ class CallsReader:
     # ---- the end
 
     def _look_for_end(self) -> Reading:
-        """Broken arguments that are out already go on as they are written: who reads them sees that they are broken."""
+        """Pass broken arguments on as they are written, because their beginning is out already."""
         end = self._rules.marks.end
         place = self._text.find(end) if end and (self._call is None or self._call.json.is_broken) else -1
         if place >= 0:
@@ -254,7 +254,7 @@ class CallsReader:
         return self._reading(None)
 
     def _conclude(self, rest: str, end: str) -> Reading:
-        """All of the calls is there."""
+        """Conclude, once all calls are complete."""
         if self._call is not None and self._call.is_out:
             self._pass_on(len(self._text))
             self._call = None
@@ -268,7 +268,7 @@ class CallsReader:
         return self._parse(rest, end)
 
     def _parse(self, rest: str, end: str) -> Reading:
-        """By mlx-lm's parser."""
+        """Read the calls with mlx-lm's parser."""
         parsed = parse_calls(self._rules, self._text)
         if not parsed:
             return self._reading(rest, self._raw + self._text + end)
@@ -288,7 +288,7 @@ class CallsReader:
         self._text = self._text[length:]
 
     def _closing_end(self) -> int:
-        """Characters that still belong to the call before."""
+        """Return the number of characters that still belong to the call before."""
         found = None if self._spelling is None else self._spelling.closing.match(self._text)
         return 0 if found is None else found.end()
 
@@ -299,13 +299,13 @@ class _JsonCall:
 
     opening: CallOpening
     is_out: bool
-    """Whether its name is."""
+    """True where the call's name is out."""
     json: JsonObject = field(default_factory=JsonObject)
     arguments: str = ""
 
 
 def parse_calls(rules: CallRules, text: str) -> list[tuple[str, str, str | None]]:
-    """Names, arguments as JSON, and ids of all calls in what was between marks; none where one of them is no call."""
+    """Return names, arguments as JSON, and ids of all calls between marks; nothing where one is no call."""
     try:
         found = rules.marks.parse(text, rules.as_templates_read)
     except Exception:  # noqa: BLE001 - parsers stumble in ways of their own over what they were not written for
@@ -329,7 +329,7 @@ def _read_call(rules: CallRules, found: object) -> tuple[str, str, str | None] |
 
 
 def _arguments_text(arguments: object) -> str | None:
-    """As JSON; None where they are no object."""
+    """Return arguments as JSON; None where they are no object."""
     if isinstance(arguments, str):
         return arguments if is_object(arguments) else None
     try:
