@@ -1,4 +1,4 @@
-"""What every route has at hand."""
+"""Context of every route."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ApiContext:
         return self.catalog.models[0]
 
     def model(self, name: str | None) -> ModelService:
-        """The model of that name; without one, the one that is served.
+        """Return the model of that name; without a name, the only one.
 
         Raises:
             UnknownModel: there is none of that name.
@@ -68,10 +68,10 @@ class ApiContext:
         return ", ".join(f"'{model.model_id}'" for model in self.catalog.models)
 
     async def answering(self, model: ModelService) -> Answering:
-        """What answers for a model, which is loaded first where it has to be.
+        """Return the engine of a model, which is loaded first where necessary.
 
         Raises:
-            RingError: why it cannot answer now. What has lost its workers is loaded again by itself, which passes.
+            RingError: why it cannot answer now. After a loss of workers the model is loaded again by itself.
         """
         if model.state in ("unloaded", "loading"):
             await self.catalog.ready(model)
@@ -84,14 +84,14 @@ class ApiContext:
                 raise error.with_traceback(None)
 
     def instances(self) -> Iterator[tuple[ModelService, ServedInstance]]:
-        """Every instance of every model."""
+        """Yield every instance of every model."""
         for model in self.catalog.models:
             for instance in model.instances:
                 yield model, instance
 
 
 def workers_of(instance: ServedInstance) -> tuple[WorkerInfo, ...]:
-    """As they measured themselves last; what their KV holds as they said in their last answer."""
+    """Return an instance's workers as last measured, with the KV bytes of their last answers."""
     workers = instance.info.workers
     if instance.error is not None:
         return workers
@@ -103,5 +103,5 @@ def workers_of(instance: ServedInstance) -> tuple[WorkerInfo, ...]:
 
 
 def workers_of_model(model: ModelService) -> list[WorkerInfo]:
-    """Of all its instances."""
+    """Return the workers of all instances of a model."""
     return [worker for instance in model.instances for worker in workers_of(instance)]

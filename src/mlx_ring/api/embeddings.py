@@ -18,7 +18,7 @@ from mlx_ring.core.types import SamplingParams
 from mlx_ring.models.pooling import Pooling
 
 _LANES = 16
-"""Texts of one request that are under way at a time: thousands may come in one, and chats go on meanwhile."""
+"""Number of texts of one request that run at a time, so that chats proceed beside thousands of texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Text:
 
     tokens: tuple[int, ...]
     param: str
-    """What the request calls it, for errors."""
+    """Name of the request's field, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Embedding:
 
     vector: NDArray[np.float32]
     tokens: int
-    """Of the text."""
+    """Number of the text's tokens."""
 
 
 def require_embeddings(service: ModelService, dimensions: int | None) -> None:
-    """Whether the model can make vectors of that many numbers.
+    """Check that the model can make vectors of that many numbers.
 
     Raises:
         RequestError: it cannot.
@@ -62,7 +62,7 @@ async def embed(
     request_id: str,
     dimensions: int | None = None,
 ) -> list[Embedding]:
-    """Each text's vector, in order; being cancelled stops them all.
+    """Return each text's vector, in order; cancellation stops them all.
 
     Args:
         dimensions: only so many of a vector's first numbers are kept; None: all.
@@ -100,7 +100,7 @@ class _Work:
         self.done: dict[int, Embedding] = {}
 
     async def lane(self) -> None:
-        """One text after the other. Where others have all the places it closes, as long as another lane is open."""
+        """Embed one text after another. Close when all places are taken and another lane is open."""
         while self._left:
             place, text = self._left.popleft()
             self._busy += 1
@@ -130,7 +130,7 @@ class _Work:
 
 
 async def written(made: Sequence[Embedding], write: Callable[[int, NDArray[np.float32]], bytes]) -> bytes:
-    """The vectors with commas between them. Others go on after each: a thousand at once would hold up everybody's tokens.
+    """Join the vectors with commas, and let other tasks run after each of them.
 
     Args:
         made: the vectors.
@@ -144,12 +144,12 @@ async def written(made: Sequence[Embedding], write: Callable[[int, NDArray[np.fl
 
 
 def floats(vector: NDArray[np.float32]) -> bytes:
-    """As JSON, in nine digits, which no two float32 share."""
+    """Write a vector as JSON, in nine digits, which distinguish any two float32."""
     return b"[%s]" % ",".join(f"{number:.9g}" for number in vector.tolist()).encode()
 
 
 def finish_vector(pooled: Sequence[float], dimensions: int | None, *, normalize: bool) -> NDArray[np.float32]:
-    """The first `dimensions` numbers, of length 1 where that is asked for.
+    """Return the first `dimensions` numbers, scaled to length 1 where requested.
 
     A model trained in the way of Matryoshka puts what matters most first; others lose more by a cut.
 

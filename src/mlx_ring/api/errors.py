@@ -62,13 +62,13 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     RingError: _Reply(500, SERVER, "internal_error"),
 }
 _PASSING = (errors.NotReady, errors.Overloaded, errors.StaleMessage)
-"""Worth another try; clients are told not to repeat what ends in any other 5xx, or took too long once."""
+"""Errors worth another try; clients are told by a header not to repeat other 5xx errors and timeouts."""
 _LAST_WORDS = (errors.Draining, errors.BodyTooSlow, errors.BodiesFull)
 """The connection ends with them."""
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """What a client is told of an error. What is not of our tree shows nothing of its inside."""
+    """Return the description of an error for clients. Errors outside of `RingError` show no detail."""
     reply = _reply_to(error)
     more: dict[str, object] = {}
     if isinstance(error, errors.ContextExceeded):
@@ -97,7 +97,7 @@ def stream_failure(error: Exception, scope: Scope) -> bytes:
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
-    """The whole HTTP answer to an error."""
+    """Return the whole HTTP answer to an error."""
     info = error_info(error)
     headers: dict[str, str] = {}
     if (info.status >= _SERVER_ERROR and not info.passes) or info.status == _TIMEOUT:
@@ -133,7 +133,7 @@ _TRANSPORT = {
 
 
 def log_failure(error: Exception, request_id: str) -> None:
-    """Note the service's own trouble; a client's mistake is its own business."""
+    """Log a failure of the server; a client's mistake is not logged."""
     if not isinstance(error, RingError):
         log.error("request %s failed", request_id, exc_info=error)
     elif _reply_to(error).status >= _SERVER_ERROR:
@@ -156,7 +156,7 @@ def install_error_handlers(app: FastAPI, dialects: Dialects) -> None:
         )
 
     def on_wrong_parameter(request: Request, error: Exception) -> Response:
-        """FastAPI's own answer would be a 422, which no client knows."""
+        """Answer with 400, because clients do not know FastAPI's own 422."""
         if not isinstance(error, RequestValidationError):
             raise error
         return error_response(_wrong_parameter(error), request.scope)

@@ -82,10 +82,10 @@ class Generation:
         self._news = asyncio.Event()
         self.answers = [Answer() for _ in requests]
         self.counted: Sequence[Counted] = self.answers
-        """The answers as their clients are told of them: some end before the tokens that the engine gave."""
+        """Answers as clients see them: some end before the engine's tokens do."""
 
     async def __aenter__(self) -> Self:
-        """Raises the `RingError` with which the engine refuses the sequences."""
+        """Submit the sequences. Raise the `RingError` with which the engine refuses them."""
         try:
             self._streams = self._engine.submit_all(*self._requests)
         except ContextExceeded as error:
@@ -100,7 +100,7 @@ class Generation:
         await self._stop()
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[Piece]]:
-        """What has arrived since the last batch, until every answer has ended.
+        """Yield what has arrived since the last batch, until every answer has ended.
 
         An empty batch says that nothing came for `quiet_s` seconds.
 
@@ -120,17 +120,17 @@ class Generation:
                 raise failure.with_traceback(None)
 
     async def run(self) -> list[Answer]:
-        """All the answers, when they have ended."""
+        """Return all answers, when they have ended."""
         async for _ in self.batches():
             pass
         return self.answers
 
     def stop(self, index: int) -> None:
-        """That answer is all there: it ends now, and well, with a last piece that has no text."""
+        """End a complete answer now, with a last piece that has no text."""
         self._streams[index].stop()
 
     async def _wait(self, quiet_s: float | None) -> None:
-        """For news, `quiet_s` seconds at most. Without a task: this happens for every token."""
+        """Wait for an update, `quiet_s` seconds at most. This needs no task, because it happens for every token."""
         if not self._news.is_set():
             loop = asyncio.get_running_loop()
             alarm = None if quiet_s is None else loop.call_later(quiet_s, self._news.set)
@@ -142,7 +142,7 @@ class Generation:
         self._news.clear()
 
     def _take(self) -> tuple[list[Piece], RingError | None]:
-        """What every stream has, and what ended the first of those that have failed."""
+        """Return the pieces of every stream, and the error of the first that failed."""
         batch: list[Piece] = []
         failure: RingError | None = None
         for index, stream in enumerate(self._streams):
@@ -161,7 +161,7 @@ class Generation:
 
 
 def _no_end(delta: Delta) -> RingError | None:
-    """The error that stands behind the two reasons which are no answer's end."""
+    """Return the error behind the two finish reasons that are failures."""
     if delta.finish_reason == "abort":
         return NotReady("The server stopped this answer.")
     if delta.finish_reason == "error":
@@ -170,7 +170,7 @@ def _no_end(delta: Delta) -> RingError | None:
 
 
 def usage(answers: Sequence[Costed], answers_per_prompt: int) -> dict[str, object]:
-    """OpenAI's count of tokens: each prompt once, every answer."""
+    """Return OpenAI's token counts: each prompt once, and every answer."""
     prompts = answers[::answers_per_prompt]
     prompt_tokens = sum(answer.prompt_tokens for answer in prompts)
     completion_tokens = sum(answer.completion_tokens for answer in answers)
@@ -192,10 +192,10 @@ def usage(answers: Sequence[Costed], answers_per_prompt: int) -> dict[str, objec
 
 
 def performance(answers: Iterable[Costed]) -> dict[str, float | None]:
-    """Seconds, and tokens per second.
+    """Return seconds, and tokens per second.
 
-    Of several answers, which share the machine, it is the longest times and the tokens of all.
-    The first token of each belongs to its prompt's time.
+    Several answers share the machine: their longest times count, and the tokens of all. The first token of each belongs
+    to its prompt's time.
     """
     timed = [(answer, answer.timings) for answer in answers if answer.timings is not None]
     prompt_s = max((timings.prefill_s for _, timings in timed), default=0.0)

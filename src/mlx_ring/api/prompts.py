@@ -63,7 +63,7 @@ class PromptEncoder:
         self._token_bounds: WeakKeyDictionary[Tokenizer, TokenBounds | None] = WeakKeyDictionary()
 
     async def encode(self, model: ModelService, text: str, *, param: str = "prompt") -> tuple[int, ...]:
-        """A raw prompt, with the special tokens that the model wants before it.
+        """Encode a raw prompt, with the special tokens that the model wants before it.
 
         An empty prompt is the beginning of a text: the model's BOS token, or where it has
         none the EOS token, which stands between texts.
@@ -77,7 +77,7 @@ class PromptEncoder:
     async def encode_whole(
         self, model: ModelService, text: str, *, ends_with_eos: bool, param: str | None = "input"
     ) -> tuple[int, ...]:
-        """A whole text, with the special tokens that the model wants before and behind it.
+        """Encode a whole text, with the special tokens that the model wants before and behind it.
 
         Raises:
             ContextExceeded: as `encode` does. Where `param` is None a text may be of any length.
@@ -102,7 +102,7 @@ class PromptEncoder:
         return await self._run(model.tokenizer, len(text), lambda: tuple(encode()))
 
     async def names(self, tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-        """What the vocabulary calls each of the tokens."""
+        """Return the vocabulary's name of each token."""
         return await self._run(
             tokenizer,
             len(tokens),
@@ -110,7 +110,7 @@ class PromptEncoder:
         )
 
     async def decode(self, tokenizer: Tokenizer, tokens: list[int]) -> str:
-        """The text of tokens, special ones included."""
+        """Return the text of tokens, special ones included."""
         return await self._run(
             tokenizer,
             len(tokens),
@@ -120,7 +120,7 @@ class PromptEncoder:
     async def encode_chat(
         self, model: ModelService, conversation: Conversation, *, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:
-        """The chat template's prompt for the next answer; without `add_generation_prompt` the messages alone.
+        """Encode the chat template's prompt for the next answer; without `add_generation_prompt` the messages alone.
 
         Raises:
             RequestError: no template, one that refuses these messages, or an argument it may not have.
@@ -149,7 +149,7 @@ class PromptEncoder:
         )
 
     async def _check(self, model: ModelService, text: str, param: str) -> None:
-        """Raises `ContextExceeded` for a text that cannot fit, whatever its tokens are."""
+        """Raise `ContextExceeded` for a text whose tokens cannot fit, judged by its length."""
         most = model.context_length
         if len(text) <= most:
             return
@@ -176,17 +176,17 @@ def _threads(most: int, name: str) -> ThreadPoolExecutor:
 
 
 def _beneath(tokenizer: Tokenizer) -> Any:
-    """What mlx-lm has wrapped; None where it is no wrapper."""
+    """Return the tokenizer inside mlx-lm's wrapper; None where there is no wrapper."""
     return getattr(tokenizer, "_tokenizer", None)
 
 
 def _is_shared(tokenizer: Tokenizer) -> bool:
-    """Whether several threads may use it at once."""
+    """Return True where several threads may use the tokenizer at once."""
     return bool(getattr(_beneath(tokenizer), "is_fast", False))
 
 
 def _letters(given: object) -> int:
-    """As many as messages and what goes with them have, as far as it matters: it is looked at no further than to a long text."""
+    """Return the number of letters of the given values, counted no further than to a long text."""
     found, pending = 0, [given]
     while pending and found <= _LONG:
         value = pending.pop()
@@ -207,7 +207,7 @@ _TEMPLATE_TROUBLE = (
     AttributeError,
     RecursionError,
 )
-"""What a template raises, of itself or by stumbling, over messages that it was not written for."""
+"""Errors of templates that meet messages for which they were not written."""
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -224,7 +224,7 @@ def _encode_whole(tokenizer: Tokenizer, text: str, *, ends_with_eos: bool) -> tu
 
 
 def _or_start(tokenizer: Tokenizer, tokens: list[int]) -> tuple[int, ...]:
-    """The tokens; for those of an empty text the one that a text begins with."""
+    """Return the tokens; for an empty text, the token that a text begins with."""
     if not tokens:
         start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         tokens = [] if start is None else [start]
@@ -236,11 +236,10 @@ def _or_start(tokenizer: Tokenizer, tokens: list[int]) -> tuple[int, ...]:
 
 
 def _renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
-    """What applies the chat template.
+    """Return the function that applies the chat template.
 
-    mlx-lm's wrapper switches thinking on wherever a template knows of it. A template's own
-    default is its maker's word, so templates are applied beneath the wrapper; the renderers that mlx-lm
-    brings itself are applied by it.
+    mlx-lm's wrapper turns reasoning on wherever a template has a switch for it. To keep the template's own default, templates
+    are applied beneath the wrapper, except the renderers that mlx-lm brings itself.
     """
     beneath = _beneath(tokenizer)
     if getattr(tokenizer, "_chat_template", None) is not None or not getattr(beneath, "chat_template", None):
@@ -251,7 +250,7 @@ def _renderer(tokenizer: Tokenizer) -> Callable[..., list[int] | str]:
 def _render(
     tokenizer: Tokenizer, conversation: Conversation, *, add_generation_prompt: bool
 ) -> str | tuple[int, ...]:
-    """The prompt's text, or its tokens where the tokenizer lets nobody come between."""
+    """Return the prompt's text, or its tokens where the tokenizer gives no text."""
     try:
         prompt = _renderer(tokenizer)(
             [dict(message) for message in conversation.messages],
@@ -268,7 +267,7 @@ def _render(
 
 
 def _renders_text(tokenizer: Tokenizer) -> bool:
-    """Whether a template's text is all that its tokens come of: so it is of Hugging Face's own way, and of mlx-lm's renderers."""
+    """Return True where the tokens depend on the template's text alone, as with Hugging Face and mlx-lm's renderers."""
     if getattr(tokenizer, "_chat_template", None) is not None:
         return True
     # By its own module: asked of the package, it would bring in all the rest, in whichever thread asks first.
@@ -279,7 +278,7 @@ def _renders_text(tokenizer: Tokenizer) -> bool:
 
 
 def _template_arguments(conversation: Conversation) -> dict[str, object]:
-    """What is not said is left to the template's own default."""
+    """Return the template's arguments; what is not given is left to the template's default."""
     tools = [tool.for_template() for tool in conversation.tool_use.tools]
     return (
         dict(conversation.template_kwargs)

@@ -1,6 +1,6 @@
-"""Request bodies: JSON whatever the Content-Type says, read with limits, checked against a schema.
+"""Request bodies: JSON with limits, checked against a schema, with one sentence for what is wrong.
 
-What is wrong with a request's body, in one sentence.
+The Content-Type is ignored.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _KINDS: Mapping[str, str] = {
     "model_attributes_type": "an object",
     "list_type": "a list",
 }
-"""What should have come, by pydantic's name of the error, where its own words are Python's."""
+"""Expected values, by pydantic's name of the error, where pydantic's own text is about Python."""
 
 
 def first_error(error: ValidationError, body: object) -> RequestError:
-    """Of all that is wrong with a body, what comes first; names the field."""
+    """Return the first error of a body, with the name of its field."""
     detail = error.errors(include_url=False)[0]
     path = join_path(_real_path(detail, body))
     return RequestError(_sentence(detail, path), param=path or None)
 
 
 def _real_path(detail: ErrorDetails, body: object) -> Path:
-    """Where in the body the error is: pydantic's location less the tags of unions.
+    """Return the place of an error in the body: pydantic's location without the tags of unions.
 
-    A tag may be called as a field of what it tags: of all readings that fit the body the first that ends where pydantic's does is it.
+    A tag may be named like a field, so this is the first reading that fits the body and ends where pydantic's does.
     """
     readings = list(_readings(detail["loc"], body, missing=detail["type"] == "missing"))
     return next((path for path, ends in readings if ends), readings[0][0])
 
 
 def _readings(steps: Path, body: object, *, missing: bool) -> Iterator[tuple[Path, bool]]:
-    """Paths of which each step is in the body, but for a last one that is `missing`; whether they end with the last step."""
+    """Yield paths whose steps are all in the body, but for a last one that is `missing`, and whether they end with the last step."""
     if not steps:
         yield (), False
         return
@@ -102,7 +102,7 @@ def _wrong_tag(detail: ErrorDetails, path: str) -> str:
 
 
 def _words(detail: ErrorDetails) -> str:
-    """Pydantic's message, less what a client knows nothing of."""
+    """Return pydantic's message without what a client does not know."""
     context = detail.get("ctx", {})
     if detail["type"] in _KINDS:
         return f"Input should be {_KINDS[detail['type']]}"
@@ -114,13 +114,13 @@ def _words(detail: ErrorDetails) -> str:
 
 
 def join_path(path: Path) -> str:
-    """`messages[0].content`, as OpenAI writes it."""
+    """Return a path as OpenAI writes it: `messages[0].content`."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return cut(text.removeprefix("."))
 
 
 def show(value: object) -> str:
-    """A wrong value, as an error repeats it."""
+    """Return a wrong value as an error repeats it."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -129,16 +129,16 @@ def show(value: object) -> str:
 
 
 def cut(text: str) -> str:
-    """The beginning of what may be long."""
+    """Return the beginning of a text that may be long."""
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 _DEEPEST = 64
 """Levels of lists and objects in a body; no field needs more than a dozen."""
 _MOST_NAMES = 10_000
-"""Of one object: each that is wrong costs an error that nobody reads."""
+"""Most names of one object, because each wrong one costs an error."""
 _MOST_BRACKETS = 500_000
-"""Of a body, in its texts too, which are no prompt for any context with so many: each empty list takes a hundred bytes."""
+"""Most brackets of a body, those in its texts included: each empty list takes a hundred bytes."""
 _LARGE = 256 << 10
 """Bytes of a body that is read beside the event loop, where others' tokens wait for it."""
 _DRAIN = 4
@@ -149,7 +149,7 @@ _SLOWEST = 1024
 WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"})
 """Clients send these (and `prompt_cache_...`), and they promise nothing about the answer."""
 _INSIDE = frozenset({str, list, dict})
-"""What may hold what is wrong."""
+"""Types that may contain something wrong."""
 
 
 def _failing_fast(schema: CoreSchema) -> CoreSchema:
@@ -175,7 +175,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A list is left at what is first wrong in it: one error is told, and millions would take gigabytes."""
+        """Stop at the first error of a list, because a list of millions would cost gigabytes of errors."""
         return _failing_fast(handler(source))
 
 
@@ -184,11 +184,11 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Of a field that is known and cannot be had, whatever is given: why, and what to do. `None` stands in its place."""
+    """Mark of a known field that is not supported: why, and what to do. Its value is always `None`."""
 
     why: str
     empty: tuple[object, ...] = ()
-    """What says nothing, beside null."""
+    """Values that mean nothing, beside null."""
 
     def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_plain_validator_function(self._check)
@@ -206,7 +206,7 @@ class Refused:
 
 
 def needs(field: str, *, of: str) -> dict[str, Any]:
-    """What a schema says of a field that makes no sense unless another one is true."""
+    """Return the schema's condition of a field that needs another field to be true."""
     said, true = (
         {"properties": {field: {"type": "null"}}},
         {"properties": {of: {"const": True}}, "required": [of]},
@@ -215,18 +215,18 @@ def needs(field: str, *, of: str) -> dict[str, Any]:
 
 
 async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeout_s: float) -> BodyT:
-    """The request's body as `schema`.
+    """Read the request's body as `schema`.
 
     Args:
-        request: none of whose body was read yet.
-        schema: what it must be.
-        max_bytes: its longest.
-        timeout_s: for how long the client may stall.
+        request: a request with an unread body.
+        schema: type of the body.
+        max_bytes: greatest length.
+        timeout_s: longest silence of the client.
 
     Raises:
         BodyTooLarge: longer than `max_bytes`.
-        BodyTooSlow: it does not come.
-        RequestError: compressed, not JSON, or not what the schema says; names the field.
+        BodyTooSlow: the client was silent for too long.
+        RequestError: compressed, not JSON, or against the schema; names the field.
     """
     _check_headers(request, max_bytes)
     data = await _read_bytes(request, max_bytes, timeout_s)
@@ -287,9 +287,9 @@ def parse_json(data: bytes, *, once: bool = False) -> object:
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
-    """What can be refused before anything of the body is read.
+    """Refuse what the headers alone show to be wrong.
 
-    Who expects to be told to go on is told that it is too much, as is who would send more than is read and dropped.
+    A body that is too large is refused before the client sends it.
     """
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":

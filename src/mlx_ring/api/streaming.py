@@ -1,8 +1,6 @@
-"""An HTTP answer that is written while it is made.
+"""Answers that are written while they are made, and work that ends when its client leaves.
 
-Work that ends when its client goes away.
-
-Streams that begin before their answer can: a model that is loaded when it is asked for takes a while.
+A stream may begin before its answer, because loading a model takes a while.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled, and waited for, when the client leaves.
+    """Return the result of `work`, which is cancelled and awaited when the client leaves.
 
-    The request's body must have been read: what `receive` gives next is the disconnect.
+    The request's body must have been read: the next message of `receive` is the disconnect.
 
     Raises:
         ClientDisconnect: the client left first.
@@ -55,7 +53,7 @@ WorkT = TypeVar("WorkT")
 
 
 class StreamedAnswer(Response, Generic[WorkT]):
-    """What some work writes, as it comes. When the client leaves, the work is left."""
+    """Answer whose bytes are sent as some work makes them. When the client leaves, the work ends."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class StreamedAnswer(Response, Generic[WorkT]):
         media_type: str = EVENT_STREAM,
         failure: Callable[[Exception], bytes] | None = None,
     ) -> None:
-        """What is raised while the work begins gets a status of its own; later the answer's last bytes say it.
+        """An error while the work begins gets a status of its own; a later one ends the stream.
 
         Args:
             begin: gives the work, which ends with its context.
@@ -107,14 +105,14 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def note_stream(request: Request, fields: object) -> None:
-    """What was read of a request says whether its answer is a stream."""
+    """Note whether the request wants a stream."""
     request.state.streams = bool(getattr(fields, "stream", None))
 
 
 def start_in_time(endpoint: Endpoint) -> Endpoint:
-    """An endpoint whose streams begin after so much silence, with comments, whether or not their answer is there.
+    """Return an endpoint whose streams begin after some silence with comments, even before their answer.
 
-    What is refused sooner is refused with its own status; later it is the stream's last event.
+    An earlier error keeps its own status; a later one is the stream's last event.
     """
 
     async def in_time(request: Request) -> Response:

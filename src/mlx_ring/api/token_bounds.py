@@ -1,8 +1,8 @@
-"""The fewest tokens that a text can have, told without encoding it: a text of megabytes takes a tokenizer half a minute, and a gigabyte.
+"""Lower bound of a text's tokens, without encoding it: megabytes take a tokenizer half a minute and a gigabyte.
 
-A token that has a certain byte is no longer than the longest of the vocabulary that has it. So each byte of a text makes at
-least one over that length of a token, and all of them together at least their sum. This holds where tokens say every byte of a
-text, once each; of tokenizers that leave some out, or put another text in its place, nothing is told.
+A token with a certain byte is no longer than the longest such token of the vocabulary. So each byte makes at least one over
+that length of a token, and a text at least the sum over its bytes. This holds where tokens contain every byte of a text once.
+Tokenizers that drop bytes or replace texts have no bound.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SLICE = 1 << 18
-"""Bytes that are weighed at a time: others' work goes on in between."""
+"""Bytes that are weighed at a time, so that other threads run in between."""
 _WORD_START = "\u2581"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's letter for a space."""
 _KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})
-"""Of what cuts texts before they are encoded: these drop nothing."""
+"""Steps that cut texts and drop nothing."""
 _CUTTING = frozenset({"Split", "Punctuation"})
-"""These may be told to drop what they cut at."""
+"""Steps that can be configured to drop what they cut at."""
 _FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
@@ -33,26 +33,26 @@ Piece = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TokenBounds:
-    """Of one tokenizer."""
+    """Lower bounds of one tokenizer."""
 
     weights: NDArray[np.float64]
-    """Of each byte: the part of a token that it is at least; 0 where no token has it."""
+    """Least part of a token for each byte; 0 where no token has it."""
     has_word_starts: bool = False
-    """Whether tokens write a space as SentencePiece does."""
+    """True where tokens write a space as SentencePiece does."""
     swallows_space: bool = False
-    """Whether some tokens take all space around them with them."""
+    """True where some tokens include all white space around them."""
     forms: tuple[Form, ...] = ()
-    """Of Unicode, into which texts are brought first."""
+    """Unicode forms into which texts are brought first."""
 
     @classmethod
     def read(cls, tokenizer: object) -> TokenBounds | None:
-        """Of a tokenizer of Hugging Face's library, perhaps in mlx-lm's wrapper; None where nothing can be told."""
+        """Return the bounds of a Hugging Face tokenizer, perhaps in mlx-lm's wrapper; None where there are none."""
         beneath = getattr(tokenizer, "_tokenizer", tokenizer)
         backend: Any = getattr(beneath, "backend_tokenizer", None)
         return None if backend is None else _read(json.loads(backend.to_str()))
 
     def of(self, text: str) -> int:
-        """What a text has at least; 0 where it could be none."""
+        """Return the least number of a text's tokens; 0 where there is no bound."""
         if not text.isascii() and not all(unicodedata.is_normalized(form, text) for form in self.forms):
             return 0
         if self.swallows_space:
@@ -103,7 +103,7 @@ def _vocabulary(model: Piece) -> list[str] | None:
 
 
 def _pieces(piece: Piece | None, several: str) -> list[Piece]:
-    """What is done one after the other."""
+    """Return the steps that run one after the other."""
     if piece is None:
         return []
     if piece["type"] == "Sequence":
@@ -116,7 +116,7 @@ def _keeps(piece: Piece) -> bool:
 
 
 def _falls_back(model: Piece, vocabulary: Iterable[str]) -> bool:
-    """Whether what no token says is said byte by byte, where another tokenizer has one token for any number of them."""
+    """Return True where text without tokens of its own is written byte by byte."""
     names = {f"<0x{byte:02X}>" for byte in range(256)}
     return bool(model.get("byte_fallback")) and names <= set(vocabulary)
 
@@ -132,7 +132,7 @@ def _marks_words(piece: Piece) -> bool:
 
 
 def _said_in_bytes(vocabulary: Iterable[str]) -> list[bytes]:
-    """GPT-2's way: a letter for each byte."""
+    """Return the bytes of a vocabulary in GPT-2's alphabet, which has a letter for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     letters = {chr(byte): byte for byte in plain} | {

@@ -22,19 +22,19 @@ _ParseCalls = Callable[[str, list[dict[str, object]]], object]
 _DEFINITIONS = ("$defs", "definitions")
 _NAME = re.compile(r"\w+", re.ASCII)
 _SAID = frozenset({"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated"})
-"""What a schema may say about a value without asking anything of it."""
+"""Keywords of a schema that ask nothing of a value."""
 _SCALARS: Mapping[str, frozenset[str]] = {
     "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
     "boolean": frozenset(),
     "null": frozenset(),
 }
-"""What is written as JSON has it, and what may be asked of it."""
+"""Types that are written as in JSON, with the keywords that are enforced for each."""
 _NUMBERS: Mapping[str, str] = {
     "integer": "/-?(0|[1-9][0-9]{0,17})/",
     "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?/",
 }
-"""Of which nothing is asked. Python reads what is much longer as no number, or as an endless one."""
+"""Longest number in characters. Python refuses much longer ones, or reads them as infinite."""
 _KINDS: tuple[tuple[type, set[str]], ...] = (
     (bool, {"boolean"}),
     (int, {"integer", "number"}),
@@ -44,7 +44,7 @@ _KINDS: tuple[tuple[type, set[str]], ...] = (
     (dict, {"object"}),
     (object, {"null"}),
 )
-"""What JSON calls values, the first that fits."""
+"""JSON's types in Python; the first that fits counts."""
 _SPELT = re.compile(r"\\.|/|\n", re.DOTALL)
 _SPELLINGS = {"/": r"\/", "\n": r"\n", r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
 """What Lark wants otherwise in an expression, and what JSON Schema means by less than Unicode does."""
@@ -52,9 +52,9 @@ _LONGEST_PATTERN = 4096
 
 
 def parse_function_gemma(own: _ParseCalls, gemma: _ParseCalls) -> _ParseCalls:
-    """A parser of FunctionGemma's calls: Gemma's own way but for the quotes, where mlx-lm's ends at the first brace or comma.
+    """Return a parser of FunctionGemma's calls: Gemma's own, but for the quotes.
 
-    What that parser cannot read, such as words without quotes, is left to mlx-lm's.
+    mlx-lm's parser ends at the first brace or comma. It still reads what this one cannot, such as words without quotes.
     """
 
     def parse(text: str, tools: list[dict[str, object]]) -> object:
@@ -69,7 +69,7 @@ def parse_function_gemma(own: _ParseCalls, gemma: _ParseCalls) -> _ParseCalls:
 
 
 def write_call(grammar: LarkGrammar, tool: Tool, quote: str) -> str:
-    """One call, less its outer marks.
+    """Write one call without its outer marks.
 
     Raises:
         RequestError: the tool is strict, and its schema says what this format cannot be held to.
@@ -92,7 +92,7 @@ class _Values:
     """Rules of definitions by their reference, which may be within themselves, and of values of any kind."""
 
     def of(self, schema: object) -> str:
-        """A value under a schema."""
+        """Write a value under a schema."""
         if not isinstance(schema, dict):
             return self._no_value() if schema is False else self._anything()
         given = cast("Schema", schema)
@@ -126,7 +126,7 @@ class _Values:
     # ---- references and choices
 
     def _reference(self, schema: Schema) -> str:
-        """By a rule of its own, named before it is written: a definition may hold itself."""
+        """Write a reference as a rule that is named before it is written, because a definition may contain itself."""
         self._require(schema, {"$ref", *_DEFINITIONS})
         place = str(schema["$ref"])
         if place not in self.known:
@@ -193,7 +193,7 @@ class _Values:
         return f"{mark} {self.grammar.until_mark(self.quote, within)}"
 
     def _searched(self, pattern: str) -> str:
-        """A text in which a pattern is found. Anchors count at its ends; llguidance refuses them elsewhere."""
+        """Write a text in which a pattern is found. Anchors count at its ends; llguidance refuses them elsewhere."""
         if len(pattern) > _LONGEST_PATTERN:
             raise self._refusal("a 'pattern' of such length")
         starts, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
@@ -202,7 +202,7 @@ class _Values:
         return f"/{re.sub(_SPELT, lambda each: _SPELLINGS.get(each[0], each[0]), found)}/"
 
     def _object(self, schema: Schema) -> str:
-        """In the order of names, as the model has learnt it from its template."""
+        """Write an object with its names in order, as the model has learnt it from its template."""
         self._require(schema, {"type", "properties", "required", "additionalProperties", *_DEFINITIONS})
         given, more = schema.get("properties"), schema.get("additionalProperties", True)
         properties: Schema = cast("Schema", given) if isinstance(given, Mapping) else {}
@@ -296,14 +296,14 @@ _COMMA = '","'
 
 
 def _kind_of(schema: Schema) -> Any:
-    """The type that a schema means without saying it."""
+    """Return the type that a schema implies."""
     if "properties" in schema or "additionalProperties" in schema:
         return "object"
     return "array" if "items" in schema else None
 
 
 def _about(schema: Schema, kind: object) -> Schema:
-    """What a schema of several types asks of one of them."""
+    """Return the part of a schema of several types that concerns one of them."""
     asked = {
         "string": {"minLength", "maxLength", "pattern", "format"},
         "object": {"properties", "required", "additionalProperties"},
@@ -325,7 +325,7 @@ def _json_kind(value: object) -> set[str]:
 
 
 def _exclude_each_other(options: Iterable[object]) -> bool:
-    """Whether no value is of two of them, as far as their types tell."""
+    """Return True where no value fits two of the options, as far as their types tell."""
     seen: set[str] = set()
     for option in options:
         kind = cast("Schema", option).get("type") if isinstance(option, Mapping) else None

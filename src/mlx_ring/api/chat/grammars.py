@@ -1,4 +1,4 @@
-"""What an answer must match, as one grammar: thoughts first where the model thinks, then content or calls of tools."""
+"""Grammar of an answer: reasoning first where the model writes any, then content or tool calls."""
 
 from __future__ import annotations
 

@@ -31,18 +31,18 @@ class LarkGrammar:
     rules: dict[str, str] = field(default_factory=dict[str, str])
 
     def add(self, name: str, body: str) -> str:
-        """A rule; its name."""
+        """Add a rule and return its name."""
         self.rules[name] = body
         return name
 
     def fresh(self, body: str, *, lazy: bool = False) -> str:
-        """A rule with a name of its own. A lazy one matches no more than it must."""
+        """Add a rule under a new name. A lazy rule matches as little as it can."""
         name = f"r{len(self.rules)}"
         self.rules[f"{name}[lazy]" if lazy else name] = body
         return name
 
     def exactly(self, text: str) -> str:
-        """A text, tokens of their own by their ids."""
+        """Return an expression of a text, with special tokens by their ids."""
         return " ".join(
             f"<[{self.tokens[piece]}]>" if piece in self.tokens else json.dumps(piece)
             for piece in self.pieces(text)
@@ -56,7 +56,7 @@ class LarkGrammar:
             raise RequestError(f"The schema cannot be read: {error}.") from error
 
     def until(self, text: str, *, besides: str = "") -> str:
-        """Any text and then `text`, which it does not hold; `besides` is an expression for what it must not be as a whole.
+        """Return an expression of any text up to and including the first `text`; `besides` restricts the whole.
 
         Parsers take a mark for one also without the white space at its ends.
         """
@@ -71,14 +71,14 @@ class LarkGrammar:
         return f"{head} {self.exactly(''.join(others))}" if others else head
 
     def until_mark(self, mark: str, within: Iterable[str] = ()) -> str:
-        """Any text without `mark`, however that is spelt, and then it; `within` are expressions that it must match."""
+        """Return an expression of any text up to a mark, however it is spelt; the text must match each of `within`."""
         free = self._terminal(" & ".join([ANY_TEXT, _without(mark), *within]))
         if mark in self.tokens:
             return f"{free} {self.exactly(mark)}"
         return self._terminal(f"{free} {json.dumps(mark)}")
 
     def in_order(self, values: Mapping[str, str], required: Collection[object], *, between: str) -> str:
-        """Each of the values by name once at most, in their order, those that are required always."""
+        """Return an expression of the values in order, each at most once; those in `required` are always there."""
         first = after = '""'
         for name, value in reversed(list(values.items())):
             optional = name not in required
@@ -88,7 +88,7 @@ class LarkGrammar:
         return first
 
     def pieces(self, text: str) -> list[str]:
-        """Tokens of their own, and what is between."""
+        """Split a text into special tokens and what is between them."""
         known = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))
         return [piece for piece in (re.split(f"({known})", text) if known else [text]) if piece]
 
@@ -102,12 +102,12 @@ class LarkGrammar:
 
 
 def either(options: Iterable[str]) -> str:
-    """One of several expressions."""
+    """Return an expression of one of several options."""
     return f"({' | '.join(options)})"
 
 
 def _without(text: str) -> str:
-    """An expression of all that does not hold a text."""
+    """Return an expression of every text without this one in it."""
     literally = re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
     return f"~/(?s:.*){literally}(?s:.*)/"
 
@@ -115,9 +115,9 @@ def _without(text: str) -> str:
 Schema = Mapping[str, object]
 
 NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Of a tool that takes no arguments."""
+"""Schema of a tool that takes no arguments."""
 STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
-"""Of a schema whose texts are known, or free."""
+"""Keywords of a schema whose texts are listed, or free."""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 """For tools that are not strict: what cannot be enforced is left out."""
 _DEFINITIONS = ("$defs", "definitions")
@@ -127,16 +127,16 @@ _PLAIN_KEYS = frozenset(
         *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
     }
 )
-"""Of a schema of arguments that can be written one by one."""
+"""Keywords of a schema whose arguments can be written one by one."""
 
 
 def options_of(tool: Tool) -> Mapping[str, object]:
-    """What llguidance is told of JSON under a tool's schema."""
+    """Return llguidance's options for JSON under a tool's schema."""
     return {} if tool.strict else _LENIENT
 
 
 def properties_of(tool: Tool) -> Mapping[str, Schema]:
-    """Of a tool whose arguments come one by one.
+    """Return the properties of a tool whose arguments come one by one.
 
     Raises:
         RequestError: it is strict, and says more of its arguments than what each of them is.
@@ -161,19 +161,19 @@ def properties_of(tool: Tool) -> Mapping[str, Schema]:
 
 
 def required_of(tool: Tool) -> list[str]:
-    """Names of arguments that have to be there."""
+    """Return the names of the required arguments."""
     required = (tool.parameters or NOTHING).get("required", [])
     return [str(name) for name in cast("list[object]", required)] if isinstance(required, list) else []
 
 
 def alone_of(tool: Tool, schema: Schema) -> Schema:
-    """A property's schema with the definitions that it may refer to."""
+    """Return a property's schema with the definitions that it may refer to."""
     given = tool.parameters or {}
     return {**{key: given[key] for key in _DEFINITIONS if key in given}, **schema}
 
 
 def texts_of(schema: Schema) -> list[str] | None:
-    """The texts of which a property is one, where that is so."""
+    """Return the texts that a property may have, where they are listed."""
     if not schema.keys() <= STRING_KEYS:
         return None
     given = [schema["const"]] if "const" in schema else schema.get("enum")

@@ -35,14 +35,14 @@ _COMMA = f'"," {SPACE}?'
 _JSON_TYPES = ("integer", "number", "boolean", "object", "array")
 _GEMMA_NAME = re.compile(r"[\w-]+", re.ASCII)
 _MUSE_NAME = re.compile(r"(?!(?:self|user|commentary)$)[\w.-]+", re.ASCII)
-"""Of a tool. Others are whom messages may be for."""
+"""Names of tools; the others are recipients of messages."""
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
 def write_calls(
     grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool], *, parallel: bool
 ) -> tuple[str, str]:
-    """What opens calls, and what follows it: one call, or several.
+    """Return what opens the calls, and the rule of what follows: one call, or several.
 
     Raises:
         RequestError: the model's format has no grammar, or a tool's schema has none in it.
@@ -58,7 +58,7 @@ def write_calls(
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """What is to be written."""
+    """Input of a format's writer."""
 
     grammar: LarkGrammar
     marks: CallMarks
@@ -66,14 +66,14 @@ class _Calls:
     parallel: bool
 
     def one_of(self, write: Callable[[Tool], str]) -> str:
-        """A call of any of the tools."""
+        """Return a rule of a call of any of the tools."""
         return either(self.grammar.fresh(write(tool)) for tool in self.tools)
 
     def repeated(self, call: str, between: str) -> str:
         return f"{call} ({between} {call})*" if self.parallel else call
 
     def arguments(self, tool: Tool, **options: object) -> str:
-        """Of one tool, as one JSON object."""
+        """Return a rule of one tool's arguments as a JSON object."""
         return self.grammar.json(tool.parameters or NOTHING, **options_of(tool), **options)
 
     def exactly(self, text: str) -> str:
@@ -81,7 +81,10 @@ class _Calls:
 
 
 def write_harmony_calls(grammar: LarkGrammar, tools: Sequence[Tool]) -> list[str]:
-    """gpt-oss's: one message to a function ends the answer. Its last mark may be one of the tokens that end answers."""
+    """Write gpt-oss's call: a message to a function, which ends the answer.
+
+    Its last mark may be one of the tokens that end answers.
+    """
     return [
         grammar.fresh(
             f"{grammar.exactly(f'<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>')} "
@@ -92,7 +95,7 @@ def write_harmony_calls(grammar: LarkGrammar, tools: Sequence[Tool]) -> list[str
 
 
 def write_muse_calls(grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """Muse's: each to its tool by name, in one message or several; less the space before the first."""
+    """Write Muse's calls, each to its tool by name, in one message or several, without the first space."""
     calls = _Calls(grammar, marks, tools, parallel)
 
     def write(tool: Tool) -> str:
@@ -158,7 +161,7 @@ def _kimi_k2(calls: _Calls) -> tuple[str, str]:
 
 
 def _kimi_k3(calls: _Calls) -> tuple[str, str]:
-    """Arguments as one block of JSON, which this format has beside those that come one by one."""
+    """Write arguments as one JSON block, which this format has beside those that come one by one."""
 
     def write(tool: Tool) -> str:
         begin = calls.exactly(f'<|open|>call tool="{tool.name}" index="')
@@ -224,15 +227,15 @@ class _Tagged:
     """With `{}` for its name."""
     behind: str
     no_string: str = ""
-    """What a string must not be, for it would be read as something else."""
+    """Pattern of texts that would not be read as strings."""
     any_json: bool = False
-    """Whether JSON of whatever type is read as what it is, strings apart."""
+    """True where JSON of any type but string is read as that type."""
     json_strings: bool = False
-    """Whether strings may be written as JSON too, so that they are read as JSON where they look like it."""
+    """True where strings may be written as JSON too, so that those that look like JSON are read back."""
 
 
 def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
-    """Calls that name their arguments one by one, in marks of their own each; `{}` stands for the tool's name."""
+    """Return the writer of calls whose arguments have marks of their own; `{}` stands for the tool's name."""
 
     def spell(calls: _Calls) -> tuple[str, str]:
         def write(tool: Tool) -> str:
@@ -251,7 +254,7 @@ def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
 
 
 def _arguments(grammar: LarkGrammar, tool: Tool, how: _Tagged) -> list[str]:
-    """All of one call, those that may be left out with a question mark."""
+    """Return the rules of one call's arguments; optional ones have a question mark."""
     required = required_of(tool)
     return [
         grammar.fresh(_argument(grammar, tool, name, schema, how)) + ("" if name in required else "?")
@@ -273,7 +276,7 @@ def _argument(grammar: LarkGrammar, tool: Tool, name: str, schema: Schema, how: 
 
 
 def _as_text(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> list[str]:
-    """A string without quotes, where it can be told to be the right one."""
+    """Return the rule of a string without quotes, where a wrong one can be recognised."""
     texts = texts_of(schema)
     if texts is not None:
         safe = all(_is_safe(text, how) for text in texts)
@@ -284,7 +287,7 @@ def _as_text(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> 
 
 
 def _strings(schema: Schema, how: _Tagged) -> list[Schema]:
-    """The schema if it is of a string, or those of its choices that are."""
+    """Return the schema if it is of a string, or those of its choices that are."""
     if not how.json_strings or "anyOf" not in schema:
         return [schema] if schema.get("type") == "string" else []
     options = schema["anyOf"]
@@ -305,7 +308,7 @@ def _as_json(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> 
 
 
 def _is_safe(text: str, how: _Tagged) -> bool:
-    """Whether a text comes back as it is."""
+    """Return True where a text is read back unchanged."""
     return (
         text == text.strip()
         and how.behind.strip() not in text
