@@ -10,7 +10,7 @@ import pytest
 
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.executor import Executor, ranks_that_draw
+from mlx_ring.engine.executor import Executor, sampling_ranks
 from mlx_ring.engine.twin import TwinExecutor
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
@@ -32,7 +32,7 @@ class Recorder:
         self.complete = asyncio.Event()
         self.sending = False
         self.has_grammar: list[tuple[RankId, int]] = []
-        self.drawing = len(ranks_that_draw(executor.ranks))
+        self.drawing = len(sampling_ranks(executor.ranks))
         self._expected = STEPS * len(executor.ranks)
 
     def answered(self, done: step_pb2.StepDone) -> None:

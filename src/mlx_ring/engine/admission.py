@@ -1,8 +1,8 @@
-"""Who may come, and what those are told who may not. Pure.
+"""Admission to the queue, and load shedding when it is full. Pure.
 
-Who gives way where the queue is full: whoever has most, to who has less. Pure.
+A full queue is shared evenly among clients: the client with most requests loses its newest to one with fewer. One
 
-So one client may have the whole queue while nobody else wants any of it, and as many as want it share it evenly.
+client alone may fill the queue.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _RETRY_AFTER_S = 1.0
 
 
 def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> None:
-    """Check that requests that belong together can come now.
+    """Check that requests that belong together can be admitted to the queue now.
 
     Args:
-        requests: how many come.
-        policy: how many there may ever be.
-        free: places for those who come.
-        waiting: requests that wait already.
+        requests: number of requests.
+        policy: limits of the scheduler.
+        free: number of free places.
+        waiting: number of requests in the queue.
 
     Raises:
-        RequestError: the server never takes so many.
-        Overloaded: it does not take so many now.
+        RequestError: the server never admits so many.
+        Overloaded: it cannot admit so many now.
     """
     most = policy.max_num_seqs + policy.max_waiting
     if requests > most:
@@ -46,47 +46,47 @@ def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> N
         )
 
 
-def gave_way() -> Overloaded:
-    """What one is told who waited, and whose place another client was given."""
+def shed_error() -> Overloaded:
+    """Return the error of a waiting request that was shed for another client."""
     return Overloaded(
-        "The queue is full, and of those who wait in it this client had most: a request of it gave way to another client's; "
+        "The queue is full, and this client has the most requests in it: one of them was shed for another client; "
         f"try again in {_RETRY_AFTER_S:g} s.",
         retry_after_s=_RETRY_AFTER_S,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A place that a client has."""
+class QueuePlace:
+    """A place that a client holds."""
 
     sequence: int
     client: str
-    may_go: bool
-    """Whether it only waits, and nothing was computed for it yet."""
+    may_be_shed: bool
+    """True if the request waits and nothing was computed for it yet."""
 
 
-def who_gives_way(held: Iterable[Held], client: str, *, wants: int, needs: int) -> list[int] | None:
-    """The newest waiting sequences of those that have most.
+def choose_to_shed(held: Iterable[QueuePlace], client: str, *, wants: int, needs: int) -> list[int] | None:
+    """Choose the newest waiting sequences of the clients that have most.
 
     Args:
         held: places, the oldest first.
-        client: who comes.
-        wants: places that it asks for.
-        needs: how many of these are not free.
+        client: the client that sends requests.
+        wants: number of its new requests.
+        needs: number of these that have no free place.
 
     Returns:
-        As many sequences as are needed; None where that would leave anybody with less than who comes.
+        As many sequences as needed; None if that would leave another client with fewer than this one.
     """
     places, waiting = Counter({client: wants}), dict[str, list[int]]()
     for each in held:
         places[each.client] += 1
-        if each.may_go:
+        if each.may_be_shed:
             waiting.setdefault(each.client, []).append(each.sequence)
-    gone: list[int] = []
-    while len(gone) < needs:
+    shed: list[int] = []
+    while len(shed) < needs:
         most = max((name for name in waiting if waiting[name]), key=places.__getitem__, default=client)
         if places[most] <= places[client]:
             return None
-        gone.append(waiting[most].pop())
+        shed.append(waiting[most].pop())
         places[most] -= 1
-    return gone
+    return shed

@@ -1,9 +1,9 @@
-"""How large a prompt's chunk may be, from how long steps were found to take. Pure.
+"""Size of prefill chunks, from measured times of steps. Pure.
 
-A chunk delays every running sequence by its own time on the slowest stage. The time that a token takes without
-chunks is known from decode steps; what the promised ratio leaves over is the chunks'. What they do not use is kept for some
-steps: a short prompt that comes to streams which were left in peace is read in few pieces, a long one in small ones. So a
-stream's tokens take the promised ratio together, and besides no more than what so many steps before them left over.
+A chunk delays every running sequence by its own time on the slowest stage. The time of a token without chunks is
+known from decode steps; the promised ratio leaves the rest to chunks. Unused time is saved for some steps, so that a
+short prompt is read in few chunks and a long one in small ones. A stream's tokens therefore keep the promised ratio
+on average, and exceed it only by the time that the saved steps left.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from mlx_ring.core.engine_stats import StepTiming
 
 SMALLEST_CHUNK = 2
 _SMALLEST_ALONE = 160
-"""Smaller chunks would keep a stage busy with reading its weights."""
+"""Smallest chunk of a prompt alone: smaller ones would mostly read the weights."""
 _CHUNKS_PER_STAGE = 6
-"""A prompt alone is cut into so many: with more of them reading the weights again costs more than it saves in
-filling and draining the pipeline, with fewer of them the other way round."""
+"""Chunks per stage of a prompt alone. More of them read the weights too often; fewer fill and drain the pipeline
+too slowly."""
 _STEPS_SAVED = 8
-"""Time that so many decode steps leave over can be spent at once."""
+"""Number of decode steps whose unused time is saved at most."""
 _WEIGHT = 0.25
-"""Of the newest measurement in a running mean."""
+"""Weight of the newest measurement in a running mean."""
 _MARGIN = 0.9
 
 
@@ -38,26 +38,26 @@ class RunningMean:
 
 
 class ChunkSizer:
-    """Learns what steps cost and sizes chunks."""
+    """Costs of steps, and the sizes of chunks that follow from them."""
 
     def __init__(self, stages: int, *, chunk: int, max_itl_ratio: float) -> None:
         self._stages = stages
         self._chunk = chunk
         self._ratio = max_itl_ratio
         self._decode_us = [RunningMean() for _ in range(stages)]
-        """By stage: one decode step without drafts."""
+        """Time of one decode step without drafts, by stage."""
         self._any_decode_us = [RunningMean() for _ in range(stages)]
-        """By stage: one decode step, with drafts or without."""
+        """Time of one decode step with or without drafts, by stage."""
         self._token_us = [RunningMean() for _ in range(stages)]
-        """By stage: one token of the last chunks."""
+        """Time of one prefilled token, by stage."""
         self._credit_us = 0.0
-        """Time that running sequences owe to prompts; below 0, prompts to them."""
+        """Time saved for prompts; below 0, prompts took more than their share."""
         self._earned_us = 0.0
-        """With the last decode step."""
+        """Time that the last decode step added."""
         self._charged: dict[int, float] = {}
-        """By step with chunks beside decoding, the time that was taken for it."""
+        """Time charged for each step with chunks beside decode."""
         self._draft_us = [RunningMean() for _ in range(stages)]
-        """By stage: what a draft token adds to a decode step."""
+        """Time that a draft token adds to a decode step, by stage."""
 
     def record(self, timing: StepTiming, *, is_prefill: bool) -> None:
         """Learn from one rank's answer."""
@@ -77,9 +77,12 @@ class ChunkSizer:
             self._earn()
 
     def chunk(self, remaining: int, prompt: int, *, beside_decode: bool) -> int:
-        """Most tokens of a chunk of a prompt, alone or beside running sequences that must not wait long: there 0 is none yet.
+        """Return the most tokens of a chunk, alone or beside running sequences; 0 if decode must go first.
 
-        `prompt` is what had to be computed when it began, `remaining` what is left of it.
+        Args:
+            remaining: tokens of the prompt that are left.
+            prompt: tokens that had to be computed when the prompt began.
+            beside_decode: True beside running sequences, whose tokens must not wait long.
         """
         if beside_decode:
             return self._beside_decode()
@@ -88,11 +91,11 @@ class ChunkSizer:
         even = max(_SMALLEST_ALONE, -(-prompt // (_CHUNKS_PER_STAGE * self._stages)))
         if remaining <= _SMALLEST_ALONE * 3 // 2:
             return min(self._chunk, remaining)
-        # While the last chunk goes through the later stages, the first ones have nothing to do: it is a small one.
+        # The last chunk is small because the first stages are idle while it passes the later ones.
         return min(self._chunk, even, max(_SMALLEST_ALONE, -(-remaining // 2)))
 
     def _earn(self) -> None:
-        """A decode step has given time to prompts: on every stage as much as on the slowest."""
+        """Save the time that a decode step leaves to prompts, which is the same on every stage as on the slowest."""
         slowest = max(
             plain.value or step.value or 0.0
             for plain, step in zip(self._decode_us, self._any_decode_us, strict=True)
@@ -102,7 +105,7 @@ class ChunkSizer:
 
     @property
     def _most_us(self) -> float:
-        """That can be saved."""
+        """Most time that can be saved."""
         return min(self._chunk * self._slowest_token_us, _STEPS_SAVED * self._earned_us)
 
     @property
@@ -110,7 +113,7 @@ class ChunkSizer:
         return max(mean.value or 0.0 for mean in self._token_us)
 
     def _beside_decode(self) -> int:
-        """0: decoding has to earn more first."""
+        """Return the size of a chunk beside decode; 0 until more time is saved."""
         token_us = self._slowest_token_us
         if not token_us:
             return min(self._chunk, SMALLEST_CHUNK)
@@ -120,21 +123,21 @@ class ChunkSizer:
 
     @property
     def _is_saving(self) -> bool:
-        """Whether one step's time is too little for any chunk, which reads the weights as a step does.
+        """True while the time of one step is too little for a chunk, which reads the weights as a step does.
 
-        Then what several steps leave over goes into one larger chunk.
+        Then the time of several steps goes into one larger chunk.
         """
         return (self._ratio - 1.0) * _MARGIN < 1.0 and self._credit_us < self._most_us
 
     def sent(self, step: int, tokens: int, *, beside_decode: bool) -> None:
-        """A step goes out with so many tokens of prompts."""
+        """Charge the prompt tokens of a step that is sent."""
         if beside_decode:
             cost_us = tokens * self._slowest_token_us
             self._credit_us -= cost_us
             self._charged[step] = cost_us
 
     def _settle(self, timing: StepTiming) -> None:
-        """A chunk has cost what it cost, not what it was thought to."""
+        """Correct the charge of a chunk to its measured time."""
         slowest = max(range(self._stages), key=lambda stage: self._token_us[stage].value or 0.0)
         if timing.rank.stage == slowest and (charged := self._charged.pop(timing.step, None)) is not None:
             self._credit_us += charged - timing.compute_us
@@ -142,9 +145,9 @@ class ChunkSizer:
             del self._charged[next(iter(self._charged))]
 
     def verifying_cost(self, draft_tokens: int) -> float:
-        """A decode step with so many draft tokens over one without, on the stage where it is dearest.
+        """Return the relative cost of a decode step with so many draft tokens, on the stage where it is highest.
 
-        Infinite before a step without drafts was timed; and for more than one draft token, before any was.
+        Infinite until a step without drafts was timed; for several draft tokens, until one with a draft was.
         """
         if not draft_tokens:
             return 1.0

@@ -1,13 +1,11 @@
-"""Token ids to text, one at a time, never half a character.
+"""Conversion of token ids to text, one token at a time and never half a character.
 
-A token may be a part of a character, and what it says may hang on the one before it (some
-tokenizers drop the space before the first word). So the last few tokens are decoded anew
-with each one that comes, and what the text has gained goes out. An end that shows
+A token may be a part of a character, and its text may depend on the token before it (some
+tokenizers drop the space before the first word). So the last few tokens are decoded again
+with each new one, and the added text is returned. An end that shows
 replacement characters may still become a character and is held back.
 
-Stop strings in a stream of text, where one may span several tokens.
-
-The text of one answer: tokens through the detokenizer and the stop strings.
+`AnswerText` reads one answer: tokens pass the detokenizer and then the stop strings.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from mlx_ring.core.types import FinishReason, SamplingParams
 
 _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 16
-"""Tokens after which the front of the window is let go."""
+"""Number of tokens after which the front of the window is dropped."""
 _SHORTEST_CONTEXT = 4
-"""Tokens that always stay: a character has at most four bytes, so an incomplete one begins among them."""
+"""Number of tokens that always stay: a character has at most four bytes, so an incomplete one begins among them."""
 _LONGEST_CONTEXT = 8
 
 
@@ -50,19 +48,19 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What tokens say. Made once per model and shared by every sequence."""
+    """Text of tokens. One value per model serves all sequences."""
 
     decode: Callable[[Sequence[int]], str]
     special: frozenset[int]
-    """Tokens that add nothing to the text."""
+    """Tokens that add no text."""
     size: int
-    """Ids from here on name no token: models pad their vocabulary."""
+    """First id that names no token: models pad their vocabulary."""
     decode_shown: Callable[[Sequence[int]], str] | None = None
-    """The same with special tokens as text; None: there are none."""
+    """Decoder that shows special tokens as text; None if there are none."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Vocabulary:
-        """Text as the model meant it: special tokens left out, spaces left alone."""
+        """Make the vocabulary of a tokenizer, without special tokens and with spaces unchanged."""
 
         def decode(tokens: Sequence[int], *, skip_special: bool = True) -> str:
             return tokenizer.decode(
@@ -73,7 +71,7 @@ class Vocabulary:
         return cls(decode, frozenset(special), len(tokenizer), partial(decode, skip_special=False))
 
     def showing(self, tokens: frozenset[int]) -> Vocabulary:
-        """The same, where these special tokens are text like any other."""
+        """Return the vocabulary that shows these special tokens as text."""
         if self.decode_shown is None or not tokens & self.special:
             return self
         return replace(self, decode=self.decode_shown, special=self.special - tokens)
@@ -83,19 +81,19 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """One sequence's text: all pieces joined are the decoding of all tokens."""
+    """Text of one sequence: all pieces joined are the decoding of all tokens."""
 
     def __init__(self, vocabulary: Vocabulary, before: Sequence[int] = ()) -> None:
-        """`before` are tokens whose text this one goes on with: its first word keeps its space."""
+        """Start a text, which may continue the text of the tokens `before`."""
         self._vocabulary = vocabulary
         self._window, text = _context(vocabulary, before)
         self._emitted = len(text)
-        """Characters of the window's text that are out."""
+        """Number of characters of the window's text that were returned."""
         self._broken = 0
-        """Tokens since the text last ended cleanly."""
+        """Number of tokens since the text last ended cleanly."""
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is incomplete."""
+        """Return the text that `token` completes; empty while a character is incomplete."""
         if self._vocabulary.is_silent(token):
             return ""
         self._window.append(token)
@@ -108,7 +106,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """What was held back, at the end: an incomplete character shows as U+FFFD."""
+        """Return the text held back, at the end: an incomplete character shows as U+FFFD."""
         text = self._vocabulary.decode(self._window)
         return self._emit(text, len(text))
 
@@ -118,9 +116,9 @@ class Detokenizer:
         return piece
 
     def _shorten(self, text: str) -> str:
-        """Keep the last tokens alone, where that leaves their text as it is; what they don't say goes out.
+        """Shorten the window if that leaves its text unchanged, and return the rest of the text.
 
-        Bytes that never become a character would otherwise be decoded again for ever.
+        Without this, bytes that never become a character would be decoded again and again.
         """
         for length in range(_SHORTEST_CONTEXT, _LONGEST_CONTEXT + 1):
             context = self._window[-length:]
@@ -135,9 +133,9 @@ class Detokenizer:
 
 
 def _context(vocabulary: Vocabulary, before: Sequence[int]) -> tuple[list[int], str]:
-    """The last tokens before a text that say something, and what; none where they end within a character.
+    """Return the last tokens before a text and their text; none if they end within a character.
 
-    Where bytes are tokens, those of one character more may be no text at all: then fewer tokens are.
+    If bytes are tokens, a window that starts within a character may have no text: then fewer tokens are taken.
     """
     for length in range(_LONGEST_CONTEXT, 0, -1):
         window = [token for token in before[-length:] if not vocabulary.is_silent(token)]
@@ -149,18 +147,18 @@ def _context(vocabulary: Vocabulary, before: Sequence[int]) -> tuple[list[int], 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What some tokens said."""
+    """Text of some tokens."""
 
     text: str
     tokens: int
-    """How many were read: fewer than were given where a stop string came before."""
+    """Number of tokens that were read: fewer than given if a stop string ended the answer."""
     stop_match: str | None = None
     pieces: tuple[str, ...] = field(default=(), compare=False)
-    """What each token added; joined they are the text."""
+    """Text that each token added; joined they are the text."""
 
 
 class AnswerText:
-    """Reads one answer's tokens as they come."""
+    """Text of one answer, read token by token."""
 
     def __init__(
         self,
@@ -170,7 +168,7 @@ class AnswerText:
         shown: frozenset[int] = frozenset(),
         before: Sequence[int] = (),
     ) -> None:
-        """`shown` are special tokens that the text shows; `before` is the prompt, where the answer goes on with its text."""
+        """Start an answer."""
         self._detokenizer = Detokenizer(vocabulary.showing(shown), before)
         self._stops = StopMatcher(sampling.stop)
         self._min_tokens = sampling.min_tokens
@@ -178,7 +176,7 @@ class AnswerText:
         self._read = 0
 
     def read(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> Reading:
-        """The text that goes out after `tokens`; with a finish reason, all that was held back too."""
+        """Return the text after `tokens`; with a finish reason, also all that was held back."""
         pieces: list[str] = []
         for token in tokens:
             self._read += 1
@@ -192,12 +190,12 @@ class AnswerText:
         return _reading([*pieces[:-1], "".join(pieces[-1:]) + text], len(tokens), match)
 
     def _flush(self) -> tuple[str, str | None]:
-        """What was held back; it belongs to the last token."""
+        """Return the text held back, which belongs to the last token."""
         text, match = self._stops.push(self._detokenizer.flush())
         return (text, match) if match is not None else (text + self._stops.flush(), None)
 
     def _read_token(self, token: int) -> tuple[str, str | None]:
-        """A token that ends the answer says nothing; stop strings count from `min_tokens` on."""
+        """Return a token's text: none for one that ends the answer. Stop strings count from `min_tokens` on."""
         if token in self._ends:
             return "", None
         text = self._detokenizer.push(token)

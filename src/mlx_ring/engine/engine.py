@@ -1,7 +1,7 @@
-"""The head's engine: requests in, steps out, answers in, text out.
+"""Engine of one instance: requests in, steps out, answers in, text out.
 
-`submit` and `answered` are the only ways anything happens, both in the event loop, and both
-end in the same line: schedule → send. An answer is read top to bottom:
+`submit` and `answered` are the only inputs, both in the event loop, and both end with
+schedule → send. The path of an answer is
 `answered` → `Scheduler.answer` → `_postprocess` → the request's stream.
 """
 
@@ -26,9 +26,9 @@ from mlx_ring.core.errors import (
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.traces import CLIENT, Span
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
-from mlx_ring.engine.admission import Held, check_places, gave_way, who_gives_way
+from mlx_ring.engine.admission import QueuePlace, check_places, choose_to_shed, shed_error
 from mlx_ring.engine.detokenizer import AnswerText, Reading, Vocabulary
-from mlx_ring.engine.executor import Executor, ranks_that_draw
+from mlx_ring.engine.executor import Executor, sampling_ranks
 from mlx_ring.engine.grammars import Grammars, Settled
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.request_traces import RequestTracer
@@ -42,12 +42,12 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 _log = logging.getLogger(__name__)
 
 _GRAMMAR_WITHIN_S = 30.0
-"""What the ranks may take for a grammar: the largest take some seconds, one after the other."""
+"""Longest time for the ranks to compile a grammar: large ones take some seconds, one after the other."""
 _POLICY = Policy()
 
 
 class Engine:
-    """Serves one instance, for one epoch. Everything runs in the event loop; nothing here blocks."""
+    """Engine of one instance, for one epoch. Everything runs in the event loop; nothing blocks."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Engine:
         meter: Meter | None = None,
         tracer: RequestTracer | None = None,
     ) -> None:
-        """`on_lost` is told, once, when the instance is lost; `predict` says what steps should take."""
+        """Start an engine. `on_lost` is called once when the instance is lost; `predict` gives expected times of steps."""
         self._meter = Meter() if meter is None else meter
         self._tracer = tracer
         self._on_lost = on_lost
@@ -78,15 +78,15 @@ class Engine:
         self._scheduler = Scheduler(
             executor.ranks, instance=instance, epoch=epoch, policy=policy, kv=kv, predict=predict
         )
-        self._grammars = Grammars(ranks_that_draw(executor.ranks))
+        self._grammars = Grammars(sampling_ranks(executor.ranks))
         self._model_limits = limits
         self._wanted_kv: Mapping[RankId, int] = {}
-        """Limits that were given while the engine served; a long sequence that is under way may hold them up."""
+        """Limits set while the engine serves; a long sequence in progress may delay them."""
         self._limits = limits.within(self._scheduler.capacity_tokens)
         self._live: dict[int, LiveRequest] = {}
         self._sequence_ids = count(1)
         self._ended: RingError | None = None
-        """Why nothing is answered any more."""
+        """Reason why the engine no longer answers."""
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._finished: Counter[FinishReason] = Counter()
@@ -122,20 +122,20 @@ class Engine:
         span = None if self._tracer is None else self._tracer.begin(request, now)
         sequence.traceparent = "" if span is None else span.traceparent
         self._live[sequence.id] = LiveRequest(sequence, stream, text, span=span, client=CLIENT.get())
-        self._want_grammar(sequence)
+        self._request_grammar(sequence)
         self._scheduler.add(sequence)
         self._send_steps(now)
         self._set_deadline(sequence)
         return stream
 
-    def _want_grammar(self, sequence: Sequence) -> None:
+    def _request_grammar(self, sequence: Sequence) -> None:
         wanted = self._grammars.want(sequence)
         if wanted is not None:
             self._executor.prepare(wanted)
-            asyncio.get_running_loop().call_later(_GRAMMAR_WITHIN_S, self._give_grammar_up, wanted.id)
+            asyncio.get_running_loop().call_later(_GRAMMAR_WITHIN_S, self._time_out_grammar, wanted.id)
 
-    def _give_grammar_up(self, id_: int) -> None:
-        """It is still not there: others come first, or it takes very long."""
+    def _time_out_grammar(self, id_: int) -> None:
+        """Fail a grammar that is not ready in time."""
         self._settle(
             self._grammars.fail(
                 id_,
@@ -148,12 +148,12 @@ class Engine:
         )
 
     def prepared(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> None:
-        """A rank has a grammar, or cannot make it."""
+        """Record that a rank compiled a grammar, or could not."""
         if self._ended is None:
             self._settle(self._grammars.answered(rank, prepared))
 
     def _settle(self, settled: Settled) -> None:
-        """Sequences need wait for their grammar no longer."""
+        """Release the sequences that waited for a grammar."""
         for sequence in settled.sequences:
             if settled.error is None:
                 sequence.awaits_grammar = False
@@ -169,7 +169,7 @@ class Engine:
             live.deadline = asyncio.get_running_loop().call_later(limit_s, self._expire, live, limit_s)
 
     def _expire(self, live: LiveRequest, limit_s: float) -> None:
-        """The request has taken as long as any may: what it held goes to the others."""
+        """End a request that took too long."""
         tokens = live.completion_tokens
         self._end_with_error(
             live,
@@ -181,37 +181,39 @@ class Engine:
         self._send_steps(self._clock())
 
     def _check_open(self, requests: int) -> None:
-        """Whether so many requests can come now."""
+        """Check that so many requests can be admitted now."""
         if self._ended is not None:
             raise NotReady(f"Instance {self._instance} cannot answer: {self._ended}")
         check_places(requests, self._policy, free=self._scheduler.places, waiting=self._scheduler.num_waiting)
 
     def make_room(self, *requests: GenerateRequest) -> bool:
-        """Whether there are places for these of the client at hand: those who have most gave way where there were none.
+        """Shed other clients' waiting requests for these, if fairness allows it; return False if not.
 
         Raises:
-            RequestError: the model cannot take one of them, so that nobody need make way for it.
+            RequestError: the model cannot take one of them, so that nothing need be shed.
         """
         if self._ended is not None:
             return False
         for request in requests:
             make_sequence(0, request, self._limits, self._clock())
         needs = len(requests) - self._scheduler.places
-        held = (Held(key, live.client, live.sequence.opened_at is None) for key, live in self._live.items())
-        gone = who_gives_way(held, CLIENT.get(), wants=len(requests), needs=needs)
-        for key in gone or ():
-            self._end_with_error(self._live[key], gave_way())
-        return gone is not None
+        held = (
+            QueuePlace(key, live.client, live.sequence.opened_at is None) for key, live in self._live.items()
+        )
+        shed = choose_to_shed(held, CLIENT.get(), wants=len(requests), needs=needs)
+        for key in shed or ():
+            self._end_with_error(self._live[key], shed_error())
+        return shed is not None
 
     def _abort(self, sequence: Sequence) -> None:
-        """The client left: stop, and free the KV at once."""
+        """Stop a sequence whose client left, and free its KV at once."""
         live = self._live.get(sequence.id)
         if live is not None:
             self._retire(live, "abort")
             self._send_steps(self._clock())
 
     def _stop(self, sequence: Sequence) -> None:
-        """Who reads the answer needs no more of it: what it computed is kept, as of any that ended."""
+        """End an answer whose reader needs no more of it, and keep its KV as after any complete answer."""
         live = self._live.get(sequence.id)
         if live is not None:
             now = self._clock()
@@ -226,7 +228,7 @@ class Engine:
             self._executor.send(step)
 
     def answered(self, done: step_pb2.StepDone) -> None:
-        """One rank has executed one step."""
+        """Record that one rank executed a step."""
         if self._ended is not None:
             return
         now = self._clock()
@@ -242,7 +244,7 @@ class Engine:
         self._send_steps(now)
 
     def _postprocess(self, advance: Advance, now: float) -> None:
-        """Turn a sequence's new tokens into a delta, and end what has come to an end."""
+        """Turn a sequence's new tokens into a delta, and end the request if it is complete."""
         live = self._live[advance.sequence.id]
         if advance.error is not None:
             self._end_with_error(live, advance.error)
@@ -268,7 +270,7 @@ class Engine:
         finish_reason: FinishReason | None,
         now: float,
     ) -> None:
-        """Count what has come, and hand it on."""
+        """Count new tokens, and put their delta into the stream."""
         if live.is_first:
             self._prompt_tokens += live.sequence.prompt_length
             waited_s = now - live.sequence.submitted_at if tokens else None
@@ -282,7 +284,7 @@ class Engine:
     def _retire(self, live: LiveRequest, reason: FinishReason, error: RingError | None = None) -> None:
         del self._live[live.sequence.id]
         self._finished[reason] += 1
-        self._tell_end(live.as_ended(reason, error, self._clock()), live.span)
+        self._record_end(live.as_ended(reason, error, self._clock()), live.span)
         if live.deadline is not None:
             live.deadline.cancel()
         if reason in ("stop", "length"):
@@ -295,7 +297,7 @@ class Engine:
         if self._wanted_kv and self._wanted_kv != self._scheduler.kv_limits:
             self._apply_kv_limits()
 
-    def _tell_end(self, ended: EndedRequest, span: Span | None) -> None:
+    def _record_end(self, ended: EndedRequest, span: Span | None) -> None:
         self._meter.record_end(ended)
         if span is not None and self._tracer is not None:
             self._tracer.end(span, ended)
@@ -304,14 +306,14 @@ class Engine:
         live.stream.fail(error)
         self._retire(live, "error", error)
 
-    # ---- trouble, and the end
+    # ---- errors and the end
 
     def failed(self, error: RingError) -> None:
-        """The executor has lost the instance."""
+        """End because the executor lost the instance."""
         self.fail(error)
 
     def fail(self, error: RingError) -> None:
-        """End every request with `error`, and refuse what comes: this instance and epoch are over."""
+        """End every request with `error`, and refuse new ones: this instance and epoch are over."""
         if self._ended is not None:
             return
         self._ended = error
@@ -321,14 +323,14 @@ class Engine:
             self._on_lost(error)
 
     async def close(self) -> None:
-        """End every request and free its KV, so that workers that live on hold nothing."""
+        """End every request and free its KV, because the workers may continue to run."""
         if self._ended is not None:
             return
         self.fail(NotReady("The server is shutting down."))
         self._scheduler.reset()
         self._send_steps(self._clock())
 
-    # ---- how it stands
+    # ---- reports
 
     @property
     def context_length(self) -> int:
@@ -341,17 +343,17 @@ class Engine:
 
     @property
     def error(self) -> RingError | None:
-        """Why nothing is answered any more; None while requests are."""
+        """Reason why the engine no longer answers; None while it does."""
         return self._ended
 
     def record_started(self, rank: RankId, begun: int) -> None:
-        """A heartbeat says that the rank has taken in a step: it may take its time for it from now on."""
+        """Record, from a heartbeat, that a rank started a step: its deadline counts from now."""
         self._scheduler.record_started(rank, begun, self._clock())
 
     def limit_kv(self, limits: Mapping[RankId, int]) -> None:
-        """Give the KV of each rank so many bytes from now on.
+        """Set the bytes of KV that each rank may hold from now on.
 
-        What is kept makes way, requests under way go on, and the context shrinks where it has to.
+        Cached KV is evicted, running requests continue, and the context shrinks if needed.
         """
         self._wanted_kv = dict(limits)
         self._apply_kv_limits()
@@ -373,7 +375,7 @@ class Engine:
         self._executor.limit_kv(self._scheduler.kv_limits)
 
     def load_for(self, prompts: Iterable[tuple[int, ...]]) -> Load:
-        """What is under way, and what prompts would cost here."""
+        """Return the instance's load, and the cost of prompts on it."""
         shared = max((self._scheduler.shared_tokens(prompt) for prompt in prompts), default=0)
         return Load(
             is_open=self._ended is None,
@@ -383,20 +385,20 @@ class Engine:
         )
 
     def oldest_unanswered(self) -> Unanswered | None:
-        """The rank that everybody waits for, with how long it may take; None when nobody owes an answer."""
+        """Return the rank that all others wait for, with its deadline; None if no answer is owed."""
         return None if self._ended is not None else self._scheduler.oldest_unanswered(self._clock())
 
     def step_times(self) -> StepTimes:
-        """What the last steps took, by stage and kind."""
+        """Return the times of the last steps, by stage and kind."""
         return self._scheduler.step_times()
 
     def requests(self) -> list[OpenRequest]:
-        """Those that run or wait, the oldest first."""
+        """Return the requests that run or wait, the oldest first."""
         now = self._clock()
         return [live.as_open(now) for live in self._live.values()]
 
     def totals(self) -> StepTotals:
-        """What its steps have done since it began."""
+        """Return the totals of its steps since it began."""
         return self._scheduler.totals(self._clock(), self._began)
 
     def stats(self) -> EngineStats:

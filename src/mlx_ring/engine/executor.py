@@ -1,9 +1,7 @@
-"""How steps reach the ranks and answers come back: the contract between the engine and what carries them.
+"""Transport of steps to the ranks and of answers back: the contract, and its implementation over gRPC.
 
-`engine/executor.py` carries steps over gRPC; the tests' twin runs the ranks in the
-process. Both pass the same tests.
-
-Steps over gRPC: one long-lived stream to every rank, the same bytes to each.
+The tests' twin runs the ranks in the process; both pass the same tests. Over gRPC, each rank has
+one long-lived stream, and every rank gets the same bytes.
 """
 
 from __future__ import annotations
@@ -27,30 +25,30 @@ from mlx_ring.rpc.tls.certificates import node_name
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 
 
-def ranks_that_draw(ranks: Sequence[RankId]) -> list[RankId]:
-    """Those of the last stage: all of them, for they draw alike."""
+def sampling_ranks(ranks: Sequence[RankId]) -> list[RankId]:
+    """Return the ranks of the last stage: all of them sample, with the same result."""
     last = max(rank.stage for rank in ranks)
     return [rank for rank in ranks if rank.stage == last]
 
 
 class Listener(Protocol):
-    """Who hears from the ranks. Every call comes in the event loop, never from inside `Executor.send`."""
+    """Receiver of the ranks' answers. Every call comes in the event loop, never from inside `Executor.send`."""
 
     def answered(self, done: step_pb2.StepDone) -> None:
-        """One rank has executed one step. A rank answers in stream order; ranks answer in any order."""
+        """Receive a rank's answer to a step. A rank answers in stream order; ranks answer in any order."""
         ...
 
     def prepared(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> None:
-        """A rank that draws has made a grammar, or cannot. Comes in any order."""
+        """Receive a sampling rank's answer about a grammar, in any order."""
         ...
 
     def failed(self, error: RingError) -> None:
-        """The instance is lost: a worker died, a channel broke, a deadline passed. Said once, and last."""
+        """Receive the loss of the instance (a worker died, a channel broke, a deadline passed), once and last."""
         ...
 
 
 class Executor(Protocol):
-    """Carries every step to every rank of every stage, in one order."""
+    """A transport that delivers every step to every rank of every stage, in one order."""
 
     @property
     def ranks(self) -> Sequence[RankId]:
@@ -58,23 +56,23 @@ class Executor(Protocol):
         ...
 
     def set_listener(self, listener: Listener) -> None:
-        """Who is told. Set once, before the first step."""
+        """Set the receiver, once and before the first step."""
         ...
 
     def limit_kv(self, limits: Mapping[RankId, int]) -> None:
-        """Tell each rank how many bytes of KV it may hold; before the first step."""
+        """Set the bytes of KV that each rank may hold; also before the first step."""
         ...
 
     def prepare(self, wanted: worker_pb2.PrepareGrammar) -> None:
-        """Have every rank of the last stage make a grammar, while steps go on."""
+        """Make every rank of the last stage compile a grammar while steps continue."""
         ...
 
     def drop_grammar(self, id_: int) -> None:
-        """They need it no more, behind the steps that were sent."""
+        """Drop a grammar on the ranks after the steps that were sent."""
         ...
 
     def send(self, step: step_pb2.Step) -> None:
-        """Hand a step on. Never blocks and never raises: trouble comes through the listener."""
+        """Send a step. Never blocks and never raises: errors reach the listener."""
         ...
 
 
@@ -85,22 +83,22 @@ Call = grpc.aio.StreamStreamCall[bytes, worker_pb2.StepsReply]
 
 @dataclass(frozen=True, slots=True)
 class RankAddress:
-    """Where a rank takes its steps."""
+    """Address at which a rank accepts steps."""
 
     place: RankId
     address: str
     node: str = ""
-    """Whose certificate answers there; empty on this machine."""
+    """Node whose certificate answers there; empty on this machine."""
 
 
 @dataclass(slots=True)
 class _RankStream:
-    """One rank's stream: what waits to be written, and the tasks that write and read."""
+    """Stream to one rank: messages to write, and the tasks that write and read."""
 
     place: RankId
     peer: str
     node: str
-    """Where it is; empty on this machine."""
+    """Node of the rank; empty on this machine."""
     channel: grpc.aio.Channel
     call: Call
     outgoing: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue[bytes])
@@ -108,7 +106,7 @@ class _RankStream:
 
 
 class GrpcExecutor:
-    """The engine's executor for real workers. Made by `connect`."""
+    """Executor for real workers, made by `connect`."""
 
     def __init__(self, streams: Sequence[_RankStream]) -> None:
         self._streams = streams
@@ -127,14 +125,14 @@ class GrpcExecutor:
         """Open and greet every rank's stream.
 
         Args:
-            addresses: of every rank, in order of stage and rank.
+            addresses: address of every rank, in order of stage and rank.
             hello: the head's greeting; each worker's answer is checked against it.
             trust: the head's credentials, for workers on other machines.
-            timeout_s: for all of them together, seconds.
+            timeout_s: limit for all of them together, seconds.
 
         Raises:
             VersionMismatch, StaleMessage, NotReady: a worker refused.
-            WorkerLost, WorkerStuck: a worker is out of reach, or silent.
+            WorkerLost, WorkerStuck: a worker is unreachable or silent.
         """
         streams: list[_RankStream] = []
         try:
@@ -171,13 +169,13 @@ class GrpcExecutor:
                 stream.outgoing.put_nowait(message.SerializeToString())
 
     def prepare(self, wanted: worker_pb2.PrepareGrammar) -> None:
-        self._tell_drawing(worker_pb2.StepsRequest(prepare=wanted))
+        self._send_to_samplers(worker_pb2.StepsRequest(prepare=wanted))
 
     def drop_grammar(self, id_: int) -> None:
-        self._tell_drawing(worker_pb2.StepsRequest(drop_grammar=id_))
+        self._send_to_samplers(worker_pb2.StepsRequest(drop_grammar=id_))
 
-    def _tell_drawing(self, request: worker_pb2.StepsRequest) -> None:
-        message, drawing = request.SerializeToString(), ranks_that_draw(self.ranks)
+    def _send_to_samplers(self, request: worker_pb2.StepsRequest) -> None:
+        message, drawing = request.SerializeToString(), sampling_ranks(self.ranks)
         for stream in self._streams:
             if stream.place in drawing:
                 stream.outgoing.put_nowait(message)
@@ -188,7 +186,7 @@ class GrpcExecutor:
             stream.outgoing.put_nowait(message)
 
     async def close(self) -> None:
-        """End every stream. Workers keep what they have loaded."""
+        """Close every stream. Workers keep what they loaded."""
         self._listener = None
         await _close_all(self._streams)
 

@@ -1,9 +1,7 @@
-"""What sequences hold of every rank's KV memory, and what still fits. Pure.
+"""Account of every rank's KV memory, and the limits of what each rank may hold. Pure.
 
-Every rank holds the same tokens of the same sequences, so two numbers say it all: tokens, by whole blocks, and
-sequences. What was released counts until every rank has answered the step that frees it.
-
-How much KV each rank may hold: what the person who serves said, or what its device has left. Pure.
+Every rank holds the same tokens of the same sequences, so two numbers suffice: tokens, in whole blocks, and
+sequences. Released memory counts until every rank has answered the step that frees it.
 """
 
 from __future__ import annotations
@@ -21,49 +19,49 @@ from mlx_ring.rpc.protos import worker_pb2
 
 @dataclass(frozen=True, slots=True)
 class RankKv:
-    """One rank's KV: its budget, what sequences take of it, and where they can be cut or forked. Bytes and tokens."""
+    """KV of one rank: its limit, the size of sequences, and the lengths at which they can be cut or forked."""
 
     limit_bytes: int
     bytes_per_token: int
-    """In layers that see every token."""
+    """Bytes per token in layers with full attention."""
     bytes_per_sequence: int = 0
-    """Besides, at most: sliding windows, recurrent states."""
+    """Further bytes per sequence at most: sliding windows, recurrent states."""
     recurrent: bool = False
-    """Forks only where the source stands, and cannot be cut."""
+    """True if a sequence can be forked only at its current length, and not be cut."""
     slack: int = 0
-    """Sliding layers: so many tokens can be dropped at any length; 0: no layer slides."""
+    """Tokens of sliding layers that can be dropped at any length; 0 if no layer slides."""
     exact_length: int = 0
-    """Sliding layers: up to this length a sequence can be cut and forked anywhere."""
+    """Length of sliding layers up to which a sequence can be cut and forked anywhere."""
 
 
 class KvBudget:
-    """The account of one instance."""
+    """Account of one instance."""
 
     def __init__(self, ranks: Mapping[RankId, RankKv] | None) -> None:
         self._ranks = dict(ranks or {})
         self._blocks: dict[int, int] = {}
-        """By sequence."""
+        """Blocks of each sequence."""
         self._total_blocks = 0
         self._freeing: deque[tuple[int, int]] = deque()
-        """Step and blocks of what is being freed."""
+        """Step and blocks of each pending free."""
         self._freeing_blocks = 0
         self._held = dict.fromkeys(self._ranks, 0)
 
     @property
     def capacity_tokens(self) -> int | None:
-        """Most tokens that a sequence can have which is alone; None without a limit."""
+        """Most tokens of a sequence that runs alone; None without a limit."""
         rooms = [
             (rank.limit_bytes - rank.bytes_per_sequence) // (rank.bytes_per_token * BLOCK) * BLOCK
             for rank in self._ranks.values()
             if rank.bytes_per_token
         ]
-        # Where KV does not grow with its tokens, a sequence fits as a whole or not at all.
+        # If KV does not grow with tokens, a sequence fits as a whole or not at all.
         rooms += [0 for rank in self._ranks.values() if rank.bytes_per_sequence > rank.limit_bytes]
         return max(0, min(rooms)) if rooms else None
 
     @property
     def being_freed(self) -> int:
-        """Sequences whose memory is free once the ranks have answered."""
+        """Number of sequences whose memory is free once the ranks have answered."""
         return len(self._freeing)
 
     def fits(
@@ -75,14 +73,14 @@ class KvBudget:
         spare_blocks: int = 0,
         freed: bool = False,
     ) -> bool:
-        """Whether a sequence, which may hold some already, can have `tokens`.
+        """Return True if a sequence, which may hold some tokens already, can have `tokens`.
 
         Args:
-            tokens: in all.
-            sequence: whose.
+            tokens: number of tokens in all.
+            sequence: id of the sequence.
             without: sequences whose memory would be free for it.
-            spare_blocks: to leave for others.
-            freed: whether to count on what is being freed.
+            spare_blocks: blocks to leave for others.
+            freed: True to count pending frees as free.
         """
         held = self._blocks.get(sequence)
         gone = [self._blocks[other] for other in without if other in self._blocks]
@@ -97,7 +95,7 @@ class KvBudget:
         )
 
     def fits_as_held(self, tokens: int) -> bool:
-        """Whether a new sequence fits beside what the ranks say they hold, padding and room for growth included."""
+        """Return True if a new sequence fits beside the memory that the ranks report, padding included."""
         more = kv_blocks(tokens)
         return all(
             self._held[place] + self._bytes(rank, more, 1) <= rank.limit_bytes
@@ -106,11 +104,11 @@ class KvBudget:
 
     @property
     def limits(self) -> Mapping[RankId, int]:
-        """Bytes, by rank."""
+        """Limit of each rank in bytes."""
         return {place: rank.limit_bytes for place, rank in self._ranks.items()}
 
     def limit(self, limits: Mapping[RankId, int], longest: int) -> None:
-        """New limits, in bytes; one sequence of `longest` tokens fits whatever they are."""
+        """Set new limits in bytes; one sequence of `longest` tokens always fits."""
         for place, nbytes in limits.items():
             rank = self._ranks[place]
             self._ranks[place] = replace(
@@ -119,7 +117,7 @@ class KvBudget:
 
     @property
     def is_over(self) -> bool:
-        """Whether more is accounted for than some rank may hold, what is being freed apart."""
+        """True if the account of some rank, without pending frees, is over its limit."""
         return any(
             self._bytes(rank, self._total_blocks, len(self._blocks)) > rank.limit_bytes
             for rank in self._ranks.values()
@@ -127,17 +125,17 @@ class KvBudget:
 
     @property
     def is_over_as_held(self) -> bool:
-        """Whether some rank says that it holds more than it may."""
+        """True if some rank reports more than its limit."""
         return any(self._held[place] > rank.limit_bytes for place, rank in self._ranks.items())
 
     def charge(self, sequence: int, tokens: int) -> None:
-        """A sequence holds so many tokens from now on."""
+        """Set the number of tokens that a sequence holds."""
         blocks = kv_blocks(tokens)
         self._total_blocks += blocks - self._blocks.get(sequence, 0)
         self._blocks[sequence] = blocks
 
     def release(self, sequence: int, step: int) -> None:
-        """A sequence's memory is free once every rank has answered `step`."""
+        """Free a sequence's memory once every rank has answered `step`."""
         blocks = self._blocks.pop(sequence, None)
         if blocks is not None:
             self._total_blocks -= blocks
@@ -145,20 +143,20 @@ class KvBudget:
             self._freeing.append((step, blocks))
 
     def drop(self, sequence: int) -> None:
-        """A sequence never had its memory, or another has it now, which was charged for it."""
+        """Forget a sequence that never had its memory, or whose memory another one took over."""
         self._total_blocks -= self._blocks.pop(sequence, 0)
 
     def settle(self, completed: int) -> None:
-        """Every rank has answered the steps up to `completed`."""
+        """Record that every rank has answered the steps up to `completed`."""
         while self._freeing and self._freeing[0][0] <= completed:
             self._freeing_blocks -= self._freeing.popleft()[1]
 
     def report(self, rank: RankId, held_bytes: int) -> None:
-        """What a rank says it holds."""
+        """Record the bytes that a rank reports."""
         self._held[rank] = held_bytes
 
     def use(self, kept: Iterable[int] = ()) -> dict[RankId, RankKvUse]:
-        """How every rank stands; `kept` are the ended sequences whose KV stays."""
+        """Return the use of every rank's memory; `kept` are the cached sequences."""
         blocks = [self._blocks[sequence] for sequence in kept if sequence in self._blocks]
         return {
             place: RankKvUse(
@@ -183,35 +181,35 @@ class KvBudget:
 
 
 def sequence_bytes(rank: RankKv, tokens: int) -> int:
-    """What one sequence of so many tokens takes of a rank, by whole blocks."""
+    """Return the bytes that one sequence of so many tokens takes on a rank, in whole blocks."""
     return kv_blocks(tokens) * BLOCK * rank.bytes_per_token + rank.bytes_per_sequence
 
 
 RESERVE_SHARE = 0.1
-"""Of a device's memory that KV leaves alone: activations, the system, and whoever else works there ..."""
+"""Share of a device's memory that KV leaves to activations, the system and other programs ..."""
 RESERVE_BYTES = 1 << 30
-"""... and at least so much."""
+"""... and its minimum in bytes."""
 KEPT_TOKENS = 8192
-"""Of the context that an instance keeps whoever else is loaded, where none was insisted on; plans leave room for as much."""
+"""Context that an instance keeps whatever else is loaded, unless one was requested; plans reserve as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What of a node's memory may be used."""
+    """Usable part of a node's memory."""
 
     reserve_share: float = RESERVE_SHARE
     limit_bytes: int | None = None
-    """That its owner grants in all, where that is less than there is."""
+    """Limit that the node's owner set, if it is less than the memory."""
     claimed_bytes: int = 0
-    """For weights that are about to be loaded."""
+    """Bytes of weights that are about to be loaded."""
     claimed_shares: int = 0
-    """For workers that are about to be loaded: each will have one."""
+    """Number of workers that are about to be loaded; each will have a share."""
 
 
 Place = tuple[str, RankId]
 """A node and a rank on it."""
 Floors = Mapping[str, Mapping[RankId, int]]
-"""Bytes that the ranks of an instance keep, by instance: none where it is not named."""
+"""Bytes that the ranks of each named instance keep."""
 
 
 def rank_limits(
@@ -220,19 +218,19 @@ def rank_limits(
     allowances: Mapping[str, Allowance],
     floors: Floors = MappingProxyType({}),
 ) -> dict[str, dict[RankId, RankKv]]:
-    """Each rank's budget, by instance: what a node has left for KV is shared out among all ranks on it.
+    """Share the memory that each node has left for KV among all ranks on it.
 
     Args:
-        instances: what each worker says of its KV and of its device's memory; the one that has spoken last comes last.
-        given_bytes: `--kv-cache-memory`, for each worker; else what is left is shared out.
-        allowances: by node, what of its memory may be used, where it is not all but the usual reserve.
-        floors: what each has at least, even where there is not so much.
+        instances: status of each worker; the most recent report comes last.
+        given_bytes: `--kv-cache-memory` of each worker; None to share what is left.
+        allowances: usable memory of each node, if it is not all but the usual reserve.
+        floors: minimum of each rank, even if there is less memory.
     """
     rooms = kv_rooms(instances, allowances)
-    seats = [(name, *place) for name, workers in instances.items() for place in workers]
+    placed = [(name, *place) for name, workers in instances.items() for place in workers]
     shares: dict[tuple[str, str, RankId], int] = {}
     for node, room in rooms.items():
-        on_node = [seat for seat in seats if seat[1] == node]
+        on_node = [place for place in placed if place[1] == node]
         coming = allowances.get(node, Allowance()).claimed_shares
         least = [floors.get(name, {}).get(rank, 0) for name, _, rank in on_node]
         shares |= zip(on_node, share_out(room, [*least, *[0] * coming]), strict=False)
@@ -248,38 +246,38 @@ def rank_limits(
 def kv_rooms(
     instances: Mapping[str, Mapping[Place, worker_pb2.WorkerStatus]], allowances: Mapping[str, Allowance]
 ) -> dict[str, int]:
-    """Bytes that all workers of a node may hold of KV together, by node."""
-    told: dict[str, list[worker_pb2.WorkerStatus]] = {}
+    """Return the bytes of KV that all workers of each node may hold together."""
+    by_node: dict[str, list[worker_pb2.WorkerStatus]] = {}
     for workers in instances.values():
         for (node, _), status in workers.items():
-            told.setdefault(node, []).append(status)
-    return {node: _room(statuses, allowances.get(node, Allowance())) for node, statuses in told.items()}
+            by_node.setdefault(node, []).append(status)
+    return {node: _room(statuses, allowances.get(node, Allowance())) for node, statuses in by_node.items()}
 
 
 def share_out(room: int, floors: Sequence[int]) -> list[int]:
-    """Equal shares of `room`; who keeps more than that has what it keeps, and the others share the rest."""
+    """Return equal shares of `room`; an entry with a higher floor gets its floor, and the others share the rest."""
     shares = list(floors)
-    left, waiting = room, sorted(range(len(floors)), key=lambda seat: -floors[seat])
+    left, waiting = room, sorted(range(len(floors)), key=lambda place: -floors[place])
     while waiting:
         equal = max(0, left) // len(waiting)
         if floors[waiting[0]] <= equal:
-            for seat in waiting:
-                shares[seat] = equal
+            for place in waiting:
+                shares[place] = equal
             break
         left -= floors[waiting.pop(0)]
     return shares
 
 
 def floor_of(ranks: Mapping[RankId, RankKv], tokens: int) -> dict[RankId, int]:
-    """Bytes that one sequence of so many tokens takes of each rank."""
+    """Return the bytes that one sequence of so many tokens takes on each rank."""
     return {rank: sequence_bytes(kv, tokens) for rank, kv in ranks.items()}
 
 
 def _room(statuses: Sequence[worker_pb2.WorkerStatus], allowance: Allowance) -> int:
-    """What a node's workers may hold of KV together, as the last of them found its memory."""
+    """Return the bytes of KV that a node's workers may hold, by the most recent report of its memory."""
     last = statuses[-1]
     reserve = max(RESERVE_BYTES, int(last.memory_bytes * allowance.reserve_share))
-    # A worker knows what it holds of a GPU's memory, and not what the others do.
+    # A worker knows its own share of a GPU's memory, but not that of others.
     others = sum(status.device_memory_bytes for status in statuses[:-1]) if last.device == "gpu" else 0
     held = sum(status.kv_bytes for status in statuses)
     left = last.memory_left_bytes - others + held - reserve
@@ -302,15 +300,15 @@ def _rank_kv(status: worker_pb2.WorkerStatus, limit_bytes: int) -> RankKv:
 
 
 def fitting_context(limits: Mapping[RankId, RankKv], wanted: int, *, insisted: bool) -> int:
-    """Most tokens of one sequence that every rank can hold, `wanted` at most.
+    """Return the most tokens of one sequence that every rank can hold, `wanted` at most.
 
     Raises:
-        ConfigError: they are fewer than `wanted`, which the person who serves insists on, or too few for anything.
+        ConfigError: they are fewer than `wanted` and `insisted` is set, or less than one block.
     """
     capacity = KvBudget(limits).capacity_tokens
     if capacity is None or capacity >= wanted:
         return wanted
-    # Memory goes by whole blocks, so the last of them may hold what is wanted even where it is not full.
+    # Memory is in whole blocks, so the last block may hold the rest even if it is not full.
     if insisted or capacity < BLOCK:
         raise ConfigError(_too_little(limits, capacity, wanted))
     return capacity

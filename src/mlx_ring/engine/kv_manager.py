@@ -1,7 +1,7 @@
-"""What the scheduler asks of the workers' KV: who may hold how much, what is kept, forked, cut and freed. Pure.
+"""Management of the workers' KV: reservations, prefix cache, forks, trims and frees. Pure.
 
-Every wish becomes a cache operation, which rides on the next step; the budget and the prefix cache are kept in
-line with them.
+Each change becomes a cache operation, which travels with the next step. The budget and the prefix cache follow
+the operations.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2
 
 _FIRST_SNAPSHOT = 1 << 48
-"""Ids of snapshots, far from those of requests."""
+"""First id of snapshots, far from those of requests."""
 _LEAST_SNAPSHOT = 64
 _OFFERED_TOKENS = 256
-"""A prompt that is being read is offered to others in pieces of so many tokens, for each time costs its whole length."""
+"""Tokens by which a prompt in prefill is offered to others, because each offer costs its whole length."""
 _NOTHING = Found(None, 0)
 
 
 class KvManager:
-    """The KV of one instance, as the ranks will have it once they have executed what was sent."""
+    """KV of one instance as the ranks have it after executing all sent steps."""
 
     def __init__(self, ranks: Mapping[RankId, RankKv] | None, *, prefix_cache: bool) -> None:
         self.budget = KvBudget(ranks)
@@ -43,11 +43,11 @@ class KvManager:
         self._next_step = 1
         self._snapshots = count(_FIRST_SNAPSHOT)
         self.held: set[int] = set()
-        """Sequences that some rank holds, or will, and that are not being freed."""
+        """Sequences that some rank holds or will hold, except those being freed."""
 
     @property
     def can_draft(self) -> bool:
-        """Whether tokens can be taken back after they were fed."""
+        """True if tokens can be rolled back after they were fed."""
         return not self._cache.recurrent
 
     # ---- operations
@@ -57,17 +57,17 @@ class KvManager:
         return bool(self._operations)
 
     def take_operations(self, step: int) -> list[step_pb2.CacheOperation]:
-        """What goes out with `step`."""
+        """Return the operations that go out with `step`, and forget them."""
         operations, self._operations = self._operations, []
         self._next_step = step + 1
         return operations
 
     def settle(self, completed: int) -> None:
-        """Every rank has executed the steps up to `completed`."""
+        """Record that every rank has executed the steps up to `completed`."""
         self.budget.settle(completed)
 
     def reset(self) -> None:
-        """Free everything, at once."""
+        """Free everything at once."""
         self._operations = [step_pb2.CacheOperation(reset=step_pb2.Reset())]
         self._cache.clear()
         for sequence in self.held:
@@ -75,18 +75,18 @@ class KvManager:
         self.held.clear()
 
     def limit(self, limits: Mapping[RankId, int], longest: int) -> None:
-        """New limits; what is kept makes way for them. One sequence of `longest` tokens fits whatever they are."""
+        """Set new limits and evict cached KV beyond them. One sequence of `longest` tokens always fits."""
         self.budget.limit(limits, longest)
         while self.budget.is_over and self._evict(None):
             pass
 
-    # ---- a sequence comes
+    # ---- admission
 
     def admit(self, sequence: Sequence, running: Mapping[int, Sequence]) -> bool:
-        """Whether there is room for what a sequence must prefill; if so it is reserved.
+        """Reserve the KV that a sequence must prefill; return False if there is no room.
 
-        What is kept of ended sequences makes way, the least recently used first, but not what the
-        sequence itself can begin from, which it takes over where both do not fit.
+        Cached KV is evicted, the least recently used first, except the entry that the
+        sequence itself can reuse. It takes that entry over if both do not fit.
         """
         tokens = min(sequence.fill_to + 1, sequence.max_length)
         match = self._find(sequence, running).match
@@ -101,7 +101,7 @@ class KvManager:
             return True
         if match is None or source is None or self.budget.being_freed:
             return False
-        # Both do not fit: it is admitted in the place of the kept one that it begins from.
+        # Both do not fit: it is admitted in place of the entry that it reuses.
         if not self._make_way(tokens, sequence.id, instead_of=source, spare_blocks=spare):
             return False
         if not self.budget.fits(tokens, sequence.id, without=(source,), spare_blocks=spare):
@@ -119,9 +119,9 @@ class KvManager:
         instead_of: int | None = None,
         spare_blocks: int = 0,
     ) -> bool:
-        """Whether a sequence can have `tokens`, at once or when what is being freed is free.
+        """Evict cached KV until a sequence can have `tokens`, now or after pending frees; return False if it cannot.
 
-        What is kept goes for it, but nothing goes where all of it together would not do. `spare` stays; so does
+        Nothing is evicted if evicting everything would not be enough. `spare` stays; so does
         `instead_of`, whose memory counts as the sequence's.
         """
         own = () if instead_of is None else (instead_of,)
@@ -137,7 +137,7 @@ class KvManager:
         return True
 
     def _is_roomy(self, tokens: int, running: Mapping[int, Sequence], spare: int | None) -> bool:
-        """Whether what the ranks really hold leaves room too; if not, something that is kept goes."""
+        """Return True if the ranks' reported memory leaves room too; if not, evict one entry."""
         if not running or self.budget.fits_as_held(tokens):
             return True
         if not self.budget.being_freed:
@@ -145,7 +145,7 @@ class KvManager:
         return False
 
     def begin(self, sequence: Sequence, running: Mapping[int, Sequence]) -> None:
-        """Open an admitted sequence, with as much KV as others have for it."""
+        """Open an admitted sequence, with the longest reusable KV."""
         if sequence.id in self.held:
             return
         found = self._find(sequence, running)
@@ -156,14 +156,14 @@ class KvManager:
         self._begin(sequence, match, take=take)
 
     def reuse(self, sequence: Sequence, running: Mapping[int, Sequence]) -> int:
-        """Tokens that need not be prefilled if the sequence begins now."""
+        """Return the number of tokens that need no prefill if the sequence begins now."""
         if sequence.id in self.held:
             return sequence.scheduled
         match = self._find(sequence, running).match
         return match.length if match is not None else 0
 
     def shared(self, tokens: tuple[int, ...], running: Mapping[int, Sequence]) -> int:
-        """How much of a prompt need not be computed if it came now, in tokens."""
+        """Return the number of a prompt's tokens that the cache could supply now."""
         if not self._enabled:
             return 0
         match = self._cache.find(tokens, _extents(running)).match
@@ -172,7 +172,7 @@ class KvManager:
     def _find(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Found:
         if not self._enabled or sequence.request.computes_all or sequence.id in self.held:
             return _NOTHING
-        # Where caches forget, what others have computed meanwhile counts too, and not only what is noted of them.
+        # Where caches forget positions, what others computed meanwhile counts too, and not only recorded entries.
         now = (self._cache.version, sequence.length)
         if sequence.found is None or sequence.found[:2] != now or self._cache.forgets:
             extents = _extents(running, besides=sequence.id)
@@ -202,39 +202,39 @@ class KvManager:
     # ---- it grows, and is cut
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether a running sequence can have `tokens`; if so it has them. What is kept makes way."""
+        """Reserve `tokens` for a running sequence, evicting cached KV; return False if there is no room."""
         if not self._make_way(tokens, sequence.id) or not self.budget.fits(tokens, sequence.id):
             return False
         self.budget.charge(sequence.id, tokens)
         return True
 
     def relieve(self) -> bool:
-        """Whether the ranks really hold no more than they may, or soon will not; something that is kept goes for it.
+        """Return True if the ranks hold no more than their limits, or soon will; evict one entry if needed.
 
-        Rows of one bank share a capacity, so that ranks hold more than is accounted for.
+        Rows of one bank share a capacity, so that ranks hold more than the account says.
         """
         return not self.budget.is_over_as_held or self.budget.being_freed > 0 or self._evict(None)
 
     def may_draft(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether there is room for drafts, `tokens` in all, with nothing put out for it; if so it is reserved."""
+        """Reserve room for drafts, `tokens` in all, without evicting anything; return False if there is none."""
         if not self.budget.fits(tokens, sequence.id):
             return False
         self.budget.charge(sequence.id, tokens)
         return True
 
     def trim(self, sequence: Sequence, length: int) -> None:
-        """Drop a running sequence's tokens past `length`."""
+        """Cut a running sequence to `length` tokens."""
         self._operations.append(trim_operation(sequence.id, length))
         self.budget.charge(sequence.id, length + 1)
 
     def note_filled(self, sequence: Sequence) -> None:
-        """Others may begin from what a sequence has prefilled."""
+        """Offer a sequence's prefilled tokens to others."""
         if self._enabled and not sequence.request.computes_all:
             sequence.offered = sequence.scheduled
             self._cache.note_running(sequence.id, tuple(sequence.tokens[: sequence.scheduled]))
 
     def after_chunk(self, sequence: Sequence) -> None:
-        """A chunk was sent: others may begin from it, and some lengths cannot be come back to later."""
+        """Offer a sent chunk to others, and keep a snapshot at lengths that cannot be restored later."""
         if sequence.is_prefilled or sequence.scheduled - sequence.offered >= _OFFERED_TOKENS:
             self.note_filled(sequence)
         at_cut = sequence.scheduled == sequence.cut_at
@@ -254,10 +254,10 @@ class KvManager:
             self._operations += snapshot_operations(source.id, snapshot, len(tokens))
             self._cache.keep(snapshot, tokens, source.reached)
 
-    # ---- it goes
+    # ---- end
 
     def free(self, sequence: int) -> None:
-        """Give a sequence's memory back; one that was only admitted gives back its place."""
+        """Free a sequence's memory, or only its reservation if it was never opened."""
         self._cache.forget(sequence)
         if sequence in self.held:
             self.held.discard(sequence)
@@ -267,7 +267,7 @@ class KvManager:
             self.budget.drop(sequence)
 
     def keep(self, sequence: Sequence, most: int | None = None) -> None:
-        """An ended sequence's KV stays for others, as far as its tokens are known, and no more than `most` of them."""
+        """Keep an ended sequence's KV in the prefix cache, up to its known tokens and at most `most` of them."""
         known = sequence.computed if most is None else min(most, sequence.computed)
         tokens = tuple(sequence.tokens[:known])
         if sequence.id not in self.held or not self._is_worth_keeping(sequence, tokens):
@@ -294,11 +294,11 @@ class KvManager:
         self.free(oldest)
         return True
 
-    # ---- how it stands
+    # ---- statistics
 
     @property
     def sequences_held(self) -> int:
-        """Whose KV some rank may still hold."""
+        """Number of sequences whose KV some rank may still hold."""
         return len(self.held) + self.budget.being_freed
 
     def stats(self) -> CacheStats:
@@ -317,7 +317,7 @@ class KvManager:
 
 
 def _extents(running: Mapping[int, Sequence], *, besides: int | None = None) -> dict[int, Extent]:
-    """What running sequences hold, one of them apart."""
+    """Return the KV extents of running sequences, except `besides`."""
     return {
         sequence.id: Extent(sequence.scheduled, sequence.reached)
         for sequence in running.values()

@@ -1,4 +1,4 @@
-"""A request as the engine takes it, and the sequence that it becomes."""
+"""The sequence that a request becomes in the scheduler, and the checks of the request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_ring.engine.prompt_lookup import PromptLookup
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a model can take."""
+    """Limits of a model."""
 
     context_length: int
     """Most tokens of prompt and answer together."""
@@ -25,7 +25,7 @@ class Limits:
     eos: frozenset[int]
 
     def within(self, tokens: int | None) -> Limits:
-        """The same, with a context of no more than `tokens`, where a number is given."""
+        """Return these limits with a context of at most `tokens`, if a number is given."""
         return (
             self if tokens is None or tokens >= self.context_length else replace(self, context_length=tokens)
         )
@@ -33,7 +33,7 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's tokens, and how far they are computed. Only the scheduler changes it, and `grammars.py` what it says of that."""
+    """State of a request: its tokens, and how many of them are computed. Only the scheduler and `grammars.py` change it."""
 
     id: int
     request: GenerateRequest
@@ -42,50 +42,50 @@ class Sequence:
     ends: frozenset[int]
     """Tokens that end the answer."""
     submitted_at: float
-    """On the engine's clock, seconds, as are the others."""
+    """Time of submission. All times are in seconds of the engine's clock."""
     tokens: list[int]
-    """The prompt's and those sampled since, all of them final."""
+    """Tokens of the prompt and those sampled since; all are final."""
     grammar_id: int = 0
-    """By which the ranks know its grammar; 0: it has none."""
+    """Id of its grammar on the ranks; 0 if it has none."""
     awaits_grammar: bool = False
-    """Whether some rank that draws is still making it."""
+    """True while some sampling rank still compiles its grammar."""
     traceparent: str = ""
-    """Of the span that what is done for it belongs to; empty where it is not traced."""
+    """Trace context of its span; empty if it is not traced."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])
-    """One for each prompt token, where asked for; nothing scores the first."""
+    """Log-probability of each prompt token, if requested; the first token has none."""
     hidden_sum: NDArray[np.float64] | None = None
-    """Of the pooled tokens that are computed, (hidden,)."""
+    """Sum of the hidden states of the pooled tokens so far, (hidden,)."""
     fill_to: int = 0
-    """Tokens to prefill: the prompt, and after a preemption what was sampled before it too."""
+    """Tokens to prefill: the prompt, and after a preemption also the tokens sampled before it."""
     scheduled: int = 0
     """KV length after the last step that was sent."""
     reached: int = 0
-    """The most tokens that the KV ever held: a window that has moved on does not come back."""
+    """Largest number of tokens that the KV ever held: a sliding window does not move back."""
     reused: int = 0
-    """KV length that it began with this time: others had it."""
+    """KV length that the prefix cache supplied this time."""
     taken: int = 0
-    """KV that was kept for everyone until this sequence took it over, in tokens."""
+    """Tokens of cached KV that this sequence took over."""
     unanswered: int = 0
-    """Rows under way that sample a token."""
+    """Number of rows in flight that sample a token."""
     verifying: bool = False
-    """Whether the last of them has drafts: until it is answered nobody knows the KV length."""
+    """True while a row with a draft is in flight: until its answer the KV length is unknown."""
     cut_at: int = 0
-    """Where a chunk must end, so that the KV can be kept as it is there; 0: nowhere."""
+    """Length at which a chunk must end, so that a snapshot of the KV can be kept; 0 if none."""
     offered: int = 0
-    """Tokens that others may begin from while it runs."""
+    """Tokens that other sequences may reuse while it runs."""
     generation: int = 0
-    """Grows when the sequence is put back: answers to earlier rows say nothing any more."""
+    """Number that grows with each preemption; answers to rows of earlier generations are ignored."""
     replays: int = 0
-    """How often a failed step put it back."""
+    """Number of preemptions because of failed steps."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV was there already when it first began."""
+    """Prompt tokens that the prefix cache supplied at first admission."""
     found: tuple[int, int, Found] | None = None
-    """Its last look-up in the prefix cache, with the cache's version and the number of tokens then."""
+    """Last lookup in the prefix cache, with the cache's version and the number of tokens at that time."""
     lookup: PromptLookup = field(default_factory=PromptLookup)
     admitted_at: float = 0.0
-    """The last time, where it was put back."""
+    """Time of its last admission."""
     opened_at: float | None = None
-    """The first time that it was admitted."""
+    """Time of its first admission."""
     first_token_at: float | None = None
     last_token_at: float | None = None
 
@@ -95,39 +95,39 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens that are known."""
+        """Number of known tokens."""
         return len(self.tokens)
 
     @property
     def output(self) -> list[int]:
-        """The answer so far."""
+        """Tokens of the answer so far."""
         return self.tokens[self.prompt_length :]
 
     @property
     def least_answer(self) -> int:
-        """Tokens before which the answer does not end, unless its grammar leaves nothing else."""
+        """Number of tokens before which the answer does not end, unless its grammar leaves nothing else."""
         sampling = self.request.sampling
         goes_on = sampling.ignore_eos and sampling.grammar is not None
         return self.max_length if goes_on else min(sampling.min_tokens, self.max_length)
 
     @property
     def is_prefilled(self) -> bool:
-        """Every token to prefill is in a step that was sent."""
+        """True once every token to prefill is in a step that was sent."""
         return self.scheduled >= self.fill_to
 
     @property
     def wants_tokens(self) -> bool:
-        """False where only the prompt's log-probabilities are asked for."""
+        """False if only results for the prompt were requested."""
         return self.max_length > self.prompt_length
 
     @property
     def computed(self) -> int:
-        """Tokens that are both known and in the KV, once all that was sent is done."""
+        """Number of known tokens in the KV, once all sent steps are complete."""
         return min(self.scheduled, self.length)
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the tokens alone end the answer, if they do. Stop strings are found in the text."""
+        """Reason for which the tokens alone end the answer. Stop strings are found in the text."""
         if self.length > self.prompt_length and self.tokens[-1] in self.ends:
             return "stop"
         if self.length >= self.max_length:
@@ -135,29 +135,29 @@ class Sequence:
         return None
 
     def add_hidden(self, hidden_sum: NDArray[np.float32]) -> None:
-        """Take a chunk's part of what is pooled."""
+        """Add a chunk's part of the pooled hidden states."""
         more = hidden_sum.astype(np.float64)
         self.hidden_sum = more if self.hidden_sum is None else self.hidden_sum + more
 
     @property
     def pooled(self) -> tuple[float, ...] | None:
-        """The prompt's vector, where asked for, once all of it is computed."""
+        """The prompt's vector, if requested, once all of it is computed."""
         if self.hidden_sum is None:
             return None
         pooled_tokens = self.prompt_length if self.request.pooling == "mean" else 1
         return tuple((self.hidden_sum / pooled_tokens).tolist())
 
     def can_step(self, steps_ahead: int) -> bool:
-        """Whether a decode row can be sent: it would sample a token that belongs to the answer."""
+        """Return True if a decode row can be sent, which would sample a token of the answer."""
         return self.unanswered < steps_ahead and not self.verifying and self.scheduled + 1 < self.max_length
 
     def feed(self, tokens: int) -> None:
-        """A step goes out with so many of its tokens."""
+        """Count tokens that are sent with a step."""
         self.scheduled += tokens
         self.reached = max(self.reached, self.scheduled)
 
     def commit(self, sampled: Iterable[TokenLogprob], now: float) -> tuple[TokenLogprob, ...]:
-        """Take sampled tokens; those past the end of the answer are dropped. Returns what was taken."""
+        """Append sampled tokens up to the end of the answer, and return those appended."""
         taken: list[TokenLogprob] = []
         for token in sampled:
             if self.finish_reason is not None:
@@ -170,7 +170,7 @@ class Sequence:
         return tuple(taken)
 
     def put_back(self) -> None:
-        """Forget what was computed: all tokens are prefilled again, and the answer goes on where it stands."""
+        """Discard what was computed: all known tokens are prefilled again, and the answer then continues."""
         self.generation += 1
         self.scheduled = self.reached = self.reused = self.taken = 0
         self.unanswered = self.cut_at = self.offered = 0
@@ -194,7 +194,7 @@ def make_sequence(sequence_id: int, request: GenerateRequest, limits: Limits, no
     sampling = request.sampling
     room = limits.context_length - len(request.prompt_tokens)
     answer = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    # A grammar may come to its end: then the answer does, whatever was asked for.
+    # A complete grammar ends the answer, whatever was requested.
     goes_on = sampling.ignore_eos and sampling.grammar is None
     model_ends = frozenset[int]() if goes_on else limits.eos
     return Sequence(

@@ -16,20 +16,20 @@ from mlx_ring.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class LiveRequest:
-    """From its coming until it is answered, fails or is given up. Times are of the engine's clock, in seconds."""
+    """A request from its submission until its end. Times are in seconds of the engine's clock."""
 
     sequence: Sequence
     stream: RequestStream
     text: AnswerText
     completion_tokens: int = 0
     is_first: bool = True
-    """Whether nothing came yet."""
+    """True until the first delta."""
     last_at: float = 0.0
-    """When tokens came last."""
+    """Time of the last tokens."""
     span: Span | None = None
-    """Where the request is traced."""
+    """Span of the request, if it is traced."""
     client: str = ""
-    """Who asks."""
+    """Client that sent the request."""
     deadline: asyncio.TimerHandle | None = None
 
     def delta(
@@ -39,7 +39,7 @@ class LiveRequest:
         finish_reason: FinishReason | None,
         now: float,
     ) -> Delta:
-        """What has come since the last one; the first and the last bring what belongs to the whole answer."""
+        """Make the next delta; the first and the last also carry the results of the whole answer."""
         sequence, request = self.sequence, self.sequence.request
         is_first, self.is_first = self.is_first, False
         self.last_at = now
@@ -61,7 +61,7 @@ class LiveRequest:
         )
 
     def as_open(self, now: float) -> OpenRequest:
-        """How it stands."""
+        """Return the state of the request."""
         sequence = self.sequence
         return OpenRequest(
             id=sequence.request.request_id,
@@ -74,7 +74,7 @@ class LiveRequest:
         )
 
     def as_ended(self, reason: FinishReason, error: RingError | None, now: float) -> EndedRequest:
-        """What became of it."""
+        """Return the summary of the ended request."""
         sequence = self.sequence
         return EndedRequest(
             submitted_at=sequence.submitted_at,
@@ -91,7 +91,7 @@ class LiveRequest:
 
     @property
     def _state(self) -> RequestState:
-        """One that was put back waits too."""
+        """State of the request; a preempted one is waiting."""
         if not self.sequence.scheduled:
             return "waiting"
         return "answering" if self.sequence.is_prefilled else "reading"

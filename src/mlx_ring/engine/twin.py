@@ -17,7 +17,7 @@ import numpy as np
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.executor import Listener, ranks_that_draw
+from mlx_ring.engine.executor import Listener, sampling_ranks
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2, tensor_pb2, worker_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
@@ -204,7 +204,7 @@ class TwinExecutor:
         self.grammars[wanted.id] = wanted.grammar
         self.wanted.append(wanted.grammar)
         if self._makes_grammars:
-            for rank in ranks_that_draw(self.ranks):
+            for rank in sampling_ranks(self.ranks):
                 asyncio.get_running_loop().call_soon(
                     self.tell_prepared, rank, wanted.id, self.grammar_failure
                 )

@@ -15,7 +15,7 @@ from mlx_ring.core.errors import Overloaded, RequestError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.engine.admission import Held, who_gives_way
+from mlx_ring.engine.admission import QueuePlace, choose_to_shed
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.router import Router
 from mlx_ring.engine.twin import TwinExecutor
@@ -28,20 +28,20 @@ def test_nobody_is_left_with_less_than_who_comes_and_only_who_waits_goes(
     places: list[tuple[str, bool]], wants: int, data: st.DataObject
 ) -> None:
     needs = data.draw(st.integers(-2, wants))
-    held = [Held(number, client, may_go) for number, (client, may_go) in enumerate(places)]
-    gone = who_gives_way(held, "a", wants=wants, needs=needs)
+    held = [QueuePlace(number, client, may_be_shed) for number, (client, may_be_shed) in enumerate(places)]
+    gone = choose_to_shed(held, "a", wants=wants, needs=needs)
     most_else = {name: sum(each.client == name for each in held) for name in NAMES}
     if gone is None:
         own = most_else["a"] + wants
         spare = sum(
-            max(0, min(most_else[name] - own, sum(e.may_go for e in held if e.client == name)))
+            max(0, min(most_else[name] - own, sum(e.may_be_shed for e in held if e.client == name)))
             for name in "bc"
         )
         assert spare < needs
         return
     assert len(gone) == len(set(gone)) == max(0, needs)
     left = Counter(each.client for each in held if each.sequence not in gone) + Counter(a=wants)
-    assert all(held[number].may_go for number in gone)
+    assert all(held[number].may_be_shed for number in gone)
     assert all(left[held[number].client] >= left["a"] for number in gone)
 
 
