@@ -1,4 +1,4 @@
-"""What a person types: a thin shell over the rest."""
+"""Commands of `mlx-ring`: a thin shell over the other packages."""
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of shells: 128 and the number of SIGINT."""
+"""Exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT."""

@@ -1,4 +1,4 @@
-"""The commands of `mlx-ring`, and the one place where an error becomes a sentence and an exit code."""
+"""Table of the commands of `mlx-ring`. Errors become a sentence and an exit code here, and nowhere else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, 
 from mlx_ring.core.logs import keep_early_records
 
 WRONG_INPUT = 2
-"""Exit code for what the person can mend; 1 is the program's own trouble."""
+"""Exit code for errors that the user can correct; 1 stands for all others."""
 COMMANDS = {
     "serve": "mlx_ring.cli.serve:serve",
     "join": "mlx_ring.cli.join:join",
@@ -33,7 +33,7 @@ COMMANDS = {
     "cluster": "mlx_ring.cli.cluster:app",
     "service": "mlx_ring.cli.service:app",
 }
-"""Where each is: a function, or a `Typer` with commands of its own. In the order in which help lists them."""
+"""Place of each command: a function, or a `Typer` with commands of its own. Help lists them in this order."""
 _STYLE: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -42,14 +42,14 @@ _STYLE: dict[str, Any] = {
 
 
 class _Commands(TyperGroup):
-    """Imports what is typed, and no other command with its libraries."""
+    """Group of commands that imports only the one typed, with its libraries."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         del ctx
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        # For a name that is none, all of them are there to be suggested.
+        # An unknown name loads all of them, so that the message can suggest one.
         for name in (cmd_name,) if cmd_name in COMMANDS else COMMANDS:
             if name not in self.commands:
                 self.commands[name] = _load_command(name)
@@ -72,10 +72,9 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     help=(
-        "Serve a large language model from this machine, its layers split over several processes, "
-        "behind an OpenAI-compatible API.\n\n"
-        "Begin with [bold]mlx-ring serve[/bold]: it serves a small built-in model on port 8100. "
-        "Then, in another terminal, [bold]mlx-ring chat[/bold]."
+        "Serve large language models from one or several machines, behind an OpenAI-compatible API.\n\n"
+        "Start with [bold]mlx-ring serve[/bold], which serves a small built-in model on port 8100. "
+        "Then run [bold]mlx-ring chat[/bold] in another terminal."
     ),
     **_STYLE,
 )
@@ -91,14 +90,14 @@ def _show_version(wanted: bool) -> None:
 def _common(  # pyright: ignore[reportUnusedFunction] - typer calls it
     _version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Options of the program itself."""
+    """Take the options of the program itself."""
 
 
 def run() -> int:
-    """Run what was typed; returns the exit code. Nothing that a person did ends in a traceback."""
+    """Run the command line and return the exit code. No mistake of the user ends in a traceback."""
     keep_early_records()
     try:
         code = get_command(app).main(prog_name="mlx-ring", standalone_mode=False)
@@ -107,7 +106,7 @@ def run() -> int:
     except typer.Abort:
         return INTERRUPTED
     except typer.TyperException as error:
-        _complain(f"{str(error).rstrip('.')}. `mlx-ring --help` tells what there is.")
+        _complain(f"{str(error).rstrip('.')}. `mlx-ring --help` lists the commands.")
         return WRONG_INPUT
     except RingError as error:
         _complain(str(error))

@@ -25,13 +25,16 @@ An address always works: mlx-ring join HEAD --token TOKEN"""
 
 
 def heads(
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to listen.")] = LISTEN_S,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time to listen.")] = LISTEN_S,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the heads that this machine could join. Exit code 1 where there is none."""
+    """List the heads on this LAN that this machine can join.
+
+    The exit code is 1 if none is found.
+    """
     if not 0 < timeout <= _LONGEST_S:
         raise ConfigError(f"--timeout is {timeout:g}; it must be a number above 0, at most {_LONGEST_S:g}.")
-    from mlx_ring.agent.discovery import find_heads  # the other commands do without zeroconf
+    from mlx_ring.agent.discovery import find_heads  # zeroconf is slow to import
 
     found = find_heads(timeout)
     if as_json:
@@ -44,13 +47,15 @@ def heads(
 
 
 def show_heads(found: Sequence[FoundHead]) -> None:
-    """The table, an address a line; what is in it came from strangers."""
+    """Print a table with one address per line. Its texts come from the network, so markup is escaped."""
     table = Table("cluster", "machine", "mlx-ring", "authority", "address", box=None, pad_edge=False)
     for head in found:
-        told = head.announcement
+        announced = head.announcement
         first, *more = map(str, head.joinable or ("none that can be reached",))
-        table.add_row(*map(escape, (told.cluster, told.node, told.version, told.authority, first)))
+        table.add_row(
+            *map(escape, (announced.cluster, announced.node, announced.version, announced.authority, first))
+        )
         for address in more:
             table.add_row("", "", "", "", escape(address))
-    # Wide enough for all that a record may hold: an address that is cut is none.
+    # Wide enough for the longest record, because a truncated address is useless.
     Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False).print(table)

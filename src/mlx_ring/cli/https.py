@@ -1,4 +1,4 @@
-"""A certificate for HTTPS, as files give it: what is wrong with them is one sentence."""
+"""Certificate and key for HTTPS, read from files. Each problem with them is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
-    """What HTTPS is served with; None where it is not.
+    """Return the TLS context of the HTTP server; None without a certificate.
 
     Raises:
-        ConfigError: a file is missing, is none of its kind, or does not go with the other.
+        ConfigError: a file is missing, is of another kind, or does not match the other.
     """
     certificate, key = settings.ssl_certfile, settings.ssl_keyfile
     if certificate is None:
@@ -41,7 +41,7 @@ def server_tls(settings: Settings) -> ssl.SSLContext | None:
 
 
 def _password(settings: Settings) -> str:
-    """Without one OpenSSL would ask at the terminal. No key is locked with the empty one."""
+    """Return the password, or an empty one, which unlocks no key: OpenSSL would ask at the terminal without any."""
     return settings.ssl_keyfile_password or ""
 
 
@@ -53,7 +53,7 @@ def _check_readable(flag: str, path: Path) -> None:
 
 
 def _check_certificate(path: Path) -> None:
-    """One that is over is served all the same, and said to be: its owner may need the server to get the next."""
+    """Check that the file holds a certificate. An expired one only logs a warning: its owner may need the server to renew it."""
     try:
         first = x509.load_pem_x509_certificates(path.read_bytes())[0]
     except ValueError:
@@ -84,5 +84,5 @@ def _what_is_wrong(error: Exception, settings: Settings) -> str:
         return f"{where}, whose key is not that of the certificate in {settings.ssl_certfile}."
     if path is not None and b"ENCRYPTED" in path.read_bytes():
         wanted = "another password" if settings.ssl_keyfile_password else "a password"
-        return f"{where}, whose key wants {wanted}: give it as MLX_RING_SSL_KEYFILE_PASSWORD."
-    return f"{where}, which holds no private key in PEM form that OpenSSL takes ({reason or error})."
+        return f"{where}, whose key needs {wanted}: give it as MLX_RING_SSL_KEYFILE_PASSWORD."
+    return f"{where}, which holds no private key in PEM form that OpenSSL accepts ({reason or error})."

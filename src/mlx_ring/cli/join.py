@@ -40,27 +40,29 @@ def join(
         str | None,
         typer.Argument(
             metavar="[HEAD[:PORT]]",
-            help="The head's address; otherwise the last one, or the only one on this LAN.",
+            help="Address of the head. By default the last one, or the only one on this LAN.",
         ),
     ] = None,
     *,
     token: Annotated[
         str | None,
-        typer.Option(help="What `mlx-ring serve --nodes N` or `token create` prints; needed once."),
+        typer.Option(
+            help="Join token that `mlx-ring serve --nodes N` or `token create` prints; needed once."
+        ),
     ] = None,
     listen: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on for the cluster.")
     ] = "[::]",
     flags: dict[str, object],
 ) -> None:
-    """Let this machine compute for a cluster, until Ctrl-C.
+    """Join a cluster and compute for it until Ctrl-C.
 
-    With a token it becomes a member; afterwards it comes back without one, and by itself when the head restarts.
+    The first time needs a token. Later this machine joins without one, and rejoins when the head restarts.
     """
     settings = load_settings(flags)
     quieten_grpc()
     let_grpc_speak()
-    # gRPC reads how much to say when it comes in, which it does with these.
+    # gRPC reads its log level when it is imported, which these do.
     from mlx_ring.agent.enrolment import join as enrol
     from mlx_ring.rpc.tls.credentials import load_credentials
 
@@ -78,13 +80,13 @@ def join(
 
 
 def _head_address(given: str | None, folder: Path) -> HeadAddress:
-    """As typed, or as it was the last time, or the only head on this LAN."""
+    """Return the address given, else the last one used, else that of the only head on this LAN."""
     if given is not None:
         return parse_head_address(given)
     kept = read_private(folder / _HEAD_FILE)
     if kept is not None:
         return parse_head_address(kept.decode().strip())
-    from mlx_ring.agent.discovery import find_heads  # nobody else needs zeroconf here
+    from mlx_ring.agent.discovery import find_heads  # zeroconf is slow to import
 
     found = find_heads()
     if not found:
@@ -96,12 +98,14 @@ def _head_address(given: str | None, folder: Path) -> HeadAddress:
 
 
 def _reachable(head: FoundHead) -> HeadAddress:
-    """The first of its addresses at which somebody answers."""
+    """Return the first address of a head that accepts a connection."""
     for address in head.joinable:
         with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), _TRY_S):
             return address
     show_heads([head])
-    raise ConfigError("A head was found on this LAN, and none of its addresses can be reached from here.")
+    raise ConfigError(
+        "A head was found on this LAN, but none of its addresses can be reached from this machine."
+    )
 
 
 def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> None:

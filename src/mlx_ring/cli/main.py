@@ -1,4 +1,4 @@
-"""The console script `mlx-ring`. Light, so that a Ctrl-C is heard from the first moment on."""
+"""Console script `mlx-ring`. It imports little, so that Ctrl-C works from the start."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from mlx_ring.cli import INTERRUPTED
 
 
 def main() -> None:
-    """Run what was typed and end with its exit code."""
+    """Run the command line and exit with its code."""
     try:
-        from mlx_ring.cli.app import run  # what it brings in takes a second
+        from mlx_ring.cli.app import run  # its imports are slow
 
         sys.exit(run())
     except KeyboardInterrupt:

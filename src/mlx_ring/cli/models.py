@@ -1,7 +1,4 @@
-"""`mlx-ring models`: which can be served without fetching anything, what a server has loaded, folders for single stages.
-
-`mlx-ring models load` and `unload`: what a running server holds in memory.
-"""
+"""`mlx-ring models`: list local models, load and unload models of a running server, and write folders for single stages."""
 
 from __future__ import annotations
 
@@ -26,35 +23,35 @@ from mlx_ring.models.stage_folder import require_absent, stage_bytes, write_stag
 from mlx_ring.settings.settings_sources import load_settings
 from mlx_ring.settings.written_plan import read_plan
 
-_URL = typer.Option(help="Where the server is.")
-_KEY = typer.Option(metavar="KEY", help="Where the server asks for one; MLX_RING_API_KEY otherwise.")
+_URL = typer.Option(help="Address of the server.")
+_KEY = typer.Option(metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default.")
 _ANSWER_WAIT_S = 24 * 3600.0
-"""A model may have to be fetched first; Ctrl-C ends the wait and not the load."""
+"""Time to wait for a load, which may include a download. Ctrl-C ends the wait, not the load."""
 
 
 def load(
     model: Annotated[
-        str, typer.Argument(help="As serve takes it: a built-in name, a folder there, a hub id.")
+        str, typer.Argument(help="Built-in name, folder on the server, or Hugging Face id, as for `serve`.")
     ],
     url: Annotated[str, _URL] = "http://127.0.0.1:8100",
     api_key: Annotated[str | None, _KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
-    """Load a model on a running server, which serves it from now on."""
+    """Load a model on a running server."""
     loaded = _post(url, "/models/load", {"model": model}, api_key, cacert)
     print(f"{loaded['id']} is loaded.")
 
 
 def unload(
-    model: Annotated[str, typer.Argument(help="Its name, as the server lists it.")],
+    model: Annotated[str, typer.Argument(help="Name, as the server lists it.")],
     url: Annotated[str, _URL] = "http://127.0.0.1:8100",
     api_key: Annotated[str | None, _KEY] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also while it answers requests, which end with an error.")
+        bool, typer.Option("--force", help="Unload even a busy model; its requests end with an error.")
     ] = False,
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
-    """Free what a model holds on a running server. It is loaded again when it is asked for."""
+    """Free the memory of a model on a running server. The next request for it loads it again."""
     unloaded = _post(url, "/models/unload", {"model": model, "force": force}, api_key, cacert)
     print(f"{unloaded['id']} is unloaded.")
 
@@ -62,7 +59,7 @@ def unload(
 def _post(
     url: str, path: str, body: dict[str, object], api_key: str | None, cacert: Path | None
 ) -> dict[str, object]:
-    import httpx  # other commands do without it
+    import httpx  # slow to import
 
     settings = load_settings({"api_key": api_key})
     headers = {"Authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
@@ -75,27 +72,25 @@ def _post(
             trust_env=False,
             verify=trust(cacert, settings.ssl_certfile),
         )
-        told = cast("dict[str, Any]", answer.json())
+        reply = cast("dict[str, Any]", answer.json())
         if answer.is_error:
-            raise RequestError(str(told["error"]["message"]))
-        return {"id": told["id"]}
+            raise RequestError(str(reply["error"]["message"]))
+        return {"id": reply["id"]}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        raise NotReady(
-            distrust(error, url) or f"Nothing answers at {url} as a server of ours does: {error}."
-        ) from error
+        raise NotReady(distrust(error, url) or f"No mlx-ring server answers at {url}: {error}.") from error
 
 
-app = typer.Typer(help="The models on this machine.", no_args_is_help=True)
+app = typer.Typer(help="List, load, unload and split models.", no_args_is_help=True)
 
 
 @app.callback()
-def _models() -> None:  # pyright: ignore[reportUnusedFunction] - typer calls it; without it `list` would be no word
-    """The models on this machine."""
+def _models() -> None:  # pyright: ignore[reportUnusedFunction] - typer calls it, and needs it to make `list` a command
+    """List, load, unload and split models."""
 
 
 @app.command("list")
 def list_models() -> None:
-    """List the built-in models and those in the hub's cache that are complete."""
+    """List the built-in models, and complete ones in the Hugging Face cache."""
     table = Table("model", "from", "kind", box=None, pad_edge=False)
     for title in ("size", "layers", "context"):
         table.add_column(title, justify="right")
@@ -122,22 +117,25 @@ app.command()(unload)
 
 @app.command()
 def preshard(
-    model: Annotated[str, typer.Argument(help="A built-in name, a folder or a hub id.")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where stage-0, stage-1 and so on are made.")],
+    model: Annotated[str, typer.Argument(help="Built-in name, folder or Hugging Face id.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for stage-0, stage-1 and so on.")],
     stages: Annotated[
-        str | None, typer.Option(metavar="N", help="How many, cut as `serve --stages N` cuts.")
+        str | None, typer.Option(metavar="N", help="Number of stages, split as `serve --stages N` does.")
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(metavar="A-B,B-C", help="Or the layers of each, ends not included: 0-7,7-14."),
+        typer.Option(metavar="A-B,B-C", help="Or the layers of each stage, ends excluded, such as 0-7,7-14."),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Or as `mlx-ring plan MODEL --json` has planned.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Or the stages of a plan that `mlx-ring plan MODEL --json` printed."
+        ),
     ] = None,
 ) -> None:
-    """Make a folder for each stage, with its own tensors only, to be copied to its machine.
+    """Write one folder per stage, with its own tensors only, to copy to its machine.
 
-    The files keep their sizes and are mostly holes: copy them with `rsync --sparse` or `tar --sparse`.
+    The files keep their sizes and are mostly holes. Copy them with `rsync --sparse` or `tar --sparse`.
     """
     if [stages, layers, plan].count(None) != 2:  # noqa: PLR2004 - one of the three
         raise ConfigError(
@@ -166,10 +164,10 @@ def preshard(
 
 
 def parse_layers(text: str, num_layers: int) -> tuple[LayerRange, ...]:
-    """Half-open ranges as a person writes them, `0-7,7-14`, which cover every layer once.
+    """Read half-open ranges such as `0-7,7-14`.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they do not cover every layer once.
     """
     found = [re.fullmatch(r"\s*(\d{1,6})\s*-\s*(\d{1,6})\s*", part) for part in text.split(",")]
     ranges = [LayerRange(int(part[1]), int(part[2])) for part in found if part]
@@ -178,7 +176,7 @@ def parse_layers(text: str, num_layers: int) -> tuple[LayerRange, ...]:
     if len(ranges) < len(found) or not in_order or any(a >= b for a, b in itertools.pairwise(ends)):
         raise ConfigError(
             f"--layers is {text}; it must be ranges that cover the model's {num_layers} layers in order, each "
-            f"beginning where the one before ends, such as {_example(num_layers)}."
+            f"starting where the one before ends, such as {_example(num_layers)}."
         )
     return tuple(ranges)
 
@@ -189,7 +187,7 @@ def _example(num_layers: int) -> str:
 
 
 def _cut(folder: ModelFolder, stages: str | None) -> Sequence[LayerRange]:
-    from mlx_ring.head.placing import cut_layers  # the whole server, for one command
+    from mlx_ring.head.placing import cut_layers  # imports the whole server
 
     return cut_layers(folder, load_settings({"stages": stages}))
 
@@ -199,6 +197,6 @@ def _check_room(out: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(there).free
     if needed_bytes > free:
         raise PlanError(
-            f"The stages take {needed_bytes / 1e9:.1f} GB and {there} has {free / 1e9:.1f} GB free: make room, or "
+            f"The stages take {needed_bytes / 1e9:.1f} GB and {there} has {free / 1e9:.1f} GB free: free some space, or "
             "choose another folder with --out."
         )

@@ -1,6 +1,6 @@
-"""`mlx-ring node`: the machines of the cluster. Works while the head runs, and while it does not.
+"""`mlx-ring node` and `mlx-ring token`: manage the machines of the cluster and their join tokens.
 
-`mlx-ring token`: the texts that let machines join. Works while the head runs, and while it does not.
+They work on the state folder, so that the head need not run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import state_folder
 from mlx_ring.settings.settings_sources import load_settings
 
-token_app = typer.Typer(help="Join tokens: what lets other machines into the cluster.", no_args_is_help=True)
+token_app = typer.Typer(
+    help="Create, list and revoke join tokens, which let machines into the cluster.", no_args_is_help=True
+)
 
 STATE_DIR = typer.Option(
-    "--state-dir", metavar="DIR", help="The head's state folder, where it is not the usual one."
+    "--state-dir", metavar="DIR", help="State folder of the head, if it is not the default one."
 )
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST_S = 365 * 86400
@@ -30,35 +32,41 @@ _MOST_USES = 1024
 
 
 def cluster_folder(state_dir: str | None) -> Path:
-    """Where the cluster's authority, tokens and members lie."""
+    """Return the folder of the cluster's authority, tokens and members."""
     return authority_folder(state_folder(load_settings({"state_dir": state_dir})))
 
 
 @token_app.command("create")
 def create_token(
-    name: Annotated[str, typer.Option(help="What to call it in the list.", metavar="NAME")] = "",
-    expires: Annotated[str, typer.Option(help="How long it works: 30m, 24h, 7d.", metavar="TIME")] = "24h",
+    name: Annotated[str, typer.Option(help="Name in the list.", metavar="NAME")] = "",
+    expires: Annotated[
+        str, typer.Option(help="Time until it expires, such as 30m, 24h or 7d.", metavar="TIME")
+    ] = "24h",
     uses: Annotated[
-        str | None, typer.Option(help="How many machines it lets in; any number otherwise.", metavar="N")
+        str | None,
+        typer.Option(help="Maximum machines that may join with it; unlimited by default.", metavar="N"),
     ] = None,
     state_dir: Annotated[str | None, STATE_DIR] = None,
 ) -> None:
-    """Print a new join token. It is shown this once; the head keeps only a hash of its secret."""
+    """Print a new join token.
+
+    It is shown only once, because the head keeps only a hash of its secret.
+    """
     life_s, most = _duration_s(expires), _uses(uses)
     folder = cluster_folder(state_dir)
-    from mlx_ring.cluster.security.authority import Authority  # gRPC, for one command
+    from mlx_ring.cluster.security.authority import Authority  # imports gRPC, which is slow
     from mlx_ring.cluster.security.tokens import TokenStore
 
     fingerprint = Authority.open(folder).fingerprint
     token = TokenStore(folder).create(fingerprint, name=name, life_s=life_s, uses=most)
     print(token)
-    typer.echo("On the machine that is to join: mlx-ring join HEAD --token TOKEN", err=True)
+    typer.echo("Run on the machine that joins: mlx-ring join HEAD --token TOKEN", err=True)
 
 
 @token_app.command("list")
 def list_tokens(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
-    """List the tokens, without their secrets."""
-    from mlx_ring.cluster.security.tokens import TokenStore  # the program's start is for all commands
+    """List the join tokens, without their secrets."""
+    from mlx_ring.cluster.security.tokens import TokenStore  # slow to import
 
     now_s = time.time()
     table = Table("id", "name", "state", "expires", box=None, pad_edge=False)
@@ -73,18 +81,18 @@ def list_tokens(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
 
 @token_app.command("revoke")
 def revoke_token(
-    token: Annotated[str, typer.Argument(help="Its id or name, from the list.")],
+    token: Annotated[str, typer.Argument(help="Id or name, from `mlx-ring token list`.")],
     state_dir: Annotated[str | None, STATE_DIR] = None,
 ) -> None:
-    """Make a token useless. Machines that have joined with it stay members."""
-    from mlx_ring.cluster.security.tokens import TokenStore  # the program's start is for all commands
+    """Revoke a token. Machines that joined with it stay members."""
+    from mlx_ring.cluster.security.tokens import TokenStore  # slow to import
 
     record = TokenStore(cluster_folder(state_dir)).revoke(token)
-    print(f"Token {record.id} opens nothing any more.")
+    print(f"Token {record.id} is revoked.")
 
 
 def local_time(moment_s: float) -> str:
-    """A moment in this machine's time zone, to the minute."""
+    """Return a time in this machine's time zone, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment_s))
 
 
@@ -104,13 +112,13 @@ def _uses(text: str | None) -> int | None:
     return int(text)
 
 
-node_app = typer.Typer(help="The machines of the cluster.", no_args_is_help=True)
+node_app = typer.Typer(help="List, remove and readmit machines of the cluster.", no_args_is_help=True)
 
 
 @node_app.command("list")
 def list_nodes(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
-    """List the nodes that have joined, until when their certificates hold, and who is left out of plans for a while."""
-    from mlx_ring.cluster.quarantine import QuarantineList  # brings pydantic's models in
+    """List the nodes of the cluster, when their certificates expire, and which are quarantined until when."""
+    from mlx_ring.cluster.quarantine import QuarantineList  # slow to import
     from mlx_ring.cluster.security.members import Members
 
     folder = cluster_folder(state_dir)
@@ -125,11 +133,11 @@ def list_nodes(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
 
 @node_app.command("remove")
 def remove_node(
-    node: Annotated[str, typer.Argument(help="Its id, from `mlx-ring node list`.")],
+    node: Annotated[str, typer.Argument(help="Id, from `mlx-ring node list`.")],
     state_dir: Annotated[str | None, STATE_DIR] = None,
 ) -> None:
-    """Refuse a node from now on: its certificate opens nothing any more."""
-    from mlx_ring.cluster.security.members import Members  # brings pydantic's models in
+    """Remove a node from the cluster. Its certificate is refused from now on."""
+    from mlx_ring.cluster.security.members import Members  # slow to import
 
     Members(cluster_folder(state_dir)).remove(node)
     print(f"{node} is no node of this cluster any more. It needs a new token to join again.")
@@ -137,11 +145,11 @@ def remove_node(
 
 @node_app.command("readmit")
 def readmit_node(
-    node: Annotated[str, typer.Argument(help="Its id, from `mlx-ring node list`.")],
+    node: Annotated[str, typer.Argument(help="Id, from `mlx-ring node list`.")],
     state_dir: Annotated[str | None, STATE_DIR] = None,
 ) -> None:
-    """Use a node again, from the next plan on, that is left out because it has failed again and again."""
-    from mlx_ring.cluster.quarantine import QuarantineList  # brings pydantic's models in
+    """End the quarantine of a node that failed repeatedly. The next plan may use it."""
+    from mlx_ring.cluster.quarantine import QuarantineList  # slow to import
 
     QuarantineList(cluster_folder(state_dir)).readmit(node)
-    print(f"{node} counts as any other node again.")
+    print(f"{node} is readmitted: the next plan may use it.")

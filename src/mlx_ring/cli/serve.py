@@ -1,4 +1,4 @@
-"""`mlx-ring serve`: read settings, load the models, serve them until told to stop."""
+"""`mlx-ring serve`: read the settings, load the models, and serve them until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ from mlx_ring.settings.named_group import with_named_group
 from mlx_ring.settings.rank_settings import check_link, check_ranks
 from mlx_ring.settings.settings_sources import load_settings
 
-_CONFIG = typer.Option(
-    metavar="FILE", help="YAML or JSON file of settings; its keys are the names of the flags."
-)
+_CONFIG = typer.Option(metavar="FILE", help="YAML or JSON file of settings; keys are the flags' names.")
 _NO_JOIN_LINES = typer.Option(
-    "--no-join-lines", hidden=True, help="Make no join token: the caller enrols the other machines."
+    "--no-join-lines", hidden=True, help="Create no join token, because the caller enrols the other machines."
 )
 
 
@@ -44,7 +42,7 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="MODEL",
-            help=f"{Settings.model_fields['model'].description} Several are served side by side.",
+            help=f"{Settings.model_fields['model'].description} Give several to serve them together.",
         ),
     ] = None,
     *,

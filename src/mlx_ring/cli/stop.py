@@ -10,9 +10,9 @@ from mlx_ring.settings.settings_sources import load_settings
 
 @with_settings(("state_dir",))
 def stop(*, flags: dict[str, object]) -> None:
-    """End the head and the agent of this machine with their workers, and what a killed head has left.
+    """End the head and the agent of this machine, their workers, and processes that a killed head left behind.
 
-    Processes with another state folder stay. Having nothing to end is no error.
+    Processes with another state folder keep running. If nothing runs, the exit code is 0.
     """
     ended = end_running(state_folder(load_settings(flags)))
     print("\n".join(ended) or "No process of mlx-ring runs here.")

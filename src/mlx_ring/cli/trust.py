@@ -1,4 +1,4 @@
-"""Which server a verb believes that asks one over HTTPS."""
+"""Certificates that commands accept from an HTTPS server."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mlx_ring.core.errors import ConfigError
 CACERT = typer.Option(
     "--cacert",
     metavar="FILE",
-    help="PEM file of the certificate that an https:// server's must come from, or its own; the system's otherwise.",
+    help="PEM file of the authority or certificate of an https:// server; the system's authorities by default.",
 )
 
 
 def trust(given: Path | None, own: Path | None = None) -> ssl.SSLContext:
-    """The system's authorities, those of a file, and `own`: what a server of this machine's settings shows.
+    """Return a context that trusts the system's authorities, a file, and `own`, the certificate in this machine's settings.
 
     Raises:
         ConfigError: a file cannot be read, or holds no certificate.
     """
     context = ssl.create_default_context()
-    # A server's own certificate may be all that there is.
+    # The file may hold only the server's own certificate.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     for flag, path in (("--cacert", given), ("ssl-certfile", own)):
         if path is not None:
@@ -38,7 +38,7 @@ def trust(given: Path | None, own: Path | None = None) -> ssl.SSLContext:
 
 
 def distrust(error: Exception, url: str) -> str | None:
-    """A sentence about a certificate that is not believed; None where that is not the trouble."""
+    """Return a sentence about an untrusted certificate; None for any other error."""
     _, found, why = str(error).partition("CERTIFICATE_VERIFY_FAILED] certificate verify failed: ")
     if not found:
         return None
