@@ -7,27 +7,13 @@ from collections.abc import Callable, Sequence
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
-from mlx_ring.engine.scheduler import Advance, Scheduler
+from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.planner.costs import MeasuredCost, StageCosts
 from mlx_ring.planner.simulation import Simulation, Times
-from mlx_ring.rpc.protos import step_pb2
 
 _LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())
 _WARM, _STEPS = 10, 100
-
-
-class _SchedulerSteps:
-    """Steps of a scheduler, for the simulation."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def schedule(self, now: float) -> Sequence[step_pb2.Step]:
-        return self._scheduler.schedule(now)
-
-    def answer(self, done: step_pb2.StepDone, now: float) -> Sequence[Advance]:
-        return self._scheduler.on_answer(done, now)
 
 
 def steady_throughput(stages: Sequence[MeasuredCost], *, streams: int, hop_us: float) -> float:
@@ -41,7 +27,7 @@ def steady_throughput(stages: Sequence[MeasuredCost], *, streams: int, hop_us: f
     times = Times(StageCosts(stages), hop_us / 1e6, hop_us / 1e6)
     step_s = sum(stage.decode_us for stage in stages) / 1e6
     begin_s, end_s = _WARM * step_s, (_WARM + _STEPS) * step_s
-    outcome = Simulation(_SchedulerSteps(scheduler), times, len(stages)).run(
+    outcome = Simulation(scheduler, times, len(stages)).run(
         [(0.0, _arrival(scheduler, number)) for number in range(1, streams + 1)], until_s=end_s
     )
     return outcome.tokens_per_s(begin_s, end_s)

@@ -29,7 +29,7 @@ SMALL_FILES = {
     "api/settings.py": "values that the whole API reads and head/ fills in",
     "cli/main.py": "the console script, which loads nothing before it can be interrupted",
     "cli/stop.py": "one command; a command's file is loaded when it is typed",
-    "planner/request.py": "the planner's input, beside its output in plan.py",
+    "rpc/sampling.py": "the one codec of sampling parameters",
 }
 """Files that may have under 40 lines, by path within the package, each with the reason."""
 

@@ -24,8 +24,8 @@ def take(loop: ClosedLoop, stages: int, count: int) -> list[step_pb2.Step]:
             sent.extend(steps)
             return steps
 
-        def answer(self, done: step_pb2.StepDone, now: float) -> None:
-            loop.answer(done, now)
+        def on_answer(self, done: step_pb2.StepDone, now: float) -> None:
+            loop.on_answer(done, now)
 
     times = Times(lambda _stage, step: 5.0 if is_prefill(step) else 1.0)
     Simulation(Noted(), times, stages).run([(0.0, lambda _now: None)], until_s=10.0 * count)

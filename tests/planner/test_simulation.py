@@ -46,7 +46,7 @@ class Script:
         self._free = not self._one_by_one
         return steps
 
-    def answer(self, done: step_pb2.StepDone, now: float) -> None:
+    def on_answer(self, done: step_pb2.StepDone, now: float) -> None:
         self._free |= done.stage == self._last
         self.answered.append((now, done))
 
@@ -215,9 +215,9 @@ class Watched:
         self.sent_s.update({step.step: now for step in steps})
         return steps
 
-    def answer(self, done: step_pb2.StepDone, now: float) -> None:
+    def on_answer(self, done: step_pb2.StepDone, now: float) -> None:
         self.answered.append((now, done))
-        self._maker.answer(done, now)
+        self._maker.on_answer(done, now)
 
 
 @given(

@@ -128,7 +128,7 @@ class ClosedLoop:
             _want_token(stream, row)
         return row
 
-    def answer(self, done: step_pb2.StepDone, now: float) -> None:
+    def on_answer(self, done: step_pb2.StepDone, now: float) -> None:
         """Only the last stage's answers matter."""
         del now
         if done.stage != self._stages - 1:

@@ -32,7 +32,7 @@ class StepMaker(Protocol[Answer_co]):
         """Every step that can go out now."""
         ...
 
-    def answer(self, done: step_pb2.StepDone, now: float) -> Answer_co:
+    def on_answer(self, done: step_pb2.StepDone, now: float) -> Answer_co:
         """Take one stage's answer to one step."""
         ...
 
@@ -177,7 +177,7 @@ class Simulation(Generic[Answer]):
     def _answer(self, done: step_pb2.StepDone, *, lands: bool) -> Callable[[float], None]:
         def answer(now: float) -> None:
             self._in_flight -= lands
-            answer = self._maker.answer(done, now)
+            answer = self._maker.on_answer(done, now)
             sampled = ((result.sequence, len(result.tokens)) for result in done.results)
             for sequence, tokens in sampled if self._taken is None else self._taken(answer):
                 if tokens:
