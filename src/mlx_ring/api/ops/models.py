@@ -15,7 +15,7 @@ from mlx_ring.api.openai.completions import Task, run_task
 from mlx_ring.api.openai.models import describe
 from mlx_ring.api.openai.sampling import SamplingFields, finish_reason, sampling_params
 from mlx_ring.api.openai.schemas import Model, Performance, Usage
-from mlx_ring.api.openapi import RouteDoc, documented_post
+from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import while_connected
