@@ -110,7 +110,7 @@ def test_joining_again_with_the_same_key_is_no_other_machine(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [
-        ("wrong", "is not known here"),
+        ("wrong", "token is unknown"),
         ("expired", "is expired"),
         ("used up", "is used up"),
         ("revoked", "is revoked"),

@@ -71,7 +71,7 @@ def test_a_bad_variable_in_the_environment_is_named(tmp_path: Path) -> None:
 
 def test_more_stages_than_layers_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     said = complaint("serve", str(tiny_model), "--stages", "6", "--port", "0", folder=tmp_path)
-    assert said.startswith("6 stages were asked for and the model has 5 layers")
+    assert said.startswith("6 stages were requested, but the model has 5 layers")
 
 
 def test_a_context_beyond_the_model_s_is_refused(tiny_model: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_copy_made_by_tar_keeps_the_holes_and_loads(tiny_model: Path, tmp_path
     ("options", "sentence"),
     [
         ((), "Give one of --stages, --layers and --plan"),
-        (("--stages", "6"), "6 stages were asked for and the model has 5 layers"),
+        (("--stages", "6"), "6 stages were requested, but the model has 5 layers"),
         (("--stages", "two"), "--stages is two"),
         (("--layers", "0-2,3-5"), "--layers is 0-2,3-5; it must be ranges that cover the model's 5 layers"),
     ],

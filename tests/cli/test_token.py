@@ -67,7 +67,7 @@ def test_tokens_made_and_revoked_and_nodes_removed_beside_a_running_head_count_a
         (("token", "create", "--uses", "0"), "--uses is 0;"),
         (
             ("token", "revoke", "12345678"),
-            "There is no token '12345678': `mlx-ring token list` shows the ids.",
+            "There is no token '12345678': `mlx-ring token list` shows the IDs.",
         ),
         (("node", "remove", "mini"), "There is no node 'mini': the cluster's nodes are none."),
     ],

@@ -37,8 +37,8 @@ def test_a_link_that_is_broken_one_way_is_none() -> None:
 def test_nothing_gets_through_to_or_from_a_node_that_is_gone_since_it_was_measured() -> None:
     found = [FoundLink("a", "b", 1e-3, 2e8), FoundLink("b", "c", 1e-3, 2e8), FoundLink("c", "b", 1e-3, 2e8)]
     away = [
-        FoundLink("b", "c", problem="c is gone"),
-        FoundLink("c", "b", problem="c is gone"),
+        FoundLink("b", "c", problem="c is disconnected"),
+        FoundLink("c", "b", problem="c is disconnected"),
     ]
     assert as_they_are(found, {"a", "b"}) == [found[0], *away]
 
@@ -51,8 +51,8 @@ def test_the_links_that_a_plan_uses_are_told() -> None:
     }
     (told,) = hops_told(["head", "mini", "box"], links)
     assert told == (
-        "Links, as measured: head - mini 0.31 ms there and back, 9.6 Gbit/s; "
-        "box - mini 4.00 ms there and back, 40 Mbit/s."
+        "Measured links: head - mini round trip 0.31 ms, 9.6 Gbit/s; "
+        "box - mini round trip 4.00 ms, 40 Mbit/s."
     )
     assert hops_told(["head"], links) == ()
     assert hops_told(["here", "there"], {}) == ()

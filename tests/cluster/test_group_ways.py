@@ -48,7 +48,7 @@ def test_each_cable_of_a_ring_may_be_a_network_of_its_own() -> None:
     ("other", "said"),
     [
         (Node("b"), r"A stage joins b and a: .* and b names none\. Start it with --trusted-interface NAME"),
-        (Node("b", (), "thunder7 is not there."), r"of b there is none: thunder7 is not there\."),
+        (Node("b", (), "thunder7 is not there."), r"and b has none: thunder7 is not there\."),
         (
             Node("b", (cable(2, 2),)),
             r"no network in common: b has .*, a has thunder1 \(10.0.1.1\) in 10.0.1.0/24\.",

@@ -13,8 +13,16 @@ from mlx_ring.host.trusted_interfaces import trusted_interfaces
 @pytest.mark.parametrize(
     ("kept", "named", "said"),
     [
-        ((), ("127.0.0.1",), r"it trusts nothing, and this head names \w+ \(127\.0\.0\.1\)\."),
-        (("127.0.0.1",), (), r"it trusts \w+ \(127\.0\.0\.1\), and this head names nothing\."),
+        (
+            (),
+            ("127.0.0.1",),
+            r"It trusts nothing with collectives, and this head names \w+ \(127\.0\.0\.1\)\.",
+        ),
+        (
+            ("127.0.0.1",),
+            (),
+            r"It trusts \w+ \(127\.0\.0\.1\) with collectives, and this head names nothing\.",
+        ),
     ],
 )
 def test_an_agent_that_trusts_other_interfaces_than_the_head_names_is_told(

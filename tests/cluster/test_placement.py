@@ -52,7 +52,7 @@ def test_what_is_left_over_goes_to_the_middle(layers: int, stages: int, lengths:
 
 @pytest.mark.parametrize("stages", [0, 9])
 def test_more_stages_than_layers_are_refused_with_both_numbers(stages: int) -> None:
-    with pytest.raises(PlanError, match=rf"^{stages} stages were asked for and the model has 8 layers"):
+    with pytest.raises(PlanError, match=rf"^{stages} stages were requested, but the model has 8 layers"):
         even_split(8, stages)
 
 
@@ -102,7 +102,7 @@ def test_a_head_as_heavy_as_ten_of_28_layers_leaves_the_last_stage_fewer(
 
 
 def test_more_stages_than_layers_cannot_be_balanced_either() -> None:
-    with pytest.raises(PlanError, match=r"^4 stages were asked for and the model has 3 layers"):
+    with pytest.raises(PlanError, match=r"^4 stages were requested, but the model has 3 layers"):
         balanced_split([1, 1, 1], 1, 4)
 
 

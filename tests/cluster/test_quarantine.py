@@ -69,7 +69,7 @@ def test_the_book_outlives_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -
     assert told[-1] is not None
     again = QuarantineList(tmp_path, clock=lambda: next(times_s))
     assert set(again.held()) == {"mini"}
-    with pytest.raises(ConfigError, match="those that are now are mini"):
+    with pytest.raises(ConfigError, match="nodes in quarantine are mini"):
         again.readmit("studio")
     again.readmit("mini")
     assert not book.held()
@@ -82,7 +82,7 @@ def test_losses_that_a_clock_put_in_the_future_hold_nobody(tmp_path: Path) -> No
     assert [ahead.note("mini", "its worker died", 0.0) for _ in range(LOSSES)][-1] is not None
     put_back = QuarantineList(tmp_path, clock=lambda: 1000.0)
     assert not put_back.held()
-    with pytest.raises(ConfigError, match="those that are now are none"):
+    with pytest.raises(ConfigError, match="nodes in quarantine are none"):
         put_back.readmit("mini")
     assert put_back.note("mini", "once more", 0.0) is None
 
@@ -104,7 +104,10 @@ def test_a_book_that_cannot_be_used_is_logged_once_and_leaves_nobody_out(
         assert not book.held()
     assert [book.note("mini", "its worker died", 0.0) for _ in range(LOSSES)] == [None] * LOSSES
     assert 1 <= len(caplog.messages) <= 2
-    assert all(said.startswith("losses are not counted, and no node is left out") for said in caplog.messages)
+    assert all(
+        said.startswith("losses are not counted, and no node is put into quarantine")
+        for said in caplog.messages
+    )
     assert "join again" not in caplog.text
 
 

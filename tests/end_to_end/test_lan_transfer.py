@@ -51,7 +51,7 @@ def cut_once_in_the_middle(cluster: LanCluster, node: Machine, ended: threading.
     eventually(lambda: node.received_bytes - before > weights / 8 or ended.is_set())
     cluster.head.host.cut()
     had = node.received_bytes
-    eventually(lambda: "is gone: nothing was heard" in cluster.head.log("head") or ended.is_set())
+    eventually(lambda: "is disconnected: it sent nothing" in cluster.head.log("head") or ended.is_set())
     cluster.head.host.mend()
     return before, had
 
@@ -82,7 +82,7 @@ def test_a_node_that_gives_flipped_bytes_is_named_and_the_head_gives_them_instea
     server = cluster.serve(2, *FLAGS)
     assert [len(stage.layers) for stage in cluster.planned] == [9, 9]
     cluster.join(new)
-    eventually(lambda: f"is there, at {new.host.address}" in cluster.head.log("head"))
+    eventually(lambda: f"is connected, at {new.host.address}" in cluster.head.log("head"))
     assert server.stop() == 0
     # With three, nodes have six layers each, in the order of their ids: of its nine the old one gives three or six away.
     given = LayerRange(12, 18) if old.node < new.node else LayerRange(9, 12)

@@ -31,7 +31,7 @@ def test_links_are_measured_shown_with_the_plan_and_told_while_serving(
             head(tiny_model, 2, tmp_path, port, "--strategy", "uniform", heard=heard)
         )
         assert completion(server)
-        (told,) = [line for line in lines if line.startswith("Links, as measured: ")]
+        (told,) = [line for line in lines if line.startswith("Measured links: ")]
         # Workers tell each second what they have sent.
         status = eventually(server.status, lambda status: any(link.get("frames") for link in status["links"]))
         there, back = sorted(status["links"], key=lambda link: not link["carries_activations"])

@@ -108,5 +108,5 @@ def test_more_stages_than_layers_are_refused_before_anything_starts(folder: Path
         async with running_engine(folder, 6, tmp_path):
             pass
 
-    with pytest.raises(PlanError, match="6 stages were asked for and the model has 5 layers"):
+    with pytest.raises(PlanError, match="6 stages were requested, but the model has 5 layers"):
         asyncio.run(run())

@@ -21,7 +21,7 @@ log = logging.getLogger("mlx_ring.agent")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run until the head is gone, asks to stop, or SIGTERM comes; leave no worker and no socket behind."""
+    """Run until the head ends or asks to stop, or SIGTERM arrives; leave no worker and no socket behind."""
     options = _parse(arguments)
     configure_logging(
         process="agent",

@@ -49,7 +49,7 @@ def find_heads(
 
 @contextlib.contextmanager
 def _listening(interfaces: list[str | int]) -> Generator[Zeroconf]:
-    # It tells of every packet that an interface refuses; what matters here is whether anything was heard.
+    # It logs every packet that an interface refuses; only received announcements matter here.
     logging.getLogger("zeroconf").setLevel(logging.ERROR)
     try:
         zeroconf = Zeroconf(interfaces=interfaces)
@@ -85,7 +85,7 @@ class _Names(ServiceListener):
             self._names.pop(name, None)
 
     def update_service(self, zc: Zeroconf, type_: str, name: str) -> None:
-        """What is told is read at the end."""
+        """Ignore updates; the services are read at the end."""
 
 
 def _read(info: ServiceInfo, links: Sequence[str]) -> FoundHead:

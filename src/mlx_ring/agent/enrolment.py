@@ -78,7 +78,7 @@ def join(address: str, token: str, folder: Path) -> Credentials:
 
 
 def renew(head: HeadAddress, credentials: Credentials, folder: Path) -> Credentials:
-    """A new certificate for the same name and key, kept in `folder`; `certificates.needs_renewal` says when.
+    """Renew the certificate in `folder` for the same name and key; `certificates.needs_renewal` says when.
 
     Raises:
         PeerRefused: the head does not take this machine: it was removed, or its certificate has expired.
@@ -112,7 +112,7 @@ def renew_if_due(head: HeadAddress, folder: Path, now: datetime | None = None) -
 
 
 def fetch_authority(head: HeadAddress, expected: bytes) -> x509.Certificate:
-    """The cluster CA's certificate, from a connection that is not trusted, checked against its fingerprint.
+    """Return the cluster CA's certificate from an untrusted connection, checked against its fingerprint.
 
     Raises:
         TokenRefused: another cluster's head answers there.
@@ -128,7 +128,7 @@ def fetch_authority(head: HeadAddress, expected: bytes) -> x509.Certificate:
 
 
 def shown_certificate(head: HeadAddress) -> bytes:
-    """The certificate (DER) that the enrolment port shows: nothing is verified, and nothing is sent to it.
+    """Return the unverified certificate (DER) that the enrolment port shows; nothing is sent to it.
 
     Raises:
         PeerRefused, ConfigError: no head answers there.

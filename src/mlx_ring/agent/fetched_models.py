@@ -1,4 +1,4 @@
-"""What an agent has fetched for the instances that run here."""
+"""Models that an agent fetched for the instances on its machine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FetchedModels:
         return folder
 
     def release(self, running: Sequence[str]) -> None:
-        """Other instances than these have ended."""
+        """Release the models of all instances but these."""
         for instance in [instance for instance in self._holds if instance not in running]:
             self._holds.pop(instance).close()
 

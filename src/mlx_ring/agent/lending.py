@@ -26,7 +26,7 @@ _FOUND_WITHIN_S, _LOOK_S = 60.0, 0.1
 
 
 def lent_at(folder: Path, rank: int) -> Path:
-    """Where the process of a rank listens."""
+    """Return the address on which the process of a rank listens."""
     return folder / f"{rank}.sock"
 
 
@@ -54,7 +54,7 @@ async def lend(socket: Path, end: asyncio.Event) -> None:
 
 
 async def _run_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One worker, from the request to its end."""
+    """Serve one worker, from the request to its end."""
     wanted = await _next(reader)
     if wanted is None:
         return
@@ -95,7 +95,7 @@ class LentChild:
         self.name = name
         self.pid = pid
         self._writer = writer
-        self._end = asyncio.create_task(self._hear(reader), name=f"end of {name}")
+        self._end = asyncio.create_task(self._receive_end(reader), name=f"end of {name}")
 
     @classmethod
     async def start(
@@ -126,17 +126,17 @@ class LentChild:
         return self._end.result() if self._end.done() else ""
 
     async def wait(self) -> str:
-        """Its end, with the reason. Any number may wait."""
+        """Wait for its end and return the reason. Any number of callers may wait."""
         return await asyncio.shield(self._end)
 
     async def stop(self, grace_s: float = GRACE_S, *, asks_where: bool = True) -> str:
-        """End it; returns the reason once it is gone. With `asks_where` one that hangs is asked where."""
+        """End it, and return the reason. With `asks_where` a process that hangs is asked where."""
         if not self._end.done():
             with contextlib.suppress(ConnectionError):
                 await _say(self._writer, stop=grace_s, asks_where=asks_where)
         return await self.wait()
 
-    async def _hear(self, reader: asyncio.StreamReader) -> str:
+    async def _receive_end(self, reader: asyncio.StreamReader) -> str:
         told = await _next(reader)
         self._writer.close()
         return "is gone with the process that mlx.launch started for it" if told is None else told["ended"]
@@ -163,7 +163,7 @@ async def _say(writer: asyncio.StreamWriter, **message: object) -> None:
 
 
 async def _next(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next message; None at the end."""
+    """Return the next message; None at the end."""
     try:
         line = await reader.readline()
     except ConnectionError:

@@ -1,6 +1,6 @@
 """A node's links to other nodes: it answers their probes, and probes others when the head asks.
 
-What was measured of the ways to other nodes, between runs: a file in the node's state folder.
+Measurements of the routes to other nodes are kept between runs, in a file in the node's state folder.
 
 A measurement holds for two addresses, the peer's and the one of ours that leads there: with another cable or another
 network one of them is another, and the way is measured again. What cannot be read counts as never measured.
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 LINKS_FILE = "links.json"
 _VERSION = 1
-"""Of how links are measured."""
+"""Version of the measurement; a change invalidates what was kept."""
 _MOST_KEPT = 64
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -56,7 +56,7 @@ class WayKey:
 
     @classmethod
     def to(cls, node: str, address: str) -> WayKey:
-        """The way to a node at a gRPC address."""
+        """Return the key of the route to a node at a gRPC address."""
         host = address.rpartition(":")[0].strip("[]")
         return cls(node, host, _source_towards(host))
 
@@ -97,12 +97,12 @@ class LinkStore:
     """One node's measurements, the last of each way."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        """`clock` gives Unix seconds."""
+        """Open the store; `clock` returns Unix seconds."""
         self._file = folder / LINKS_FILE
         self._clock = clock
 
     def load(self, key: WayKey, max_age_s: float) -> KeptLink | None:
-        """What is known of the way; None where that is nothing, or too old."""
+        """Return the kept measurement of a route; None if there is none or it is too old."""
         for entry in self._entries():
             age_s = self._clock() - entry.unix_time_s
             if entry.key == key and 0 <= age_s <= max_age_s:
@@ -110,7 +110,7 @@ class LinkStore:
         return None
 
     def save(self, key: WayKey, measure: LinkMeasure) -> None:
-        """Keep a measurement in the place of the last one. A folder that cannot be written to is told, and no error."""
+        """Replace the kept measurement. A folder that cannot be written to is logged, and is no error."""
         entry = _Entry(
             node=key.node,
             host=key.host,
@@ -141,7 +141,7 @@ class LinkStore:
 
 
 def _source_towards(host: str) -> str:
-    """The address of ours from which packets to a host leave; empty where there is no way. Nothing is sent."""
+    """Return the own address from which packets to a host leave; empty without a route. Nothing is sent."""
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -151,17 +151,17 @@ def _source_towards(host: str) -> str:
 
 
 BOUNDS = ProbeBounds(round_trips_s=0.15, throughput_s=0.35, answer_s=3.0)
-"""Of one probe: half a second over most links, and no more than some however slow or broken one is."""
+"""Limits of one probe: half a second on most links, and a few seconds on slow or broken ones."""
 _RESPONDER_THREADS = 4
 
 
 class LinkFront:
-    """What a node answers about its links. One probe goes on at a time: two would measure each other."""
+    """Service that measures a node's links, one probe at a time because two would disturb each other."""
 
     def __init__(
         self, node: str, trust: Callable[[], ChannelTrust], store: LinkStore, bounds: ProbeBounds = BOUNDS
     ) -> None:
-        """`trust` gives this node's credentials, asked before each probe: they may have been renewed."""
+        """Prepare the service; `trust` returns this node's credentials before each probe, because they may be renewed."""
         self._node = node
         self._trust = trust
         self._store = store
@@ -169,13 +169,13 @@ class LinkFront:
         self._alone = asyncio.Lock()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For the agent's server, where only the head may ask."""
+        """Return the handler for the agent's server, which only the head may call."""
         return service_handler(AGENT_SERVICE, ((MEASURE_LINK, self.measure),))
 
     async def measure(
         self, request: agent_pb2.MeasureLinkRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> agent_pb2.MeasureLinkReply:
-        """What is known of the way to a node, and measured where nothing is."""
+        """Return the kept measurement of the route to a node, or measure it."""
         try:
             check_hello(request.hello, make_hello(node=self._node), "the head")
             found = await self._recall_or_measure(request)
@@ -211,7 +211,7 @@ class LinkFront:
 
 
 def make_responder(node: str, guard: PeerGuard) -> grpc.Server:
-    """A server of threads, as workers have, that does nothing but answer probes; its port is still to be added."""
+    """Return a threaded server, like a worker's, that only answers probes; the caller adds its port."""
     server = make_server(_RESPONDER_THREADS, interceptors=[guard], max_message_bytes=PROBE_MESSAGE_BYTES)
     server.add_generic_rpc_handlers((LinkResponder(make_hello(node=node)).handler(),))
     return server

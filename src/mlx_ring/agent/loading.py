@@ -43,7 +43,7 @@ async def start_workers(
 async def load_workers(
     workers: Sequence[Worker], request: agent_pb2.LoadStagesRequest, timeout_s: float
 ) -> AsyncIterator[agent_pb2.StageProgress]:
-    """Load what was started, all at once; each is told where the next one on this node listens.
+    """Load all started workers at once; each gets the address of the next one on this node.
 
     Args:
         workers: in the order of the request's assignments.
@@ -73,7 +73,7 @@ async def load_workers(
 
 
 async def until_done(news: asyncio.Queue[Item], work: asyncio.Future[Any]) -> AsyncIterator[Item]:
-    """What comes in, until `work` has ended; then its error, where it has one."""
+    """Yield items until `work` has ended; then raise its error, if any."""
     while not (work.done() and news.empty()):
         arrival = asyncio.ensure_future(news.get())
         await asyncio.wait((arrival, work), return_when=asyncio.FIRST_COMPLETED)
@@ -127,7 +127,7 @@ async def _follow(
 
 
 async def _next_report(call: _Reports, worker: Worker, phase: str) -> object:
-    """Raises `WorkerStuck` where a rank looks for the others of its stage for too long: it hears nothing meanwhile."""
+    """Raise `WorkerStuck` if a rank searches too long for the others of its stage; it answers nothing meanwhile."""
     try:
         async with asyncio.timeout(_GROUP_WAIT_S if phase == _GROUP else None):
             return await call.read()
@@ -140,12 +140,12 @@ async def _next_report(call: _Reports, worker: Worker, phase: str) -> object:
 
 
 def failed_load(error: Exception) -> agent_pb2.StageProgress:
-    """The last message of a load that failed."""
+    """Return the last message of a failed load."""
     return agent_pb2.StageProgress(progress=worker_pb2.LoadProgress(failure=told_failure(error)))
 
 
 def told_failure(error: Exception) -> step_pb2.Failure:
-    """Any error as one of the tree."""
+    """Return any error as a failure of the exception tree."""
     return error_to_failure(
         error if isinstance(error, RingError) else ServingError(f"{type(error).__name__}: {error}")
     )
@@ -158,7 +158,7 @@ def _stage_progress(worker: Worker, report: worker_pb2.LoadProgress) -> agent_pb
 def _load_request(
     request: agent_pb2.LoadStagesRequest, assignment: worker_pb2.StageAssignment, workers: Sequence[Worker]
 ) -> worker_pb2.LoadRequest:
-    """The assignment with addresses filled in for the stages of this node; those the head gave stay."""
+    """Return the assignment with the addresses of this node's stages; those that the head set are kept."""
     ranks = {
         stage: [
             worker.address

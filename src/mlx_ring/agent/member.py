@@ -1,10 +1,10 @@
 """The agent of a machine that has joined: it listens for its head over mutual TLS, and stays when the head goes.
 
-How a node stays with its head: one call that is open for as long as both are there, and again whenever it ends.
+The node keeps one call to its head open, and opens it again whenever it ends.
 
-Ends ranks that wait in vain: a machine that is cut off from its head, and from the others of a group, hears that from nobody.
+The agent also ends ranks that wait in vain: a machine that is cut off from its head and group gets no message about it.
 
-A rank that waits in a collective uses a processor whole; one that has nothing to do uses none, and is kept for the next head.
+A rank that waits in a collective uses a whole processor; an idle one uses none, and is kept for the next head.
 """
 
 from __future__ import annotations
@@ -57,39 +57,39 @@ log = logging.getLogger(__name__)
 _BEAT_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 1.0
 _SILENCE_S = 5.0
-"""A head that does not answer for so long is gone."""
+"""Seconds without an answer after which the head counts as lost."""
 
 Revoke = Callable[[tuple[str, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a node says of itself."""
+    """Description of a node, as sent to its head."""
 
     node: str
     port: int
-    """Where its agent listens."""
+    """Port of its agent."""
     profile: MachineProfile
     memory_utilization: float
     links_port: int = 0
-    """Where it answers probes of links; 0: nowhere."""
+    """Port on which it answers probes of links; 0 for none."""
     trust: Trust = field(default_factory=Trust)
-    """Where collectives may go to other machines."""
+    """Interfaces on which collectives may reach other machines."""
 
 
 async def stay_registered(
     head: HeadAddress, credentials: Callable[[], Credentials], who: Registration, revoke: Revoke
 ) -> None:
-    """Attend, and begin again whenever the head is lost; workers stay where they are meanwhile.
+    """Keep the node registered with its head, and register again whenever it is lost; workers stay loaded meanwhile.
 
     Args:
-        head: where it listens.
-        credentials: gives this node's, asked before each call: they may have been renewed.
-        who: this node.
-        revoke: told which certificates are refused, whenever the head tells.
+        head: address of the head.
+        credentials: returns this node's credentials before each call, because they may be renewed.
+        who: description of this node.
+        revoke: called with the revoked certificates at each answer of the head.
 
     Raises:
-        PeerRefused: the head does not take this node any more.
+        PeerRefused: the head refuses this node.
         VersionMismatch: the head has other versions.
     """
     pause_s = _FIRST_PAUSE_S
@@ -103,13 +103,13 @@ async def stay_registered(
             raise
         except RingError as error:
             log.warning("the head at %s cannot be reached, asking again in %g s: %s", head, pause_s, error)
-        _heed_cancellation()
+        _raise_cancellation()
         await asyncio.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
 
-def _heed_cancellation() -> None:
-    """A task that is cancelled while its call breaks hears of the call alone: gRPC keeps the rest."""
+def _raise_cancellation() -> None:
+    """Raise a pending cancellation, which gRPC swallows if the call breaks at the same time."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -118,7 +118,7 @@ def _heed_cancellation() -> None:
 async def _session(
     head: HeadAddress, credentials: Credentials, who: Registration
 ) -> AsyncIterator[tuple[str, ...]]:
-    """One call: what is revoked, at each answer."""
+    """Open one call, and yield the revoked certificates at each answer."""
     peer = f"The head at {head}"
     channel = open_aio_channel(head.cluster, credentials, HEAD_NAME, max_message_bytes=AGENT_MESSAGE_BYTES)
     try:
@@ -161,7 +161,7 @@ async def _messages(head: HeadAddress, who: Registration) -> AsyncIterator[clust
 
 
 def _now(who: Registration) -> cluster_pb2.AttendRequest:
-    """What may be another at each message."""
+    """Return the values that may change from message to message."""
     trusted, problem = who.trust.now()
     return cluster_pb2.AttendRequest(
         memory_free_bytes=usable_memory().available_bytes,
@@ -175,19 +175,19 @@ def _now(who: Registration) -> cluster_pb2.AttendRequest:
 
 
 def _own_bytes() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     return psutil.Process().memory_info().rss
 
 
 _ALONE_S = 30.0
-"""Without a word from the head. What is under way then is answered to nobody."""
+"""Seconds without a message from the head; nobody reads the answers of running steps then."""
 _LOOK_S = 5.0
 _BUSY_SHARE = 0.05
-"""Of a processor, which others may want too; one that has nothing to do uses none."""
+"""Share of a processor above which a worker counts as busy; an idle one uses none."""
 
 
 class Ends(Protocol):
-    """Who has workers, and ends those of an instance."""
+    """Supervisor of workers that can end those of an instance."""
 
     @property
     def workers(self) -> tuple[Worker, ...]: ...
@@ -197,13 +197,13 @@ class Ends(Protocol):
 async def end_orphaned_workers(
     supervisor: Ends, heard_s: Callable[[], float], alone_s: float = _ALONE_S, look_s: float = _LOOK_S
 ) -> None:
-    """For ever.
+    """End ranks that compute without a head, forever.
 
     Args:
-        supervisor: of this machine's workers.
-        heard_s: when the head was last heard of, on `time.monotonic`'s clock.
-        alone_s: for so long it must have said nothing.
-        look_s: from look to look.
+        supervisor: supervisor of this machine's workers.
+        heard_s: returns the time of the head's last message, on the clock of `time.monotonic`.
+        alone_s: seconds without a message after which ranks end.
+        look_s: seconds between two checks.
     """
     while True:
         await asyncio.sleep(look_s)
@@ -220,7 +220,7 @@ async def end_orphaned_workers(
 
 
 async def _busy_instances(workers: Sequence[Worker], seconds: float) -> set[str]:
-    """Those of which a worker computes."""
+    """Return the instances with a worker that computes."""
     before = {worker.child.pid: _cpu_s(worker) for worker in workers}
     await asyncio.sleep(seconds)
     return {
@@ -241,14 +241,14 @@ _RENEWAL_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class MemberOptions:
-    """How a joined machine serves its cluster."""
+    """Options of a joined machine."""
 
     head: HeadAddress
     node: str
     state: Path
     """The state folder."""
     run_dir: Path
-    """Private, for sockets."""
+    """Private folder for sockets."""
     log_dir: Path
     log_level: str
     blas: str
@@ -257,21 +257,21 @@ class MemberOptions:
     memory_utilization: float
     log_format: LogFormat = "text"
     listen: str = "[::]"
-    """Address for other machines."""
+    """Address to listen on for other machines."""
     weights_limit_bytes: int | None = None
-    """What fetched models may take on disk."""
+    """Disk space for fetched models."""
     memory_limit_bytes: int | None = None
-    """What plans may count on at most, whatever is measured."""
+    """Maximum memory for plans, whatever was measured."""
     trust: Trust = field(default_factory=Trust)
-    """Where collectives may go to other machines."""
+    """Interfaces on which collectives may reach other machines."""
 
 
 async def serve_as_member(options: MemberOptions) -> None:
-    """Until SIGINT or SIGTERM, or until the head asks it to end; every worker ends first.
+    """Serve until SIGINT or SIGTERM, or until the head asks it to end; every worker ends first.
 
     Raises:
         ConfigError: this machine has no certificate, or an agent that runs already.
-        PeerRefused: the head does not take it any more.
+        PeerRefused: the head refuses this machine.
     """
     folder = node_folder(options.state)
     lock = try_lock(folder / AGENT_LOCK)
@@ -343,7 +343,7 @@ async def serve_as_member(options: MemberOptions) -> None:
 
 
 async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
-    """Looks every hour whether the certificate ends soon; where the head cannot be asked, the next hour will do."""
+    """Renew the certificate before it expires; check every hour, and retry an hour later if the head is unreachable."""
     while True:
         try:
             if await asyncio.to_thread(renew_if_due, head, folder):
@@ -373,7 +373,7 @@ def _supervisor(options: MemberOptions, credentials: Path) -> Supervisor:
 
 
 async def _until_asked_or_done(work: asyncio.Task[None], asked: asyncio.Event) -> None:
-    """Until the head or a signal asks to end, or the work ends; its error, where it has one, is raised."""
+    """Wait until the head or a signal asks to end, or the work ends; raise its error, if any."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, asked.set)

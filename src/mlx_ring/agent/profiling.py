@@ -1,6 +1,6 @@
-"""Measures this machine in a process of its own, set up as its workers are. What befalls that process befalls nobody else.
+"""Measures this machine in a process of its own, set up like its workers, so that a crash affects nothing else.
 
-Machines' profiles between runs: a file in the node's state folder. What cannot be used is measured again, never an error.
+Profiles are kept between runs, in a file in the node's state folder. An unusable profile is measured again, and is no error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ProfileOptions:
     seconds: float = 2.5
     """That measuring takes, about; starting takes some more."""
     memory_share: float = 0.25
-    """Of the memory that is left, what it may take."""
+    """Share of the available memory that the measurement may use."""
     timeout_s: float = 60.0
 
 
@@ -93,7 +93,7 @@ PROFILE_FILE = "profile.json"
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """What a profile depends on: where any of it is another, the machine is measured again."""
+    """Values that a profile depends on; if any changes, the machine is measured again."""
 
     version: int
     machine: str
@@ -110,7 +110,7 @@ class ProfileKey:
 
     @classmethod
     def of_here(cls, options: ProfileOptions) -> ProfileKey:
-        """The machine here, and how it would be measured."""
+        """Return the key of this machine with these options."""
         identity, quota = machine_identity(), cpu_quota()
         return cls(
             version=PROFILE_VERSION,
@@ -128,7 +128,7 @@ class ProfileKey:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """As it is written down, where tuples are lists."""
+        """Return the key as stored in JSON, with lists for tuples."""
         return cast("dict[str, Any]", json.loads(json.dumps(asdict(self))))
 
 
@@ -139,7 +139,7 @@ class ProfileStore:
         self._file = folder / PROFILE_FILE
 
     def load(self, key: ProfileKey) -> MachineProfile | None:
-        """What was kept under the key; None where there is nothing, or nothing that can be read."""
+        """Return the profile kept under the key; None if there is none that can be read."""
         try:
             kept: Any = json.loads(self._file.read_text("utf-8"))
         except (OSError, ValueError):
@@ -153,7 +153,7 @@ class ProfileStore:
             return None
 
     def save(self, key: ProfileKey, profile: MachineProfile) -> None:
-        """Keep a profile in the place of the last one. A folder that cannot be written to is told, and no error."""
+        """Replace the kept profile. A folder that cannot be written to is logged, and is no error."""
         kept = {"key": key.as_json(), "profile": profile.model_dump(mode="json")}
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -163,14 +163,14 @@ class ProfileStore:
 
 
 def recall(store: ProfileStore, options: ProfileOptions) -> MachineProfile | None:
-    """The kept profile where it still holds."""
+    """Return the kept profile if it is still valid."""
     return store.load(ProfileKey.of_here(options))
 
 
 async def recall_or_measure(
     store: ProfileStore, options: ProfileOptions, *, again: bool = False
 ) -> MachineProfile:
-    """The kept profile where it still holds; else, or where it is asked for, a new one, which is kept.
+    """Return the kept profile if it is still valid, or measure and keep a new one.
 
     Raises:
         RingError: the machine could not be measured.

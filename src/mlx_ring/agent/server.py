@@ -1,4 +1,4 @@
-"""What an agent answers: start a plan's workers, tell how they are, stop them."""
+"""Service of an agent: starts, loads, watches and stops workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class AgentFront:
         ends_when_empty: bool = True,
         fetched: FetchedModels | None = None,
     ) -> None:
-        """With `ends_when_empty` a Stop of every instance asks the agent to end too; with `fetched` models need not lie here."""
+        """Prepare the service.
+
+        With `ends_when_empty` a Stop of every instance also ends the agent. With `fetched` models come from other nodes.
+        """
         self._fetched = fetched
         self._node = node
         self._ends_when_empty = ends_when_empty
@@ -75,7 +78,7 @@ class AgentFront:
         )
 
     def _check_start(self, request: agent_pb2.StartRequest) -> str:
-        """The request's one instance. Raises where it cannot be started."""
+        """Return the request's one instance; raise an error if it cannot be started."""
         instance = self._check_instance(request.hello, request.assignments)
         if self._workers_of(instance):
             raise ProtocolError(f"Instance {instance} runs here already: stop it first.")
@@ -119,7 +122,7 @@ class AgentFront:
             await self._supervisor.stop(instance)
             yield failed_load(error)
         except BaseException:
-            # The head left in the middle, and this call is being cancelled: go on in a task of its own.
+            # The head ended during the call, which is being cancelled: continue in a task of its own.
             self._spawn(self._supervisor.stop(instance))
             raise
 
@@ -146,7 +149,7 @@ class AgentFront:
             fetching.cancel()
 
     def _in_order(self, instance: str, assignments: Sequence[worker_pb2.StageAssignment]) -> list[Worker]:
-        """The workers that were started for these assignments."""
+        """Return the workers that were started for these assignments."""
         started = {(worker.stage, worker.rank): worker for worker in self._workers_of(instance)}
         places = [(assignment.stage, assignment.rank) for assignment in assignments]
         if set(places) != set(started) or len(places) != len(started):
@@ -158,7 +161,7 @@ class AgentFront:
     async def watch(
         self, request: agent_pb2.WatchRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[agent_pb2.AgentEvent]:
-        """The state now, then at each change at once, and at each heartbeat with fresh figures."""
+        """Yield the current state, then each change at once, and new figures at each heartbeat."""
         heartbeat_s = request.heartbeat_s or _DEFAULT_HEARTBEAT_S
         with self._supervisor.changes() as changed:
             await self._supervisor.refresh()

@@ -5,7 +5,7 @@ Which of several CUDA GPUs a worker of a group has, so that each has one of its 
 How long a worker has owed an answer, of the time in which it could have given one.
 
 A processor that others hold for seconds keeps a worker from answering, and so does a machine that was itself stopped (a virtual
-one that is moved, say). Neither is a reason to end the worker: it would be loaded again into the same trouble.
+one that is moved, say). Neither is a reason to end the worker: it would be loaded again into the same problem.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 def own_gpu(
     assignment: worker_pb2.StageAssignment, driver: Path = _DRIVER, visible: str | None = None
 ) -> dict[str, str]:
-    """What leaves the worker one GPU; nothing where there are not as many as the instance has workers.
+    """Return the environment that leaves the worker one GPU; empty with fewer GPUs than workers.
 
     Args:
         assignment: of a worker that MLX joins with others.
@@ -62,14 +62,14 @@ def own_gpu(
 _LONGEST_GAP_S = 2.0
 """Between two looks at a worker; where more has passed, whoever looks was stopped himself."""
 _LEAST_SHARE = 0.05
-"""Of a processor: who is ready to compute and gets less of it is starved."""
+"""Share of a processor below which a process that is ready to compute counts as starved."""
 _MOST_STARVED_S = 60.0
 """Without an answer. In a container that grants next to nothing, who waits for ever and who is busy for ever look alike."""
 _RUNNABLE = "R"
 
 
 class Silence:
-    """What one worker owes. Told of each question's outcome."""
+    """Record of one worker's unanswered questions."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -84,7 +84,7 @@ class Silence:
         self.seconds = self._starved_s = 0.0
 
     def unanswered(self) -> None:
-        """A question's time ran out."""
+        """Record a question without an answer in time."""
         gap_s, computed_s = self._look()
         counted_s = min(gap_s, _LONGEST_GAP_S)
         is_starved = computed_s < _LEAST_SHARE * gap_s and _is_runnable(self._pid)
@@ -94,7 +94,7 @@ class Silence:
             self.seconds += counted_s
 
     def _look(self) -> tuple[float, float]:
-        """Seconds since the last look, on the clock and of the processors."""
+        """Return the seconds since the last check, by the clock and of the processors."""
         now_s, cpu_s = time.monotonic(), _cpu_s(self._pid)
         gap_s, computed_s = now_s - self._looked_s, cpu_s - self._cpu_s
         self._looked_s, self._cpu_s = now_s, cpu_s
@@ -102,13 +102,13 @@ class Silence:
 
 
 def _cpu_s(pid: int) -> float:
-    """What the process has computed, in seconds, threads that have ended included; 0 where the system does not say it this way."""
+    """Return the CPU seconds of the process, ended threads included; 0 if the system does not report them."""
     user, system = _fields(Path(f"/proc/{pid}/stat"), 11, 12)
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _is_runnable(pid: int) -> bool:
-    """Whether a thread of the process has a processor or waits for one; False where the system does not say it."""
+    """Return True if a thread of the process runs or is ready to run; False if the system does not report it."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -117,7 +117,7 @@ def _is_runnable(pid: int) -> bool:
 
 
 def _fields(file: Path, *numbers: int) -> list[str]:
-    """Of proc_pid_stat(5), counted from the state on; zeros where there is no such file."""
+    """Return the fields of proc_pid_stat(5) from the state on; zeros if there is no such file."""
     try:
         fields = file.read_text().rpartition(")")[2].split()
     except OSError:
@@ -134,7 +134,7 @@ _RANK_GRACE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What every worker of this node is started with."""
+    """Options of every worker of this node."""
 
     node: str
     run_dir: Path
@@ -186,7 +186,7 @@ class Worker:
 
     @property
     def told(self) -> str:
-        """For sentences."""
+        """Name of the worker in messages."""
         return f"The worker of stage {self.stage}, rank {self.rank}, pid {self.child.pid}"
 
     @property
@@ -195,11 +195,11 @@ class Worker:
 
     @property
     def grace_s(self) -> float:
-        """How long it may take to end: a rank that waits for another in a collective hears of nothing."""
+        """Seconds that it may take to end; a rank that waits in a collective receives no request."""
         return _RANK_GRACE_S if self.assignment.tp_size > 1 else GRACE_S
 
     async def stop(self) -> None:
-        """Where a rank hangs is known: it waits for another that has ended."""
+        """End it. A rank of a group is not asked where it hangs: it waits for another that has ended."""
         await self.child.stop(self.grace_s, asks_where=self.assignment.tp_size == 1)
 
     def state(self) -> agent_pb2.WorkerState:
@@ -230,7 +230,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stops: set[asyncio.Task[int]] = set()
         self.revoked: tuple[str, ...] = ()
-        """Serials of certificates that workers refuse; told with each question."""
+        """Serials of certificates that workers refuse; sent with each question."""
 
     @property
     def trusted(self) -> Trust:
@@ -243,7 +243,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def changes(self) -> Generator[asyncio.Event]:
-        """An event that is set at each change, for one watcher, who clears it."""
+        """Yield an event that is set at each change, for one watcher, which clears it."""
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
@@ -277,13 +277,13 @@ class Supervisor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         log.info("started %s for %s, pid %d", child.name, assignment.instance, child.pid)
-        self._tell()
+        self._notify()
         return worker
 
     async def _start_process(
         self, assignment: worker_pb2.StageAssignment, arguments: Sequence[str]
     ) -> ChildProcess | LentChild:
-        """As a child of this process, or of the one that is there for the worker's rank in its group."""
+        """Start it as a child of this process, or of the lent process of its rank."""
         options, name = self._options, f"worker-{assignment.stage}-{assignment.rank}"
         place = rank_in_group(assignment)
         if options.lent is None or not place:
@@ -317,12 +317,12 @@ class Supervisor:
         reason = await worker.child.wait()
         if worker in self._workers:
             log.error("%s (pid %d) %s", worker.child.name, worker.child.pid, reason)
-        self._tell()
+        self._notify()
 
     async def stop(self, instance: str = "") -> int:
         """End the workers of an instance, or all; return how many, once each is verified dead.
 
-        It goes on when the caller is cancelled, as by a head that is lost: a worker that ignores SIGTERM would stay.
+        It continues if the caller is cancelled, as by a lost head; otherwise a worker that ignores SIGTERM would stay.
         """
         stopping = asyncio.create_task(self._stop(instance), name=f"stop {instance}")
         self._stops.add(stopping)
@@ -342,11 +342,11 @@ class Supervisor:
         for worker in leaving:
             await worker.channel.close()
             worker.socket.unlink(missing_ok=True)
-        self._tell()
+        self._notify()
         return len(leaving)
 
     def revoke(self, serials: tuple[str, ...]) -> None:
-        """Have every worker refuse these certificates: at once, and whoever does not hear it now, when it is asked next."""
+        """Make every worker refuse these certificates, now or at its next question."""
         self.revoked = serials
         task = asyncio.create_task(self.refresh(), name="revocation")
         self._tasks.add(task)
@@ -366,7 +366,7 @@ class Supervisor:
             worker.silence.answered()
 
     async def wait_until_up(self, worker: Worker) -> None:
-        """Until a worker that was just started answers.
+        """Wait until a worker that was just started answers.
 
         Raises:
             WorkerLost: it has ended.
@@ -387,13 +387,13 @@ class Supervisor:
     def _question(self) -> worker_pb2.StatusRequest:
         return worker_pb2.StatusRequest(revoked=self.revoked)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for changed in self._watchers:
             changed.set()
 
 
 def _environment(options: WorkerOptions) -> dict[str, str]:
-    """A worker that other machines reach tells whom it refuses."""
+    """Return the environment of a worker; one that other machines reach reports the peers that it refuses."""
     environment = worker_environment(options.blas_threads)
     return environment if options.credentials is None else speaking_environment(environment)
 

@@ -1,7 +1,7 @@
 """Keeps MLX's collectives to where this machine's owner trusts them: they are neither encrypted nor authenticated.
 
-Whatever a head asks for, a rank listens on loopback or on an interface that was named here, and it is loaded only where its ways
-to the ranks that it exchanges with leave by such a one.
+A rank listens only on loopback or on an interface that was named here, whatever a head requests. It is loaded only if its routes
+to the ranks that it exchanges with leave through such an interface.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 _RDMA = "rdma_"
 _VARIABLES = frozenset({RING_OF_JACCL})
-"""What a head may set for a group: anything else could have it spoken elsewhere."""
+"""Variables that a head may set for a group; others could redirect its traffic."""
 _OF_ONE_MACHINE = frozenset({"mpi", "nccl"})
 
 
 def check_hosts(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) -> None:
-    """Raises `PlanError` where a rank is to listen elsewhere than on loopback or a trusted interface."""
+    """Raise `PlanError` if a rank would listen elsewhere than on loopback or a trusted interface."""
     hosts = {one.group_host: one for one in assignments if one.group_host not in {"", LOOPBACK}}
     if not hosts:
         return
@@ -51,11 +51,11 @@ def check_hosts(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust)
 
 
 def check_ways(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) -> None:
-    """Raises `PlanError` where the group of a rank would be spoken elsewhere than on loopback or a trusted interface."""
+    """Raise `PlanError` if a group's traffic would leave loopback and the trusted interfaces."""
     own, others = set[str](), set[str]()
     for assignment in assignments:
         if places := joined_ranks(assignment):
-            _check_told(assignment, len(places), trust)
+            _check_assignment(assignment, len(places), trust)
             place, backend = rank_in_group(assignment), backend_of(assignment)
             own |= _hosts(assignment.group[place])
             others |= _hosts(assignment.group[(place + 1) % len(places)])
@@ -67,13 +67,13 @@ def check_ways(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust) 
 
 
 def trusted_devices(devices: Iterable[str], trust: Trust) -> list[str]:
-    """Of RDMA devices, those of interfaces that are trusted: `rdma_en5` is that of `en5`, which needs no address for it."""
+    """Return the RDMA devices of trusted interfaces; `rdma_en5` belongs to `en5`, which needs no address for it."""
     names = {*trust.named, *(one.name for one in trust.now()[0])}
     return [device for device in devices if device.removeprefix(_RDMA) in names]
 
 
-def _check_told(assignment: worker_pb2.StageAssignment, ranks: int, trust: Trust) -> None:
-    """What a head adds to addresses may not lead anywhere else."""
+def _check_assignment(assignment: worker_pb2.StageAssignment, ranks: int, trust: Trust) -> None:
+    """Raise `PlanError` if the assignment would direct a group elsewhere."""
     backend, who = backend_of(assignment), f"The group of {assignment.instance}"
     if len(assignment.group) != ranks:
         raise PlanError(f"{who} has {ranks} ranks, and {len(assignment.group)} addresses were told.")
@@ -111,7 +111,7 @@ def _check_interfaces(own: Iterable[str], others: Iterable[str], allowed: Collec
 
 
 def _hosts(addresses: str) -> set[str]:
-    """Of addresses between commas, but for loopback."""
+    """Return the hosts of comma-separated addresses, except loopback."""
     return {host for address in addresses.split(",") if not _is_loopback(host := address.rpartition(":")[0])}
 
 

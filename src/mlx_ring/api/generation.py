@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from mlx_ring.api.middleware.access_log import Counted, note_answers
+from mlx_ring.api.openai.schemas import Performance, Usage
 from mlx_ring.api.service import Answering
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream, RequestTimings
@@ -169,7 +170,7 @@ def _no_end(delta: Delta) -> RingError | None:
     return None
 
 
-def usage(answers: Sequence[Costed], answers_per_prompt: int) -> dict[str, object]:
+def usage(answers: Sequence[Costed], answers_per_prompt: int) -> Usage:
     """Return OpenAI's token counts: each prompt once, and every answer."""
     prompts = answers[::answers_per_prompt]
     prompt_tokens = sum(answer.prompt_tokens for answer in prompts)
@@ -191,7 +192,7 @@ def usage(answers: Sequence[Costed], answers_per_prompt: int) -> dict[str, objec
     }
 
 
-def performance(answers: Iterable[Costed]) -> dict[str, float | None]:
+def performance(answers: Iterable[Costed]) -> Performance:
     """Return seconds, and tokens per second.
 
     Several answers share the machine: their longest times count, and the tokens of all. The first token of each belongs

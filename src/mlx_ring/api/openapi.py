@@ -86,6 +86,8 @@ class RouteDoc(Generic[AnswerT]):
     """Type of a 503's body, where it is not an error."""
     description: str = ""
     tag: str = "operations"
+    events: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Types of the data of an event stream's events, by the event's name."""
 
 
 def documented_post(
@@ -212,6 +214,7 @@ def _schemas(operations: Iterable[_Operation]) -> tuple[Refs, Json]:
             operation.doc.answer,
             operation.doc.unwell,
             *operation.doc.streams.values(),
+            *operation.doc.events.values(),
             operation.error,
         )
         if each is not None and each not in bodies
@@ -275,6 +278,8 @@ def _responses(operation: _Operation, refs: Refs, settings: ApiSettings) -> Json
         content[media_type] = {"schema": _EVENT if media_type == EVENT_STREAM else {"type": "string"}}
         if each is not None:
             content[media_type]["x-each"] = refs[each]
+        if doc.events and media_type == EVENT_STREAM:
+            content[media_type]["x-events"] = {name: refs[kind] for name, kind in doc.events.items()}
     responses: Json = {"200": {"description": doc.summary, "headers": _REQUEST_ID, "content": content}}
     for status in sorted(_statuses(operation, settings)):
         responses[str(status)] = {

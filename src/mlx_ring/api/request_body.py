@@ -54,7 +54,10 @@ def _real_path(detail: ErrorDetails, body: object) -> Path:
 
 
 def _readings(steps: Path, body: object, *, missing: bool) -> Iterator[tuple[Path, bool]]:
-    """Yield paths whose steps are all in the body, but for a last one that is `missing`, and whether they end with the last step."""
+    """Yield paths whose steps are all in the body, and whether they end with the last step.
+
+    The last step of a path may be `missing`.
+    """
     if not steps:
         yield (), False
         return

@@ -1,1 +1,1 @@
-"""The head's coordinator: state, membership, planner, recovery."""
+"""The cluster as the head sees it: membership, control, deployment, link survey, quarantine and recovery."""

@@ -1,4 +1,4 @@
-"""Workers that an earlier head has loaded, and whether a new one can go on with them. Pure."""
+"""Instances that an earlier head has loaded and a new one can adopt. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 Expect = Callable[[str, Cut], Sequence[worker_pb2.StageAssignment]]
-"""What a head would assign now for an instance that is cut like this."""
+"""Function that returns the assignments that a head would make now for an instance with this cut."""
 _FREE = (
     "epoch",
     "next_address",
@@ -28,12 +28,12 @@ _FREE = (
     "next_ranks",
     "first_ranks",
 )
-"""Fields of an assignment that say where and when, and not what."""
+"""Fields of an assignment that may differ, because they say where and when it was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adoptable:
-    """An instance whose every worker is there and loaded as it would be now."""
+    """An instance whose workers all run and are loaded as the head would load them now."""
 
     instance: str
     cut: Cut
@@ -42,7 +42,7 @@ class Adoptable:
 
     @property
     def nodes(self) -> tuple[tuple[str, ...], ...]:
-        """Of each stage's ranks."""
+        """Nodes of each stage's ranks."""
         return tuple(
             tuple(node for node, state in self.workers if state.stage == stage)
             for stage in range(len(self.cut.ranges))
@@ -50,7 +50,7 @@ class Adoptable:
 
 
 def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> list[Adoptable]:
-    """Those to go on with."""
+    """Return the instances that can be adopted."""
     found: list[Adoptable] = []
     by_instance: Mapping[str, list[tuple[str, agent_pb2.WorkerState]]] = defaultdict(list)
     for event in events:
@@ -69,7 +69,7 @@ def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> li
 
 
 def highest_epoch(events: Iterable[agent_pb2.AgentEvent]) -> int:
-    """That any worker knows of; 0 where there is none."""
+    """Return the highest epoch of all workers; 0 without workers."""
     return max(
         (
             max(state.assignment.epoch, state.status.hello.epoch)
@@ -81,9 +81,9 @@ def highest_epoch(events: Iterable[agent_pb2.AgentEvent]) -> int:
 
 
 def _cut(stages: Iterable[worker_pb2.StageAssignment]) -> Cut:
-    told = list(stages)
-    ranges = tuple(LayerRange(stage.first_layer, stage.end_layer) for stage in told)
-    return Cut(ranges, tuple(tuple(stage.shares) for stage in told))
+    assigned = list(stages)
+    ranges = tuple(LayerRange(stage.first_layer, stage.end_layer) for stage in assigned)
+    return Cut(ranges, tuple(tuple(stage.shares) for stage in assigned))
 
 
 def _what(assignment: worker_pb2.StageAssignment) -> worker_pb2.StageAssignment:

@@ -1,7 +1,4 @@
-"""An agent as the head speaks to it, on this machine or on another.
-
-The agent of this machine, as the head holds it: a child process and a channel to it.
-"""
+"""The head's connection to an agent, local or remote, and the local agent as its child process."""
 
 from __future__ import annotations
 
@@ -31,28 +28,28 @@ Assignments = Sequence[worker_pb2.StageAssignment]
 
 @dataclass(frozen=True, slots=True)
 class WeightsPeer:
-    """A node that may have weights."""
+    """A node that may serve weights."""
 
     address: str
     node: str = ""
-    """Whose certificate answers there; empty: the head's."""
+    """Node whose certificate answers there; empty for the head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a node's workers find the model: in a folder there, or fetched from others."""
+    """Source of a node's model: a folder there, or peers to fetch it from."""
 
     path: str = ""
     weights: str = ""
-    """Digest of the manifest, where it is fetched."""
+    """Digest of the manifest of a model to fetch; empty for a folder."""
     peers: tuple[WeightsPeer, ...] = ()
 
 
 class AgentLink:
-    """A channel to an agent, and what can be asked of it."""
+    """A channel to an agent with its RPCs."""
 
     def __init__(self, channel: grpc.aio.Channel, told: str) -> None:
-        """`told` is what sentences call it: "the agent", "the agent of mini-7f3a"."""
+        """Take the channel, and the agent's name in messages, such as "the agent of mini-7f3a"."""
         self._channel = channel
         self._told = told
 
@@ -62,7 +59,7 @@ class AgentLink:
         """Start a worker for each assignment.
 
         Raises:
-            RingError: what the agent could not do; then it left none.
+            RingError: The agent's failure, after which none of these workers is left.
         """
         request = agent_pb2.StartRequest(hello=hello, assignments=assignments)
         try:
@@ -82,10 +79,10 @@ class AgentLink:
         *,
         only_fetch: bool = False,
     ) -> None:
-        """Load what was started, from the folder or the peers that `source` names; `only_fetch` has the weights there and no more.
+        """Load the started workers from the folder or the peers of `source`; with `only_fetch`, only fetch the weights.
 
         Raises:
-            RingError: what a worker could not do; then none of them is left.
+            RingError: A worker's failure, after which none of these workers is left.
         """
         request = agent_pb2.LoadStagesRequest(
             hello=hello,
@@ -104,10 +101,10 @@ class AgentLink:
             raise self._error(error) from error
 
     async def watch(self, hello: hello_pb2.Hello) -> AsyncIterator[agent_pb2.AgentEvent]:
-        """What the agent tells of its workers, until it is gone.
+        """Yield the agent's reports about its workers for as long as it runs.
 
         Raises:
-            WorkerLost: the agent is gone.
+            WorkerLost: The end of the agent.
         """
         request = agent_pb2.WatchRequest(hello=hello, heartbeat_s=HEARTBEAT_S)
         try:
@@ -118,19 +115,19 @@ class AgentLink:
         raise WorkerLost(f"{self._told.capitalize()} ended its reports.")
 
     async def stop(self, instance: str, timeout_s: float) -> None:
-        """End an instance's workers; without a name every worker, and the agent too. One that is gone is no matter."""
+        """Stop an instance's workers, or without a name all workers and the agent; ignore an agent that has ended."""
         with contextlib.suppress(grpc.RpcError):
             await STOP.aio_unary_unary(self._channel)(
                 agent_pb2.StopRequest(instance=instance), timeout=timeout_s
             )
 
     async def end(self, timeout_s: float) -> None:
-        """End every worker, and the agent itself."""
+        """Stop all workers and the agent itself."""
         with contextlib.suppress(grpc.RpcError):
             await STOP.aio_unary_unary(self._channel)(agent_pb2.StopRequest(end=True), timeout=timeout_s)
 
     async def look(self, hello: hello_pb2.Hello, timeout_s: float) -> agent_pb2.AgentEvent | None:
-        """How it stands now; None where it cannot be asked."""
+        """Return the agent's current state, or None if it does not answer."""
         request = agent_pb2.WatchRequest(hello=hello, heartbeat_s=HEARTBEAT_S)
         call = WATCH.aio_unary_stream(self._channel)(request, wait_for_ready=True, timeout=timeout_s)
         try:
@@ -145,10 +142,10 @@ class AgentLink:
     async def measure_link(
         self, hello: hello_pb2.Hello, node: str, address: str, max_age_s: float, timeout_s: float
     ) -> agent_pb2.MeasureLinkReply:
-        """Have it measure the way to another node, unless it knows it from the last `max_age_s` seconds.
+        """Let the agent measure the link to another node, unless it did so in the last `max_age_s` seconds.
 
         Raises:
-            RingError: nothing gets there, or the agent does not answer.
+            RingError: A node out of reach, or an agent that does not answer.
         """
         request = agent_pb2.MeasureLinkRequest(hello=hello, node=node, address=address, max_age_s=max_age_s)
         try:
@@ -160,6 +157,7 @@ class AgentLink:
         return reply
 
     async def close(self) -> None:
+        """Close the channel."""
         await self._channel.close()
 
     def _error(self, error: grpc.RpcError) -> RingError:
@@ -168,11 +166,11 @@ class AgentLink:
 
 AGENT_MODULE = "mlx_ring.agent"
 _STOP_WAIT_S = 8.0
-"""Its workers have three seconds each, side by side, before they are killed."""
+"""Time to stop; the workers have three seconds each, in parallel, before they are killed."""
 
 
 class LocalAgent:
-    """Made by `start`; ended by `stop`, or by the end of this process."""
+    """The agent of this machine, started by `start`, and stopped by `stop` or the end of this process."""
 
     def __init__(self, child: ChildProcess, link: AgentLink) -> None:
         self._child = child
@@ -190,8 +188,10 @@ class LocalAgent:
         """Start the process.
 
         Args:
-            run_dir: private and empty; the agent listens on `agent.sock` in it, and removes it when it ends.
-            blas_threads: of each worker.
+            settings: The head's settings.
+            node: The node's ID.
+            run_dir: A private empty folder; the agent listens on `agent.sock` in it and removes it at the end.
+            blas_threads: The number of BLAS threads of each worker.
         """
         launch = read_launch()
         child = await ChildProcess.start(
@@ -212,15 +212,16 @@ class LocalAgent:
 
     @property
     def pid(self) -> int:
+        """The agent's process ID."""
         return self._child.pid
 
     @property
     def exit_reason(self) -> str:
-        """Why it ended; empty while it runs."""
+        """Reason why the agent ended; empty while it runs."""
         return self._child.exit_reason
 
     async def stop(self) -> None:
-        """End every worker and the agent; returns once the agent, and so each of them, is verified dead."""
+        """Stop all workers and the agent, and wait until the agent's process has ended, and theirs with it."""
         if not self._child.exit_reason:
             await self.link.stop("", _STOP_WAIT_S)
         await self.link.close()

@@ -1,4 +1,4 @@
-"""The head's ports for its nodes: enrolment, and attendance over mutual TLS."""
+"""The head's ports for its nodes: enrolment, and membership over mutual TLS."""
 
 from __future__ import annotations
 
@@ -39,47 +39,47 @@ from mlx_ring.rpc.tls.peers import Peer, host_of_call, peer_of_call
 log = logging.getLogger(__name__)
 
 SILENCE_S = 3.0
-"""A node that says nothing for so long is gone; it speaks every second."""
+"""Silence after which a node is considered lost; nodes send a message every second."""
 _LOOK_S = 0.25
-"""From one look for removed nodes to the next: what is looked at is whether a file has changed."""
+"""Interval of the check for removed nodes, which only looks whether a file has changed."""
 _LONGEST_PROBLEM = 400
 _MESSAGE_BYTES = 2 << 20
-"""A part of weights is one MiB."""
+"""Limit of a message, which may hold a part of weights of 1 MiB."""
 
 Context = grpc.aio.ServicerContext[object, object]
 
 
 class Control:
-    """Nodes that attend. Made by `open_control`."""
+    """The nodes that attend, that is, are connected to this head; created by `open_control`."""
 
     def __init__(self, authority: Authority, tokens: TokenStore, members: Members, node: str) -> None:
         self.node = node
-        """Of the head's own machine."""
+        """Node ID of the head's own machine."""
         self.membership = Membership()
         self._authority, self._tokens, self._members = authority, tokens, members
         self._serial = count(1)
         self._changed = asyncio.Condition()
         self._watchers: list[Callable[[Event], None]] = []
         self._news: set[asyncio.Event] = set()
-        """One for each node that attends."""
+        """Events that announce revoked certificates, one for each connected node."""
 
     @property
     def credentials(self) -> Credentials:
-        """The head's."""
+        """The head's credentials."""
         return self._authority.head_credentials()
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the cluster's CA."""
+        """Fingerprint of the cluster's CA."""
         return self._authority.fingerprint
 
     def make_token(self, *, life_s: float) -> str:
-        """A token with which machines can join."""
+        """Create a token with which machines can join."""
         return str(self._tokens.create(self._authority.fingerprint, name="serve", life_s=life_s))
 
     @contextlib.contextmanager
     def watching(self, watcher: Callable[[Event], None]) -> Generator[None]:
-        """Meanwhile `watcher` is called at each event that changes who is there or how, after it has happened."""
+        """Call `watcher` after each event that changes the membership, for as long as the context is open."""
         self._watchers.append(watcher)
         try:
             yield
@@ -87,7 +87,7 @@ class Control:
             self._watchers.remove(watcher)
 
     async def wait_for(self, nodes: int, including: str = "") -> Membership:
-        """Until so many nodes attend at the same time, `including` that one."""
+        """Wait until that number of nodes is connected at the same time, `including` the given one."""
 
         def are_there() -> bool:
             members = self.membership.members
@@ -101,7 +101,7 @@ class Control:
         async with self._changed:
             after = self.membership.apply(event)
             if after is self.membership:
-                # It was about an attendance that has been replaced: the node is there, in its next one.
+                # The event belongs to a replaced session; the node is connected in a newer one.
                 return
             self.membership = after
             self._changed.notify_all()
@@ -109,35 +109,34 @@ class Control:
             watcher(event)
 
     def tell_revoked(self) -> None:
-        """Have every node that attends hear at once which certificates are refused."""
-        for news in self._news:
-            news.set()
-
-    # ---- a node attends
+        """Send the revoked certificates to all connected nodes at once."""
+        for revocations in self._news:
+            revocations.set()
 
     def handler(self) -> grpc.GenericRpcHandler:
+        """Return the handler by which nodes attend."""
         return service_handler(CLUSTER_SERVICE, ((ATTEND, self.attend),))
 
     async def attend(
         self, requests: AsyncIterator[cluster_pb2.AttendRequest], context: Context
     ) -> AsyncIterator[cluster_pb2.AttendReply]:
-        """For as long as a node is there. Each of its messages is answered."""
+        """Serve a node for as long as it is connected, and answer each of its messages."""
         host = host_of_call(context)
         try:
-            # Not to be asked again: whoever asks gRPC of a call that has ended may crash the process.
+            # Read the peer only once: gRPC may crash if it is read after the call has ended.
             peer = peer_of_call(context)
             member = self._member(await _first(requests), peer, host)
         except RingError as error:
             log.warning("refused %s: %s", host, error)
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
             return
-        reason, news = "it was cut off", asyncio.Event()
-        log.info("%s (%s) is there, at %s", member.node, member.machine, member.host)
+        reason, revocations = "its connection was lost", asyncio.Event()
+        log.info("%s (%s) is connected, at %s", member.node, member.machine, member.host)
         await self._happens(Joined(member))
-        self._news.add(news)
+        self._news.add(revocations)
         try:
             yield cluster_pb2.AttendReply(hello=make_hello(), revoked=self._members.revoked_serials())
-            async with contextlib.aclosing(_said(requests, news)) as saying:
+            async with contextlib.aclosing(_said(requests, revocations)) as saying:
                 async for said in saying:
                     if said is not None:
                         await self._happens(
@@ -151,21 +150,21 @@ class Control:
                             )
                         )
                     yield cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
-            reason = "it ended its attendance"
+            reason = "it left the cluster"
         except ProtocolError as error:
             reason = str(error)
         except TimeoutError:
-            reason = f"nothing was heard of it for {SILENCE_S:g} s"
+            reason = f"it sent nothing for {SILENCE_S:g} s"
         finally:
-            self._news.discard(news)
+            self._news.discard(revocations)
             if self._members.refusal(peer):
                 reason = "it was removed from the cluster"
-            log.warning("%s (%s) is gone: %s", member.node, member.machine, reason)
+            log.warning("%s (%s) is disconnected: %s", member.node, member.machine, reason)
             await asyncio.shield(self._happens(Left(member.node, member.session, reason, time.time())))
 
     def _member(self, first: cluster_pb2.AttendRequest, peer: Peer, host: str) -> Member:
         if peer.is_head:
-            raise PeerRefused("A head does not attend; nodes do.")
+            raise PeerRefused("A head cannot attend another head: only nodes can.")
         check_hello(first.hello, make_hello(), f"{peer} at {host}")
         if (
             not 0 < first.port < 1 << 16
@@ -173,7 +172,8 @@ class Control:
             or not 0.0 < first.memory_utilization <= 1.0
         ):
             raise ProtocolError(
-                f"{peer} tells of port {first.port} and a share of {first.memory_utilization:g} of its memory."
+                f"{peer} reports port {first.port}, links port {first.links_port} and memory utilization "
+                f"{first.memory_utilization:g}: ports must be below 65536, and utilization within 0 and 1."
             )
         return Member(
             node=peer.node,
@@ -195,22 +195,22 @@ class Control:
 
 
 def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:
-    """Raises `ProtocolError` where one has no IPv4 address."""
-    told = tuple(TrustedInterface(one.name[:80], one.address, one.network) for one in said.trusted)
+    """Return the trusted interfaces; raise `ProtocolError` if one has no IPv4 address."""
+    trusted = tuple(TrustedInterface(one.name[:80], one.address, one.network) for one in said.trusted)
     try:
-        for one in told:
+        for one in trusted:
             ipaddress.IPv4Address(one.address)
             ipaddress.IPv4Network(one.network)
     except ValueError as error:
-        raise ProtocolError(f"A node tells of a trusted interface that is none: {error}.") from error
-    return told
+        raise ProtocolError(f"A node reports an invalid trusted interface: {error}.") from error
+    return trusted
 
 
 async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
     try:
         return await _next(requests)
     except (StopAsyncIteration, TimeoutError):
-        raise ProtocolError("Who attends says who it is; nothing was said.") from None
+        raise ProtocolError("A node connected and did not send its first message in time.") from None
 
 
 async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
@@ -218,24 +218,24 @@ async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_p
         async with asyncio.timeout(SILENCE_S):
             return await anext(requests)
     except DecodeError as error:
-        raise ProtocolError(f"A message came that cannot be read: {error}.") from error
+        raise ProtocolError(f"A node's message cannot be parsed: {error}.") from error
 
 
 async def _said(
-    requests: AsyncIterator[cluster_pb2.AttendRequest], news: asyncio.Event
+    requests: AsyncIterator[cluster_pb2.AttendRequest], revocations: asyncio.Event
 ) -> AsyncGenerator[cluster_pb2.AttendRequest | None]:
-    """What a node says until it ends its call, and None whenever there are news for it.
+    """Yield a node's messages until it ends its call, and None whenever certificates were revoked.
 
     Raises:
-        TimeoutError: it said nothing for too long.
+        TimeoutError: A node that was silent for too long.
     """
-    saying, hearing = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(news.wait())
+    saying, revoking = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(revocations.wait())
     try:
         while True:
-            await asyncio.wait((saying, hearing), return_when=asyncio.FIRST_COMPLETED)
-            if hearing.done():
-                news.clear()
-                hearing = asyncio.ensure_future(news.wait())
+            await asyncio.wait((saying, revoking), return_when=asyncio.FIRST_COMPLETED)
+            if revoking.done():
+                revocations.clear()
+                revoking = asyncio.ensure_future(revocations.wait())
                 yield None
             if saying.done():
                 said = saying.result()
@@ -245,24 +245,24 @@ async def _said(
         return
     finally:
         saying.cancel()
-        hearing.cancel()
-        # Whatever it ended with, asyncio would complain that nobody asked.
-        await asyncio.gather(saying, hearing, return_exceptions=True)
+        revoking.cancel()
+        # Retrieve the exceptions, because asyncio logs those that are never retrieved.
+        await asyncio.gather(saying, revoking, return_exceptions=True)
 
 
 @asynccontextmanager
 async def open_control(
     state: Path, address: HeadAddress, *handlers: grpc.GenericRpcHandler
 ) -> AsyncGenerator[Control]:
-    """Listen for nodes, and let this machine's own be one.
+    """Listen for nodes, and admit this machine's own node.
 
     Args:
-        state: the state folder; the cluster's authority is made in it at the first start.
-        address: what to listen on; the enrolment port is the one after.
-        handlers: what else is answered to nodes.
+        state: The state folder; the first start creates the cluster's authority in it.
+        address: The address to listen on; the enrolment port is the next one.
+        handlers: Handlers of other RPCs of nodes.
 
     Raises:
-        AddressInUse: another process has one of the ports.
+        AddressInUse: A port that another process uses.
     """
     authority = Authority.open(authority_folder(state))
     tokens, members = TokenStore(authority_folder(state)), Members(authority_folder(state))
@@ -287,7 +287,7 @@ async def open_control(
 
 
 async def _end_removed(guard: AioPeerGuard, control: Control, members: Members) -> None:
-    """Calls of nodes that are removed while they run end, here and, once they have heard of it, on other nodes."""
+    """End the calls of removed nodes, here and on the other nodes, which get the revoked certificates."""
     revoked = members.revoked_serials()
     while True:
         await asyncio.sleep(_LOOK_S)

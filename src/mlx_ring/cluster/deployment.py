@@ -1,11 +1,8 @@
-"""Brings a plan to life: starts workers on every node, tells each where its neighbours listen, loads them together.
+"""Deployment of a plan: start workers on all nodes, connect them to their neighbours, and load them together.
 
-Which backend joins the ranks of a group, once each rank has told with what it can be joined.
-
-Where ranks that MLX joins listen for each other: on loopback, or on interfaces whose owners trust them with it. Pure.
-
-MLX's ring is spoken from each rank to the one after it, and from the last to the first. Every such hop between machines goes from a trusted
-interface of the one to a trusted interface of the other that has the same network, or the group is not made.
+The backend of a tensor-parallel group is chosen once all its ranks have reported their capabilities. In MLX's ring, each
+rank sends to the next one, and the last to the first. A hop between machines must go from a trusted interface to another one
+in the same network; otherwise the group is refused.
 """
 
 from __future__ import annotations
@@ -37,14 +34,14 @@ log = logging.getLogger(__name__)
 def settle_backend(
     assignment: worker_pb2.StageAssignment, ranks: Sequence[tuple[agent_pb2.StartedWorker, str]]
 ) -> None:
-    """Write into the assignment which backend joins its group, and why.
+    """Choose the backend of a rank's group, and write it and the reason into the assignment.
 
     Args:
-        assignment: of one rank of the group; all get the same.
-        ranks: each with the node that it is on, in their order in the group; none where there is no group.
+        assignment: The assignment of one rank of the group; all ranks get the same backend.
+        ranks: The ranks with their nodes, in the order of the group; none without a group.
 
     Raises:
-        ConfigError: the backend that was asked for cannot join them.
+        ConfigError: A requested backend that cannot join them.
     """
     if not ranks:
         return
@@ -57,8 +54,8 @@ def settle_backend(
 
 
 def _means(worker: agent_pb2.StartedWorker, node: str) -> RankCapabilities:
-    told = worker.means
-    return RankCapabilities(node, frozenset(told.backends), told.gpu, frozenset(told.rdma_devices))
+    means = worker.means
+    return RankCapabilities(node, frozenset(means.backends), means.gpu, frozenset(means.rdma_devices))
 
 
 _STOP_WAIT_S = 8.0
@@ -70,40 +67,41 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node that stages can be on."""
+    """A node that can hold stages."""
 
     node: str
-    """Its id; what its certificate names."""
+    """Its ID, which its certificate names."""
     link: AgentLink
     is_local: bool
-    """Whether it is the head's own machine."""
+    """True for the head's own machine."""
     hosts: Mapping[str, str]
-    """Where other nodes reach it, by their id; "" is for the head and for everyone else."""
+    """Hosts at which other nodes reach it, by their ID; "" for the head and all others."""
     source: Source
-    """Where its workers find the model."""
+    """Source from which its workers load the model."""
     reserve_share: float = 0.1
-    """Of its memory, what is kept free."""
+    """Share of its memory to keep free."""
     memory_limit_bytes: int | None = None
-    """That its owner grants, where that is less than it has."""
+    """Memory limit set by its owner; None for all its memory."""
     bytes_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
-    """That it sends to other nodes, by their id, as measured."""
+    """Measured bandwidth to other nodes, by their ID."""
     trusted: tuple[TrustedInterface, ...] = ()
-    """Where its owner lets collectives go to other nodes."""
+    """Interfaces on which its owner allows collectives with other nodes."""
     trusted_problem: str = ""
-    """Why one that was named is not among them."""
+    """Reason why a named interface is not among them."""
 
     def host_for(self, node: str) -> str:
+        """Return the host at which a node reaches this one."""
         return self.hosts.get(node) or self.hosts.get("", "")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Where the head reaches a worker."""
+    """Address at which the head reaches a worker."""
 
     stage: int
     rank: int
     node: str
-    """Whose certificate answers; empty on this machine."""
+    """Node whose certificate answers; empty on this machine."""
     address: str
 
 
@@ -116,13 +114,13 @@ async def deploy(
     """Start and load an instance.
 
     Args:
-        sites: of each assignment, in the same order.
-        assignments: of one instance, in order of stage and rank.
-        hello: the head's greeting.
-        report: told how far each worker has loaded.
+        sites: The site of each assignment, in the same order.
+        assignments: The assignments of one instance, in order of stage and rank.
+        hello: The head's greeting.
+        report: The callback for each worker's loading progress.
 
     Raises:
-        RingError: what a node could not do; then no node has anything of it left.
+        RingError: A node's failure, after which no worker of the instance is left.
     """
     instance = assignments[0].instance
     by_site = {
@@ -161,7 +159,10 @@ async def _start(
 
 
 def _waits_for_others(assignments: Sequence[worker_pb2.StageAssignment], sites: Sequence[Site]) -> bool:
-    """Whether MLX joins ranks of several nodes: they look for each other for a while only, so all must be ready to load at once."""
+    """Return True if MLX joins ranks on several nodes.
+
+    They wait for each other only for a limited time, so all must be ready to load at once.
+    """
     on = {(one.stage, one.rank): site.node for one, site in zip(assignments, sites, strict=True)}
     return any(len({on[place] for place in joined_ranks(one)}) > 1 for one in assignments)
 
@@ -180,7 +181,7 @@ async def _load(
 
 @contextlib.contextmanager
 def _blaming(site: Site) -> Generator[None]:
-    """Errors are the site's doing."""
+    """Blame errors on the site."""
     try:
         yield
     except RingError as error:
@@ -189,7 +190,7 @@ def _blaming(site: Site) -> Generator[None]:
 
 
 async def _together(work: Iterable[Awaitable[Result]]) -> list[Result]:
-    """All of it; the first error ends the rest and is raised."""
+    """Do all work in parallel; cancel the rest at the first error and raise it."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -202,7 +203,7 @@ async def _together(work: Iterable[Awaitable[Result]]) -> list[Result]:
 def _filled(
     assignment: worker_pb2.StageAssignment, site: Site, workers: _Started
 ) -> worker_pb2.StageAssignment:
-    """With where its group's ranks listen, and where it reaches those of the next stage and of the first."""
+    """Return the assignment with the addresses of its group, of the next stage and of the first stage."""
     filled = worker_pb2.StageAssignment()
     filled.CopyFrom(assignment)
     following = workers.get((assignment.stage + 1, 0))
@@ -223,7 +224,7 @@ def _filled(
 
 
 def _other_ranks(site: Site, stage: int, workers: _Started) -> Iterator[worker_pb2.RankEnd]:
-    """Of a stage, behind rank 0."""
+    """Yield a stage's ranks after rank 0."""
     for rank in itertools.count(1):
         if (stage, rank) not in workers:
             return
@@ -232,12 +233,12 @@ def _other_ranks(site: Site, stage: int, workers: _Started) -> Iterator[worker_p
 
 
 def _group_address(worker: agent_pb2.StartedWorker) -> str:
-    """Where a rank listens for those that MLX joins with it."""
+    """Return the address at which a rank listens for the others of its MLX group."""
     return f"{worker.group_host}:{worker.group_port}"
 
 
 def _reached_from(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> tuple[str, str]:
-    """The address, and whose certificate answers there: nobody's on one machine."""
+    """Return the address, and the node whose certificate answers there; no node on the same machine."""
     if other is site:
         return worker.address, ""
     return address_of(other.host_for(site.node), worker.port), other.node
@@ -250,12 +251,12 @@ def _place_for_head(worker: agent_pb2.StartedWorker, site: Site) -> WorkerPlace:
 
 
 def address_of(host: str, port: int) -> str:
-    """A gRPC target."""
+    """Return a gRPC target."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Trusting(Protocol):
-    """A node, and where its owner lets collectives go to others."""
+    """A node and the interfaces on which its owner allows collectives."""
 
     @property
     def node(self) -> str: ...
@@ -267,23 +268,23 @@ class Trusting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupWay:
-    """From the rank before to a rank."""
+    """A hop from the previous rank to a rank."""
 
     listens: str = LOOPBACK
-    """The rank's address."""
+    """Address of the rank."""
     comes_from: str = LOOPBACK
-    """The other's."""
+    """Address of the previous rank."""
 
 
 def group_ways(nodes: Sequence[Trusting], wish: str) -> tuple[GroupWay, ...]:
-    """To each rank of a group, whose ranks are on these nodes.
+    """Return the hop to each rank of a group.
 
     Args:
-        nodes: by rank.
-        wish: what was asked for, as a person wrote it.
+        nodes: The nodes by rank.
+        wish: The option or stage that needs the group, for messages.
 
     Raises:
-        PlanError: between two of them there is no way that both trust.
+        PlanError: Two nodes without a common trusted network.
     """
     return tuple(_way(nodes[rank - 1], node, wish) for rank, node in enumerate(nodes))
 
@@ -297,13 +298,13 @@ def _way(before: Trusting, node: Trusting, wish: str) -> GroupWay:
     if (way := way_between(before, node)) is not None:
         return way
     raise PlanError(
-        f"{wish} joins {before.node} and {node.node}, and the interfaces that they trust have no network in common: "
-        f"{before.node} has {_told(before)}, {node.node} has {_told(node)}. Name others with {FLAG}."
+        f"{wish} joins {before.node} and {node.node}, but their trusted interfaces have no network in common: "
+        f"{before.node} has {_interfaces(before)}, {node.node} has {_interfaces(node)}. Name others with {FLAG}."
     )
 
 
 def way_between(before: Trusting, node: Trusting) -> GroupWay | None:
-    """From one machine to another, by interfaces that both trust; None where they trust none in one network."""
+    """Return the hop from one machine to another, or None without trusted interfaces in the same network."""
     for theirs in before.trusted:
         for ours in node.trusted:
             if theirs.network == ours.network:
@@ -312,11 +313,13 @@ def way_between(before: Trusting, node: Trusting) -> GroupWay | None:
 
 
 def _untrusting(node: Trusting) -> str:
-    told = "MLX's collectives are neither encrypted nor authenticated, so they go to other machines on an interface alone that"
+    reason = "MLX's collectives are neither encrypted nor authenticated, so they use only interfaces that the owner trusts"
     if node.trusted_problem:
-        return f"{told} its owner trusts, and of {node.node} there is none: {node.trusted_problem}"
-    return f"{told} its owner trusts, and {node.node} names none. Start it with {FLAG} NAME, a Thunderbolt cable's say."
+        return f"{reason}, and {node.node} has none: {node.trusted_problem}"
+    return (
+        f"{reason}, and {node.node} names none. Start it with {FLAG} NAME, for example a Thunderbolt cable's."
+    )
 
 
-def _told(node: Trusting) -> str:
+def _interfaces(node: Trusting) -> str:
     return ", ".join(f"{trusted} in {trusted.network}" for trusted in node.trusted)

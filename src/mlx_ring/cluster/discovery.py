@@ -1,7 +1,6 @@
-"""Announces this head on the LAN by mDNS, so that a machine can join without knowing an address.
+"""Announcement of this head on the LAN by mDNS, so that a machine can join without an address.
 
-Nothing of the operating system's is touched: packets go out over the interfaces as they are. Where
-that is not possible, the head does without, and says so once.
+It changes no setting of the operating system. If the announcement is not possible, the head logs that once and continues.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mlx_ring.host.interfaces import LanAddress, lan_addresses
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-"""Cables are plugged and networks joined while a head runs."""
+"""Interval of the check for changed interfaces, such as a new cable or network."""
 
 OwnAddresses = Callable[[], Sequence[LanAddress]]
 
@@ -32,7 +31,7 @@ async def announcing(
     own_addresses: OwnAddresses = lan_addresses,
     look_every_s: float = LOOK_EVERY_S,
 ) -> AsyncGenerator[None]:
-    """Say on every LAN, for as long as this is open, that this head listens on `port`; take it back afterwards."""
+    """Announce on every LAN that this head listens on `port`, and withdraw it when the context ends."""
     announcer = _Announcer(head, port, own_addresses, look_every_s)
     task = asyncio.create_task(announcer.follow(), name="announcing")
     try:
@@ -51,8 +50,8 @@ class _Announcer:
         self._complained = False
 
     async def follow(self) -> None:
-        """Announce on the interfaces that there are, anew after each change."""
-        # It tells of every packet that an interface refuses.
+        """Announce on all interfaces, and again after each change of them."""
+        # zeroconf logs every packet that an interface refuses.
         logging.getLogger("zeroconf").setLevel(logging.ERROR)
         addresses = await self._look()
         while True:
@@ -68,7 +67,7 @@ class _Announcer:
         try:
             zeroconf = AsyncZeroconf(interfaces=interfaces)
             stack.push_async_callback(_close, zeroconf)
-            # Another head of the same name gets a number behind it; the await is for what it sends meanwhile.
+            # A head whose name is taken gets a number appended; the second await waits for the packets.
             await (await zeroconf.async_register_service(self._service(addresses), allow_name_change=True))
         except (OSError, RuntimeError, Error) as error:
             self._complain(str(error) or type(error).__name__)
@@ -84,7 +83,7 @@ class _Announcer:
         )
 
     async def _change(self, known: Sequence[LanAddress]) -> Sequence[LanAddress]:
-        """The addresses, once they are others."""
+        """Wait for a change and return the new addresses."""
         while True:
             await asyncio.sleep(self._look_every_s)
             found = await self._look()
@@ -92,7 +91,7 @@ class _Announcer:
                 return found
 
     async def _look(self) -> Sequence[LanAddress]:
-        """Apart from the loop: on a Mac a program is asked."""
+        """Return the addresses, read in a thread because macOS needs a subprocess for them."""
         return await asyncio.to_thread(self._own_addresses)
 
     def _complain(self, reason: str) -> None:
@@ -102,7 +101,7 @@ class _Announcer:
 
 
 async def _close(zeroconf: AsyncZeroconf) -> None:
-    """With a word of goodbye, where an interface still takes it."""
+    """Send a goodbye if an interface still accepts it, and close."""
     with contextlib.suppress(OSError, RuntimeError, Error):
         await zeroconf.async_unregister_all_services()
     with contextlib.suppress(OSError, RuntimeError, Error):

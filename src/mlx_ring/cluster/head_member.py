@@ -1,4 +1,4 @@
-"""The agent of the head's own machine in a cluster, as the head starts it and lets go of it."""
+"""The agent of the head's own machine in a cluster, which the head starts and which outlives it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MODULE = "mlx_ring.agent.head_member"
 def ensure_head_member(
     settings: Settings, state: Path, node: str, head: HeadAddress
 ) -> subprocess.Popen[bytes] | None:
-    """Start it; None where one runs, an earlier head's perhaps.
+    """Start the agent; return None if one already runs, perhaps an earlier head's.
 
-    It leads a session of its own and holds nothing of the head's, so that it stays when the head goes.
+    It leads its own session and shares no open file with the head, so it survives the head's end.
     """
     lock = try_lock(node_folder(state) / AGENT_LOCK)
     if lock is None:
@@ -53,12 +53,13 @@ def ensure_head_member(
 
 
 def stale_trust(kept: Iterable[TrustedInterface], named: tuple[str, ...]) -> str:
-    """What is to be said of an earlier head's agent that trusts other interfaces than this head names; empty where it does not."""
+    """Return a warning if an earlier head's agent trusts other interfaces than this head names; otherwise empty."""
     trusted, wanted = (sorted(map(str, found)) for found in (kept, Trust(named).now()[0]))
     if trusted == wanted:
         return ""
     return (
-        f"This machine's agent is an earlier head's: with collectives it trusts {', '.join(trusted) or 'nothing'}, and this head names "
-        f"{', '.join(wanted) or 'nothing'}. What the agent trusts holds; to have the other, stop this head, which ends the agent, and "
-        f"start it again with the {FLAG} that you mean."
+        "This machine's agent was started by an earlier head. "
+        f"It trusts {', '.join(trusted) or 'nothing'} with collectives, and this head names {', '.join(wanted) or 'nothing'}. "
+        "The agent's setting applies. To change it, stop this head, which also stops the agent, and start it again with "
+        f"the new {FLAG}."
     )

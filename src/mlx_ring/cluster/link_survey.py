@@ -1,6 +1,6 @@
-"""Has the links between all nodes measured: by their agents, over the addresses that activations take, before a plan is made.
+"""Survey of the links between all nodes, before a plan is made.
 
-What is known of the links between nodes: who measures which and when, and what planning and people make of it. Pure.
+The nodes' agents measure them over the same addresses that activations take.
 """
 
 from __future__ import annotations
@@ -21,36 +21,38 @@ from mlx_ring.rpc.protos import agent_pb2
 
 @dataclass(frozen=True, slots=True)
 class FoundLink:
-    """One way between two nodes: measured, or why it could not be."""
+    """One direction of a link between two nodes, measured or with the reason of the failure."""
 
     source: str
-    """The node that measured, and would send."""
+    """The sending node, which measured the link."""
     target: str
     round_trip_s: float = 0.0
     bytes_per_s: float = 0.0
-    """From source to target."""
+    """Bandwidth from source to target."""
     unix_time_s: float = 0.0
-    """When it was measured, by the head's clock."""
+    """Time of the measurement by the head's clock."""
     problem: str = ""
-    """Why nothing gets through; empty where it does."""
+    """Reason why nothing gets through; empty for a working link."""
 
 
 def as_they_are(found: Iterable[FoundLink], attending: Container[str]) -> list[FoundLink]:
-    """Whatever was measured, nothing gets through to or from a node that is gone since."""
+    """Return the links, with those of nodes that have left since marked as broken."""
     return [
         _without(link, [node for node in (link.source, link.target) if node not in attending])
         for link in found
     ]
 
 
-def _without(link: FoundLink, gone: Sequence[str]) -> FoundLink:
-    return FoundLink(link.source, link.target, problem=f"{' and '.join(gone)} is gone") if gone else link
+def _without(link: FoundLink, lost: Sequence[str]) -> FoundLink:
+    verb = "are" if len(lost) > 1 else "is"
+    problem = f"{' and '.join(lost)} {verb} disconnected"
+    return FoundLink(link.source, link.target, problem=problem) if lost else link
 
 
 def rounds(nodes: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
-    """Every pair once, in rounds in which no node is in two pairs, so that no probe disturbs another.
+    """Yield rounds that hold each pair once, with no node in two pairs of a round, so that probes do not interfere.
 
-    It is the circle method of tournaments: the first stays, the others go around.
+    This is the circle method of tournaments: the first node stays, and the others rotate.
     """
     circle: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
     for _ in range(len(circle) - 1):
@@ -61,7 +63,7 @@ def rounds(nodes: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def link_profiles(found: Iterable[FoundLink]) -> dict[frozenset[str], LinkProfile]:
-    """Links as planning takes them: both ways as the worse of them, and as none where one way is none."""
+    """Return links as the planner needs them: the worse of both directions, unreachable if one of them is."""
     profiles: dict[frozenset[str], LinkProfile] = {}
     for one in found:
         pair = frozenset((one.source, one.target))
@@ -76,16 +78,16 @@ def link_profiles(found: Iterable[FoundLink]) -> dict[frozenset[str], LinkProfil
 
 
 def hops_told(nodes: Sequence[str], links: Mapping[frozenset[str], LinkProfile]) -> tuple[str, ...]:
-    """A sentence about the links that a plan's stages use, in their order; none where none was measured."""
+    """Return a sentence about the links that a plan's stages use, in their order; none if none was measured."""
     around = [frozenset(pair) for pair in zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)]
     used = [(pair, links[pair]) for pair in dict.fromkeys(around) if pair in links]
     if not used:
         return ()
-    told = [
-        f"{' - '.join(sorted(pair))} {1e3 * link.round_trip_s:.2f} ms there and back, {_speed(link.bandwidth)}"
+    measured = [
+        f"{' - '.join(sorted(pair))} round trip {1e3 * link.round_trip_s:.2f} ms, {_speed(link.bandwidth)}"
         for pair, link in used
     ]
-    return (f"Links, as measured: {'; '.join(told)}.",)
+    return (f"Measured links: {'; '.join(measured)}.",)
 
 
 def _speed(bytes_per_s: float) -> str:
@@ -96,9 +98,9 @@ def _speed(bytes_per_s: float) -> str:
 log = logging.getLogger(__name__)
 
 MAX_AGE_S = 24 * 3600.0
-"""Nodes keep what they have measured, and it is good for so long between the same two addresses."""
+"""Age up to which a measurement is reused between the same two addresses; nodes store theirs."""
 _ANSWER_S = 8.0
-"""For one measurement; the node's own bounds are below."""
+"""Time limit of one measurement; the node's own limits are lower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,35 +109,44 @@ class LinkEnd:
 
     node: str
     session: int
-    """Which of its attendances: it may have moved since the last."""
+    """Number of its current session, because it may have moved since the last one."""
     agent: AgentLink
     address_from: Callable[[str], str]
-    """Where another node, by its id, reaches what answers probes here; empty: there is nothing to measure, either way."""
+    """Function that returns the address at which another node, by its ID, reaches this one's probe responder.
+
+    If it is empty, neither direction is measured.
+    """
 
 
 class LinkSurvey:
-    """All that is known of the links between the nodes of a cluster."""
+    """The measured links between the nodes of a cluster."""
 
     def __init__(
         self, node: str, clock: Callable[[], float] = time.time, *, keeps_problems: bool = False
     ) -> None:
-        """`node` is the head's own; `clock` gives Unix seconds; with `keeps_problems` what did not work is not tried again."""
+        """Create an empty survey.
+
+        Args:
+            node: The head's own node.
+            clock: The clock in Unix seconds.
+            keeps_problems: True to keep failed measurements instead of repeating them.
+        """
         self._node = node
         self._clock = clock
         self._keeps_problems = keeps_problems
         self._found: dict[tuple[str, str], tuple[FoundLink, object]] = {}
-        """By source and target, with what it holds for."""
+        """Links by source and target, each with the sessions and address that it is valid for."""
         self._alone = asyncio.Lock()
 
     @property
     def found(self) -> tuple[FoundLink, ...]:
-        """What is known now, of nodes that are there and of those that were."""
+        """All known links, including those of nodes that have left."""
         return tuple(link for link, _ in self._found.values())
 
     async def take(self, ends: Sequence[LinkEnd]) -> tuple[FoundLink, ...]:
-        """The links between these nodes, each way. What is not known yet, or did not work, is measured now.
+        """Return the links between these nodes in both directions; measure unknown and failed ones now.
 
-        A link that cannot be measured is told with the reason, and holds nobody up for longer than some seconds.
+        A link that cannot be measured is returned with the reason, after some seconds at most.
         """
         by_node = {end.node: end for end in ends}
         async with self._alone:
@@ -146,7 +157,7 @@ class LinkSurvey:
         return tuple(link for link in self.found if link.source in by_node and link.target in by_node)
 
     async def _measure_pair(self, one: LinkEnd, other: LinkEnd) -> None:
-        """There and then back, unless nothing gets there."""
+        """Measure one direction, then the other one if the first one works."""
         if not (other.address_from(one.node) and one.address_from(other.node)):
             return
         if not (await self._known_or_measured(one, other)).problem:
@@ -172,7 +183,7 @@ class LinkSurvey:
             try:
                 said = await self._ask(source, target, address)
             except WorkerStuck:
-                # Who is busy with something else for a moment is no broken link.
+                # A node that is busy for a moment does not mean a broken link.
                 said = await self._ask(source, target, address)
         except RingError as error:
             log.warning("the link from %s to %s could not be measured: %s", source.node, target.node, error)
@@ -186,6 +197,7 @@ class LinkSurvey:
         said = await source.agent.measure_link(hello, target.node, address, MAX_AGE_S, _ANSWER_S)
         if not (0 < said.round_trip_s < inf and 0 < said.bytes_per_s < inf):
             raise ProtocolError(
-                f"{source.node} tells of {said.round_trip_s:g} s and {said.bytes_per_s:g} bytes/s."
+                f"{source.node} reports a link with a round trip of {said.round_trip_s:g} s and "
+                f"{said.bytes_per_s:g} bytes/s: both must be positive and finite."
             )
         return said

@@ -1,4 +1,4 @@
-"""Which nodes are there, folded from what happens. Pure."""
+"""The nodes of the cluster, as a fold over membership events. Pure."""
 
 from __future__ import annotations
 
@@ -9,62 +9,62 @@ from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.trusted_interfaces import TrustedInterface
 
 _REMEMBERED = 32
-"""So many that went are remembered."""
+"""Number of former members that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node that attends."""
+    """A node that attends, that is, is connected to the head."""
 
     node: str
-    """Its id, from its certificate."""
+    """Its ID, from its certificate."""
     machine: str
-    """Its name, for people."""
+    """Its readable name."""
     host: str
-    """Where the head sees it."""
+    """Its address as the head sees it."""
     port: int
-    """Of its agent."""
+    """Port of its agent."""
     head_host: str
-    """By which address it reaches the head's machine."""
+    """Address at which it reaches the head's machine."""
     profile: MachineProfile
     memory_utilization: float
     session: int
-    """Which of all attendances it is: a node that comes again is a new one."""
+    """Number of the session; a node that reconnects gets a new one."""
     memory_free_bytes: int = 0
     agent_bytes: int = 0
-    """Of memory, that its agent holds."""
+    """Memory that its agent uses."""
     links_port: int = 0
-    """Where its agent answers probes of links; 0: nowhere."""
+    """Port on which its agent answers link probes; 0 for none."""
     since_s: float = 0.0
-    """When it came, seconds since the Unix epoch."""
+    """Time at which it connected, in seconds since the Unix epoch."""
     versions: tuple[tuple[str, str], ...] = ()
-    """Of packages, by name."""
+    """Package versions by name."""
     trusted: tuple[TrustedInterface, ...] = ()
-    """Where its owner lets collectives go to other machines."""
+    """Interfaces on which its owner allows collectives with other machines."""
     trusted_problem: str = ""
-    """Why one that the owner named is not among them."""
+    """Reason why an interface that the owner named is not among them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormerMember:
-    """A node that attended and does no more."""
+    """A node that was connected and has left."""
 
     member: Member
-    """As it was."""
+    """Its last state."""
     reason: str
     since_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A node attends. One that did so before is replaced: there are no ghosts after a rejoin."""
+    """A node has connected. It replaces an earlier session of the same node."""
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A node has said how it is."""
+    """A node has reported its state."""
 
     node: str
     session: int
@@ -76,13 +76,13 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """An attendance has ended."""
+    """A session has ended."""
 
     node: str
     session: int
     reason: str
     at_s: float = 0.0
-    """Seconds since the Unix epoch."""
+    """Time in seconds since the Unix epoch."""
 
 
 Event = Joined | Reported | Left
@@ -90,14 +90,14 @@ Event = Joined | Reported | Left
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who is there, and why others are not."""
+    """Connected nodes, and former ones with the reason why they left."""
 
     members: Mapping[str, Member] = field(default_factory=dict[str, Member])
     former: Mapping[str, FormerMember] = field(default_factory=dict[str, FormerMember])
-    """By node that was there: the last ones, in the order in which they went."""
+    """The last former members by node, in the order in which they left."""
 
     def apply(self, event: Event) -> Membership:
-        """How it stands after the event. What is said of an attendance that has been replaced changes nothing."""
+        """Return the membership after the event; ignore events of a replaced session."""
         match event:
             case Joined(member):
                 former = {node: was for node, was in self.former.items() if node != member.node}
@@ -105,14 +105,14 @@ class Membership:
             case Reported(node, session):
                 if not self._is_current(node, session):
                     return self
-                told = replace(
+                reported = replace(
                     self.members[node],
                     memory_free_bytes=event.memory_free_bytes,
                     agent_bytes=event.agent_bytes,
                     trusted=event.trusted,
                     trusted_problem=event.trusted_problem,
                 )
-                return replace(self, members={**self.members, node: told})
+                return replace(self, members={**self.members, node: reported})
             case Left(node, session, reason, at_s):
                 if not self._is_current(node, session):
                     return self
@@ -121,7 +121,7 @@ class Membership:
                 return Membership(left, dict(former[-_REMEMBERED:]))
 
     def without(self, nodes: Container[str]) -> Membership:
-        """The same with fewer members."""
+        """Return the membership without these nodes."""
         kept = {node: member for node, member in self.members.items() if node not in nodes}
         return replace(self, members=kept)
 

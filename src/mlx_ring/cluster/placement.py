@@ -1,4 +1,4 @@
-"""Which layers go to which stage. Pure."""
+"""The split of a model's layers into stages. Pure."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from mlx_ring.settings.rank_settings import rank_shares
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Which layers each stage has, and how its ranks share them."""
+    """The layers of each stage, and the shares of its ranks."""
 
     ranges: tuple[LayerRange, ...]
     shares: tuple[tuple[float, ...], ...]
-    """Of each stage, by rank."""
+    """Shares of each stage by rank."""
 
     @classmethod
     def alike(cls, ranges: Sequence[LayerRange], shares: Sequence[float] = (1.0,)) -> Cut:
-        """With the same ranks in every stage."""
+        """Return a cut with the same ranks in every stage."""
         return cls(tuple(ranges), (tuple(shares),) * len(ranges))
 
 
 def even_split(num_layers: int, stages: int) -> tuple[LayerRange, ...]:
     """Cut `[0, num_layers)` into stages whose lengths differ by one layer at most.
 
-    The longer ones stand in the middle: the first stage also embeds, and the last also
-    computes scores over the vocabulary and samples.
+    The longer ones are in the middle, because the first stage also embeds, and the last one also computes logits and samples.
 
     Raises:
-        PlanError: there are more stages than layers.
+        PlanError: More stages than layers.
     """
     if not 1 <= stages <= num_layers:
         raise PlanError(
-            f"{stages} stages were asked for and the model has {num_layers} layers: "
-            f"each stage needs a layer, so ask for {num_layers} or fewer."
+            f"{stages} stages were requested, but the model has {num_layers} layers: "
+            f"request {num_layers} stages or fewer."
         )
     shortest, longer = divmod(num_layers, stages)
-    # Stages by distance from the middle, the later of two equals last: it has the vocabulary.
+    # Stages by distance from the middle; of two equals, the later one comes last, because it may hold the vocabulary.
     from_the_middle = sorted(range(stages), key=lambda stage: (abs(2 * stage - (stages - 1)), stage))
     lengths = [shortest] * stages
     for stage in from_the_middle[:longer]:
@@ -57,24 +56,23 @@ def even_split(num_layers: int, stages: int) -> tuple[LayerRange, ...]:
 
 
 def balanced_split(layer_bytes: Sequence[int], head_bytes: int, stages: int) -> tuple[LayerRange, ...]:
-    """Cut so that the stage which reads most in a step reads as little as any cut allows.
+    """Cut so that the maximum of bytes that a stage reads in a step is as low as possible.
 
-    Of the cuts that reach this, the one whose stages read most alike (least sum of squares), and of those the
-    nearest to the even split.
+    Of such cuts, return the most even one (least sum of squares), and of those the nearest to the even split.
 
     Args:
-        layer_bytes: what a step reads of each layer.
-        head_bytes: what it reads besides on the last stage.
-        stages: how many; each gets a layer or more.
+        layer_bytes: The bytes of each layer that a step reads.
+        head_bytes: The bytes that a step reads on the last stage besides.
+        stages: The number of stages; each gets at least one layer.
 
     Raises:
-        PlanError: there are more stages than layers.
+        PlanError: More stages than layers.
     """
     even = [layers.end for layers in even_split(len(layer_bytes), stages)]
     weights = [*layer_bytes[:-1], layer_bytes[-1] + head_bytes]
     before = list(accumulate(weights, initial=0))
     limit = _least_limit(weights, stages)
-    # By end: squares, distance and ends of the best way to cover the layers before it with so many stages.
+    # By end: sum of squares, distance and ends of the best split of the layers before it into this many stages.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for even_end in even:
         longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
@@ -91,7 +89,7 @@ def balanced_split(layer_bytes: Sequence[int], head_bytes: int, stages: int) -> 
 
 
 def _least_limit(weights: Sequence[int], stages: int) -> int:
-    """The least that the heaviest of so many neighbouring groups can weigh."""
+    """Return the lowest possible weight of the heaviest of so many contiguous groups."""
     low, high = max(weights), sum(weights)
     while low < high:
         middle = (low + high) // 2
@@ -103,7 +101,7 @@ def _least_limit(weights: Sequence[int], stages: int) -> int:
 
 
 def _groups_within(weights: Sequence[int], limit: int) -> int:
-    """How many groups it takes when none may weigh more; any that are left can be had by parting one."""
+    """Return the number of groups needed if none may weigh more; splitting a group yields more groups."""
     groups, held = 1, 0
     for weight in weights:
         if held + weight > limit:
@@ -113,8 +111,8 @@ def _groups_within(weights: Sequence[int], limit: int) -> int:
 
 
 def cut_wishes(settings: Settings) -> str:
-    """What was asked of a cut: a head that is asked for something else does not go on with one that was made before."""
-    wishes = (
+    """Return the settings that shape a cut; a head with other ones does not adopt instances cut with these."""
+    shaping = (
         settings.strategy,
         settings.proportions,
         settings.optimize_for,
@@ -122,10 +120,10 @@ def cut_wishes(settings: Settings) -> str:
         settings.nodes,
         settings.max_model_len,
         rank_shares(settings),
-        # To a single stream it is no matter how many there may be.
+        # With `latency`, the number of sequences does not affect the cut.
         settings.max_num_seqs if settings.optimize_for == "throughput" else None,
     )
-    return repr(wishes)
+    return repr(shaping)
 
 
 def make_assignments(
@@ -143,10 +141,23 @@ def make_assignments(
     group: Sequence[str] = (),
     wishes: str = "",
 ) -> tuple[worker_pb2.StageAssignment, ...]:
-    """A plan's stages as messages, in order of stage and rank.
+    """Return a plan's stages as messages, in order of stage and rank.
 
-    Addresses are filled in when workers are there; `wishes` is from `cut_wishes`, `group` is where workers are to listen for those that
-    MLX joins them with, where that is asked for.
+    Addresses are filled in once the workers run.
+
+    Args:
+        cut: The layers and shares.
+        instance: The instance's ID.
+        epoch: The instance's epoch.
+        dtype: The type of activations.
+        model_digest: The digest of the model.
+        max_model_len: The most tokens of a sequence.
+        kv_bits: The bits of a quantized KV cache; 0 for none.
+        link_compression: The setting of that name.
+        link: The setting of that name.
+        backend: The requested backend of collectives; empty for the best one.
+        group: The addresses on which the workers of an MLX group must listen, if requested.
+        wishes: The result of `cut_wishes`.
     """
     digest = plan_digest(cut, dtype, model_digest, kv_bits, wishes)
     return tuple(
@@ -176,6 +187,6 @@ def make_assignments(
 
 
 def plan_digest(cut: Cut, dtype: str, model_digest: str, kv_bits: int = 0, wishes: str = "") -> str:
-    """Equal for equal plans: which layers where and shared how, in what type, of which model, with what KV cache, by what wishes."""
+    """Return a digest that is equal for equal plans: layers, shares, type, model, KV cache and planning settings."""
     text = f"{model_digest} {dtype} {kv_bits} {' '.join(map(str, cut.ranges))} {wishes} {cut.shares}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""Which nodes are left out of plans for a while, for they have failed again and again. Pure.
+"""Quarantine of nodes that have failed repeatedly, which plans leave out for a while.
 
-Losses that were blamed on nodes, in the cluster's folder: a command beside the running head may strike them out.
+Losses that were blamed on nodes are kept in the cluster's folder, where another process may clear them.
 """
 
 from __future__ import annotations
@@ -19,49 +19,52 @@ from mlx_ring.core.errors import ConfigError
 
 LOSSES = 4
 WINDOW_S = 600.0
-"""So many losses within so long, and a node is left out ..."""
+"""Window in which that number of losses puts a node into quarantine."""
 REST_S = 900.0
-"""... for so long after the last of them."""
+"""Time in quarantine after the last loss."""
 _ONE_LOSS_S = 1.5
-"""Whatever comes so soon after another is the same, unless it was begun after that: a node may have stages of several instances."""
+"""Interval within which losses count as one, because a node may hold stages of several instances.
+
+A loss of something that began to load after the previous loss counts separately.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """An instance was lost, or could not be loaded, through a node."""
+    """Loss, or failed load, of an instance because of a node."""
 
     node: str
     reason: str
     at_s: float
-    """Since the Unix epoch: it is kept between runs."""
+    """Time of the loss in seconds since the Unix epoch, because it is kept between runs."""
     begun_s: float = 0.0
-    """When what was lost had begun to load."""
+    """Time at which the lost instance began to load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A node that is left out."""
+    """Quarantine of a node."""
 
     reason: str
-    """A sentence."""
+    """Reason, as a sentence."""
     until_s: float
 
 
 def quarantined(losses: tuple[Loss, ...], now_s: float) -> Mapping[str, Quarantine]:
-    """By node, who is left out now."""
+    """Return the current quarantines by node."""
     held: dict[str, Quarantine] = {}
     for node in {loss.node for loss in losses}:
         own = sorted((loss for loss in losses if loss.node == node), key=lambda loss: loss.at_s)
         last = own[-1]
         count = _apart([loss for loss in own if loss.at_s > last.at_s - WINDOW_S])
         if count >= LOSSES and now_s < last.at_s + REST_S:
-            reason = f"It was lost {count} times within {WINDOW_S / 60:.0f} minutes, the last time because: {last.reason}"
+            reason = f"It was lost {count} times within {WINDOW_S / 60:.0f} minutes. The last reason: {last.reason}"
             held[node] = Quarantine(reason, last.at_s + REST_S)
     return held
 
 
 def _apart(losses: list[Loss]) -> int:
-    """How many times something happened, given losses in order."""
+    """Return the number of separate losses; `losses` must be in order."""
     return 1 + sum(_is_another(before, after) for before, after in pairwise(losses))
 
 
@@ -70,7 +73,7 @@ def _is_another(before: Loss, after: Loss) -> bool:
 
 
 def still_counting(losses: tuple[Loss, ...], now_s: float) -> tuple[Loss, ...]:
-    """Those that can still matter. What the future is said to hold, by a clock that was put back, cannot."""
+    """Return the losses that still count; those in the future, because the clock was set back, do not."""
     return tuple(loss for loss in losses if 0 <= now_s - loss.at_s < WINDOW_S + REST_S)
 
 
@@ -84,19 +87,25 @@ class _Content(BaseModel):
 
 
 class QuarantineList:
-    """Who has failed, and who is left out for it.
+    """The losses of nodes and the resulting quarantines.
 
-    A head serves without it where its file cannot be used: that says so in the log and leaves nobody out.
+    If its file cannot be used, the head logs that and continues without quarantines.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = folder / _FILE
         self._file = StateFile(self._path, _Content, "remove it, and what nodes have lost is forgotten")
         self._clock = clock
-        self._told = ""
+        self._logged = ""
 
     def note(self, node: str, reason: str, begun_s: float) -> Quarantine | None:
-        """An instance that was begun then, since the Unix epoch, was lost through the node; tells where it is left out from now on."""
+        """Record the loss of an instance because of the node; return the quarantine if the node is in one now.
+
+        Args:
+            node: The node.
+            reason: The reason of the loss.
+            begun_s: The time at which the instance began to load, since the Unix epoch.
+        """
         now_s = self._clock()
         try:
             with self._file.change() as content:
@@ -107,7 +116,7 @@ class QuarantineList:
         return quarantined(content.losses, now_s).get(node)
 
     def held(self) -> Mapping[str, Quarantine]:
-        """By node, who is left out now."""
+        """Return the current quarantines by node."""
         try:
             return self._held_by(self._file.read())
         except (ConfigError, OSError) as error:
@@ -118,13 +127,13 @@ class QuarantineList:
         """Forget the node's losses.
 
         Raises:
-            ConfigError: it is not left out, or the file cannot be used.
+            ConfigError: A node that is not in quarantine, or a file that cannot be used.
         """
         with self._file.change() as content:
             held = self._held_by(content)
             if node not in held:
                 raise ConfigError(
-                    f"The node {node!r} is not left out: those that are now are {', '.join(sorted(held)) or 'none'}."
+                    f"The node {node!r} is not in quarantine: nodes in quarantine are {', '.join(sorted(held)) or 'none'}."
                 )
             content.losses = tuple(loss for loss in content.losses if loss.node != node)
 
@@ -133,8 +142,8 @@ class QuarantineList:
         return quarantined(still_counting(content.losses, now_s), now_s)
 
     def _tell(self, error: ConfigError | OSError) -> None:
-        """Once for each trouble: a head asks again and again."""
-        told = f"{self._path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        if told != self._told:
-            self._told = told
-            log.warning("losses are not counted, and no node is left out for them: %s", told)
+        """Log each error once, because the head reads the file repeatedly."""
+        reason = f"{self._path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        if reason != self._logged:
+            self._logged = reason
+            log.warning("losses are not counted, and no node is put into quarantine: %s", reason)

@@ -1,4 +1,4 @@
-"""Where the head of a cluster listens, as `host`, `host:port`, `[IPv6]:port`; whose an address is."""
+"""Addresses where a head listens, as `host`, `host:port`, `[IPv6]:port`, and the owners of client addresses."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from mlx_ring.core.errors import ConfigError
 
 CLUSTER_PORT = 50051
 _LAST_PORT = 65534
-"""The port after it must be one too."""
+"""Largest port: the one after it must be a port too."""
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^\[\]:\s]+))(?::(?P<port>\d{1,5}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadAddress:
-    """A head's two ports. A person types the first; the second is always the one after it."""
+    """A head's two ports. A user types the first; the second is always the one after it."""
 
     host: str
-    """Without brackets."""
+    """Host without brackets."""
     port: int = CLUSTER_PORT
 
     @property
     def cluster(self) -> str:
-        """Where members speak: both sides show a certificate."""
+        """Address for members, where both sides show a certificate."""
         return self._with(self.port)
 
     @property
     def enrolment(self) -> str:
-        """Where a machine without a certificate asks for one.
+        """Address where a machine without a certificate asks for one.
 
-        gRPC's Python servers cannot ask for a certificate without insisting on it, so who has none needs
+        gRPC's Python servers cannot ask for a certificate without requiring it, so machines without one need
         another port.
         """
         return self._with(self.enrolment_port)
 
     @property
     def is_every(self) -> bool:
-        """Whether a head that listens here does so on all addresses of its machine."""
-        return self.host in ("::", "0.0.0.0")  # noqa: S104 - as bound
+        """True if a head that listens here does so on all addresses of its machine."""
+        return self.host in ("::", "0.0.0.0")  # noqa: S104 - compared, not bound
 
     @property
     def enrolment_port(self) -> int:
@@ -53,7 +53,7 @@ class HeadAddress:
 
 
 def parse_head_address(text: str) -> HeadAddress:
-    """Read what a person typed; without a port it is 50051.
+    """Read an address that a user typed; the default port is 50051.
 
     Raises:
         ConfigError: it is no address.
@@ -80,7 +80,7 @@ def _is_bare_ipv6(text: str) -> bool:
 
 
 def whose(host: str) -> str:
-    """Whoever has the address of a connection: one machine has a whole /64 of IPv6 to come from."""
+    """Return the owner of a connection's address: one machine may use a whole /64 of IPv6."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -93,11 +93,11 @@ def whose(host: str) -> str:
 
 
 def bracketed(host: str) -> str:
-    """As it stands before a port: an IPv6 address in brackets."""
+    """Return the host as it stands before a port: an IPv6 address in brackets."""
     return f"[{host}]" if _is_bare_ipv6(host) else host
 
 
 def local_url(host: str, port: int, scheme: str = "http") -> str:
-    """Where a person on this machine reaches the server."""
-    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))  # noqa: S104
+    """Return the URL by which a user on this machine reaches the server."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))  # noqa: S104 - compared, not bound
     return f"{scheme}://{local}:{port}"

@@ -1,4 +1,4 @@
-"""A child process: started with a lifeline, listened to, its end told with the reason, ended for sure.
+"""Child process: started with a lifeline, its output logged, its end reported with the reason, and always ended.
 
 A child ends when its parent does, whatever ended the parent.
 
@@ -25,13 +25,13 @@ from mlx_ring.host.process import SIGNAL
 log = logging.getLogger(__name__)
 
 GRACE_S = 3.0
-"""From SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL."""
 _LAST_WORDS_S = 0.3
 _LINE_LIMIT = 1 << 20
 
 
 class ChildProcess:
-    """One child. It leads a session of its own, so that a Ctrl-C in the terminal reaches the parent alone."""
+    """One child. It leads a session of its own, so that a Ctrl-C in the terminal only reaches the parent."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class ChildProcess:
         Args:
             name: the process's name in log lines.
             rank: of a worker; None for a process without one.
-            environment: the whole of it.
-            word: what is logged for a line that it writes and that is no log line; nothing where that is empty.
+            environment: all of its variables.
+            word: returns the text to log for an output line that is no log line; empty to log nothing.
         """
         reading, writing = os.pipe()
         try:
@@ -95,17 +95,17 @@ class ChildProcess:
 
     @property
     def exit_reason(self) -> str:
-        """Why it ended; empty while it runs."""
+        """Reason why it ended; empty while it runs."""
         return self._end.result() if self._end.done() else ""
 
     async def wait(self) -> str:
-        """Its end, with the reason. Any number may wait."""
+        """Wait for its end and return the reason. Several callers may wait."""
         return await asyncio.shield(self._end)
 
     async def stop(self, grace_s: float = GRACE_S, *, asks_where: bool = True) -> str:
-        """End it: SIGTERM, then SIGKILL; returns the reason once the kernel has confirmed that it is gone.
+        """End it with SIGTERM, then SIGKILL; return the reason once the kernel has confirmed its end.
 
-        With `asks_where` one that does not heed the first is asked where it hangs before the second.
+        With `asks_where`, a child that ignores SIGTERM first writes its stacks.
         """
         if not self._end.done():
             self._signal(signal.SIGTERM)
@@ -132,7 +132,7 @@ class ChildProcess:
     async def _wait(self) -> str:
         code = await self._process.wait()
         os.close(self._lifeline)
-        # A grandchild may hold the pipe open; the process's own last words are there at once.
+        # A grandchild may hold the pipe open; the process's own last lines are there at once.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._output
@@ -151,7 +151,7 @@ class ChildProcess:
         while line := await _read_line(stream):
             text = line.decode("utf-8", errors="replace").rstrip("\n")
             if is_tagged(text):
-                # In the child's own file already.
+                # The child's own file has it already.
                 pass_on(text)
             elif text := self._word(text):
                 log.warning("%s", text, extra=self._tag)
@@ -160,7 +160,7 @@ class ChildProcess:
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """A line, or as much of an overlong one as fits the buffer; empty at the end."""
+    """Read a line, or as much of an overlong one as fits the buffer; empty at the end."""
     try:
         return await stream.readuntil()
     except asyncio.IncompleteReadError as error:
@@ -170,7 +170,7 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 
 
 def watch_lifeline(descriptor: int, end: Callable[[], None]) -> None:
-    """Call `end` from a thread of its own once the inherited pipe closes."""
+    """Call `end` from a separate thread once the inherited pipe closes."""
 
     def wait() -> None:
         while os.read(descriptor, 1):

@@ -1,6 +1,6 @@
-"""What a head says of itself on the LAN, and what a finder makes of it: mDNS (RFC 6762) with DNS-SD (RFC 6763).
+"""Announcement of a head on the LAN, and its interpretation by a finder: mDNS (RFC 6762) with DNS-SD (RFC 6763).
 
-Anybody on the LAN can say anything here. It is a list to choose from and no reason to trust: a
+Anyone on the LAN can announce anything. The result is a list to choose from and no reason for trust: a
 machine that joins checks the cluster's fingerprint in its token.
 """
 
@@ -18,31 +18,31 @@ from mlx_ring.host.interfaces import LanAddress
 SERVICE_TYPE = "_mlx-ring._tcp.local."
 FINGERPRINT_DIGITS = 16
 LISTEN_S = 3.0
-"""Heads answer within a second; the rest is for a packet that was lost."""
+"""Time to listen: heads answer within a second; the rest is for a lost packet."""
 _LABEL_BYTES = 63
-"""Of one part of a DNS name."""
+"""Most bytes in one part of a DNS name."""
 _LONGEST_SHOWN = 60
 _CLUSTER, _NODE, _VERSION, _AUTHORITY = "cluster", "node", "version", "ca"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadAnnouncement:
-    """The fields of the TXT record."""
+    """Fields of the TXT record."""
 
     cluster: str
-    """The cluster's name."""
+    """Name of the cluster."""
     node: str
-    """The head's node id, which no other machine has."""
+    """Node id of the head, which no other machine has."""
     version: str
-    """Of mlx-ring."""
+    """Version of mlx-ring."""
     authority: str
-    """The first sixteen hexadecimal digits of the CA's fingerprint; empty where a finder read none."""
+    """First sixteen hexadecimal digits of the CA's fingerprint; empty if a finder read none."""
 
     def instance(self, port: int) -> str:
-        """The name of the service: one label of a DNS name, and so without dots.
+        """Return the name of the service: one label of a DNS name, and so without dots.
 
-        It has the port where that is not the usual one: two heads on one machine cannot notice that they
-        are called alike, since answers to the one may reach the other's socket.
+        It has the port if that is not the default: two heads on one machine cannot notice that they
+        have the same name, because answers to one may reach the other's socket.
         """
         where = "" if port == CLUSTER_PORT else f" port {port}"
         text = _shown(f"{self.cluster} on {self.node}").replace(".", "-")
@@ -50,12 +50,12 @@ class HeadAnnouncement:
 
     @property
     def host(self) -> str:
-        """A host name that is no other program's: the machine's own belongs to the operating system."""
+        """Host name that no other program has: the machine's own belongs to the operating system."""
         readable = re.sub(r"[^a-z0-9]+", "-", self.node.lower())[:40].strip("-")
         return f"mlx-ring-{readable or 'head'}.local."
 
     def properties(self) -> dict[str, str]:
-        """The TXT record's."""
+        """Return the fields of the TXT record."""
         return {
             _CLUSTER: _shown(self.cluster),
             _NODE: _shown(self.node),
@@ -66,16 +66,16 @@ class HeadAnnouncement:
 
 @dataclass(frozen=True, slots=True)
 class FoundHead:
-    """A head that somebody on the LAN has announced."""
+    """Head that was announced on the LAN."""
 
     announcement: HeadAnnouncement
     port: int
     addresses: tuple[str, ...]
-    """IPv4 first; link-local IPv6 with this machine's interface, as in fe80::1%en0, last."""
+    """Addresses, IPv4 first; link-local IPv6 with this machine's interface, as in fe80::1%en0, last."""
 
     @property
     def joinable(self) -> tuple[HeadAddress, ...]:
-        """What `mlx-ring join` takes, the likeliest first."""
+        """Addresses that `mlx-ring join` accepts, the likeliest first."""
         return tuple(HeadAddress(address, self.port) for address in self.addresses)
 
     def as_json(self) -> dict[str, object]:
@@ -91,7 +91,7 @@ class FoundHead:
 
 
 def read_properties(properties: Mapping[bytes, bytes | None]) -> HeadAnnouncement:
-    """A TXT record of unknown origin: what is missing is empty, and nothing in it can steer a terminal."""
+    """Read a TXT record of unknown origin. Missing fields are empty, and no field can control a terminal."""
     texts = {name: _shown((properties.get(name.encode()) or b"").decode(errors="replace")) for name in _NAMES}
     authority = texts[_AUTHORITY].lower()
     known = re.fullmatch(r"[0-9a-f]{16}", authority) is not None
@@ -102,12 +102,12 @@ _NAMES = (_CLUSTER, _NODE, _VERSION, _AUTHORITY)
 
 
 def read_addresses(texts: Iterable[str], links: Sequence[str] = ()) -> tuple[str, ...]:
-    """Addresses of unknown origin, the likeliest first.
+    """Read addresses of unknown origin, the likeliest first.
 
     Args:
         texts: an IPv6 address may carry a scope, by number or by name.
-        links: this machine's interfaces with link-local IPv6 addresses. Where it was not heard on which of them a
-            link-local address is, it is given for each: one of them will answer.
+        links: this machine's interfaces with link-local IPv6 addresses. If the interface of a link-local
+            address is unknown, the result has it for each: one of them will answer.
     """
     scoped = dict.fromkeys(found for text in texts for found in _with_scope(text, links))
     return tuple(sorted(filter(_is_usable, scoped), key=_rank))
@@ -140,7 +140,10 @@ def _rank(text: str) -> tuple[bool, bool]:
 
 
 def multicast_interfaces(addresses: Sequence[LanAddress]) -> list[str | int]:
-    """Where to speak and listen: an address for IPv4, an interface's number for IPv6. Tunnels carry no multicast."""
+    """Return where to send and listen: an address for IPv4, an interface's number for IPv6.
+
+    Tunnels carry no multicast.
+    """
     spoken = [found for found in addresses if found.kind != "tunnel"]
     four = [found.address for found in spoken if not found.is_ipv6]
     return [*four, *sorted({found.index for found in spoken if found.is_ipv6})]

@@ -1,6 +1,6 @@
-"""Where this machine is reached on the networks around it. Nothing here changes the operating system's settings.
+"""Addresses of this machine on its networks. Nothing here changes the operating system's settings.
 
-Loopback, the bridges of containers and virtual machines, and what macOS keeps for itself are left out:
+Loopback, the bridges of containers and virtual machines, and macOS's private interfaces are left out:
 no other machine would reach this one there.
 """
 
@@ -23,7 +23,7 @@ from mlx_ring.host.addresses import HeadAddress
 
 Kind = Literal["thunderbolt", "infiniband", "wired", "wireless", "network", "tunnel"]
 _ORDER: tuple[Kind, ...] = ("wired", "network", "wireless", "thunderbolt", "infiniband", "tunnel")
-"""Of join lines: first what most machines of a person share."""
+"""Order of join lines: first the kinds that most machines of a user share."""
 _NOT_FOR_US = re.compile(
     # Linux: containers and virtual machines.
     r"lo\d*|docker\d*|br-[0-9a-f]{12}|virbr\d+.*|veth.*|vnet\d+|vmnet\d+|vboxnet\d+|cni.*|podman\d*|nerdctl\d*"
@@ -44,9 +44,9 @@ class LanAddress:
 
     interface: str
     index: int
-    """The operating system's number of the interface."""
+    """Number that the operating system gives the interface."""
     address: str
-    """IPv4 or IPv6, without a scope."""
+    """IPv4 or IPv6 address, without a scope."""
     kind: Kind
 
     @property
@@ -59,7 +59,7 @@ class LanAddress:
 
 
 def lan_addresses() -> list[LanAddress]:
-    """Where other machines may reach this one, in the order in which to name them."""
+    """Return the addresses by which other machines may reach this one, in the order in which to list them."""
     up = {name for name, found in psutil.net_if_stats().items() if found.isup}
     addresses = {
         name: [found.address for found in all_found if found.family in (socket.AF_INET, socket.AF_INET6)]
@@ -72,12 +72,12 @@ def lan_addresses() -> list[LanAddress]:
 def choose_addresses(
     addresses: Mapping[str, Sequence[str]], indexes: Mapping[str, int], kind_of: KindOf
 ) -> list[LanAddress]:
-    """Those that other machines may reach, wired before wireless, and IPv4 first.
+    """Choose addresses that other machines may reach, wired before wireless, and IPv4 first.
 
     Args:
-        addresses: by interface; a scope (`%en0`) is left away.
-        indexes: by interface; one without is gone already.
-        kind_of: an interface's.
+        addresses: by interface; a scope (`%en0`) is dropped.
+        indexes: by interface; one without has disappeared already.
+        kind_of: returns an interface's kind.
     """
     found = [
         LanAddress(name, indexes[name], address.partition("%")[0], kind_of(name))
@@ -92,7 +92,7 @@ def _is_reachable(found: LanAddress) -> bool:
     address = ipaddress.ip_address(found.address)
     if address.is_loopback or address.is_unspecified or address.is_multicast:
         return False
-    # macOS gives every tunnel of its own a link-local address.
+    # macOS gives each of its tunnels a link-local address.
     return not (found.kind == "tunnel" and address.is_link_local)
 
 
@@ -101,10 +101,10 @@ def _rank(found: LanAddress) -> tuple[bool, int, bool, str]:
 
 
 def join_lines(head: HeadAddress, addresses: Sequence[LanAddress], token: str) -> list[str]:
-    """What to type on another machine to join this head, for each address of this one on which it listens.
+    """Return the commands that join this head from another machine, for each address on which it listens.
 
-    A link-local IPv6 address needs the other machine's interface, which is not known here; such a machine
-    finds the head by itself, and so does any where there is no address at all.
+    A link-local IPv6 address needs the other machine's interface, which is not known here. Such a machine
+    finds the head by itself, and so does any machine if there is no address at all.
     """
     usable = [found.address for found in addresses if not (found.is_ipv6 and found.is_link_local)]
     if not head.is_every:
@@ -121,7 +121,7 @@ def _kinds() -> KindOf:
 
 
 def linux_kind(name: str, root: Path = Path("/")) -> Kind:
-    """What `/sys` tells of an interface; `root` is that of the file system."""
+    """Return the kind of an interface from `/sys`; `root` is that of the file system."""
     folder = root / "sys" / "class" / "net" / name
     hardware = _read(folder / "type")
     if name.startswith("thunderbolt"):
@@ -136,7 +136,7 @@ def linux_kind(name: str, root: Path = Path("/")) -> Kind:
 
 
 def mac_kinds(text: str) -> dict[str, Kind]:
-    """The interfaces' kinds, out of what `networksetup -listallhardwareports` writes."""
+    """Return the interfaces' kinds from the output of `networksetup -listallhardwareports`."""
     ports = re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE)
     return {device: _mac_kind(port) for port, device in ports}
 
@@ -150,7 +150,7 @@ def _mac_kind(port: str) -> Kind:
 
 
 def _hardware_ports() -> str:
-    """Only read: this form of the command sets nothing."""
+    """Read the hardware ports: this form of the command sets nothing."""
     command = shutil.which("networksetup", path="/usr/sbin")
     if command is None:
         return ""

@@ -1,6 +1,6 @@
-"""What the operating system gives a process: a name, an address, a folder for sockets, descriptors, cores.
+"""Resources from the operating system: a name, an address, a folder for sockets, descriptors, cores, the machine's model.
 
-What a machine is, in the names that its makers gave it: nothing is measured, and MLX is not asked.
+The machine's model comes from its makers' names: nothing is measured, and MLX is not asked.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from mlx_ring.core.errors import AddressInUse, ConfigError
 from mlx_ring.host.process import ROOT, usable_cores
 
 SOCKET_PATH_LIMIT = 103
-"""Bytes of a Unix socket's path: 104 with its end on macOS, 108 on Linux."""
+"""Most bytes in a Unix socket's path: 104 with its end on macOS, 108 on Linux."""
 _LONGEST_SOCKET_NAME = len("/mlx-ring-12345678/a99/worker-1000.sock")
 
 
 def node_name() -> str:
-    """The machine's name, as logs and greetings have it."""
+    """Return the machine's name, as in logs and greetings."""
     return socket.gethostname().split(".", 1)[0] or "local"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the address before anything is loaded.
+    """Bind the address before anything is loaded.
 
     Raises:
-        AddressInUse: somebody else has it.
-        ConfigError: it is not an address of this machine, or not to be had.
+        AddressInUse: another process has it.
+        ConfigError: it is not an address of this machine, or cannot be used.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -61,14 +61,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def share_cores(stages: int) -> int:
-    """BLAS threads for each worker, where none is asked for: the cores that we may use but one, shared."""
+    """Return the default BLAS threads for each worker: the cores that we may use but one, shared."""
     return max(1, (usable_cores() - 1) // stages)
 
 
 @contextlib.contextmanager
 def make_run_folder(parent: Path | None) -> Generator[Path]:
-    """A private folder for sockets, gone afterwards."""
-    parents = [parent] if parent is not None else [Path(tempfile.gettempdir()), Path("/tmp")]  # noqa: S108 - mkdtemp
+    """Make a private folder for sockets, and remove it afterwards."""
+    parents = [parent] if parent is not None else [Path(tempfile.gettempdir()), Path("/tmp")]  # noqa: S108 - mkdtemp makes a private folder there
     short = [path for path in parents if len(os.fsencode(path)) + _LONGEST_SOCKET_NAME <= SOCKET_PATH_LIMIT]
     try:
         short[0].mkdir(parents=True, exist_ok=True)
@@ -94,24 +94,24 @@ _ASK_LIMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class MachineIdentity:
-    """Empty where the system does not say."""
+    """Model of a machine; a field is empty if the system does not know it."""
 
     model: str
     processor: str
     gpus: tuple[str, ...] = ()
-    """Beside the processor; Apple's are part of it."""
+    """GPUs beside the processor; Apple's are part of it."""
 
 
 @cache
 def machine_identity() -> MachineIdentity:
-    """Of the machine here."""
+    """Return the identity of this machine."""
     if platform.system() == "Darwin":
         return MachineIdentity(_ask_mac("hw.model"), _ask_mac("machdep.cpu.brand_string"))
     return linux_identity(ROOT)
 
 
 def linux_identity(root: Path) -> MachineIdentity:
-    """What Linux tells under a root of the file system."""
+    """Read a Linux machine's identity below a root of the file system."""
     cards = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     processor = _after_colon(root / "proc/cpuinfo", "model name") or platform.machine()
     return MachineIdentity(
@@ -136,7 +136,7 @@ def _ask_mac(name: str) -> str:
 
 
 def _after_colon(file: Path, name: str) -> str:
-    """The value in the first line that begins with a name."""
+    """Return the value in the first line that begins with a name."""
     lines = (line.partition(":") for line in _text(file).splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), "")
 

@@ -1,4 +1,4 @@
-"""What was measured of a machine, as a worker in profile mode writes it down and planning reads it."""
+"""Profile of a machine, as a worker in profile mode writes it and planning reads it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mlx_ring.core.errors import ProtocolError
 
 PROFILE_VERSION = 3
-"""Of how things are measured: profiles of another are measured again."""
+"""Version of the measurements: machines with profiles of another version are measured again."""
 
 _STEADY_SPREAD = 0.25
 
@@ -23,83 +23,83 @@ class _Frozen(BaseModel):
 
 
 class WeightRate(_Frozen):
-    """How fast products go with weights of one kind."""
+    """Speed of products with weights of one kind."""
 
     weights: str
-    """"float32", "bfloat16", "float16", or "8-bit" and "4-bit" of quantized ones in groups of 64."""
+    """Kind: "float32", "bfloat16", "float16", or "8-bit" and "4-bit" for quantized weights in groups of 64."""
     bandwidth: Positive
-    """Bytes of weights a second, as decoding reads them: products of a single row, with weights of long rows."""
+    """Bytes of weights a second while decoding: products of a single row, with long rows of weights."""
     row_s: Cost
-    """Seconds that each row of weights takes besides, long or short."""
+    """Additional seconds for each row of weights, long or short."""
     spread: Cost
-    """Of the repetitions' times, from the first quarter to the third, over their median."""
+    """Distance from the first to the third quarter of the repetitions' times, over their median."""
     flops: Positive
-    """A second, in products of many rows, as a prompt has them."""
+    """Operations a second in products of many rows, as in a prompt."""
 
 
 class StepCosts(_Frozen):
     """Seconds that a step takes whatever the size of its layers."""
 
     step_s: Cost
-    """For each step."""
+    """Seconds for each step."""
     layer_s: Cost
-    """For each layer of a decoder's usual build: operations that are begun, not what they compute."""
+    """Seconds for each layer of a usual decoder: starting its operations, not computing them."""
     draw_s: Cost
-    """For drawing tokens, once a step ..."""
+    """Seconds for drawing tokens, once a step ..."""
     logit_s: Cost
     """... and for each row and token of the vocabulary."""
     attention_s: Cost
-    """For each token looked back at, and each number of the queries."""
+    """Seconds for each token attended to, and each number of the queries."""
 
 
 class MachineProfile(_Frozen):
-    """One machine, by what a worker with so many BLAS threads gets out of it."""
+    """Performance of one machine, for a worker with so many BLAS threads."""
 
     version: int
     device: str
-    """"cpu" or "gpu"."""
+    """Device: "cpu" or "gpu"."""
     device_name: str
     computes_in: str
-    """What half precision becomes when it is loaded: "float32" on a CPU; empty where it stays as it is."""
+    """Type that replaces half precision at loading: "float32" on a CPU; empty if it stays."""
     memory_bytes: Bytes
-    """Of the device, that may be used in all."""
+    """Usable memory of the device in all."""
     memory_available_bytes: Bytes
-    """That was left of it."""
+    """Memory of it that was free."""
     memory_limited_by: str
     cores: int
     cpu_share: Positive | None
-    """Cores' worth of time that control groups grant; None: all of it. Rates and costs below are of time that is granted."""
+    """Cores' worth of time that control groups grant; None: all of it. Rates and costs below are in granted time."""
     cpu_period_s: Positive | None
-    """In which that is granted, and after which it is granted again."""
+    """Period of this grant."""
     worker_bytes: Bytes
-    """That a worker holds beside weights, KV and activations."""
+    """Bytes that a worker holds beside weights, KV and activations."""
     agent_bytes: Bytes
-    """That an agent holds."""
+    """Bytes that an agent holds."""
     blas: str
     blas_threads: int
     mlx: str
     rates: Annotated[tuple[WeightRate, ...], Field(min_length=1, strict=False)]
     costs: StepCosts
     seconds: Positive
-    """That measuring took."""
+    """Duration of the measurement."""
 
     @property
     def is_steady(self) -> bool:
-        """Whether repetitions took about as long as each other: nobody else used the machine meanwhile."""
+        """True if repetitions took equally long, so that nobody else used the machine."""
         return max(rate.spread for rate in self.rates) <= _STEADY_SPREAD
 
     def limited_to(self, nbytes: int) -> MachineProfile:
-        """The same machine, of whose memory its owner grants no more than this."""
+        """Return the same machine with no more memory than this, as its owner grants."""
         if nbytes >= self.memory_bytes:
             return self
         return self.model_copy(update={"memory_bytes": nbytes, "memory_limited_by": "--memory-limit"})
 
     @classmethod
     def from_json(cls, text: str) -> MachineProfile:
-        """Read what `model_dump_json` wrote.
+        """Read the output of `model_dump_json`.
 
         Raises:
-            ProtocolError: it is none, or of another version.
+            ProtocolError: it is no profile, or of another version.
         """
         try:
             profile = cls.model_validate_json(text)

@@ -16,10 +16,10 @@ _OWNER_FOLDER = 0o700
 
 
 def make_private_folder(folder: Path) -> Path:
-    """The folder, made where it is missing, closed to everybody else; so are folders around it that are made for it.
+    """Make the folder if it is missing, and its parents, closed to all other users. Return it.
 
     Raises:
-        ConfigError: it cannot be made, or belongs to somebody else.
+        ConfigError: it cannot be made, or belongs to another user.
     """
     try:
         for path in reversed([folder, *folder.parents]):
@@ -33,7 +33,7 @@ def make_private_folder(folder: Path) -> Path:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace the file at once: who reads it meanwhile sees the old content or the new, also after a power cut."""
+    """Replace the file atomically: readers see the old content or the new, also after a power cut."""
     make_private_folder(path.parent)
     # mkstemp gives mode 0600 from the first moment on.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -49,10 +49,10 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def read_private(path: Path) -> bytes | None:
-    """The content; None where there is no such file.
+    """Return the content; None if there is no such file.
 
     Raises:
-        ConfigError: it is there and cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         return path.read_bytes()
@@ -64,7 +64,7 @@ def read_private(path: Path) -> bytes | None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Generator[None]:
-    """Only one process, and one thread of it, is inside for a folder; the lock goes with its holder, however it ends."""
+    """Admit only one process, and one thread of it, for a folder. The lock ends with its holder."""
     make_private_folder(folder)
     descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWNER_ONLY)
     try:
@@ -75,7 +75,7 @@ def locked(folder: Path) -> Generator[None]:
 
 
 def try_lock(file: Path) -> int | None:
-    """A descriptor that holds the file's lock until it is closed, or its process ends; None where another holds it."""
+    """Return a descriptor that holds the file's lock until it is closed or its process ends; None if another holds it."""
     make_private_folder(file.parent)
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWNER_ONLY)
     try:

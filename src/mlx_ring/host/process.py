@@ -1,16 +1,13 @@
-"""What this process may really use of the machine: memory and cores, control groups of containers included.
+"""Usable memory and cores of this process, including limits of containers; its freed memory and its threads' stacks.
 
-Linux tells of the machine in `/proc`, and of the container in the folders of its control group, version 2
-(`memory.max`, `cpu.max`) or 1 (`memory.limit_in_bytes`, `cpu.cfs_quota_us`). A group's limit holds for all groups in it, so
-that the smallest on the way up counts. In a container the way to its own group may not be there: what is mounted
-is then that group. Every reader takes the root of the file system, so that made-up ones can be read as well.
+Linux describes the machine in `/proc`, and the container in the folders of its control group, version 2
+(`memory.max`, `cpu.max`) or 1 (`memory.limit_in_bytes`, `cpu.cfs_quota_us`). A group's limit holds for all groups in
+it, so
+the smallest on the path to the root counts. In a container the path to its own group may be hidden: the mounted
+folder is then that group. Every reader takes the root of the file system, so that tests can pass another.
 
-Memory that was given back to the C library, and that it keeps for later.
-
-Where every thread of a process is, on request: what hangs cannot say it by itself.
-
-Who gets `SIGNAL` writes the stacks of its threads to stderr; of a worker's or an agent's they come into the log of
-whoever started it. Native code is shown by the call that led into it.
+A process that gets `SIGNAL` writes the stacks of its threads to stderr. Those of a worker or an agent come into its
+parent's log. Native code shows as the call that led into it.
 """
 
 from __future__ import annotations
@@ -30,26 +27,26 @@ import psutil
 ROOT = Path("/")
 _GROUPS = Path("sys/fs/cgroup")
 _HYBRID = "unified"
-"""Where version 2 is mounted beside version 1."""
+"""Mount point of version 2 beside version 1."""
 _NO_LIMIT = 1 << 60
-"""Version 1 writes a number beyond any memory where there is none."""
+"""Number above any memory, which version 1 writes for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsableMemory:
-    """Bytes of memory of the CPU."""
+    """Memory of the CPU, in bytes."""
 
     total_bytes: int
-    """That this process and those beside it may use in all."""
+    """Memory that this process and those beside it may use in all."""
     available_bytes: int
-    """That is left of it."""
+    """Free memory of it."""
     limited_by: str
-    """In words: the machine, or a file of a control group."""
+    """Source of the limit as text: the machine, or a file of a control group."""
 
 
 @dataclass(frozen=True, slots=True)
 class _MemoryLimit:
-    """One control group's."""
+    """Limit of one control group."""
 
     nbytes: int
     left_bytes: int
@@ -57,13 +54,13 @@ class _MemoryLimit:
 
 
 def usable_memory(root: Path = ROOT) -> UsableMemory:
-    """Memory of the machine, or of the tightest control group around this process."""
+    """Return the memory of the machine, or of the tightest control group around this process."""
     ram = psutil.virtual_memory()
     return limited_memory(ram.total, ram.available, root)
 
 
 def limited_memory(total: int, available: int, root: Path) -> UsableMemory:
-    """What control groups leave of a machine's memory.
+    """Return the memory of a machine that control groups leave.
 
     Args:
         total: bytes of the machine.
@@ -80,30 +77,30 @@ def limited_memory(total: int, available: int, root: Path) -> UsableMemory:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Cores that threads may keep busy: physical ones, those of our affinity, and a container's share of them; 1 at least."""
+    """Return the number of cores that threads may keep busy: physical ones, those of our affinity, and a container's share; 1 at least."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
     return limited_cores(min(physical, own), root)
 
 
 def limited_cores(cores: int, root: Path) -> int:
-    """What control groups leave of so many cores; of a share like 2.5, whole ones."""
+    """Return how many of these cores control groups leave; whole ones of a share like 2.5."""
     quota = cpu_quota(root)
     return cores if quota is None else max(1, min(cores, math.floor(quota.cores)))
 
 
 @dataclass(frozen=True, slots=True)
 class CpuQuota:
-    """What a control group grants."""
+    """CPU time that a control group grants."""
 
     cores: float
-    """Worth of time."""
+    """Cores' worth of time."""
     period_s: float
-    """In which it is granted, and after which it is granted again."""
+    """Period in which it is granted."""
 
 
 def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
-    """The least that control groups grant; None where none limits it."""
+    """Return the least grant of all control groups; None without a limit."""
     return min(_cpu_quotas(root), default=None, key=lambda quota: quota.cores)
 
 
@@ -122,7 +119,7 @@ def _memory_limits(root: Path) -> Iterator[_MemoryLimit]:
 
 
 def _limit(folder: Path, file: Path, limit: int, usage: str, prefix: str) -> _MemoryLimit:
-    """Pages of files are given up when memory is asked for, as the machine's own count of what is available has it."""
+    """Return a folder's limit. Cached pages of files count as free, as in the machine's own figures."""
     pages = sum(_entry(folder / "memory.stat", f"{prefix}{kind}_file") for kind in ("inactive", "active"))
     used = (_number(folder / usage) or 0) - pages
     return _MemoryLimit(limit, max(0, limit - max(0, used)), file)
@@ -131,7 +128,7 @@ def _limit(folder: Path, file: Path, limit: int, usage: str, prefix: str) -> _Me
 def _cpu_quotas(root: Path) -> Iterator[CpuQuota]:
     for folder in _ancestry(root, ""):
         granted = _words(folder / "cpu.max")
-        if len(granted) == 2 and granted[0].isdigit() and granted[1].isdigit():  # noqa: PLR2004 - quota and period
+        if len(granted) == 2 and granted[0].isdigit() and granted[1].isdigit():  # noqa: PLR2004 - two fields: quota and period
             yield _quota(int(granted[0]), int(granted[1]))
     for folder in _ancestry(root, "cpu"):
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
@@ -144,7 +141,7 @@ def _quota(granted_us: int, period_us: int) -> CpuQuota:
 
 
 def _ancestry(root: Path, controller: str) -> list[Path]:
-    """Folders of this process's group and of those around it; of version 2 where no controller is named."""
+    """Return the folders of this process's group and of those around it; of version 2 if no controller is named."""
     mount, path = _mount(root, controller), _own_path(root, controller)
     if mount is None or path is None:
         return []
@@ -164,7 +161,7 @@ def _mount(root: Path, controller: str) -> Path | None:
 
 
 def _own_path(root: Path, controller: str) -> str | None:
-    """As `/proc/self/cgroup` has it: lines of `number:controllers:path`, of version 2 without controllers."""
+    """Return the path in `/proc/self/cgroup`: lines of `number:controllers:path`, of version 2 without controllers."""
     for line in _lines(root / "proc" / "self" / "cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -174,7 +171,7 @@ def _own_path(root: Path, controller: str) -> str | None:
 
 
 def _number(file: Path) -> int | None:
-    """None where there is no such file, or no number in it: `max` stands for no limit."""
+    """Return the number in a file; None if there is no such file or number: `max` stands for no limit."""
     words = _words(file)
     return int(words[0]) if len(words) == 1 and words[0].lstrip("-").isdigit() else None
 
@@ -196,9 +193,9 @@ def _lines(file: Path) -> list[str]:
 
 
 def release_freed_memory() -> None:
-    """Let the system have it: after much has come and gone, that is most of what a small process holds.
+    """Return freed memory to the system: after large temporary data, it is most of what a small process holds.
 
-    glibc alone keeps so much, and alone offers to give it back.
+    Only glibc keeps so much, and only glibc offers to return it.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -208,5 +205,5 @@ SIGNAL = signal.SIGUSR1
 
 
 def dump_stacks_on_signal() -> None:
-    """From now on, even while a thread holds the interpreter."""
+    """Write all stacks when the signal comes, even while a thread holds the interpreter."""
     faulthandler.register(SIGNAL, all_threads=True, chain=False)

@@ -1,4 +1,4 @@
-"""Heads and agents of this machine. Each writes down that it runs; it is believed only where that process is still there."""
+"""Heads and agents of this machine. Each records that it runs; a record only counts while that process exists."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ log = logging.getLogger(__name__)
 Kind = Literal["head", "agent"]
 _OURS = ("mlx_ring", "mlx-ring")
 _CLOCK_S = 2.0
-"""By so much a process's start may differ where nothing but the clock tells it."""
+"""Tolerance for a process's start if only the clock shows it."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _START_TICKS = 19
-"""Place of a process's start in `/proc/PID/stat`, behind its name; `man 5 proc` counts it as 22."""
+"""Index of a process's start in `/proc/PID/stat`, after its name; `man 5 proc` counts it as 22."""
 END_WAIT_S = 30.0
 _LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """One of our processes."""
+    """Running process of ours."""
 
     kind: Kind
     pid: int
     started_s: float
-    """As the operating system has it: a later process of the same number has another."""
+    """Start according to the operating system, which differs for a later process of the same number."""
     arguments: str
-    """A digest of what it was started with."""
+    """Digest of its arguments."""
     url: str = ""
-    """Of a head: where it answers."""
+    """URL of a head."""
     ending_s: float = 0.0
-    """For how long it may finish what it has under way before it ends."""
+    """Seconds for which it may finish running requests before it ends."""
     start_mark: str = ""
-    """What tells it from later processes of the same number wherever the clock is set; empty where nothing does."""
+    """Mark that distinguishes it from later processes of the same number whatever the clock; empty if the system has none."""
 
 
 @contextlib.contextmanager
 def recorded(state: Path, kind: Kind, url: str = "", ending_s: float = 0.0) -> Generator[None]:
-    """Meanwhile this process stands among those that run with this state folder."""
+    """Record this process as running with this state folder meanwhile."""
     own = psutil.Process()
     record = Running(
         kind,
@@ -67,7 +67,7 @@ def recorded(state: Path, kind: Kind, url: str = "", ending_s: float = 0.0) -> G
     try:
         write_private(path, json.dumps(asdict(record)).encode())
     except (OSError, ConfigError) as error:
-        # Who cannot write there serves all the same.
+        # A process that cannot write there still serves.
         log.warning("`mlx-ring stop` will not find this process: %s", error)
     try:
         yield
@@ -76,7 +76,7 @@ def recorded(state: Path, kind: Kind, url: str = "", ending_s: float = 0.0) -> G
 
 
 def running_here(state: Path) -> list[Running]:
-    """Those that run; what ended without a word is forgotten."""
+    """Return the running processes; records of ended ones are deleted."""
     found: list[Running] = []
     for path in sorted(running_folder(state).glob("*.json")):
         record = _read(path)
@@ -88,7 +88,7 @@ def running_here(state: Path) -> list[Running]:
 
 
 def end_running(state: Path) -> list[str]:
-    """End heads, and then agents that are still there, with all their workers; a sentence for each."""
+    """End heads, and then remaining agents, with all their workers; return a sentence for each."""
     ended: list[str] = []
     for kind in ("head", "agent"):
         ended += _end([found for found in running_here(state) if found.kind == kind])
@@ -96,9 +96,9 @@ def end_running(state: Path) -> list[str]:
 
 
 def arguments_digest(arguments: Sequence[str]) -> str:
-    """Equal for equal arguments; keys among them cannot be read off it.
+    """Return a digest that is equal for equal arguments and hides the keys among them.
 
-    By which of its addresses an agent goes to the head is left out: it depends on where that was typed.
+    The head's address is left out for an agent, because it depends on where it was typed.
     """
     words = list(arguments)
     if words[:1] == ["join"] and not "".join(words[1:2]).startswith("-"):
@@ -107,9 +107,9 @@ def arguments_digest(arguments: Sequence[str]) -> str:
 
 
 def start_mark(pid: int) -> str:
-    """Which boot, and how long after it, as Linux counts: its wall-clock times of starts move when the clock is set.
+    """Return the boot, and the time since it, as Linux counts: wall-clock times of starts change when the clock is set.
 
-    Empty elsewhere, where the kernel keeps the time of day that it was.
+    Empty elsewhere, where the kernel keeps the original time of day.
     """
     try:
         stat, boot = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace"), _BOOT_ID.read_text()
@@ -138,7 +138,7 @@ def _end(records: Sequence[Running]) -> list[str]:
 
 
 def _wait(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Until they have ended; those that have not in time. One that nobody has asked after has ended too."""
+    """Wait for their ends; return those that have not ended in time. A process that nobody waited for has ended too."""
     end = time.monotonic() + timeout_s
     left = list(processes)
     while left and time.monotonic() < end:
@@ -159,7 +159,7 @@ def _path(state: Path, record: Running) -> Path:
 
 
 def _read(path: Path) -> Running | None:
-    """What cannot be read is none of ours."""
+    """Read a record; None if it cannot be read."""
     try:
         return Running(**json.loads(read_private(path) or b"null"))
     except (ValueError, TypeError):
@@ -167,7 +167,7 @@ def _read(path: Path) -> Running | None:
 
 
 def _process(record: Running) -> psutil.Process | None:
-    """The very process that wrote it; None where it has ended, or the number is another's."""
+    """Return the process that wrote the record; None if it has ended, or another has its number."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(record.pid)
         ours = any(name in word for word in process.cmdline() for name in _OURS)

@@ -1,7 +1,7 @@
-"""Interfaces whose owner trusts them with what is neither encrypted nor authenticated: MLX's collectives between machines.
+"""Interfaces that the owner trusts with MLX's collectives between machines, which are neither encrypted nor authenticated.
 
-A person names them, by an interface's name, by a network such as 10.0.8.0/24, or by one of this machine's addresses. Nothing is ever
-trusted otherwise. MLX takes IPv4 alone.
+A user names them, by an interface's name, by a network such as 10.0.8.0/24, or by one of this machine's addresses.
+No other interface is ever trusted. MLX only supports IPv4.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FLAG = "--trusted-interface"
 
 @dataclass(frozen=True, slots=True)
 class TrustedInterface:
-    """An address of this machine on which collectives may be spoken."""
+    """Address of this machine on which collectives may listen."""
 
     name: str
-    """The operating system's, of the interface."""
+    """Name that the operating system gives the interface."""
     address: str
-    """IPv4."""
+    """IPv4 address."""
     network: str
-    """As 10.0.8.0/24: who has an address in it too is reached there."""
+    """Network such as 10.0.8.0/24, in which other addresses can be reached."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
@@ -36,30 +36,30 @@ class TrustedInterface:
 
 @dataclass(frozen=True, slots=True)
 class OwnAddress:
-    """One address of an interface, as the operating system has it."""
+    """One address of an interface, from the operating system."""
 
     address: str
-    """IPv4 or IPv6."""
+    """IPv4 or IPv6 address."""
     netmask: str = ""
 
 
 def find_trusted(
     named: Iterable[str], interfaces: Mapping[str, Sequence[OwnAddress]]
 ) -> tuple[TrustedInterface, ...]:
-    """What was named, in that order.
+    """Find the named interfaces, in that order.
 
     Args:
         named: interfaces, networks or addresses.
-        interfaces: that this machine has, by name.
+        interfaces: of this machine, by name.
 
     Raises:
-        ConfigError: one is not there, or has no IPv4 address.
+        ConfigError: one does not exist, or has no IPv4 address.
     """
     return tuple(dict.fromkeys(found for name in named for found in _found(name, interfaces)))
 
 
 def trusted_interfaces(named: Iterable[str]) -> tuple[TrustedInterface, ...]:
-    """The same of this machine as it is now."""
+    """Find the named interfaces of this machine in its present state."""
     up = {name for name, found in psutil.net_if_stats().items() if found.isup}
     interfaces = {
         name: [
@@ -74,13 +74,13 @@ def trusted_interfaces(named: Iterable[str]) -> tuple[TrustedInterface, ...]:
 
 
 def source_address(host: str) -> str:
-    """From which address this machine would speak to another's: by its routes, without a packet being sent.
+    """Return the address from which this machine would reach another: by its routes, without sending a packet.
 
     Raises:
-        OSError: there is no way there.
+        OSError: there is no route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Any port: none is spoken to.
+        # Any port, because nothing is sent.
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
@@ -100,7 +100,7 @@ def _found(name: str, interfaces: Mapping[str, Sequence[OwnAddress]]) -> list[Tr
     ]
     if found:
         return found
-    if on or (network is not None and network.version != 4):  # noqa: PLR2004 - IPv4
+    if on or (network is not None and network.version != 4):  # noqa: PLR2004 - IP version 4
         raise ConfigError(
             f"{FLAG} names {name}, which has no IPv4 address: MLX's collectives know no other, so give the interface one."
         )
@@ -111,7 +111,7 @@ def _found(name: str, interfaces: Mapping[str, Sequence[OwnAddress]]) -> list[Tr
 
 
 def _reach(own: OwnAddress, network: ipaddress.IPv4Network | ipaddress.IPv6Network | None) -> str:
-    """The network as named; else the interface's."""
+    """Return the named network, or else the interface's."""
     if network is not None and network.prefixlen < network.max_prefixlen:
         return str(network)
     return str(ipaddress.ip_network(f"{own.address}/{own.netmask or '32'}", strict=False))
@@ -126,12 +126,12 @@ def _network(name: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What the owner named. Interfaces come and go, so they are looked at whenever it matters."""
+    """Interfaces that the owner named. They may change, so each use looks them up."""
 
     named: tuple[str, ...] = ()
 
     def now(self) -> tuple[tuple[TrustedInterface, ...], str]:
-        """Those that are there, and why one that was named is not, or nothing."""
+        """Return the present ones, and why a named one is missing, or nothing."""
         found, problem = list[TrustedInterface](), ""
         for name in self.named:
             try:

@@ -1,4 +1,4 @@
-"""What a stage takes on a machine, by counting bytes and operations: memory and time. Pure.
+"""Memory and time of a stage on a machine, from counts of bytes and operations. Pure.
 
 A step reads its weights once, whatever the number of rows, and multiplies for each of them: the slower of both counts.
 On top come each row's look back at its context, what is begun for every layer, drawing tokens, and what every step costs
@@ -20,7 +20,7 @@ from mlx_ring.planner.request import Demand
 
 CHUNK_TOKENS = 512
 _NUMBERS_PER_TOKEN = 16
-"""Of the hidden size, what a layer holds for one token of a chunk at its widest."""
+"""Peak numbers of a layer's activations for one token of a chunk, as a multiple of the hidden size."""
 _FLOAT_BYTES = 4
 
 Table = NDArray[np.float64]
@@ -31,16 +31,16 @@ _Seconds = TypeVar("_Seconds")
 
 @dataclass(frozen=True, slots=True)
 class Times(Generic[_Seconds]):
-    """What a step lasts on a machine that may compute all the time, or for a part of it."""
+    """Wall-clock times of a step, without and with a CPU quota in effect."""
 
     unhindered: _Seconds
-    """Where it did nothing before."""
+    """Time on a machine that was idle before."""
     steady: _Seconds
-    """Where it always computes."""
+    """Time on a machine that computes all the time."""
 
 
 class LayerKinds:
-    """A model's layers, those that are alike once."""
+    """Distinct kinds of a model's layers."""
 
     def __init__(self, model: ModelProfile) -> None:
         self.model = model
@@ -49,12 +49,12 @@ class LayerKinds:
         self.index: NDArray[np.intp] = np.array([places[layer] for layer in model.layers])
 
     def by_layer(self, values: Sequence[float]) -> Table:
-        """What is known of each kind, for every layer."""
+        """Return for every layer the value of its kind."""
         return np.array(values, dtype=np.float64)[self.index]
 
 
 class StageTables:
-    """Sums over layers, so that a stage's costs are differences."""
+    """Sums over layers, so that the costs of a stage are differences."""
 
     def __init__(self, model: ModelProfile, demand: Demand) -> None:
         self.model = model
@@ -64,20 +64,20 @@ class StageTables:
         self._widened = self._stored if model.widened is None else LayerKinds(model.widened)
 
     def model_on(self, node: NodeProfile) -> ModelProfile:
-        """The model as the machine loads it."""
+        """Return the model as the machine loads it."""
         return self._kinds_on(node).model
 
     def _kinds_on(self, node: NodeProfile) -> LayerKinds:
         return self._widened if node.widens else self._stored
 
     def memory(self, node: NodeProfile) -> Table:
-        """Bytes of every stage that could be, working memory and our processes included."""
+        """Return the bytes of every possible stage, including working memory and the processes of mlx-ring."""
         if node.widens not in self._memory:
             self._memory[node.widens] = _held_bytes(self._kinds_on(node), self.demand)
         return self._memory[node.widens] + node.process_bytes
 
     def seconds(self, node: NodeProfile, rows: int, context_tokens: int) -> Times[Table]:
-        """One step with `rows` tokens of as many sequences, each behind `context_tokens`; infinite where memory ends."""
+        """Return the seconds of a decode step of `rows` sequences; infinite where memory does not suffice."""
         sums = self._seconds_before(node, rows, context_tokens)
         table = sums[None, :] - sums[:, None] + node.costs.step_s
         fits = self.memory(node) <= node.usable_bytes
@@ -91,13 +91,13 @@ class StageTables:
     def stage_seconds(
         self, node: NodeProfile, first: int, end: int, rows: int, context_tokens: int
     ) -> Times[float]:
-        """One step of one stage, whether memory does or not."""
+        """Return the seconds of a step of one stage, regardless of memory."""
         sums = self._seconds_before(node, rows, context_tokens)
         times = times_on(node, sums[end : end + 1] - sums[first] + node.costs.step_s)
         return Times(float(times.unhindered[0]), float(times.steady[0]))
 
     def weight_bytes(self, node: NodeProfile, first: int, end: int) -> int:
-        """Of one stage, embedding and head included where it has them."""
+        """Return the weight bytes of a stage, including embedding and head if it has them."""
         model = self.model_on(node)
         is_first, is_last = first == 0, end == len(model.layers)
         held = sum(layer.weight_bytes for layer in model.layers[first:end])
@@ -108,12 +108,12 @@ class StageTables:
         )
 
     def kv_bytes(self, node: NodeProfile, first: int, end: int) -> int:
-        """Of one stage, for all that is promised."""
+        """Return the KV bytes of a stage, for the promised load."""
         model = self.model_on(node)
         return int(sum(held_kv_bytes(layer, model, self.demand) for layer in model.layers[first:end]))
 
     def _seconds_before(self, node: NodeProfile, rows: int, context_tokens: int) -> Table:
-        """By layer: of all before it, what the model ends with as if it stood in the last one."""
+        """Return the computing seconds of all layers before each; the output head counts to the last layer."""
         layers, model = self._kinds_on(node), self.model_on(node)
         rate = node.rate(model.weights)
         each = layers.by_layer(
@@ -127,7 +127,7 @@ class StageTables:
         return before(each)
 
     def prefill_seconds(self, node: NodeProfile, first: int, end: int, tokens: int) -> float:
-        """A stage's part of reading a prompt."""
+        """Return the seconds of a stage's prefill."""
         model = self.model_on(node)
         flops = sum(layer.flops_per_token for layer in model.layers[first:end]) * tokens
         scores = prefill_scores(model, end - first, tokens)
@@ -136,7 +136,7 @@ class StageTables:
 
 
 def times_on(node: NodeProfile, computing: Table) -> Times[Table]:
-    """How long so many seconds of computing last on a machine."""
+    """Return the wall-clock times of computations on a machine."""
     if node.cpu_quota is None:
         return Times(computing, computing)
     return Times(node.cpu_quota.clock_s(computing), node.cpu_quota.steady_s(computing))
@@ -151,7 +151,7 @@ def layer_seconds(
     rows: int,
     context_tokens: int,
 ) -> float:
-    """One layer's part of a step with so many rows, each behind so long a context; `rate` is the node's for the model."""
+    """Return the seconds of one layer in a step; `rate` is the node's rate for the model."""
     read = min(layer.weight_bytes, layer.read_bytes * rows)
     # Nearly all of a layer's matrices have rows as long as the activations.
     matrix_rows = layer.flops_per_token / 2 / model.hidden_size * read / max(1, layer.read_bytes)
@@ -165,7 +165,7 @@ def layer_seconds(
 def _look_back_seconds(
     layer: LayerProfile, node: NodeProfile, model: ModelProfile, demand: Demand, context_tokens: int
 ) -> float:
-    """One row's: reading its KV, or holding its queries against it, whichever takes longer."""
+    """Return the seconds of one row's attention: reading its KV or computing with it, whichever takes longer."""
     kv_bytes = layer.kv_bytes_per_token * context_tokens * demand.kv_factor(model.number_bytes)
     seen = context_tokens if layer.window is None else min(context_tokens, layer.window)
     return max(
@@ -175,14 +175,14 @@ def _look_back_seconds(
 
 
 def head_seconds(nbytes: int, vocabulary: float, hidden_size: int, rate: WeightRate, rows: int) -> float:
-    """Scores of so many tokens of the vocabulary."""
+    """Return the seconds of the logits of `vocabulary` tokens."""
     return max(
         nbytes / rate.bandwidth + vocabulary * rate.row_s, 2 * rows * vocabulary * hidden_size / rate.flops
     )
 
 
 def prefill_scores(model: ModelProfile, layers: int, tokens: int) -> int:
-    """Operations of scores and their sums: every token looks at those before it."""
+    """Return the operations of attention in a prefill: every token reads all tokens before it."""
     return layers * 2 * tokens * tokens * model.hidden_size
 
 
@@ -195,18 +195,18 @@ def _held_bytes(layers: LayerKinds, demand: Demand) -> Table:
 
 
 def working_bytes(model: ModelProfile) -> int:
-    """Of a chunk's activations."""
+    """Return the bytes of a chunk's activations."""
     return _FLOAT_BYTES * CHUNK_TOKENS * model.hidden_size * _NUMBERS_PER_TOKEN
 
 
 def held_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
-    """A layer's, of all promised sequences."""
+    """Return the KV bytes of a layer, for all promised sequences."""
     each = layer.kv_bytes_per_token * demand.context_tokens * demand.kv_factor(model.number_bytes)
     return demand.sequences * (each + layer.kv_bytes_per_sequence)
 
 
 def _bytes_before(layers: LayerKinds, demand: Demand) -> Table:
-    """By layer: bytes of all before it, KV included, as if embedding and head stood in the outer layers."""
+    """Return the bytes of all layers before each; embedding and head count to the outer layers."""
     model = layers.model
     sizes = layers.by_layer(
         [layer.weight_bytes + held_kv_bytes(layer, model, demand) for layer in layers.kinds]
@@ -217,5 +217,5 @@ def _bytes_before(layers: LayerKinds, demand: Demand) -> Table:
 
 
 def before(each: Table) -> Table:
-    """By layer, and for the end: the sum of all before it."""
+    """Return the sum of all layers before each, and of all."""
     return np.concatenate(([0.0], np.cumsum(each)))

@@ -1,1 +1,1 @@
-"""What travels between processes: messages, channels, tensors, links."""
+"""Communication between processes: messages, channels, tensors, links."""

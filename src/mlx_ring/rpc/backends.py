@@ -1,14 +1,12 @@
-"""Which of MLX's backends joins the ranks of a group: as asked, or the best that all of them have. Pure.
+"""Choice of the MLX backend that joins ranks, and of the ranks that it joins. Pure.
 
 jaccl   RDMA over Thunderbolt 5, one rank a machine
 nccl    CUDA, each rank with a GPU of its own
 ring    TCP, everywhere
-mpi     Open MPI, on one machine; where it is asked for
+mpi     Open MPI, on one machine; only on request
 
-Which workers of an instance MLX joins to one group of its collectives, and over what.
-
-A process is in one group at most: that of its stage, whose layers its ranks share, or that of all stages, where links go over
-collectives. Head, agent and worker read it off the assignment alike.
+A process is in one group at most: that of its stage, whose layers its ranks share, or that of all stages, if links use
+collectives. Head, agent and worker all derive it from the assignment.
 """
 
 from __future__ import annotations
@@ -36,25 +34,25 @@ MENDS: Final = {
     ),
     "nccl": "install MLX's build for CUDA, `mlx[cuda13]` or `mlx[cuda12]`",
 }
-"""What to do where a machine has not the backend."""
+"""Remedies for a machine without the backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankCapabilities:
-    """With what one rank can be joined to others."""
+    """Backends and devices by which one rank can join others."""
 
     machine: str
-    """Ranks on one machine have the same."""
+    """Machine, which is equal for ranks on one machine."""
     backends: frozenset[str]
-    """That MLX has there."""
+    """Backends that MLX has there."""
     gpu: str = ""
-    """Its own; empty: it has none, or shares it."""
+    """GPU of this rank alone; empty if it has none or shares one."""
     rdma_devices: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend, and why it is that one."""
+    """A backend, and the reason for it."""
 
     backend: Backend
     why: str
@@ -67,16 +65,16 @@ def choose_backend(
     option: str,
     rdma: Sequence[Sequence[object]] | None = None,
 ) -> Choice:
-    """The backend of a group.
+    """Choose the backend of a group.
 
     Args:
         asked: one of `BACKENDS`, or `auto`.
         ranks: of the group, in order.
-        option: what was asked for, as a person wrote it: "--link jaccl".
-        rdma: devices from each rank to each, where a hostfile tells them.
+        option: the command-line option that asked for it: "--link jaccl".
+        rdma: devices from each rank to each, if a hostfile lists them.
 
     Raises:
-        ConfigError: what is asked for cannot be; it says what would be.
+        ConfigError: the requested backend is not possible; the message names possible ones.
     """
     for backend in BACKENDS:
         if asked == backend:
@@ -87,7 +85,7 @@ def choose_backend(
 
 
 def _best(ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence[object]] | None) -> Choice:
-    """What cannot be had is said only where a machine has part of it: who has no RDMA need not read of it."""
+    """Choose the best possible backend. The reasons only mention a missing backend if a machine has part of it."""
     without_jaccl = _problem("jaccl", ranks, rdma)
     if not without_jaccl:
         return Choice("jaccl", "every machine has RDMA devices, and the hostfile tells which lead where")
@@ -111,12 +109,14 @@ def _instead(ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence[object]]
 def _problem(
     backend: Backend, ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence[object]] | None
 ) -> str:
-    """Why it cannot be, with what to do; empty where it can."""
+    """Return why the backend is not possible, with a remedy; empty if it is."""
     without = sorted({rank.machine for rank in ranks if backend not in rank.backends})
     if without:
         return f"MLX's backend {backend} is not available on {' and '.join(without)}: {MENDS[backend]}"
     if backend == "mpi" and _machines(ranks) > 1:
-        return "MPI joins workers of one machine only, for nothing starts its processes on others: use ring"
+        return (
+            "MPI joins workers of one machine only, because nothing starts its processes on others: use ring"
+        )
     if backend == "nccl":
         return "NCCL listens on every network: use ring" if _machines(ranks) > 1 else _problem_of_nccl(ranks)
     return _problem_of_jaccl(ranks, rdma) if backend == "jaccl" else ""
@@ -147,7 +147,7 @@ def _problem_of_jaccl(ranks: Sequence[RankCapabilities], rdma: Sequence[Sequence
 
 
 def devices_of(row: Sequence[object]) -> list[str]:
-    """The names in one rank's row of a matrix: null, a name, or several for several cables."""
+    """Return the device names in one rank's row of a matrix: null, a name, or several for several cables."""
     named: list[str] = []
     for entry in row:
         if isinstance(entry, str):
@@ -162,18 +162,18 @@ def _machines(ranks: Sequence[RankCapabilities]) -> int:
 
 
 GRPC: Final = "grpc"
-"""The kind of link that needs no group."""
+"""Kind of link that needs no group."""
 ALLREDUCE: Final = "allreduce"
 _RING: Final = "ring"
 
 
 def has_collective_link(assignment: worker_pb2.StageAssignment) -> bool:
-    """Whether activations go from stage to stage over a group."""
+    """Report whether activations go from stage to stage over a group."""
     return assignment.stages > 1 and assignment.link not in {"", GRPC}
 
 
 def joined_ranks(assignment: worker_pb2.StageAssignment) -> list[tuple[int, int]]:
-    """Stage and rank of each that is in the group with this one, in the order of their ranks there; none if it is in no group."""
+    """Return stage and rank of each member of this worker's group, in the order of the group's ranks; none without a group."""
     if assignment.tp_size > 1:
         return [(assignment.stage, rank) for rank in range(assignment.tp_size)]
     if has_collective_link(assignment):
@@ -182,13 +182,13 @@ def joined_ranks(assignment: worker_pb2.StageAssignment) -> list[tuple[int, int]
 
 
 def rank_in_group(assignment: worker_pb2.StageAssignment) -> int:
-    """Its place among those that are joined with it; 0 where none is."""
+    """Return the worker's rank in its group; 0 without a group."""
     joined = joined_ranks(assignment)
     return joined.index((assignment.stage, assignment.rank)) if joined else 0
 
 
 def backend_of(assignment: worker_pb2.StageAssignment) -> str:
-    """MLX's name for what carries the group's collectives: as chosen, else as the kind of link has it."""
+    """Return MLX's name of the group's backend: the chosen one, else the one of the kind of link."""
     if assignment.backend not in {"", AUTO}:
         return assignment.backend
     if assignment.tp_size > 1 or assignment.link == ALLREDUCE:
@@ -197,7 +197,7 @@ def backend_of(assignment: worker_pb2.StageAssignment) -> str:
 
 
 def asked_backend(assignment: worker_pb2.StageAssignment) -> str:
-    """The backend that was asked for, by its name or with the kind of link; `auto` where none was."""
+    """Return the requested backend, by its name or the kind of link; `auto` if none was."""
     if assignment.backend:
         return assignment.backend
     is_of_link = assignment.tp_size <= 1 and assignment.link in BACKENDS
@@ -205,7 +205,7 @@ def asked_backend(assignment: worker_pb2.StageAssignment) -> str:
 
 
 def backend_option(assignment: worker_pb2.StageAssignment) -> str:
-    """What was asked for, as a person wrote it."""
+    """Return the command-line option that asks for the backend."""
     if assignment.tp_size <= 1 and assignment.link in BACKENDS:
         return f"--link {assignment.link}"
     return f"--backend {assignment.backend or AUTO}"

@@ -1,9 +1,7 @@
 """Channels and servers with the same limits everywhere, plain or over TLS.
 
 Addresses are gRPC targets: `unix:/path` on one machine, `host:port` between machines. A Unix
-socket stays plain whatever is given: its folder says who may use it.
-
-What comes one by one, each within its time.
+socket always stays plain, because its folder's permissions decide who may use it.
 """
 
 from __future__ import annotations
@@ -21,19 +19,19 @@ from mlx_ring.core.errors import AddressInUse, ProtocolError
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 
 MAX_MESSAGE_BYTES = 1 << 30
-"""A chunk's activations fit: 8,192 tokens of a hidden size of 16,384 in float32 are 512 MiB."""
+"""Size of the largest message: 8,192 tokens of a hidden size of 16,384 in float32 take 512 MiB."""
 WEIGHTS_MESSAGE_BYTES = 4 << 20
-"""For channels that weights come over: parts of a megabyte, and the bits of a million pieces."""
+"""Limit for channels that carry weights: parts of a megabyte, and the bits of a million pieces."""
 AGENT_MESSAGE_BYTES = 4 << 20
-"""For agents and those who speak with them: plans, reports, and weights by the megabyte."""
+"""Limit for agents and their peers: plans, reports, and weights by the megabyte."""
 PROBE_MESSAGE_BYTES = 65 << 20
-"""For probes of links, whose largest frame has 64 MiB."""
+"""Limit for probes of links, whose largest frame has 64 MiB."""
 _HANDSHAKE_MS = 10_000
-"""A peer that connects and says nothing holds a descriptor for so long."""
+"""Time after which a peer that connects and says nothing is dropped, because it holds a descriptor."""
 _READERS = ("grpc._cython.cygrpc", "grpc._common")
-"""Loggers of what turns bytes into messages."""
+"""Loggers of the code that decodes messages."""
 _TRY_AGAIN_MS = 100
-"""Between attempts to reach a process of this machine, which is starting. By itself gRPC waits a second, and then longer."""
+"""Time between attempts to reach a starting process of this machine. gRPC's default waits a second, and then longer."""
 
 Options = list[tuple[str, Any]]
 
@@ -57,7 +55,7 @@ def _plain(address: str, max_message_bytes: int) -> Options:
 
 
 def _named(name: str, max_message_bytes: int) -> Options:
-    """The peer's certificate must be for this name, whatever its address."""
+    """Return options that require this name in the peer's certificate, whatever its address."""
     return [*_options(max_message_bytes), ("grpc.ssl_target_name_override", name)]
 
 
@@ -68,11 +66,11 @@ def open_channel(
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Channel:
-    """A channel for threads.
+    """Open a channel for threads.
 
     Args:
         trust: credentials for TLS; without them, and over a Unix socket, the channel is plain.
-        name: whom the peer's certificate must name: `names.HEAD_NAME`, or `names.node_name(id)`.
+        name: required name in the peer's certificate: `names.HEAD_NAME`, or `names.node_name(id)`.
         max_message_bytes: of one message, either way.
     """
     if trust is None or address.startswith("unix:"):
@@ -87,7 +85,7 @@ def open_aio_channel(
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
-    """A channel for an event loop; the first arguments are those of `open_channel`."""
+    """Open a channel for an event loop; the first arguments are those of `open_channel`."""
     if trust is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=_plain(address, max_message_bytes))
     return grpc.aio.secure_channel(address, trust.for_channel(), options=_named(name, max_message_bytes))
@@ -99,7 +97,7 @@ def make_server(
     interceptors: Sequence[grpc.ServerInterceptor] = (),
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Server:
-    """A server whose calls run on `threads` threads; a stream holds one for as long as it lives."""
+    """Make a server whose calls run on `threads` threads. A stream occupies one as long as it lives."""
     _shorten_decode_errors()
     return grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="grpc"),
@@ -113,7 +111,7 @@ def make_aio_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
-    """A server inside the running event loop."""
+    """Make a server inside the running event loop."""
     _shorten_decode_errors()
     return grpc.aio.server(interceptors=interceptors, options=_options(max_message_bytes))
 
@@ -121,7 +119,7 @@ def make_aio_server(
 def add_secure_port(
     server: grpc.Server | grpc.aio.Server, address: str, credentials: grpc.ServerCredentials
 ) -> int:
-    """Listen with TLS; returns the port.
+    """Listen with TLS; return the port.
 
     Raises:
         AddressInUse: another process has the address, or it is not this machine's.
@@ -135,7 +133,10 @@ def add_secure_port(
 
 
 def _shorten_decode_errors() -> None:
-    """A peer whose messages are none is answered with an error; where it broke inside says nothing to anybody."""
+    """Log a message that cannot be decoded in one line.
+
+    The peer gets an error, and the stack inside gRPC helps nobody.
+    """
     for name in _READERS:
         logging.getLogger(name).addFilter(_in_a_line)
 
@@ -143,7 +144,11 @@ def _shorten_decode_errors() -> None:
 def _in_a_line(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, DecodeError | ProtocolError):
-        record.msg, record.args, record.exc_info = "refused a message that is none: %s", (error,), None
+        record.msg, record.args, record.exc_info = (
+            "refused a message that cannot be decoded: %s",
+            (error,),
+            None,
+        )
         record.levelno, record.levelname = logging.WARNING, "WARNING"
     return True
 
@@ -152,7 +157,7 @@ T = TypeVar("T")
 
 
 async def limit_silence(coming: AsyncIterator[T], silence_s: float) -> AsyncIterator[T]:
-    """All that comes, until it ends.
+    """Yield the items of a stream until it ends.
 
     Raises:
         TimeoutError: nothing came for `silence_s` seconds.

@@ -1,4 +1,4 @@
-"""Errors across gRPC: the one place where they become messages and come back."""
+"""Conversion of errors to gRPC messages and back, in this module alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _tree(root: type[RingError]) -> Iterator[type[RingError]]:
 
 
 def _plain(kind: type[RingError]) -> bool:
-    """Whether the class is made from its message alone."""
+    """Report whether the class is made from its message alone."""
     return kind.__init__ is RingError.__init__ or issubclass(kind, errors.RequestError)
 
 
@@ -26,7 +26,7 @@ _BY_NAME = {kind.__name__: kind for kind in _tree(RingError) if _plain(kind)}
 
 
 def error_to_failure(error: BaseException, sequences: Iterable[int] = ()) -> step_pb2.Failure:
-    """Write an error down. What is not of our tree is a `StepFailed` that names its class."""
+    """Convert an error to a message. An error outside our tree becomes a `StepFailed` that names its class."""
     if isinstance(error, RingError):
         kind, message = type(error).__name__, str(error)
     else:
@@ -35,7 +35,7 @@ def error_to_failure(error: BaseException, sequences: Iterable[int] = ()) -> ste
 
 
 def failure_to_error(failure: step_pb2.Failure) -> RingError:
-    """Read an error back; a kind that this version does not know is a `ServingError`."""
+    """Convert a message to an error. A kind that this version does not know becomes a `ServingError`."""
     kind = _BY_NAME.get(failure.kind, ServingError)
     if kind in (errors.ContextExceeded, errors.Overloaded):
         kind = errors.RequestError
@@ -43,6 +43,6 @@ def failure_to_error(failure: step_pb2.Failure) -> RingError:
 
 
 def channel_error(error: grpc.RpcError, peer: str) -> WorkerLost:
-    """What a broken channel to `peer` means to whoever waits for it."""
+    """Return the error for a broken channel to `peer`."""
     details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
     return WorkerLost(f"The connection to {peer} broke: {details or type(error).__name__}.")

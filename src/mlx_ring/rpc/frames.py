@@ -1,16 +1,15 @@
-"""A frame on a link: a small protobuf header, then an array's raw bytes.
+"""Frames of a link: a small protobuf header, then an array's raw bytes, perhaps compressed.
 
 Layout: 4 bytes little-endian length of the header, the header
 (`worker_pb2.FrameHeader`), the payload. Protobuf alone would copy the payload
 twice on each side; this copies it once.
 
-Compresses what goes over a link, without loss, where that is sooner than sending it as it is.
+Frames are compressed without loss if that is faster than sending them as they are. Only the high byte of a
+floating-point number compresses well, because sign and exponent are similar among activations; the other bytes are
+noise. So a packed frame has all high bytes first, compressed, and then the other bytes unchanged. Their number tells
+the receiver how many numbers there are, and it lets no frame grow beyond twice its size.
 
-Of a floating-point number only the high byte says little: sign and exponent are much alike among activations. The other
-bytes are noise. So a frame that is packed has all high bytes first, compressed, and then the other bytes as they were;
-whoever unpacks knows from these how many there are, and lets no frame grow beyond twice its size.
-
-Whether it pays is found on the frames themselves: the first of each size is packed and unpacked on trial.
+The first frames of each size are packed and unpacked on trial, to measure whether packing pays.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Frame:
     header: worker_pb2.FrameHeader
     payload: memoryview | bytes = b""
     problem: str = ""
-    """Why what came is no frame; the header is then empty."""
+    """Reason why the received bytes are no frame; the header is then empty."""
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -47,7 +46,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 def decode_frame(data: bytes) -> Frame:
-    """Read a frame; its payload is a view of `data`. Raises `ProtocolError` for anything else."""
+    """Decode a frame; its payload is a view of `data`. Raises `ProtocolError` for anything else."""
     if len(data) < _LENGTH.size:
         raise ProtocolError(f"A link frame has {len(data)} bytes; it needs at least {_LENGTH.size}.")
     (length,) = _LENGTH.unpack_from(data)
@@ -62,7 +61,7 @@ def decode_frame(data: bytes) -> Frame:
 
 
 def receive_frame(data: bytes) -> Frame:
-    """As `decode_frame`; what is no frame comes with its problem, for gRPC tells nobody of a decoder that raises."""
+    """Decode a frame, and return a problem instead of raising, because gRPC hides a decoder's exception."""
     try:
         return decode_frame(data)
     except ProtocolError as error:
@@ -79,20 +78,20 @@ _WIDTHS = {
     **dict.fromkeys(("uint64", "int64"), 8),
 }
 _SMALLEST_BYTES = 512
-"""A packet takes as long, however little is in it."""
+"""Size below which packing is not tried: a packet takes equally long with less in it."""
 _MARGIN = 0.95
-"""What packing saves must be worth it."""
+"""Ratio that packing must reach to be worth it."""
 _TRIED_AGAIN = 512
-"""Frames of a size, until one is on trial again."""
+"""Number of frames of a size until one is on trial again."""
 _TRIALS = 2
-"""Of one frame; the quicker counts, for the first may be the very first."""
+"""Number of trials of one frame. The faster one counts, because the first may warm up."""
 
 
 # ---- one tensor
 
 
 def pack(dtype: str, data: Bytes, compressor: zstandard.ZstdCompressor | None = None) -> tuple[int, bytes]:
-    """The packed bytes, and how many of them are the compressed part; 0 and nothing where it would not be shorter."""
+    """Return the number of compressed bytes and the packed bytes; 0 and nothing if packing is not shorter."""
     width = _WIDTHS.get(dtype, 1)
     if width == 1 or not len(data):
         return 0, b""
@@ -104,10 +103,10 @@ def pack(dtype: str, data: Bytes, compressor: zstandard.ZstdCompressor | None = 
 
 
 def unpack(dtype: str, packed_bytes: int, payload: Bytes) -> bytes:
-    """The tensor's bytes.
+    """Return the tensor's bytes.
 
     Raises:
-        ProtocolError: these are no packed numbers, or would be more than they say.
+        ProtocolError: these are no packed numbers, or would exceed their announced size.
     """
     width = _WIDTHS.get(dtype, 1)
     low = memoryview(payload)[packed_bytes:]
@@ -125,7 +124,7 @@ def unpack(dtype: str, packed_bytes: int, payload: Bytes) -> bytes:
 
 
 def _low_parts(octets: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> Iterator[Part]:
-    """All but the high bytes, as views of numbers half as wide, a quarter as wide and so on: those are copied quickly."""
+    """Yield all but the high bytes, as views of numbers half as wide, a quarter as wide and so on, which copy quickly."""
     begin, wide = 0, octets.shape[1] // 2
     while wide:
         yield octets[:, begin : begin + wide].view(f"<u{wide}")[:, 0]
@@ -133,7 +132,7 @@ def _low_parts(octets: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> Itera
 
 
 def _decompressed(data: Bytes, count: int) -> bytes:
-    """Exactly so many bytes; a frame that announces others is not decompressed at all."""
+    """Decompress exactly so many bytes. A frame that announces another size is not decompressed at all."""
     try:
         announced = zstandard.frame_content_size(data)
         if announced != count:
@@ -146,7 +145,7 @@ def _decompressed(data: Bytes, count: int) -> bytes:
 
 
 def _compressor() -> zstandard.ZstdCompressor:
-    """Its entropy coder is what shortens high bytes; looking for what repeats hardly does, so it is kept short."""
+    """Return a compressor with a short search: entropy coding shortens high bytes, and repetitions hardly do."""
     parameters = zstandard.ZstdCompressionParameters.from_level(
         1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, write_content_size=True
     )
@@ -158,23 +157,23 @@ def _compressor() -> zstandard.ZstdCompressor:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What packing did to one frame."""
+    """Result of packing one frame on trial."""
 
     nbytes: int
     packed_bytes: int
-    """Of the whole frame, packed."""
+    """Bytes of the whole frame, packed."""
     seconds: float
-    """For packing and unpacking it."""
+    """Seconds for packing and unpacking it."""
 
 
 def pays(trial: Trial, bytes_per_s: float) -> bool:
-    """Whether such a frame is there sooner when it is packed, over a link of that throughput."""
+    """Report whether such a frame arrives sooner packed, over a link of that throughput."""
     plain_s = trial.nbytes / bytes_per_s
     return trial.packed_bytes / bytes_per_s + trial.seconds < _MARGIN * plain_s
 
 
 def describe_benefit(trial: Trial, bytes_per_s: float) -> str:
-    """The reason of `pays`, as a sentence's part."""
+    """Return the reason of `pays`, as part of a sentence."""
     saved_s = (trial.nbytes - trial.packed_bytes) / bytes_per_s
     return (
         f"{trial.nbytes} bytes become {trial.packed_bytes}, which saves {1e3 * saved_s:.2f} ms at "
@@ -184,7 +183,7 @@ def describe_benefit(trial: Trial, bytes_per_s: float) -> str:
 
 @dataclass(slots=True)
 class _Size:
-    """Frames of about one size."""
+    """Statistics of frames of about one size."""
 
     trial: Trial
     packs: bool
@@ -194,10 +193,10 @@ class _Size:
 
 @dataclass(slots=True)
 class Packer:
-    """Packs the frames of one link that are better packed. Only the thread that sends calls `packed`."""
+    """Packer of one link's frames, if packing pays. Only the sending thread calls `packed`."""
 
     bytes_per_s: float
-    """Of the link, measured."""
+    """Measured throughput of the link."""
     clock: Callable[[], float] = time.perf_counter
     _compressor: zstandard.ZstdCompressor = field(default_factory=_compressor)
     _sizes: dict[int, _Size] = field(default_factory=dict[int, _Size])
@@ -206,7 +205,7 @@ class Packer:
     _sent_bytes: int = 0
 
     def packed(self, frame: Frame) -> Frame:
-        """The frame to send instead, or the same."""
+        """Return the frame to send: packed, or the same."""
         if not frame.header.HasField("activation"):
             return frame
         sent = self._packed(frame) if len(frame.payload) >= _SMALLEST_BYTES else frame
@@ -216,7 +215,7 @@ class Packer:
         return sent
 
     def use(self) -> worker_pb2.LinkUse:
-        """What became of the frames so far; any thread may ask."""
+        """Return statistics of the frames so far; any thread may call it."""
         sizes = list(self._sizes.values())
         use = worker_pb2.LinkUse(
             frames=self._frames,
@@ -244,7 +243,7 @@ class Packer:
         return Frame(header, payload)
 
     def _size(self, frame: Frame) -> _Size:
-        """What is known of frames of about this size; now and then one is tried again."""
+        """Return the statistics of frames of about this size; sometimes one is tried again."""
         key = len(frame.payload).bit_length()
         size = self._sizes.get(key)
         if size is None or size.frames % _TRIED_AGAIN == 0:

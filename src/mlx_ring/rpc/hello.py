@@ -1,6 +1,6 @@
-"""The first message on every channel: who speaks, and whether both mean the same.
+"""First message on every channel: the sender's identity, and proof that both sides use the same versions.
 
-A head tells its versions and its clock to whoever asks, so that a machine that cannot join finds out why.
+A head tells its versions and its clock to anyone, so that a machine that cannot join can say why.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_hello(
     last_step: int = 0,
     fencing_id: int = 0,
 ) -> hello_pb2.Hello:
-    """Greet as this process."""
+    """Make this process's greeting."""
     return hello_pb2.Hello(
         protocol=PROTOCOL,
         mlx_ring=package_version("mlx-ring"),
@@ -55,14 +55,14 @@ def make_hello(
 
 
 def check_hello(theirs: hello_pb2.Hello, ours: hello_pb2.Hello, peer: str) -> None:
-    """Refuse a peer that would not mean the same by the same bytes.
+    """Refuse a peer for which the same bytes would have another meaning.
 
-    Versions must be equal: mlx and mlx-lm decide what a layer computes. Digests are
-    compared where both sides have one.
+    Versions must be equal, because mlx and mlx-lm decide what a layer computes. Digests are
+    compared if both sides have one.
 
     Raises:
-        VersionMismatch: naming what differs, both values, and the mend.
-        StaleMessage: the peer speaks for an older epoch, another instance, or a replaced head.
+        VersionMismatch: names what differs, both values, and the remedy.
+        StaleMessage: the peer belongs to an older epoch, another instance, or a replaced head.
     """
     if theirs.protocol != ours.protocol:
         raise VersionMismatch(
@@ -93,7 +93,7 @@ def check_hello(theirs: hello_pb2.Hello, ours: hello_pb2.Hello, peer: str) -> No
 
 
 def hello_versions(hello: hello_pb2.Hello) -> tuple[tuple[str, str], ...]:
-    """What a peer has installed, by package."""
+    """Return the peer's installed versions, by package."""
     return (("mlx-ring", hello.mlx_ring), ("mlx", hello.mlx), ("mlx-lm", hello.mlx_lm))
 
 
@@ -102,19 +102,19 @@ _WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Greeted:
-    """What a head has said, and when."""
+    """Greeting of a head, and its time."""
 
     hello: hello_pb2.Hello
     skew_s: float
-    """How far its clock is ahead of ours."""
+    """Seconds by which its clock is ahead of ours."""
     uncertain_s: float
-    """How much of that may be the way there and back."""
+    """Seconds of error, from the round trip."""
 
 
 def greeting_handler(
     hello: Callable[[], hello_pb2.Hello] = make_hello, clock: Callable[[], float] = time.time
 ) -> grpc.GenericRpcHandler:
-    """For the enrolment port, where anybody may ask."""
+    """Return a handler for the enrolment port, where anyone may ask."""
 
     async def greet(
         _request: hello_pb2.Hello, _context: grpc.aio.ServicerContext[object, object]
@@ -125,10 +125,10 @@ def greeting_handler(
 
 
 def ask_greeting(address: str, trust: ChannelTrust) -> Greeted:
-    """Ask the head at this enrolment address.
+    """Ask the head at this enrolment address for its greeting.
 
     Raises:
-        PeerRefused: it is not the head of the cluster that `trust` is of.
+        PeerRefused: it is not the head of the cluster that `trust` belongs to.
         WorkerLost: it does not answer.
     """
     try:

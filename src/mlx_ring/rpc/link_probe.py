@@ -1,7 +1,7 @@
-"""Measures a link: its round trip and its throughput, with frames as activations have them, over channels as links have them.
+"""Measurement of a link's round trip and throughput, with frames and channels like those of real links.
 
-The prober sends frames, and the responder accepts each of them, as it would a link's greeting. What may be sent is bounded
-on both sides, in time, frames and bytes; a frame that is none of a probe's ends the probe and nothing else.
+The prober sends frames, and the responder accepts each of them like a link's greeting. Both sides limit time,
+frames and bytes. A foreign frame ends the probe and nothing else.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ PROBE: Method[Frame, worker_pb2.FrameAccepted] = Method(
     worker_pb2.FrameAccepted.SerializeToString,
     worker_pb2.FrameAccepted.FromString,
 )
-"""As `LINK`, but for what is done with the frames: nothing."""
+"""Method like `LINK`, whose frames are dropped."""
 PURPOSE = "probe"
-"""Stands in a probe's frames for the instance."""
+"""Value of the instance field in a probe's frames."""
 
 SMALL_BYTES = 4096
-"""A token's activations in a small model."""
+"""Size of a token's activations in a small model."""
 _LARGE_BYTES, _LARGEST_BYTES = 16 << 10, 64 << 20
 _GROWTH = 4
 _LONG_S = 0.05
-"""Of a large frame: long beside the round trip, which is taken off."""
+"""Duration of a large frame: long beside the round trip, which is subtracted."""
 _AT_LEAST, _FEWEST = 10, 3
-"""Round trips: so many unless they take long, and so many however long they take."""
+"""Numbers of round trips: so many unless they take long, and so many in any case."""
 _LONGEST = 4
-"""How many times longer than wished `_AT_LEAST` round trips may take."""
+"""Factor by which `_AT_LEAST` round trips may exceed their time."""
 _MOST_FRAMES = 2000
 _MOST_BYTES = 1 << 30
 _RESPONDER_S = 30.0
@@ -62,26 +62,26 @@ _RESPONDER_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ProbeBounds:
-    """What one probe may take, on the prober's side."""
+    """Limits of one probe, on the prober's side."""
 
     round_trips_s: float = 0.3
     throughput_s: float = 1.0
     most_bytes: int = 512 << 20
     answer_s: float = 10.0
-    """For any single answer."""
+    """Time for any single answer."""
     largest_bytes: int = _LARGEST_BYTES
-    """Of a single frame, where the responder's server takes no larger ones."""
+    """Size of a single frame, if the responder's server takes no larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasure:
-    """What one probe found."""
+    """Result of one probe."""
 
     round_trip_s: float
-    """The median."""
+    """Median round trip."""
     least_round_trip_s: float
     bandwidth: float
-    """Bytes a second."""
+    """Throughput in bytes a second."""
     frames: int
     nbytes: int
 
@@ -99,7 +99,7 @@ def probe_link(
         peer: its name, for errors.
 
     Raises:
-        RingError: the peer refuses, is gone, or does not answer in time.
+        RingError: the peer refuses, has ended, or does not answer in time.
     """
     with _opened(channel, hello, peer, bounds or ProbeBounds()) as probe:
         trips = probe.round_trips()
@@ -151,7 +151,7 @@ class _Probe:
         self._await_answer()
 
     def round_trips(self) -> list[float]:
-        """Seconds of small frames, one after the other; the first is slower, and is not counted."""
+        """Measure the seconds of small frames, one after the other. The first is slower and does not count."""
         payload = bytes(SMALL_BYTES)
         self._seconds(payload)
         started, trips = time.perf_counter(), list[float]()
@@ -163,19 +163,19 @@ class _Probe:
         return trips
 
     def bandwidth(self, round_trip_s: float) -> float:
-        """Bytes a second of large frames: as large as takes a while, then some of those, and the best of them."""
+        """Measure the throughput of large frames: as large as takes a while, then some of those, and the best of them."""
         until = time.perf_counter() + self._bounds.throughput_s
         size, best = _LARGE_BYTES, 0.0
         while self._may_send(size, best, until):
             taken = self._seconds(bytes(size))
-            # A frame's first bytes are on their way for as long as a small frame is.
+            # A frame's first bytes travel as long as a small frame.
             best = max(best, size / max(taken - round_trip_s, taken / 10))
             if taken < _LONG_S:
                 size = min(self._bounds.largest_bytes, size * _GROWTH)
         return best
 
     def _may_send(self, size: int, best: float, until: float) -> bool:
-        """Whether another frame is within the bounds; the first always is."""
+        """Report whether another frame is within the limits; the first always is."""
         expected_s = size / best if best else 0.0
         return not best or (
             time.perf_counter() + expected_s < until
@@ -184,7 +184,7 @@ class _Probe:
         )
 
     def _seconds(self, payload: bytes) -> float:
-        """Until a frame was sent and accepted."""
+        """Measure the time until a frame was sent and accepted."""
         activation = worker_pb2.Activation(
             instance=PURPOSE, step=self.frames + 1, dtype="uint8", shape=[len(payload)]
         )
@@ -212,7 +212,7 @@ class _Probe:
 
 @dataclass(slots=True)
 class ProbeJudge:
-    """Decides on each frame of one probe."""
+    """Judge of each frame of one probe."""
 
     ours: hello_pb2.Hello
     until: float = field(default_factory=lambda: time.monotonic() + _RESPONDER_S)
@@ -220,7 +220,7 @@ class ProbeJudge:
     nbytes: int = 0
 
     def answer(self, frame: Frame) -> worker_pb2.FrameAccepted:
-        """What to reply; a failure ends the probe."""
+        """Return the reply; a failure ends the probe."""
         try:
             self._check(frame)
         except RingError as error:
@@ -239,7 +239,7 @@ class ProbeJudge:
             check_hello(header.hello, self.ours, header.hello.node or "the prober")
             return
         if not header.HasField("activation") or header.activation.instance != PURPOSE:
-            raise ProtocolError(frame.problem or "A frame came that is none of a probe's.")
+            raise ProtocolError(frame.problem or "A frame came that does not belong to a probe.")
         self.nbytes += len(frame.payload)
         if len(frame.payload) > _LARGEST_BYTES or self.nbytes > _MOST_BYTES:
             raise ProtocolError(
@@ -253,24 +253,24 @@ class ProbeJudge:
 
 
 class LinkResponder:
-    """Accepts probes' frames, on a server of threads or inside an event loop."""
+    """Responder that accepts probes' frames, on a server of threads or inside an event loop."""
 
     def __init__(self, hello: hello_pb2.Hello) -> None:
         self._hello = hello
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For a server of threads, as workers have."""
+        """Return the handler for a server of threads, as in workers."""
         return service_handler(PROBE_SERVICE, ((PROBE, self.respond),))
 
     def aio_handler(self) -> grpc.GenericRpcHandler:
-        """For a server in an event loop, as agents have."""
+        """Return the handler for a server in an event loop, as in agents."""
         return service_handler(PROBE_SERVICE, ((PROBE, self.respond_aio),))
 
     def respond(
         self, frames: Iterator[Frame], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.FrameAccepted]:
         judge, patience = ProbeJudge(self._hello), threading.Timer(_RESPONDER_S, context.cancel)
-        # A prober that says nothing would hold a thread.
+        # A prober that says nothing would occupy a thread.
         patience.start()
         try:
             for frame in frames:
@@ -296,7 +296,7 @@ class LinkResponder:
 
 
 async def _until(until: float, frames: AsyncIterator[Frame]) -> AsyncIterator[Frame]:
-    """The frames that come by then: a prober that says nothing would hold its call for ever."""
+    """Yield the frames that come in time: a prober that says nothing would keep its call open for ever."""
     while True:
         try:
             async with asyncio.timeout(until - time.monotonic()):

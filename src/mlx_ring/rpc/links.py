@@ -1,4 +1,4 @@
-"""What carries activations from one stage to the next.
+"""Links that carry activations from one stage to the next.
 
 A link has a sending end in one worker and a receiving end (an `Inbox`) in the
 other. Both are keyed by instance, epoch, step and purpose, so that a message of
@@ -28,12 +28,12 @@ from mlx_ring.rpc.tls.credentials import ChannelTrust
 HIDDEN = worker_pb2.Activation.Purpose.HIDDEN
 SAMPLED = worker_pb2.Activation.Purpose.SAMPLED
 _MOST_WAITING, _MOST_WAITING_BYTES = 1024, 2 << 30
-"""What may wait in an inbox: far more than steps are under way at once."""
+"""Limits of an inbox: far more than the steps under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """Which message: what a step's activations, or the tokens it sampled, are filed under."""
+    """Key of a message: a step's activations, or the tokens that it sampled."""
 
     instance: str
     epoch: int
@@ -46,15 +46,15 @@ class LinkKey:
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """An array on the wire: its own dtype, row-major, little-endian."""
+    """Array on the wire: its own dtype, row-major, little-endian."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview | bytes
     tokens: tuple[int, ...] = ()
-    """The step's token ids, where the next stage cannot know them from the step."""
+    """Token ids of the step, if the next stage cannot know them from the step."""
     failure: step_pb2.Failure | None = None
-    """Of rows that it names, and that are therefore neither in the array nor in `tokens`."""
+    """Failure of rows that it names, which are therefore neither in the array nor in `tokens`."""
 
 
 def _size(message: WireTensor | RingError) -> int:
@@ -62,21 +62,21 @@ def _size(message: WireTensor | RingError) -> int:
 
 
 class LinkSender(Protocol):
-    """The sending end."""
+    """Sending end of a link."""
 
     def send(self, key: LinkKey, tensor: WireTensor) -> None:
-        """Hand the tensor on; returns before it has arrived. Raises `WorkerLost` on a broken link."""
+        """Send the tensor; return before it has arrived. Raises `WorkerLost` on a broken link."""
         ...
 
     def send_failure(self, key: LinkKey, failure: step_pb2.Failure) -> None:
-        """Send a tombstone: nobody need wait for `key`. Never raises."""
+        """Send a tombstone, which ends waits for `key`. Never raises."""
         ...
 
     def close(self) -> None: ...
 
 
 class FanOut:
-    """Sends to every rank of a stage alike: each has what it needs, and hears at once that a step has failed."""
+    """Sender to every rank of a stage. All get the same tensors, and learn at once that a step has failed."""
 
     def __init__(self, links: Sequence[LinkSender]) -> None:
         self._links = tuple(links)
@@ -95,7 +95,7 @@ class FanOut:
 
 
 class Inbox:
-    """The receiving end: messages wait here under their keys until the compute thread takes them."""
+    """Receiving end: messages wait here under their keys until the compute thread takes them."""
 
     def __init__(self, instance: str, epoch: int) -> None:
         self._instance = instance
@@ -105,12 +105,12 @@ class Inbox:
         self._broken: RingError | None = None
 
     def put(self, key: LinkKey, message: WireTensor | RingError) -> None:
-        """File a message; one of another instance or epoch is dropped.
+        """Store a message; one of another instance or epoch is dropped.
 
-        A head greets every worker before its first step, so nobody sends in an epoch that others have not heard of.
+        A head greets every worker before its first step, so every worker knows an epoch before others send in it.
 
         Raises:
-            ProtocolError: more wait than a pipeline has under way.
+            ProtocolError: more messages wait than a pipeline has under way.
         """
         with self._arrived:
             if (key.instance, key.epoch) == (self._instance, self._epoch):
@@ -130,14 +130,14 @@ class Inbox:
         """Wait for a message.
 
         Args:
-            key: what to wait for.
+            key: key of the message.
             deadline: on `time.monotonic`'s clock, seconds; None waits until the epoch changes.
 
         Raises:
             RingError: the tombstone's error, when the step failed upstream.
-            StaleMessage: the epoch has moved past the key's.
+            StaleMessage: the epoch is later than the key's.
             WorkerStuck: the deadline passed.
-            WorkerLost: the sending end is gone.
+            WorkerLost: the sending end has closed.
         """
         with self._arrived:
             while True:
@@ -158,7 +158,7 @@ class Inbox:
                 self._arrived.wait(remaining)
 
     def holds(self, key: LinkKey, wait_s: float = 0.0) -> bool:
-        """Whether `recv` would answer at once, be it with an error; if not, waits so long whether it comes to that."""
+        """Report whether `recv` would answer or fail at once; otherwise wait so long for it."""
 
         def is_settled() -> bool:
             return key in self._messages or self._broken is not None or key.epoch < self._epoch
@@ -167,9 +167,9 @@ class Inbox:
             return is_settled() if wait_s <= 0 else self._arrived.wait_for(is_settled, wait_s)
 
     def _drop_before(self, key: LinkKey) -> None:
-        """Activations are taken in order of steps: what an earlier, failed one left behind is wanted no more.
+        """Drop activations of earlier, failed steps, because they are taken in order of steps.
 
-        Sampled tokens are not: stage 0 may ask for a later step's while an earlier one's are arriving.
+        Sampled tokens stay: stage 0 may ask for a later step's while an earlier one's are arriving.
         """
         if key.purpose == HIDDEN:
             for old in [old for old in self._messages if old.purpose == HIDDEN and old.step < key.step]:
@@ -178,13 +178,13 @@ class Inbox:
     def take_arrived(
         self, purpose: worker_pb2.Activation.Purpose
     ) -> list[tuple[LinkKey, WireTensor | RingError]]:
-        """Take every message of a purpose that is here already; waits for none."""
+        """Take every message of a purpose that has come, without waiting."""
         with self._arrived:
             keys = [key for key in self._messages if key.purpose == purpose]
             return [(key, self._messages.pop(key)) for key in keys]
 
     def advance(self, epoch: int) -> None:
-        """Put a new epoch in force: older messages are dropped, waits for them end."""
+        """Enter a new epoch: older messages are dropped, and waits for them end."""
         with self._arrived:
             self._epoch = max(self._epoch, epoch)
             self._messages = {key: kept for key, kept in self._messages.items() if key.epoch >= self._epoch}
@@ -192,7 +192,7 @@ class Inbox:
             self._arrived.notify_all()
 
     def break_off(self, error: RingError) -> None:
-        """The sending end is gone: what has arrived can still be taken, other waits end."""
+        """End all waits, because the sending end has closed. Messages that have come can still be taken."""
         with self._arrived:
             self._broken = error
             self._arrived.notify_all()
@@ -211,11 +211,11 @@ class InProcessLink:
         self._inbox.put(key, failure_to_error(failure))
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing, because nothing is open."""
 
 
 class GrpcLink:
-    """The sending end of a stream between two workers. gRPC's own thread does the sending."""
+    """Sending end of a stream between two workers. gRPC's own thread does the sending."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class GrpcLink:
     ) -> None:
         """Connect and greet; `trust` and `name` are those of `open_channel`, for a worker on another machine."""
         self.packer = packer
-        """Who compresses what is sent; None: nobody."""
+        """Packer of sent frames; None sends them as they are."""
         self._peer = address
         self._channel = open_channel(address, trust, name)
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
@@ -243,7 +243,7 @@ class GrpcLink:
         self._await_hello()
 
     def _outgoing(self) -> Iterator[Frame]:
-        """For gRPC's thread, so that who computes waits for no compression."""
+        """Yield outgoing frames in gRPC's thread, so that the compute thread waits for no compression."""
         for frame in iter(self._frames.get, None):
             yield frame if self.packer is None else self.packer.packed(frame)
 
@@ -285,7 +285,7 @@ class GrpcLink:
 
 
 def deliver_frames(frames: Iterator[Frame], inbox: Inbox) -> None:
-    """File what arrives on a link, until its sender ends it. Raises `ProtocolError` for a malformed frame."""
+    """Store what arrives on a link, until its sender ends it. Raises `ProtocolError` for a malformed frame."""
     for frame in frames:
         header = frame.header
         if header.HasField("activation"):

@@ -1,6 +1,6 @@
-"""The gRPC methods, each with its types in one line, for clients and servers, sync and asyncio.
+"""Methods of gRPC, each with its types in one line, for clients and servers, sync and asyncio.
 
-Message classes serialise themselves; frames (`rpc/frames.py`) carry an array's
+Message classes serialise themselves. Frames (`rpc/frames.py`) carry an array's
 bytes behind a small header, so that activations are copied once on each side.
 """
 
@@ -31,7 +31,7 @@ WEIGHTS_SERVICE = "mlx_ring.Weights"
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Response]):
-    """One method: its path, its arity, and how both directions become bytes."""
+    """One method: its path, its arity, and the serialisation of both directions."""
 
     service: str
     name: str
@@ -139,7 +139,7 @@ FETCH = _method(WEIGHTS_SERVICE, "Fetch", "unary_stream", weights_pb2.FetchReque
 def service_handler(
     service: str, behaviours: Iterable[tuple[Method[Any, Any], Callable[..., object]]]
 ) -> grpc.GenericRpcHandler:
-    """Everything that one service answers, ready for `server.add_generic_rpc_handlers`."""
+    """Return the handler of a whole service, for `server.add_generic_rpc_handlers`."""
     return grpc.method_handlers_generic_handler(
         service, {method.name: method.handler(behaviour) for method, behaviour in behaviours}
     )

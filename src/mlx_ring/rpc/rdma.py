@@ -1,10 +1,11 @@
-"""The matrix of RDMA devices that MLX's jaccl reads: which device of each rank leads to each other one. Pure.
+"""Matrix of RDMA devices that MLX's jaccl reads: which device of each rank leads to each other one. Pure.
 
     [[null, "rdma_en2"],
      ["rdma_en2", null]]
 
-A place may also be a list of names, one for each cable between the two. MLX takes a mesh, in which every two are
-connected, and a ring, in which neighbours are, all by equally many cables. (`mlx/distributed/jaccl/lib/jaccl/jaccl.cpp`)
+An entry may also be a list of names, one for each cable between the two. MLX takes a mesh, in which every two are
+connected, and a ring, in which neighbours are, all by equally many cables.
+(`mlx/distributed/jaccl/lib/jaccl/jaccl.cpp`)
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from typing import Final, cast
 from mlx_ring.core.errors import ConfigError
 
 Matrix = tuple[tuple[tuple[str, ...], ...], ...]
-"""By rank, by other rank: the devices, one for each cable."""
+"""Devices by rank and other rank, one for each cable."""
 
 _DEVICE: Final = re.compile(r"rdma_en\d+")
 _MEND: Final = "`mlx.distributed_config --backend jaccl` writes such a file"
 
 
 def read_matrix(rows: Sequence[object], hosts: Sequence[str], where: str) -> Matrix:
-    """The matrix that the rows of a hostfile make.
+    """Read the matrix from the rows of a hostfile.
 
     Args:
         rows: `rdma` of each host.
-        hosts: their names, for sentences.
+        hosts: their names, for errors.
         where: the file.
 
     Raises:
-        ConfigError: it is not square, leads from a host to itself, names what is no RDMA device, connects two from one
-            side only, or makes neither a mesh nor a ring.
+        ConfigError: it is not square, leads from a host to itself, names something other than an RDMA device, connects
+            two from one side only, or makes neither a mesh nor a ring.
     """
     matrix = tuple(_read_row(row, place, hosts, where) for place, row in enumerate(rows))
     for one, row in enumerate(matrix):
@@ -52,26 +53,26 @@ def read_matrix(rows: Sequence[object], hosts: Sequence[str], where: str) -> Mat
 
 
 def is_mesh(matrix: Matrix) -> bool:
-    """Whether every two are connected."""
+    """Report whether every two are connected."""
     return all(
         bool(devices) != (one == other) for one, row in enumerate(matrix) for other, devices in enumerate(row)
     )
 
 
 def is_ring(matrix: Matrix) -> bool:
-    """Whether each is connected with the next, and all by equally many cables."""
+    """Report whether each is connected with the next, and all by equally many cables."""
     size = len(matrix)
     cables = {len(matrix[one][(one + step) % size]) for one in range(size) for step in (1, -1)}
     return len(cables) == 1 and cables != {0}
 
 
 def as_json(matrix: Matrix) -> list[list[str | list[str] | None]]:
-    """As MLX reads it from the file of MLX_IBV_DEVICES."""
+    """Return the matrix as MLX reads it from the file of MLX_IBV_DEVICES."""
     return [[_entry(devices) for devices in row] for row in matrix]
 
 
 def part_of(matrix: Matrix, ranks: Sequence[int]) -> Matrix:
-    """The matrix of some of the ranks, in their order."""
+    """Return the matrix of some of the ranks, in their order."""
     return tuple(tuple(matrix[one][other] for other in ranks) for one in ranks)
 
 
@@ -101,7 +102,7 @@ def _read_entry(entry: object, host: str, where: str) -> tuple[str, ...]:
 
 
 def _first_gap(matrix: Matrix) -> tuple[int, int]:
-    """Two that are not connected; neighbours with unlike numbers of cables where all are."""
+    """Return two that are not connected, or neighbours with unequal numbers of cables if all are."""
     size = len(matrix)
     gaps = (
         (one, other)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_ring.api.ops.events import Feed
+from mlx_ring.api.ops.events import EventFeed
 from mlx_ring.core.errors import Overloaded
 from mlx_ring.core.logs import LogLine
 
@@ -33,8 +33,8 @@ class World:
     def after(self, number: int) -> list[LogLine]:
         return self.lines[number:]
 
-    def feed(self, *, every_s: float = 0.001, most: int = 8) -> Feed:
-        return Feed(self.look, self.after, every_s=every_s, most=most)
+    def feed(self, *, every_s: float = 0.001, most: int = 8) -> EventFeed:
+        return EventFeed(self.look, self.after, every_s=every_s, most=most)
 
 
 async def told(events: AsyncGenerator[bytes]) -> tuple[str, Any]:
@@ -45,7 +45,7 @@ async def told(events: AsyncGenerator[bytes]) -> tuple[str, Any]:
 
 def test_a_watcher_is_told_everything_once_and_then_what_changes() -> None:
     async def watch() -> None:
-        async with World().feed().watching() as events:
+        async with World().feed().subscribe() as events:
             assert await told(events) == ("state", {"looks": 1, "other": {"same": True}})
             for looks in (2, 3):
                 change = [{"op": "replace", "path": "/looks", "value": looks}]
@@ -57,7 +57,7 @@ def test_a_watcher_is_told_everything_once_and_then_what_changes() -> None:
 def test_who_missed_a_change_is_told_everything_again() -> None:
     async def watch() -> None:
         world = World()
-        async with world.feed().watching() as events:
+        async with world.feed().subscribe() as events:
             await told(events)
             while await world.seen.get() < 4:
                 pass
@@ -72,12 +72,12 @@ def test_nothing_is_looked_at_for_nobody_and_once_for_many() -> None:
         world = World()
         feed = world.feed(every_s=3600)
         assert world.looks == 0
-        async with feed.watching() as one, feed.watching() as other:
+        async with feed.subscribe() as one, feed.subscribe() as other:
             assert await told(one) == await told(other)
             assert world.looks == 1
         tasks = asyncio.all_tasks()
         assert tasks == {asyncio.current_task()}
-        async with feed.watching() as events:
+        async with feed.subscribe() as events:
             assert (await told(events))[1]["looks"] == 2
 
     asyncio.run(watch())
@@ -86,10 +86,10 @@ def test_nothing_is_looked_at_for_nobody_and_once_for_many() -> None:
 def test_who_comes_while_the_last_one_leaves_is_told_everything() -> None:
     async def watch() -> None:
         feed = World().feed(every_s=3600)
-        leaving = feed.watching()
+        leaving = feed.subscribe()
         await leaving.__aenter__()
         gone = asyncio.create_task(leaving.__aexit__(None, None, None))
-        coming = feed.watching()
+        coming = feed.subscribe()
         await asyncio.sleep(0)
         assert not gone.done()
         events = await coming.__aenter__()
@@ -103,10 +103,10 @@ def test_who_comes_while_the_last_one_leaves_is_told_everything() -> None:
 def test_one_watcher_too_many_is_told_when_to_come_again_and_a_place_becomes_free() -> None:
     async def watch() -> None:
         feed = World().feed(most=1)
-        async with feed.watching():
+        async with feed.subscribe():
             with pytest.raises(Overloaded, match="1 watch already"):
-                await feed.watching().__aenter__()
-        async with feed.watching() as events:
+                await feed.subscribe().__aenter__()
+        async with feed.subscribe() as events:
             assert (await told(events))[0] == "state"
 
     asyncio.run(watch())
@@ -116,7 +116,7 @@ def test_lines_of_the_log_are_told_once_each() -> None:
     async def watch() -> None:
         world = World()
         world.log("first")
-        async with world.feed().watching() as events:
+        async with world.feed().subscribe() as events:
             await told(events)
             name, lines = await told(events)
             assert (name, [line["text"] for line in lines]) == ("log", ["first"])
@@ -137,7 +137,7 @@ def test_a_look_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None
             return state
 
     async def watch() -> None:
-        async with Failing().feed().watching() as events:
+        async with Failing().feed().subscribe() as events:
             await told(events)
             assert await told(events) == ("change", [{"op": "replace", "path": "/looks", "value": 3}])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hypothesis import given
@@ -20,7 +21,7 @@ DOCUMENTS = st.recursive(
 )
 
 
-def applied(document: Any, operations: list[dict[str, Any]]) -> Any:
+def applied(document: Any, operations: Sequence[Mapping[str, Any]]) -> Any:
     whole = {"root": copy.deepcopy(document)}
     for operation in operations:
         place: Any = whole

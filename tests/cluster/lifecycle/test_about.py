@@ -1,4 +1,4 @@
-"""What a machine tells of the programs on it."""
+"""Descriptions of the programs on a machine."""
 
 from __future__ import annotations
 

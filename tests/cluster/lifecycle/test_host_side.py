@@ -1,4 +1,4 @@
-"""What a machine does when it is told."""
+"""Commands that run on each machine of a cluster."""
 
 from __future__ import annotations
 

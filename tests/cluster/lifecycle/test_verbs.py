@@ -1,4 +1,4 @@
-"""Starting and ending everything, on machines that are stood in for at the commands they are told."""
+"""Start and stop of a cluster, on machines whose commands are simulated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE = DevicesFile((Device("a", "a", is_coordinator=True), Device("b", "b"), Dev
 
 
 class Machines:
-    """What each is told, and what it answers with: by machine and verb, errors first; None is none."""
+    """Simulated machines that record commands and fail with the given errors, by machine and verb; None is success."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, failing: Mapping[tuple[str, str], Sequence[HostFailed | None]]
@@ -71,8 +71,8 @@ def start() -> verbs.Started:
 def test_a_machine_that_cannot_be_stopped_does_not_keep_others_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    machines = Machines(monkeypatch, {("a", "stop"): [HostFailed("a is gone.")]})
-    with pytest.raises(HostFailed, match=r"^a is gone\.$"):
+    machines = Machines(monkeypatch, {("a", "stop"): [HostFailed("a is lost.")]})
+    with pytest.raises(HostFailed, match=r"^a is lost\.$"):
         start()
     assert {name for name, verb in machines.told if verb == "stop"} == {"a", "b", "c"}
 
@@ -80,13 +80,13 @@ def test_a_machine_that_cannot_be_stopped_does_not_keep_others_running(
 def test_the_reason_of_a_failed_start_is_reported_even_if_stopping_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    failing = {("b", "run"): [HostFailed("b has no room.")], ("c", "stop"): [None, HostFailed("c is gone.")]}
+    failing = {("b", "run"): [HostFailed("b has no room.")], ("c", "stop"): [None, HostFailed("c is lost.")]}
     machines = Machines(monkeypatch, failing)
     told: list[str] = []
     with pytest.raises(HostFailed, match=r"^b has no room\.$"):
         verbs.start(FILE, "demo", tell=told.append, store=STORE, timeout_s=60.0)
     assert machines.told.count(("b", "stop")) == 2
-    assert told[-1] == "Not all of it was ended: c is gone."
+    assert told[-1] == "Not everything was stopped: c is lost."
 
 
 def test_a_short_network_failure_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from mlx_ring.core.errors import HostFailed
 BOARD = Python("/bin/python3", "linux", "aarch64", "3.12", "glibc", (2, 36))
 MINI = Python("/bin/python3", "darwin", "arm64", "3.13", "macos", (15, 3))
 WANTED = Wanted(
-    ("top", "on-linux; sys_platform == 'linux'", "on-mac; sys_platform == 'darwin'", "gone; python_version < '3.12'"),
+    ("top", "on-linux; sys_platform == 'linux'", "on-mac; sys_platform == 'darwin'", "absent; python_version < '3.12'"),
     exact=("top==1.0",),
     preferred=("low==1.0", "only-new==1.0"),
 )  # fmt: skip
@@ -38,7 +38,7 @@ def write_wheel(folder: Path, name: str, version: str, tag: str, *requires: str)
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelStore:
-    """A folder with wheels of a few packages; no index can be reached."""
+    """Return a store with a folder of a few wheels; no index can be reached."""
     monkeypatch.setenv("UV_OFFLINE", "1")
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
     given = tmp_path / "given"

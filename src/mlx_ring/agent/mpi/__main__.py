@@ -16,7 +16,7 @@ from mlx_ring.host.child import watch_lifeline
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Tell the places, and serve until the agent ends this or is gone."""
+    """Report the environment of each rank, and serve until the agent ends."""
     options = _parse(arguments)
     watch_lifeline(options.lifeline_fd, lambda: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

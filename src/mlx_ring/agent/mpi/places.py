@@ -52,11 +52,11 @@ async def _serve(
     socket = f"{folder}/s"
     told: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         told.set_result(await reader.read())
         writer.close()
 
-    async with await asyncio.start_unix_server(hear, socket):
+    async with await asyncio.start_unix_server(receive, socket):
         child = await ChildProcess.start(
             _MODULE,
             ["--ranks", str(len(joined)), "--folder", folder, "--tell", socket],

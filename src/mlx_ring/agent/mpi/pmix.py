@@ -63,7 +63,7 @@ class PmixServer:
     """Serves one job from the moment that it is made to the end of the process."""
 
     def __init__(self, ranks: int, folder: Path) -> None:
-        """For so many ranks; files and sockets go to the folder.
+        """Start a server for a number of ranks; files and sockets are in the folder.
 
         Raises:
             ConfigError: the library is missing, or refuses.
@@ -75,7 +75,7 @@ class PmixServer:
         self._begin(folder)
         self._register(ranks, folder)
         self.places: Sequence[Mapping[str, str]] = [self._place(rank) for rank in range(ranks)]
-        """What each rank needs in its environment."""
+        """Return the environment of each rank."""
 
     def _begin(self, folder: Path) -> None:
         where = os.fsencode(folder)
@@ -85,7 +85,7 @@ class PmixServer:
         self._check("PMIx_server_init", ctypes.byref(module), infos, ctypes.c_size_t(len(infos)))
 
     def _register(self, ranks: int, folder: Path) -> None:
-        """All of them are on this one machine, and of one program."""
+        """Register all ranks as one program on this machine."""
         machine, everyone = socket.gethostname().encode(), ",".join(map(str, range(ranks))).encode()
         infos = _infos(
             [
@@ -142,7 +142,7 @@ class PmixServer:
         return dict(os.fsdecode(entry).split("=", 1) for entry in _strings(variables)) | self._for_open_mpi()
 
     def _for_open_mpi(self) -> dict[str, str]:
-        """Open MPI 4 takes itself for a job of one rank unless it is told of a daemon; it calls none, so that none is there."""
+        """Variables of a daemon, without which Open MPI 4 assumes a job of one rank; it never calls the daemon."""
         nobody = f"{int(self._job) - 1}.0;tcp://127.0.0.1:9"
         return {
             "OMPI_MCA_orte_launch": "1",
@@ -182,7 +182,7 @@ def _infos(infos: Sequence[_Info]) -> ctypes.Array[_Info]:
 
 
 def _strings(array: Any) -> Sequence[bytes]:
-    """Of a C array that ends with null."""
+    """Return the items of a null-terminated C array."""
     found: list[bytes] = []
     while (entry := array[len(found)]) is not None:
         found.append(entry)

@@ -1,9 +1,4 @@
-"""The bodies of `/v1/messages` and `/v1/messages/count_tokens`.
-
-What messages consist of, as Anthropic has it.
-
-What a request of Anthropic's asks for, in the form that every dialect is read into.
-"""
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens`, and what the chat request makes of them."""
 
 from __future__ import annotations
 
@@ -13,9 +8,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from mlx_ring.api.chat import request as asked
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, ToolUse, join_neighbours, template_call
+from mlx_ring.api.chat.request import Tool as ChatTool
 from mlx_ring.api.openai.messages import Parameters, check_names, choose
 from mlx_ring.api.openai.sampling import Count, SamplingFields, StopString, one_or_many
 from mlx_ring.api.request_body import Body, Refused
@@ -53,7 +48,7 @@ class ToolUseBlock(Block):
     name: str
     input: dict[str, object]
     caller: dict[str, object] | None = None
-    """Who made the call; always the model itself."""
+    """Maker of the call; always the model itself."""
     toolset_name: None = None
 
 
@@ -69,7 +64,7 @@ class ThinkingBlock(Block):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
-    """Of whoever made it; not verified: what the model thought is the client's to tell."""
+    """Signature of the reasoning. It is not verified: the client decides what the model reasoned."""
 
 
 class RedactedThinkingBlock(Block):
@@ -110,7 +105,7 @@ Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discri
 
 
 def text_of(content: str | Sequence[TextBlock]) -> str:
-    """Blocks are paragraphs of their own."""
+    """Return the text of blocks, a paragraph each."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
@@ -147,7 +142,7 @@ class Tool(Body):
 class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """Of a `tool`."""
+    """Name of a `tool`."""
     disable_parallel_tool_use: bool | None = None
 
 
@@ -155,7 +150,7 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
     display: Literal["summarized", "omitted"] | None = None
-    """Whether what was thought is shown; it is never summarized."""
+    """Form in which reasoning is shown; it is never summarized."""
 
 
 class OutputFormat(Body):
@@ -179,7 +174,7 @@ class ClearThinking(Body):
 
     @property
     def turns(self) -> int | None:
-        """How many of the last turns keep what was thought; None: all."""
+        """Number of the last turns that keep their reasoning; None: all."""
         if self.keep == "all" or (self.keep is not None and self.keep.type == "all"):
             return None
         return 1 if self.keep is None else self.keep.value
@@ -193,7 +188,7 @@ _Stateless = Annotated[None, Refused("answers are not kept here; send the whole 
 
 
 class PromptFields(Body):
-    """What makes the prompt. Of the fields without a meaning here, `metadata` and `service_tier` are dropped before."""
+    """Fields that make the prompt. `metadata` and `service_tier`, which mean nothing here, are dropped before."""
 
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -210,7 +205,7 @@ class PromptFields(Body):
     diagnostics: dict[str, object] | None = None
     """Asks what the cache missed, where it did; `usage` says how much was found."""
     thread: _Stateless = None
-    """Of a conversation that the server keeps; SDKs go on without when they are told so."""
+    """Conversation that the server keeps; SDKs repeat the request without it when it is refused."""
     chat_template_kwargs: dict[str, object] | None = None
     """More of what the model's chat template knows; not Anthropic's."""
 
@@ -221,7 +216,7 @@ class CountTokensRequest(PromptFields):
 
 class MessagesRequest(PromptFields, SamplingFields):
     max_tokens: Annotated[int, Field(ge=0)]
-    """0: the prompt is computed and kept, for requests that begin alike; there is no answer."""
+    """0: the prompt is computed and kept for requests with the same beginning, without an answer."""
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
     stream: bool | None = None
@@ -240,7 +235,7 @@ Plain = dict[str, object]
 
 
 def conversation_of(fields: PromptFields, format_: ChatFormat) -> Conversation:
-    """The chat so far, and what its next answer should be like.
+    """Return the chat request of a body.
 
     Args:
         fields: the request.
@@ -289,7 +284,7 @@ def _user(block: UserBlock, names: dict[str, str]) -> Plain:
 
 
 def _result(block: ToolResultBlock) -> Plain:
-    """Templates know no failed call: the text must say it."""
+    """Return a tool's result. Templates have no failed calls, so the text must say it."""
     text = text_of(block.content)
     return {
         "role": "tool",
@@ -308,14 +303,16 @@ def _assistant(blocks: Sequence[AssistantBlock]) -> Plain:
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
-    thought = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    reasoning = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     return (
-        plain | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thought} if thought else {})
+        plain
+        | ({"tool_calls": calls} if calls else {})
+        | ({"reasoning_content": reasoning} if reasoning else {})
     )
 
 
 def _continues(messages: Sequence[Message]) -> bool:
-    """A last message of the assistant's is the beginning of the answer."""
+    """Return True where a last message of the assistant begins the answer."""
     last = messages[-1]
     if not isinstance(last, AssistantMessage):
         return False
@@ -332,8 +329,8 @@ def _clear_thinking(messages: Sequence[Plain], fields: PromptFields) -> None:
     edits = (fields.context_management.edits if fields.context_management else None) or ()
     kept = [edit.turns for edit in edits if edit.turns is not None]
     if kept:
-        thought = [message for message in messages if "reasoning_content" in message]
-        for message in thought[: -min(kept)]:
+        reasoned = [message for message in messages if "reasoning_content" in message]
+        for message in reasoned[: -min(kept)]:
             del message["reasoning_content"]
 
 
@@ -358,8 +355,8 @@ def _tool_use(fields: PromptFields) -> ToolUse:
     return choose(use, "required", [choice.name], "tool_choice.name")
 
 
-def _tool(tool: Tool) -> asked.Tool:
-    return asked.Tool(tool.name, tool.description, tool.input_schema, strict=bool(tool.strict))
+def _tool(tool: Tool) -> ChatTool:
+    return ChatTool(tool.name, tool.description, tool.input_schema, strict=bool(tool.strict))
 
 
 def _format(fields: PromptFields) -> AnswerFormat:
@@ -371,16 +368,16 @@ def _format(fields: PromptFields) -> AnswerFormat:
 
 
 def _template_kwargs(fields: PromptFields, format_: ChatFormat) -> Plain:
-    """What the template knows of: clients ask for thoughts without knowing which model they ask.
+    """Return the arguments that the template knows, because clients request reasoning without knowing the model.
 
-    A client's own word goes before what follows from other fields.
+    The client's own arguments take precedence over those that follow from other fields.
     """
     kwargs: Plain = {}
     thinking, effort = fields.thinking, None if fields.output_config is None else fields.output_config.effort
     if thinking is not None:
         if thinking.type == "disabled" and thinking.budget_tokens is not None:
             raise RequestError(
-                "'thinking.budget_tokens' is for thoughts, and 'thinking.type' is 'disabled'; leave it out.",
+                "'thinking.budget_tokens' is for reasoning, and 'thinking.type' is 'disabled'; leave it out.",
                 param="thinking.budget_tokens",
             )
         kwargs |= dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled")

@@ -64,13 +64,13 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 class MessageStream:
-    """A message's events as they are sent. What keeps a stream alive is Anthropic's own ping."""
+    """Events of a message as they are sent. Anthropic's ping keeps the stream alive."""
 
     media_type = EVENT_STREAM
     keep_alive = event(PING, "ping")
 
     def __init__(self, writer: MessageWriter, sampling: SamplingParams, costs: Costs) -> None:
-        """`costs` are those that are known before the answer."""
+        """Take the costs that are known before the answer."""
         self._writer = writer
         self._sampling = sampling
         self._costs = costs

@@ -1,7 +1,4 @@
-"""An answer in Anthropic's words: its blocks as events, and as they stand in the end.
-
-What Anthropic's routes answer, as schemas for `/openapi.json`.
-"""
+"""Writer of Anthropic's answers, whole and as events, and their types for `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -24,18 +21,18 @@ class Costs:
 
     prompt: int
     cached: int = 0
-    """Of the prompt; Anthropic counts them apart from the rest of it."""
+    """Number of the prompt's cached tokens; Anthropic counts them apart from the rest of it."""
     completion: int = 0
     thinking: int = 0
-    """Of the completion."""
+    """Number of the completion's tokens that are reasoning."""
 
     def usage(self) -> Json:
-        """Of a whole message: what other servers would tell of themselves is null."""
+        """Return the usage of a whole message; what only other servers report is null."""
         nothing = dict.fromkeys(("cache_creation", "inference_geo", "service_tier"))
         return self.delta_usage() | nothing
 
     def delta_usage(self) -> Json:
-        """As it stands at the end of a stream."""
+        """Return the usage at the end of a stream."""
         return {
             "input_tokens": self.prompt - self.cached,
             "cache_creation_input_tokens": 0,
@@ -73,7 +70,7 @@ class MessageWriter:
         self._open: str | None = None
         """The kind of the last block, while it is not closed."""
         self._text = ""
-        """What it has got so far."""
+        """Text of the last block so far."""
 
     def opening(self, costs: Costs) -> Iterator[Json]:
         start = self._message() | _ended(None, None) | {"usage": costs.usage()}
@@ -83,9 +80,9 @@ class MessageWriter:
     def part(self, part: AnswerPart) -> Iterator[Json]:
         match part:
             case ReasoningText():
-                yield from self._thought(part.text)
+                yield from self._add_reasoning(part.text)
             case AnswerText():
-                yield from self._said(part.text)
+                yield from self._add_text(part.text)
             case CallOpening():
                 yield from self._start(_call(part))
             case CallArguments():
@@ -98,7 +95,7 @@ class MessageWriter:
         yield {"type": "message_stop"}
 
     def whole(self, stop: Stop, costs: Costs) -> Json:
-        """The message, after its last part."""
+        """Return the message, after its last part."""
         list(self._stop())
         return self._message() | stop.fields() | {"usage": costs.usage()}
 
@@ -111,14 +108,14 @@ class MessageWriter:
             "content": list(self._content),
         }
 
-    def _thought(self, text: str) -> Iterator[Json]:
+    def _add_reasoning(self, text: str) -> Iterator[Json]:
         if self._open != "thinking":
             yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
         self._text += text
         if self._shows_thinking:
             yield self._delta({"type": "thinking_delta", "thinking": text})
 
-    def _said(self, text: str) -> Iterator[Json]:
+    def _add_text(self, text: str) -> Iterator[Json]:
         if self._open != "text":
             yield from self._start({"type": "text", "text": "", "citations": None})
         self._text += text
@@ -165,13 +162,16 @@ def _call(opening: CallOpening) -> Json:
     }
 
 
-def _signature(thought: str) -> str:
-    """Clients want one, and send it back with what was thought. It says which text it belongs to, and proves nothing."""
-    return base64.b64encode(hashlib.blake2b(thought.encode(), digest_size=24).digest()).decode()
+def _signature(reasoning: str) -> str:
+    """Return a signature, because clients want one and send it back.
+
+    It names the text that it belongs to, and proves nothing.
+    """
+    return base64.b64encode(hashlib.blake2b(reasoning.encode(), digest_size=24).digest()).decode()
 
 
 def _object(arguments: str) -> object:
-    """Arguments that a limit cut short are no JSON; what ended the answer tells of it."""
+    """Return arguments as an object; those that a limit cut short are no JSON, and come out empty."""
     try:
         return json.loads(arguments or "{}")
     except json.JSONDecodeError:

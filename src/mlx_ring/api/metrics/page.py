@@ -26,12 +26,13 @@ from mlx_ring.api.metrics.machines import (
 )
 from mlx_ring.api.metrics.requests import gauge, replicas_of, request_families, step_families
 from mlx_ring.api.middleware.http_metrics import HttpMeter
-from mlx_ring.api.openapi import documented_get
-from mlx_ring.api.ops import answers as about
+from mlx_ring.api.openapi import RouteDoc, documented_get
 from mlx_ring.api.service import ModelCatalog
 
 _END = b"# EOF\n"
 """Of a page of OpenMetrics."""
+
+_DOC: RouteDoc[Response] = RouteDoc("Metrics for Prometheus", None, {"text/plain": None})
 
 
 class Numbers:
@@ -93,5 +94,5 @@ def routes(context: ApiContext, http: HttpMeter) -> APIRouter:
         page = await written(chain(numbers.collect(), process.collect()), encode)
         return Response(page, headers={"content-type": media_type})
 
-    documented_get(router, "/metrics", metrics, about.METRICS)
+    documented_get(router, "/metrics", metrics, _DOC)
     return router

@@ -1,1 +1,1 @@
-"""Ollama's API: `/api/...`, where a stream is a JSON object in each line, and streaming is what happens unless told not to."""
+"""Ollama's API: `/api/...`, with streams of one JSON object a line, which are the default."""

@@ -38,10 +38,10 @@ class EmbedRequest(Body):
     model: str | None = None
     input: Texts
     truncate: bool | None = None
-    """Whether what is longer than the context is cut; on if nothing is said."""
+    """True, the default, where texts longer than the context are cut."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
     options: Options | None = None
-    """Of these only `num_ctx` says anything of an embedding."""
+    """Options, of which only `num_ctx` concerns an embedding."""
     keep_alive: KeepAlive | None = None
 
 

@@ -49,9 +49,9 @@ class ShownModel(NamedModel):
 
 class PulledModel(NamedModel):
     stream: bool | None = None
-    """Whether the one line is a stream of lines."""
+    """True where the one line is a stream of lines."""
     insecure: bool | None = None
-    """About a connection to a registry; there is none, for nothing is fetched."""
+    """Setting of a connection to a registry; nothing is fetched here."""
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -151,7 +151,7 @@ def _shown(context: ApiContext, model: ModelService) -> Json:
 
 
 def _parameters(model: ModelService) -> str:
-    """What requests that say nothing get, a line each."""
+    """Return the defaults of requests, a line each."""
     values = {
         OPTION_NAMES.get(name, name): getattr(model.default_sampling, name) for name in ADVISED_SAMPLING
     }

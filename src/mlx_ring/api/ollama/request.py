@@ -1,9 +1,4 @@
-"""Ollama's `options`: how tokens are drawn, and what else its own engine could be told.
-
-The conversation as Ollama has it, and as chat templates read it.
-
-Names of models as Ollama's clients write them, and how long they are to stay.
-"""
+"""Bodies of Ollama's API: messages, options and names of models, and what the chat request makes of them."""
 
 from __future__ import annotations
 
@@ -89,10 +84,10 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def read_think(format_: ChatFormat, think: Think | None) -> dict[str, object]:
-    """What the model's template calls it; nothing where the template decides.
+    """Return the template arguments for `think`; none where the template decides.
 
     Raises:
-        RequestError: the model does not think, or cannot be told how much.
+        RequestError: the model has no reasoning, or no such setting of it.
     """
     if think is None:
         return {}
@@ -100,12 +95,12 @@ def read_think(format_: ChatFormat, think: Think | None) -> dict[str, object]:
         return effort_arguments(format_, think or "none", param="think")
     switch = next((name for name in _SWITCHES if format_.knows(name)), None)
     if switch is None and format_.thinking is None:
-        raise RequestError("'think' is true, and this model does not think; leave it out.", param="think")
+        raise RequestError("'think' is true, and this model has no reasoning; leave it out.", param="think")
     return {} if switch is None else {switch: True}
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """As chat templates read them."""
+    """Return the messages as chat templates read them."""
     return [_template_message(message) for message in messages]
 
 
@@ -147,7 +142,7 @@ KeepAlive = Duration | int | float
 
 
 def find_model(context: ApiContext, name: str | None) -> ModelService:
-    """The model of that name, with or without the tag that Ollama puts behind those that have none.
+    """Return the model of a name, with or without the tag that Ollama adds to names without one.
 
     Raises:
         UnknownModel: there is none.
@@ -161,7 +156,7 @@ def find_model(context: ApiContext, name: str | None) -> ModelService:
 
 
 def unloads_at_once(keep_alive: KeepAlive | None) -> bool:
-    """Whether no time at all is asked for: of a request without a prompt that means to unload."""
+    """Return True where `keep_alive` is no time at all, which unloads the model if there is no prompt."""
     if isinstance(keep_alive, str):
         return _NO_TIME.fullmatch(keep_alive) is not None
     return keep_alive is not None and keep_alive == 0
@@ -184,7 +179,7 @@ Stops = Annotated[
 
 
 def _off(value: float) -> float:
-    """1 switches these filters off."""
+    """Accept only 1, which turns these filters off."""
     if value != 1:
         raise PydanticCustomError(
             "unsupported", "is not supported: this server has no such filter; leave it out."
@@ -209,7 +204,7 @@ class Options(DrawFields):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     num_keep: int | None = None
-    """Of a context that is full, which here ends the answer."""
+    """Setting of a full context, which ends the answer here."""
     penalize_newline: bool | None = None
     num_batch: int | None = None
     """This and what follows say how Ollama would load the model, and nothing of the answer."""
@@ -235,7 +230,7 @@ _Dropped = Annotated[
 
 
 class CommonFields(Body):
-    """What `/api/chat` and `/api/generate` both take."""
+    """Fields that `/api/chat` and `/api/generate` share."""
 
     model_config = ConfigDict(json_schema_extra={"dependentSchemas": needs("top_logprobs", of="logprobs")})
 
@@ -265,7 +260,7 @@ class CommonFields(Body):
 def read_sampling(
     fields: CommonFields, service: ModelService, default_max_tokens: int | None
 ) -> SamplingParams:
-    """The engine's parameters; what is left open is the model's default.
+    """Return the engine's parameters; what is left open is the model's default.
 
     Raises:
         RequestError: a longer context is asked for than the model has, or what makes no sense alone.
@@ -290,7 +285,7 @@ def read_sampling(
 
 
 def check_context(options: Options | None, service: ModelService) -> None:
-    """Raises `RequestError` for a context that the model has not."""
+    """Raise `RequestError` for a context that is longer than the model's."""
     asked = None if options is None else options.num_ctx
     if asked is not None and asked > service.context_length:
         raise RequestError(

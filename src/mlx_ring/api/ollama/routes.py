@@ -64,7 +64,7 @@ async def load_or_unload(
     keep_alive: KeepAlive | None,
     writer: LineWriter,
 ) -> Response:
-    """One object, also where a stream was asked for: it is a stream of one line."""
+    """Load or unload the model, and answer with one object, which is also a stream of one line."""
     if unloads_at_once(keep_alive):
         check_manager(request, context.settings)
         await context.catalog.unload(service, force=False)
@@ -119,7 +119,7 @@ async def respond(
     *,
     streams: bool,
 ) -> Response:
-    """The one answer, streamed or whole."""
+    """Return the one answer, streamed or whole."""
     if streams:
         return stream_chat(engine, prepared, writer, keep_alive_s=context.settings.keep_alive_s)
     (answer,) = await answer_chat(request, engine, prepared)
@@ -145,8 +145,8 @@ class GenerateFields(CommonFields):
     """Empty: the model is loaded, or with a `keep_alive` of 0 unloaded."""
     system: str | None = None
     raw: bool | None = None
-    """The prompt goes to the model as it is, without its chat template."""
-    suffix: Annotated[None, Refused("a text is gone on with at its end alone; leave it out.", ("",))] = None
+    """True where the prompt goes to the model as it is, without its chat template."""
+    suffix: Annotated[None, Refused("text can be added at its end only; leave it out.", ("",))] = None
     template: Annotated[
         None,
         Refused("the model's own chat template is used, and 'raw' goes without; leave it out.", ("",)),
@@ -196,7 +196,7 @@ async def _prepare_raw(
     sampling: SamplingParams,
     request_id: str,
 ) -> PreparedChat:
-    """Of an answer that is text alone, whatever it looks like."""
+    """Prepare an answer that is read as text only."""
     plain, asked = ChatFormat(), Conversation(messages=(), format=read_format(fields.format))
     grammar = answer_grammar(plain, asked, thinking_open=False)
     await context.grammars.check(grammar, asked)
@@ -207,7 +207,7 @@ async def _prepare_raw(
 
 
 def _check_raw(fields: GenerateFields) -> None:
-    """What only a chat template has a place for is refused where none is used."""
+    """Refuse fields that need a chat template where none is used."""
     given = {"system": fields.system, "think": fields.think}
     for name, value in given.items():
         if value:

@@ -1,7 +1,4 @@
-"""Answers in Ollama's piece_fields: a JSON object for each piece, and a last one with what it took.
-
-What Ollama's routes answer, as schemas for `/openapi.json`.
-"""
+"""Writer of Ollama's answers, a JSON object a piece, and their types for `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from mlx_ring.core.types import TokenLogprob
 _SECOND_NS = 1_000_000_000
 
 PieceFields = Callable[[str, str, Sequence[Call]], Json]
-"""How content, thought and calls are told: `/api/chat` and `/api/generate` differ in nothing else."""
+"""Writer of content, reasoning and calls, in which `/api/chat` and `/api/generate` differ."""
 
 
 class Stopwatch:
@@ -35,7 +32,7 @@ class Stopwatch:
         self._loaded = time.monotonic_ns()
 
     def durations(self) -> Json:
-        """Nanoseconds, so far."""
+        """Return the durations so far, in nanoseconds."""
         return {
             "total_duration": time.monotonic_ns() - self._began,
             "load_duration": self._loaded - self._began,
@@ -51,7 +48,7 @@ class LineWriter:
     def __init__(
         self, model: str, watch: Stopwatch, piece_fields: PieceFields, texts: TokenTexts | None
     ) -> None:
-        """`model` as the request calls it; `texts` where log-probabilities are asked for."""
+        """Take `model` as the request names it, and `texts` where log-probabilities are requested."""
         self._model = model
         self._watch = watch
         self._piece_fields = piece_fields
@@ -73,7 +70,7 @@ class LineWriter:
         return last | self._scored(answer.logprobs)
 
     def loaded(self, reason: str) -> Json:
-        """The answer to a request that asks nothing: the model was loaded, or unloaded."""
+        """Return the answer to a request without a prompt: the model was loaded, or unloaded."""
         return self._piece("", "", ()) | {"done": True, "done_reason": reason}
 
     def _lines(self, update: AnswerUpdate, answer: ChatAnswer) -> Iterator[bytes]:
@@ -99,7 +96,7 @@ class LineWriter:
                 return []
 
     def _calls(self, complete: Sequence[Call]) -> list[Json]:
-        """Those that were not told yet."""
+        """Return the calls that were not sent yet."""
         fresh, self._told_calls = complete[self._told_calls :], max(self._told_calls, len(complete))
         return [self._piece("", "", fresh)] if fresh else []
 
@@ -113,28 +110,28 @@ class LineWriter:
         ]
         return {"logprobs": tokens}
 
-    def _piece(self, content: str, thought: str, calls: Sequence[Call]) -> Json:
+    def _piece(self, content: str, reasoning: str, calls: Sequence[Call]) -> Json:
         piece: Json = {"model": self._model, "created_at": now()}
-        return piece | self._piece_fields(content, thought, calls) | {"done": False}
+        return piece | self._piece_fields(content, reasoning, calls) | {"done": False}
 
-    def _last(self, answer: ChatAnswer, content: str, thought: str, calls: Sequence[Call]) -> Json:
+    def _last(self, answer: ChatAnswer, content: str, reasoning: str, calls: Sequence[Call]) -> Json:
         ended: Json = {"done": True, "done_reason": "length" if answer.end == "length" else "stop"}
-        return self._piece(content, thought, calls) | ended | self._watch.durations() | _evaluations(answer)
+        return self._piece(content, reasoning, calls) | ended | self._watch.durations() | _evaluations(answer)
 
 
-def chat_fields(content: str, thought: str, calls: Sequence[Call]) -> Json:
+def chat_fields(content: str, reasoning: str, calls: Sequence[Call]) -> Json:
     message: Json = {"role": "assistant", "content": content}
-    if thought:
-        message["thinking"] = thought
+    if reasoning:
+        message["thinking"] = reasoning
     if calls:
         message["tool_calls"] = [_call(call) for call in calls]
     return {"message": message}
 
 
-def generate_fields(content: str, thought: str, calls: Sequence[Call]) -> Json:
+def generate_fields(content: str, reasoning: str, calls: Sequence[Call]) -> Json:
     del calls
     fields: Json = {"response": content}
-    return fields | {"thinking": thought} if thought else fields
+    return fields | {"thinking": reasoning} if reasoning else fields
 
 
 def now() -> str:
@@ -152,7 +149,7 @@ def _call(call: Call) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """Arguments that a limit cut short are no JSON; `done_reason` tells of it."""
+    """Return arguments as an object; those that a limit cut short are no JSON, and come out empty."""
     try:
         value: object = json.loads(text or "{}")
     except json.JSONDecodeError:
@@ -161,7 +158,7 @@ def _arguments(text: str) -> Json:
 
 
 def _evaluations(answer: ChatAnswer) -> Json:
-    """Tokens, and what they took. The first token of an answer belongs to its prompt's time."""
+    """Return numbers of tokens and their durations. The first token of an answer belongs to its prompt's time."""
     timings = answer.timings
     return {
         "prompt_eval_count": answer.prompt_tokens,

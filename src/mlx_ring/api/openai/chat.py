@@ -113,7 +113,7 @@ class ChatCompletionWriter:
     keep_alive = KEEP_ALIVE
 
     def __init__(self, id_: str, model: str, texts: TokenTexts | None, *, usage_chunk: bool = False) -> None:
-        """`texts` where log-probabilities are asked for."""
+        """Take `texts` where log-probabilities are requested."""
         self._body: Json = {
             "id": id_,
             "object": "",
@@ -180,12 +180,12 @@ class ChatCompletionWriter:
 
 
 def system_fingerprint() -> str:
-    """What answers: with another version of it, a seed may give another answer."""
+    """Return the server's version: with another one, a seed may give another answer."""
     return f"mlx-ring-{package_version('mlx-ring')}"
 
 
 def around_choice(body: Json, *, usage_chunk: bool) -> tuple[bytes, bytes]:
-    """A chunk's event before and after its one choice, the same throughout a stream; `body` has no choices."""
+    """Return a chunk's event before and after its one choice, which are the same throughout a stream."""
     before = json_bytes(body).removesuffix(b"]}")
     return b"data: " + before, b'],"usage":null}\n\n' if usage_chunk else b"]}\n\n"
 
@@ -219,7 +219,7 @@ def _call(call: Call) -> Json:
 
 
 def _reasoning(text: str) -> Json:
-    """Under both names: some clients know one, some the other."""
+    """Return reasoning under both names: some clients know one, some the other."""
     return {"reasoning": text, "reasoning_content": text}
 
 
@@ -256,7 +256,7 @@ def _conversation(fields: ChatRequest, format_: ChatFormat) -> Conversation:
 
 
 def _max_tokens(fields: ChatRequest, default: int | None) -> int | None:
-    """The old name and the new one mean the same; two different numbers are a mistake."""
+    """Return the limit of tokens, and refuse two different numbers under its old name and its new one."""
     new, old = fields.max_completion_tokens, fields.max_tokens
     if new is not None and old is not None and new != old:
         raise RequestError(

@@ -62,7 +62,7 @@ TextOrTokens = Annotated[
 
 
 def each(given: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
-    """One text, or the tokens of one, after the other."""
+    """Return the texts, or the token lists, of a prompt one by one."""
     if isinstance(given, str):
         return [given]
     if isinstance(given[0], int):
@@ -86,7 +86,7 @@ class CompletionRequest(AnswerFields):
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     """No other than `n`: nothing chooses among answers."""
-    suffix: Annotated[None, Refused("a text is gone on with at its end alone; leave it out.", ("",))] = None
+    suffix: Annotated[None, Refused("text can be added at its end only; leave it out.", ("",))] = None
 
 
 def routes(context: ApiContext) -> APIRouter:
@@ -148,7 +148,7 @@ class CompletionWriter:
         self._positions = [_Position(echo) for echo in self._echoes]
 
     def opening(self, index: int) -> Json | None:
-        """The echo goes out at once, or where it is scored with the first delta."""
+        """Return the echo, which comes at once, or with the first delta where it has log-probabilities."""
         echo = self._echoes[index]
         return None if not echo or self._logprobs else _choice(index, echo)
 
@@ -196,7 +196,7 @@ class CompletionWriter:
         }
 
     def _top(self, scored: TokenLogprob) -> Json:
-        """The most likely tokens, and the one at hand where it is not among them."""
+        """Return the most likely tokens, with the drawn one among them."""
         likely = (*scored.top, (scored.token, scored.logprob))
         return {self._texts[token].name: finite_logprob(logprob) for token, logprob in likely}
 
@@ -205,14 +205,14 @@ class _Position:
     """Where in a choice's text its scored tokens stand; a character counts with its last byte."""
 
     def __init__(self, echo: str) -> None:
-        """`echo`, which the text begins with, may lack the space that SentencePiece puts before its first word."""
+        """Start at the echo, which may lack the space that SentencePiece puts before its first word."""
         self._echo = echo
         self._offset = 0
         self._drops_space = bool(echo) and echo[0] != " "
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def pass_token(self, token: TokenText) -> int:
-        """Where the token begins, characters."""
+        """Return the offset at which the token begins, in characters."""
         offset = self._offset
         if token.special:
             # A prompt may spell one out; one that a tokenizer adds, or an answer has, is not in the text.
@@ -248,7 +248,7 @@ class Writer(Protocol):
 
     def opening(self, index: int) -> Json | None: ...
     def piece(self, index: int, delta: Delta) -> Json | None:
-        """None: nothing to say of this delta."""
+        """Return what this delta adds; None: nothing."""
         ...
 
     def closing(self, index: int, delta: Delta) -> Json: ...
@@ -265,14 +265,14 @@ class Task:
     chunk_object: str
     prompts: Sequence[tuple[int, ...]]
     sampling: Sequence[SamplingParams]
-    """Of the answers to each prompt."""
+    """Parameters of the answers to each prompt."""
     prompt_field: str
-    """What the request calls the prompt, for errors."""
+    """Name of the request's field with the prompt, for errors."""
     prompt_logprobs: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def generation(self, engine: Answering) -> Generation:
-        """Answers in order: those to the first prompt, those to the second, and so on."""
+        """Return the answers in order: those to the first prompt, those to the second, and so on."""
         pairs = [(prompt, params) for prompt in self.prompts for params in self.sampling]
         requests = [
             GenerateRequest(f"{self.id}-{index}", prompt, params, self.prompt_logprobs, continues_text=True)
@@ -295,14 +295,14 @@ class Task:
 
 
 async def answer_whole(request: Request, engine: Answering, task: Task, writer: Writer) -> Response:
-    """Every choice in one body, when all have ended; stops at once when the client leaves."""
+    """Return every choice in one body, when all have ended; stop at once when the client leaves."""
     answers = await while_connected(request.receive, run_task(engine, task))
     choices = [writer.whole(index, answer) for index, answer in enumerate(answers)]
     return JSONResponse(task.body(task.object, choices) | task.costs(answers))
 
 
 async def run_task(engine: Answering, task: Task) -> list[Answer]:
-    """All the answers; being cancelled stops them."""
+    """Return all the answers; cancellation stops them."""
     async with task.generation(engine) as generation:
         return await generation.run()
 
@@ -336,7 +336,7 @@ class AnswerStream(StreamedAnswer[Generation]):
         yield DONE
 
     def _chunks(self, choices: Iterable[Json | None]) -> bytes:
-        """One event for each choice that has something to say."""
+        """Write one event for each choice that has something new."""
         return b"".join(
             b"%s%s%s" % (self._before, json_bytes(choice), self._after)
             for choice in choices

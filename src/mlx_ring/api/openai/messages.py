@@ -27,7 +27,7 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """Of an answer that was one."""
+    """Part of an answer that was a refusal."""
 
     type: Literal["refusal"]
     refusal: str
@@ -124,7 +124,7 @@ Message = Annotated[
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """As chat templates read them.
+    """Return the messages as chat templates read them.
 
     Text is a string, arguments of calls are objects, and the roles are the four that templates know.
     """
@@ -175,7 +175,7 @@ FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 def check_parameters(schema: dict[str, object] | None) -> dict[str, object] | None:
-    """Arguments are an object, whether or not their schema says so; no schema, or an empty one, has none."""
+    """Return a schema whose type is an object; a tool without a schema, or with an empty one, has no arguments."""
     if not schema:
         return schema
     kind = schema.get("type", "object")
@@ -248,10 +248,10 @@ ToolChoice = Annotated[
 def read_tool_use(
     tools: Sequence[FunctionTool] | None, choice: ToolChoice | None, *, parallel: bool | None
 ) -> ToolUse:
-    """What the chat may do.
+    """Return the tools and the choice among them.
 
     Raises:
-        RequestError: a name that is there twice, or a choice of what is not there.
+        RequestError: two tools have one name, or the choice names no tool.
     """
     read = [
         Tool(given.name, given.description, given.parameters, bool(given.strict))
@@ -269,7 +269,7 @@ def read_tool_use(
 
 
 def check_names(names: Sequence[str], place: str) -> None:
-    """No two tools have one name. `place` is where a name stands, with `{}` for its number."""
+    """Refuse two tools with one name. `place` is the path of a name, with `{}` for the tool's number."""
     known = set[str]()
     for number, name in enumerate(names):
         if name in known:
@@ -282,7 +282,7 @@ def check_names(names: Sequence[str], place: str) -> None:
 def choose(
     use: ToolUse, choice: Literal["none", "auto", "required"], names: Sequence[str] | None, param: str
 ) -> ToolUse:
-    """The tools with a choice among them; `names` are those that may be called, None: all.
+    """Return the tools with a choice among them; `names` are the tools that may be called, None: all.
 
     Raises:
         RequestError: it names a tool that is not there, or there is none to be called.

@@ -1,7 +1,4 @@
-"""The fields that say how tokens are drawn, and what they mean to the engine.
-
-`response_format`: what an answer's text must be.
-"""
+"""Request fields of sampling parameters and of `response_format`, and their values for the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import Sampling, SamplingParams
 
 _LEAST_TOP_P = 1e-6
-"""What 0 means: the most likely token alone. The engine's own 0 is "off"."""
+"""Value for 0, which stands for the most likely token alone; the engine's own 0 is "off"."""
 _MOST_STOPS = 4
 _LONGEST_STOP = 1024
 _HIGHEST_BIAS = 100.0
@@ -28,7 +25,7 @@ _IDENTIFIER = "^(0|[1-9][0-9]*)$"
 
 
 def one_or_many(value: object) -> str | None:
-    """Which side of a string-or-list union a value is on."""
+    """Return the side of a string-or-list union that a value is on."""
     return "one" if isinstance(value, str) else "many" if isinstance(value, list) else None
 
 
@@ -101,7 +98,7 @@ _NAMES = tuple(
 
 
 class AnswerFields(SamplingFields):
-    """What OpenAI's two text endpoints share besides."""
+    """Fields that OpenAI's two text endpoints share."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
@@ -151,7 +148,7 @@ def sampling_params(
 
 
 def with_derived_seed(params: SamplingParams, choice: int) -> SamplingParams:
-    """The parameters of one choice of several. The first keeps the seed, so that `n` changes nothing of it."""
+    """Return the parameters of one choice of several. The first keeps the seed, so it is the same for every `n`."""
     if choice == 0:
         return params
     digest = hashlib.blake2b(f"{params.seed}/{choice}".encode(), digest_size=8).digest()
@@ -159,7 +156,7 @@ def with_derived_seed(params: SamplingParams, choice: int) -> SamplingParams:
 
 
 def finish_reason(reason: str | None) -> Literal["stop", "length"] | None:
-    """OpenAI's word for the end of an answer."""
+    """Return OpenAI's name for the end of an answer."""
     return None if reason is None else "length" if reason == "length" else "stop"
 
 
@@ -219,7 +216,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(d
 
 
 def read_format(given: ResponseFormat | None) -> AnswerFormat:
-    """What it comes to."""
+    """Return the format that the answer's text must have."""
     if isinstance(given, SchemaFormat) and given.json_schema.schema_ is not None:
         return AnswerFormat("json_schema", given.json_schema.schema_, "response_format.json_schema.schema")
     if isinstance(given, SchemaFormat | JsonObjectFormat):

@@ -1,4 +1,4 @@
-"""What OpenAI's routes answer, as schemas for `/openapi.json`."""
+"""Types of what OpenAI's routes return, for `/openapi.json`."""
 
 from __future__ import annotations
 

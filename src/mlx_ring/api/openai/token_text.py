@@ -61,7 +61,7 @@ class TokenTexts:
 
 
 def _bytes_of(piece: str, text: str) -> bytes:
-    """The bytes behind a token's name: `<0x0A>` in SentencePiece, GPT-2's alphabet in byte-level BPE."""
+    """Return the bytes behind a token's name: `<0x0A>` in SentencePiece, GPT-2's alphabet in byte-level BPE."""
     if len(piece) == _BYTE_PIECE and piece.startswith("<0x") and piece.endswith(">"):
         return bytes([int(piece[3:5], 16)])
     alphabet = _byte_alphabet()
@@ -72,7 +72,7 @@ def _bytes_of(piece: str, text: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: a byte that prints stands for itself, the others are counted from U+0100."""
+    """Return GPT-2's alphabet: a printable byte stands for itself, the others are counted from U+0100."""
     return {character: byte for byte, character in _spelt_bytes()}
 
 

@@ -85,7 +85,7 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 def _check_tokens(tokens: list[int], service: ModelService) -> None:
-    """Of more than any prompt has nobody waits for the text."""
+    """Refuse more tokens than any prompt may have."""
     if len(tokens) > service.context_length:
         raise RequestError(
             f"'tokens' has {len(tokens)} of them, and this model's context holds {service.context_length}: give fewer at a time.",
@@ -96,7 +96,7 @@ def _check_tokens(tokens: list[int], service: ModelService) -> None:
 
 
 def check_token(token: int, service: ModelService, param: str) -> None:
-    """Raises `RequestError` for an id that is no token's."""
+    """Raise `RequestError` for an id that is not a token's."""
     if token >= service.vocab_size:
         raise RequestError(
             f"'{param}' is {token}; this model's token ids are 0 to {service.vocab_size - 1}.", param=param
@@ -115,7 +115,7 @@ def _check_kind(fields: TokenizeRequest) -> None:
     }
     if fields.continue_final_message and fields.add_generation_prompt:
         raise RequestError(
-            "'add_generation_prompt' begins an answer, and 'continue_final_message' goes on with one; leave out one of them.",
+            "'add_generation_prompt' begins an answer, and 'continue_final_message' continues one; leave out one of them.",
             param="add_generation_prompt",
         )
     if fields.prompt is None:

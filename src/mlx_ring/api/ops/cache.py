@@ -1,63 +1,131 @@
-"""`/cache/stats`: what the KV caches hold, and what was reused of them."""
+"""`/cache/stats`: contents of the KV caches, and how much of them was reused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NotRequired
 
 from fastapi import APIRouter
 
 from mlx_ring.api.context import ApiContext, workers_of
-from mlx_ring.api.openapi import documented_get
-from mlx_ring.api.ops import answers as about
+from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
 from mlx_ring.api.service import ModelService, ServedInstance
 from mlx_ring.core.engine_stats import CacheStats, EngineStats, SchedulerStats
 from mlx_ring.core.types import RankId
 from mlx_ring.core.worker_status import WorkerInfo
 
 
+class PrefixCache(JsonObject):
+    """Prefix caches of all instances together. The counts are missing while no instance serves."""
+
+    enabled: bool
+    queries: NotRequired[int]
+    hits: NotRequired[int]
+    query_tokens: NotRequired[int]
+    hit_tokens: NotRequired[int]
+    entries: NotRequired[int]
+    entry_tokens: NotRequired[int]
+    evictions: NotRequired[int]
+
+
+class Speculation(JsonObject):
+    """Speculative decoding of all instances together."""
+
+    draft_tokens: int
+    accepted_tokens: int
+    acceptance: float | None
+    """Accepted share of the draft tokens; null before the first one."""
+
+
+class CacheWorker(JsonObject):
+    """KV memory of one worker."""
+
+    model: str
+    instance: str
+    stage: int
+    rank: int
+    kv_bytes: int
+    """Bytes of KV in the worker's last report."""
+    limit_bytes: NotRequired[int]
+    """Upper limit of the worker's KV. This field and the next ones are missing where no limit is known."""
+    used_bytes: NotRequired[int]
+    """Bytes that the head has allotted, in whole blocks, to running sequences and to the prefix cache."""
+    held_bytes: NotRequired[int]
+    """The same as `kv_bytes`."""
+    bytes_per_token: NotRequired[int]
+    bytes_per_sequence: NotRequired[int]
+    context_tokens: NotRequired[int]
+    """Length of the longest sequence: the context."""
+    sequences_allowed: NotRequired[int]
+    """Number of such sequences that fit side by side."""
+
+
+class CacheStatistics(JsonObject):
+    """State of all KV caches."""
+
+    kv_bytes: int
+    sequences: int
+    running: int
+    waiting: int
+    num_preemptions: int
+    prefix_cache: PrefixCache
+    speculation: Speculation | None
+    """Null while no instance serves."""
+    workers: list[CacheWorker]
+
+
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def cache_stats() -> dict[str, object]:
-        return told_cache(context)
+    async def cache_stats() -> CacheStatistics:
+        return cache_statistics(context)
 
-    documented_get(router, "/cache/stats", cache_stats, about.CACHE_STATS)
+    documented_get(
+        router,
+        "/cache/stats",
+        cache_stats,
+        RouteDoc("Contents of the KV caches, and how much of them was reused", CacheStatistics),
+    )
     return router
 
 
-def told_cache(context: ApiContext) -> dict[str, object]:
-    """How the caches stand now."""
+def cache_statistics(context: ApiContext) -> CacheStatistics:
+    """Return the caches' present state."""
     every = list(context.instances())
     stats = [instance.engine.stats() for _, instance in every if instance.error is None]
-    steps = [each.scheduler for each in stats]
+    schedulers = [each.scheduler for each in stats]
     return {
         "kv_bytes": sum(worker.kv_bytes for _, instance in every for worker in workers_of(instance)),
-        "sequences": sum(each.sequences_held for each in steps),
-        "running": sum(each.running for each in steps),
-        "waiting": sum(each.waiting for each in steps),
-        "num_preemptions": sum(each.num_preemptions for each in steps),
+        "sequences": sum(each.sequences_held for each in schedulers),
+        "running": sum(each.running for each in schedulers),
+        "waiting": sum(each.waiting for each in schedulers),
+        "num_preemptions": sum(each.num_preemptions for each in schedulers),
         "prefix_cache": _prefix_cache([each.cache for each in stats]),
-        "speculation": _speculation(steps),
-        "workers": [told for model, instance in every for told in _workers(model, instance)],
+        "speculation": _speculation(schedulers),
+        "workers": [worker for model, instance in every for worker in _workers(model, instance)],
     }
 
 
-_COUNTS = ("queries", "hits", "query_tokens", "hit_tokens", "entries", "entry_tokens", "evictions")
-
-
-def _prefix_cache(caches: Sequence[CacheStats]) -> dict[str, object]:
-    """Of all instances together."""
+def _prefix_cache(caches: Sequence[CacheStats]) -> PrefixCache:
     if not caches:
         return {"enabled": False}
-    told: dict[str, object] = {"enabled": any(cache.enabled for cache in caches)}
-    return told | {name: sum(getattr(cache, name) for cache in caches) for name in _COUNTS}
+    return {
+        "enabled": any(cache.enabled for cache in caches),
+        "queries": sum(cache.queries for cache in caches),
+        "hits": sum(cache.hits for cache in caches),
+        "query_tokens": sum(cache.query_tokens for cache in caches),
+        "hit_tokens": sum(cache.hit_tokens for cache in caches),
+        "entries": sum(cache.entries for cache in caches),
+        "entry_tokens": sum(cache.entry_tokens for cache in caches),
+        "evictions": sum(cache.evictions for cache in caches),
+    }
 
 
-def _speculation(steps: Sequence[SchedulerStats]) -> dict[str, object] | None:
-    if not steps:
+def _speculation(schedulers: Sequence[SchedulerStats]) -> Speculation | None:
+    if not schedulers:
         return None
-    proposed = sum(each.draft_tokens for each in steps)
-    accepted = sum(each.accepted_tokens for each in steps)
+    proposed = sum(each.draft_tokens for each in schedulers)
+    accepted = sum(each.accepted_tokens for each in schedulers)
     return {
         "draft_tokens": proposed,
         "accepted_tokens": accepted,
@@ -65,24 +133,30 @@ def _speculation(steps: Sequence[SchedulerStats]) -> dict[str, object] | None:
     }
 
 
-def _workers(model: ModelService, instance: ServedInstance) -> list[dict[str, object]]:
+def _workers(model: ModelService, instance: ServedInstance) -> list[CacheWorker]:
     stats = None if instance.error is not None else instance.engine.stats()
-    of: dict[str, object] = {"model": model.model_id, "instance": instance.info.name}
-    return [of | _worker(worker, stats, model.context_length) for worker in workers_of(instance)]
+    return [_worker(worker, stats, model, instance.info.name) for worker in workers_of(instance)]
 
 
-def _worker(worker: WorkerInfo, stats: EngineStats | None, context: int) -> dict[str, object]:
-    """What the worker says it holds, and what the head has given out of its memory."""
-    told: dict[str, object] = {"stage": worker.stage, "rank": worker.rank, "kv_bytes": worker.kv_bytes}
+def _worker(worker: WorkerInfo, stats: EngineStats | None, model: ModelService, instance: str) -> CacheWorker:
+    """Join the worker's own report with the head's accounting of its memory."""
+    reported: CacheWorker = {
+        "model": model.model_id,
+        "instance": instance,
+        "stage": worker.stage,
+        "rank": worker.rank,
+        "kv_bytes": worker.kv_bytes,
+    }
     use = None if stats is None else stats.cache.ranks.get(RankId(worker.stage, worker.rank))
-    if use is not None:
-        told |= {
-            "limit_bytes": use.limit_bytes,
-            "used_bytes": use.used_bytes,
-            "held_bytes": use.held_bytes,
-            "bytes_per_token": use.bytes_per_token,
-            "bytes_per_sequence": use.bytes_per_sequence,
-            "context_tokens": context,
-            "sequences_allowed": use.sequences_allowed(context),
-        }
-    return told
+    if use is None:
+        return reported
+    return {
+        **reported,
+        "limit_bytes": use.limit_bytes,
+        "used_bytes": use.used_bytes,
+        "held_bytes": use.held_bytes,
+        "bytes_per_token": use.bytes_per_token,
+        "bytes_per_sequence": use.bytes_per_sequence,
+        "context_tokens": model.context_length,
+        "sequences_allowed": use.sequences_allowed(model.context_length),
+    }

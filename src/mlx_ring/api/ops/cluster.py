@@ -1,131 +1,222 @@
-"""`/cluster/status`: who runs which layers.
-
-The `links` of `/cluster/status`: what is between the nodes, and what instances send over it.
-"""
+"""`/cluster/status`: nodes, instances with their stages, devices, and the links between nodes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from statistics import mean
+from typing import Annotated, Literal, NotRequired
 
 from fastapi import APIRouter
+from pydantic import SkipValidation
+from typing_extensions import TypedDict
 
 from mlx_ring.api.context import ApiContext, workers_of
-from mlx_ring.api.openapi import documented_get
-from mlx_ring.api.ops import answers as about
-from mlx_ring.api.ops.status import ClusterStatus
-from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, ServedInstance
+from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
+from mlx_ring.api.ops.status import ClusterParts
+from mlx_ring.api.service import (
+    InstanceInfo,
+    LinkInfo,
+    ModelService,
+    ServedInstance,
+    State,
+)
 from mlx_ring.core.engine_stats import Policy, StepTiming
 from mlx_ring.core.types import RankId
 from mlx_ring.core.worker_status import LinkUse, WorkerInfo
 
-Way = tuple[str, str]
-_IDLE = "no stage of a model sends over it"
+Availability = Literal["ready", "unavailable"]
 
 
-def told_links(
-    links: Sequence[LinkInfo], instances: Iterable[InstanceInfo], unix_time_s: float
-) -> list[dict[str, object]]:
-    """Each way between two nodes; `unix_time_s` is now."""
-    uses: dict[Way, list[LinkUse | None]] = {}
-    for instance in instances:
-        for way, use in _uses(instance):
-            uses.setdefault(way, []).append(use)
-    return [_told(link, uses, unix_time_s) for link in links]
+class SchedulingStatus(JsonObject):
+    """Configuration of an instance's scheduler."""
+
+    max_num_seqs: int
+    """Largest number of sequences that run at the same time."""
+    max_waiting: int
+    """Largest number of queued requests; more are refused."""
+    prefill_chunk: int
+    """Largest number of one prompt's tokens in a step."""
+    max_itl_ratio: float
+    """Largest inter-token latency beside prefill, as a multiple of the latency without it."""
+    steps_ahead: int
+    """Decode steps of one micro-batch that are in flight at once."""
+    prefix_cache: bool
+    draft_tokens: int
+    """Largest number of tokens that prompt lookup proposes in a step; 0: no speculative decoding."""
+    step_deadline_s: float
+    """Shortest time after which a rank without an answer counts as stuck; 0: never."""
+    request_timeout_s: float | None
+    """Longest time of a request, from its arrival; null: no limit."""
+    kv_bits: int | None
+    """Bits of a quantized key or value; null where they are kept as computed."""
 
 
-def _uses(instance: InstanceInfo) -> Iterable[tuple[Way, LinkUse | None]]:
-    """The nodes of stages that follow each other, and what the first of the two says of its sending."""
-    firsts = [worker for worker in instance.workers if worker.rank == 0]
-    for one, following in pairwise(firsts):
-        if one.node != following.node:
-            yield (one.node, following.node), one.sends
+class StageStepTimes(JsonObject):
+    """Mean times of a stage's last steps, by kind of step. Null where there was none of that kind."""
+
+    stage: int
+    decode_steps: int
+    decode_compute_us: float | None
+    decode_link_wait_us: float | None
+    decode_link_send_us: float | None
+    decode_queue_us: float | None
+    decode_rows: float | None
+    prefill_steps: int
+    prefill_compute_us: float | None
+    prefill_link_wait_us: float | None
+    prefill_link_send_us: float | None
+    prefill_queue_us: float | None
+    prefill_rows: float | None
 
 
-def _told(
-    link: LinkInfo, uses: Mapping[Way, Sequence[LinkUse | None]], unix_time_s: float
-) -> dict[str, object]:
-    told: dict[str, object] = {"from": link.source, "to": link.target, "problem": link.problem or None}
-    if not link.problem:
-        told |= {
-            "round_trip_us": round(1e6 * link.round_trip_s, 1),
-            "bytes_per_s": round(link.bytes_per_s),
-            "measured_at": round(link.unix_time_s),
-            "measured_s_ago": round(max(0.0, unix_time_s - link.unix_time_s), 1),
-        }
-    senders = uses.get((link.source, link.target), ())
-    known = [use for use in senders if use is not None]
-    told |= {
-        "carries_activations": bool(senders),
-        "compresses": any(use.compresses for use in known),
-        "why": _why(senders, known),
-    }
-    if known:
-        for name in ("frames", "tensor_bytes", "sent_bytes"):
-            told[name] = sum(getattr(use, name) for use in known)
-    return told
+class ServedInstanceStatus(JsonObject):
+    """An instance of a model: its requests and its steps."""
+
+    instance: str
+    epoch: int
+    status: Availability
+    reason: str | None
+    stages: int
+    layers: int
+    nodes: list[str]
+    running: int
+    waiting: int
+    scheduling: SchedulingStatus | None
+    """Null while the instance is unavailable."""
+    step_times: list[StageStepTimes]
 
 
-def _why(senders: Sequence[LinkUse | None], known: Sequence[LinkUse]) -> str:
-    """Why it compresses, or does not: what whoever sends most says."""
-    if known:
-        return max(known, key=lambda use: use.tensor_bytes).why
-    return "nothing is known of what was sent yet" if senders else _IDLE
+class ServedModelStatus(JsonObject):
+    """A model and its instances."""
+
+    model: str
+    state: State
+    reason: str | None
+    instances: list[ServedInstanceStatus]
+
+
+class DeviceStatus(JsonObject):
+    """One worker, as it measured itself last."""
+
+    model: str
+    instance: str
+    node: str
+    pid: int
+    stage: int
+    rank: int
+    role: Literal["whole", "first", "middle", "last"]
+    """Place of its layers in the model."""
+    layers: list[int]
+    """First layer, and the one after the last."""
+    device: str
+    dtype: str
+    blas: str
+    alive: bool
+    phase: str
+    weight_bytes: int
+    device_memory_bytes: int
+    """Bytes that MLX holds."""
+    peak_memory_bytes: int
+    rss_bytes: int
+    kv_bytes: int
+    device_limit_bytes: int | None
+    """Memory of the device; null while it is unknown."""
+    device_left_bytes: int | None
+    """Memory of the device that all workers on it leave free."""
+
+
+_LinkEnds = TypedDict("_LinkEnds", {"from": str, "to": str})
+
+
+class LinkStatus(_LinkEnds, JsonObject):
+    """One direction between two nodes. The measured fields are missing where `problem` says why nothing passes."""
+
+    problem: str | None
+    round_trip_us: NotRequired[float]
+    bytes_per_s: NotRequired[int]
+    measured_at: NotRequired[int]
+    """Unix seconds."""
+    measured_s_ago: NotRequired[float]
+    carries_activations: bool
+    """True where a stage on the first node sends to one on the second."""
+    compresses: bool
+    why: str
+    """Reason why activations are compressed or not."""
+    frames: NotRequired[int]
+    """Number of tensors sent. This field and the next ones are missing before the first one."""
+    tensor_bytes: NotRequired[int]
+    sent_bytes: NotRequired[int]
+    """Bytes of these tensors on the wire."""
+
+
+class ClusterStatus(ClusterParts):
+    """Answer of `/cluster/status`. Fields of a single instance are those of the first model's first one."""
+
+    status: Availability
+    reason: str | None
+    model: str
+    instance: str | None
+    epoch: int
+    stages: int
+    layers: int
+    world_size: int
+    devices: Annotated[list[DeviceStatus], SkipValidation]
+    """All workers."""
+    scheduling: Annotated[SchedulingStatus | None, SkipValidation]
+    step_times: Annotated[list[StageStepTimes], SkipValidation]
+    models: Annotated[list[ServedModelStatus], SkipValidation]
+    links: list[LinkStatus]
+    """Both directions between every two nodes."""
 
 
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
-    async def cluster_status() -> ClusterStatus:
-        return told_cluster(context)
+    async def status() -> ClusterStatus:
+        return cluster_status(context)
 
-    documented_get(router, "/cluster/status", cluster_status, about.CLUSTER_STATUS)
+    documented_get(
+        router,
+        "/cluster/status",
+        status,
+        RouteDoc("Nodes, instances and stages: memory and times, predicted and measured", ClusterStatus),
+    )
     return router
 
 
-def told_cluster(context: ApiContext) -> ClusterStatus:
-    """How the cluster stands now."""
+def cluster_status(context: ApiContext) -> ClusterStatus:
+    """Return the cluster's present state."""
     model, parts = context.default, context.catalog.cluster()
     error, instances = model.error, model.instances
-    first = _NOTHING if not instances else _instance(instances[0])
-    return ClusterStatus.model_validate(
-        {
-            "nodes": parts.nodes,
-            "instances": parts.instances,
-            "status": "ready" if error is None else "unavailable",
-            "reason": None if error is None else str(error),
-            "model": model.model_id,
-            **{name: first[name] for name in _OF_FIRST},
-            "world_size": sum(len(instance.info.workers) for _, instance in context.instances()),
-            "devices": [
-                {"model": model.model_id, "instance": instance.info.name, **device}
-                for model, instance in context.instances()
-                for device in _devices(instance)
-            ],
-            "models": [_model(model) for model in context.catalog.models],
-            "links": told_links(
-                context.catalog.links, [instance.info for _, instance in context.instances()], time.time()
-            ),
-        }
+    first = _instance(instances[0]) if instances else None
+    return ClusterStatus(
+        nodes=parts.nodes,
+        instances=parts.instances,
+        status="ready" if error is None else "unavailable",
+        reason=None if error is None else str(error),
+        model=model.model_id,
+        instance=None if first is None else first["instance"],
+        epoch=0 if first is None else first["epoch"],
+        stages=0 if first is None else first["stages"],
+        layers=0 if first is None else first["layers"],
+        world_size=sum(len(instance.info.workers) for _, instance in context.instances()),
+        devices=[
+            _device(worker, instance.info, model)
+            for model, instance in context.instances()
+            for worker in workers_of(instance)
+        ],
+        scheduling=None if first is None else first["scheduling"],
+        step_times=[] if first is None else first["step_times"],
+        models=[_model(model) for model in context.catalog.models],
+        links=link_statuses(
+            context.catalog.links, [instance.info for _, instance in context.instances()], time.time()
+        ),
     )
 
 
-_OF_FIRST = ("instance", "epoch", "stages", "layers", "scheduling", "step_times")
-"""What is told of the first model's first instance beside the whole."""
-_NOTHING: dict[str, object] = {
-    "instance": None,
-    "epoch": 0,
-    "stages": 0,
-    "layers": 0,
-    "scheduling": None,
-    "step_times": [],
-}
-
-
-def _model(model: ModelService) -> dict[str, object]:
+def _model(model: ModelService) -> ServedModelStatus:
     error = model.error
     return {
         "model": model.model_id,
@@ -135,7 +226,7 @@ def _model(model: ModelService) -> dict[str, object]:
     }
 
 
-def _instance(instance: ServedInstance) -> dict[str, object]:
+def _instance(instance: ServedInstance) -> ServedInstanceStatus:
     info, error = instance.info, instance.error
     stats = None if error is not None else instance.engine.stats().scheduler
     return {
@@ -153,16 +244,57 @@ def _instance(instance: ServedInstance) -> dict[str, object]:
     }
 
 
-def _devices(instance: ServedInstance) -> list[dict[str, object]]:
-    return [_device(worker, instance.info) for worker in workers_of(instance)]
-
-
-def _scheduling(policy: Policy, instance: InstanceInfo) -> dict[str, object]:
-    return {**asdict(policy), "kv_bits": instance.kv_bits or None}
-
-
-def _device(worker: WorkerInfo, instance: InstanceInfo) -> dict[str, object]:
+def _scheduling(policy: Policy, instance: InstanceInfo) -> SchedulingStatus:
     return {
+        "max_num_seqs": policy.max_num_seqs,
+        "max_waiting": policy.max_waiting,
+        "prefill_chunk": policy.prefill_chunk,
+        "max_itl_ratio": policy.max_itl_ratio,
+        "steps_ahead": policy.steps_ahead,
+        "prefix_cache": policy.prefix_cache,
+        "draft_tokens": policy.draft_tokens,
+        "step_deadline_s": policy.step_deadline_s,
+        "request_timeout_s": policy.request_timeout_s,
+        "kv_bits": instance.kv_bits or None,
+    }
+
+
+def _step_times(recent: Sequence[StepTiming]) -> list[StageStepTimes]:
+    stages = sorted({timing.rank.stage for timing in recent})
+    return [
+        _stage_times(stage, [each for each in recent if each.rank == RankId(stage, 0) and each.rows])
+        for stage in stages
+    ]
+
+
+def _stage_times(stage: int, steps: Sequence[StepTiming]) -> StageStepTimes:
+    decode = [step for step in steps if step.is_decode]
+    prefill = [step for step in steps if not step.is_decode]
+    return {
+        "stage": stage,
+        "decode_steps": len(decode),
+        "decode_compute_us": _mean([step.compute_us for step in decode]),
+        "decode_link_wait_us": _mean([step.link_wait_us for step in decode]),
+        "decode_link_send_us": _mean([step.link_send_us for step in decode]),
+        "decode_queue_us": _mean([step.queue_us for step in decode]),
+        "decode_rows": _mean([step.rows for step in decode]),
+        "prefill_steps": len(prefill),
+        "prefill_compute_us": _mean([step.compute_us for step in prefill]),
+        "prefill_link_wait_us": _mean([step.link_wait_us for step in prefill]),
+        "prefill_link_send_us": _mean([step.link_send_us for step in prefill]),
+        "prefill_queue_us": _mean([step.queue_us for step in prefill]),
+        "prefill_rows": _mean([step.rows for step in prefill]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return mean(values) if values else None
+
+
+def _device(worker: WorkerInfo, instance: InstanceInfo, model: ModelService) -> DeviceStatus:
+    return {
+        "model": model.model_id,
+        "instance": instance.name,
         "node": worker.node,
         "pid": worker.pid,
         "stage": worker.stage,
@@ -174,35 +306,74 @@ def _device(worker: WorkerInfo, instance: InstanceInfo) -> dict[str, object]:
         "blas": worker.blas,
         "alive": worker.alive,
         "phase": worker.phase,
-        **worker.memory,
+        "weight_bytes": worker.weight_bytes,
+        "device_memory_bytes": worker.device_memory_bytes,
+        "peak_memory_bytes": worker.peak_memory_bytes,
+        "rss_bytes": worker.rss_bytes,
+        "kv_bytes": worker.kv_bytes,
         "device_limit_bytes": worker.memory_bytes or None,
         "device_left_bytes": worker.memory_left_bytes if worker.memory_bytes else None,
     }
 
 
-_STEP_PARTS = ("compute_us", "link_wait_us", "link_send_us", "queue_us", "rows")
-
-
-def _step_times(recent: Sequence[StepTiming]) -> list[dict[str, object]]:
-    """By stage, how the last steps spent their time on average: decode steps and chunks of prompts apart."""
-    told: list[dict[str, object]] = []
-    for stage in sorted({timing.rank.stage for timing in recent}):
-        stage_steps = [timing for timing in recent if timing.rank == RankId(stage, 0) and timing.rows]
-        kinds = {
-            "decode": [timing for timing in stage_steps if timing.is_decode],
-            "prefill": [timing for timing in stage_steps if not timing.is_decode],
-        }
-        of_stage: dict[str, object] = {"stage": stage}
-        for kind, steps in kinds.items():
-            of_stage[f"{kind}_steps"] = len(steps)
-            for part in _STEP_PARTS:
-                of_stage[f"{kind}_{part}"] = mean(getattr(step, part) for step in steps) if steps else None
-        told.append(of_stage)
-    return told
-
-
-def _role(worker: WorkerInfo, instance: InstanceInfo) -> str:
+def _role(worker: WorkerInfo, instance: InstanceInfo) -> Literal["whole", "first", "middle", "last"]:
     first, last = worker.layers.start == 0, worker.layers.end == instance.layers
     if first and last:
         return "whole"
     return "first" if first else "last" if last else "middle"
+
+
+NodePair = tuple[str, str]
+"""Sender and receiver."""
+_IDLE = "no stage of a model sends over it"
+
+
+def link_statuses(
+    links: Sequence[LinkInfo], instances: Iterable[InstanceInfo], unix_time_s: float
+) -> list[LinkStatus]:
+    """Return the state of every link; `unix_time_s` is the present time."""
+    uses: dict[NodePair, list[LinkUse | None]] = {}
+    for instance in instances:
+        for pair, use in _uses(instance):
+            uses.setdefault(pair, []).append(use)
+    return [_link(link, uses, unix_time_s) for link in links]
+
+
+def _uses(instance: InstanceInfo) -> Iterable[tuple[NodePair, LinkUse | None]]:
+    """Return the nodes of consecutive stages, and the first stage's report of what it sends."""
+    firsts = [worker for worker in instance.workers if worker.rank == 0]
+    for one, following in pairwise(firsts):
+        if one.node != following.node:
+            yield (one.node, following.node), one.sends
+
+
+def _link(
+    link: LinkInfo, uses: Mapping[NodePair, Sequence[LinkUse | None]], unix_time_s: float
+) -> LinkStatus:
+    senders = uses.get((link.source, link.target), ())
+    reports = [use for use in senders if use is not None]
+    status: LinkStatus = {
+        "from": link.source,
+        "to": link.target,
+        "problem": link.problem or None,
+        "carries_activations": bool(senders),
+        "compresses": any(use.compresses for use in reports),
+        "why": _why(senders, reports),
+    }
+    if not link.problem:
+        status["round_trip_us"] = round(1e6 * link.round_trip_s, 1)
+        status["bytes_per_s"] = round(link.bytes_per_s)
+        status["measured_at"] = round(link.unix_time_s)
+        status["measured_s_ago"] = round(max(0.0, unix_time_s - link.unix_time_s), 1)
+    if reports:
+        status["frames"] = sum(use.frames for use in reports)
+        status["tensor_bytes"] = sum(use.tensor_bytes for use in reports)
+        status["sent_bytes"] = sum(use.sent_bytes for use in reports)
+    return status
+
+
+def _why(senders: Sequence[LinkUse | None], reports: Sequence[LinkUse]) -> str:
+    """Return the reason of the sender with the most bytes."""
+    if reports:
+        return max(reports, key=lambda use: use.tensor_bytes).why
+    return "nothing is known of what was sent yet" if senders else _IDLE

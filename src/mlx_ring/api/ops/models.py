@@ -1,24 +1,21 @@
-"""`/models/load` and `/models/unload`: which models hold memory.
-
-`/generate`: a prompt in, its continuation out, nothing else to know.
-"""
+"""`/models/load` and `/models/unload`, which manage memory, and `/generate`, which continues a prompt."""
 
 from __future__ import annotations
 
 import ipaddress
 import secrets
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
 
 from mlx_ring.api.context import ApiContext
+from mlx_ring.api.generation import performance, usage
 from mlx_ring.api.openai.completions import Task, run_task
 from mlx_ring.api.openai.models import describe
 from mlx_ring.api.openai.sampling import SamplingFields, finish_reason, sampling_params
-from mlx_ring.api.openapi import documented_post
-from mlx_ring.api.ops import answers as about
+from mlx_ring.api.openai.schemas import Model, Performance, Usage
+from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import while_connected
@@ -29,42 +26,56 @@ Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 class LoadRequest(Body):
     model: Name
-    """As `mlx-ring serve` takes it: a built-in name, a folder of the head's machine, or a hub id."""
+    """Model to load, as `mlx-ring serve` accepts it: a built-in name, a folder on the head's machine, or a hub id."""
 
 
 class UnloadRequest(Body):
     model: Name
     force: bool = False
-    """Also while it answers requests, which end with an error."""
+    """Unload the model even while it answers requests, which then end with an error."""
 
 
 def routes(context: ApiContext) -> APIRouter:
     router = APIRouter()
-    _add_generate(router, context)
 
-    async def load(request: Request) -> Response:
+    async def load(request: Request) -> Model:
         check_manager(request, context.settings)
         fields = await context.read(request, LoadRequest)
         model = await while_connected(request.receive, context.catalog.load(fields.model))
-        return JSONResponse(describe(context, model))
+        return describe(context, model)
 
-    async def unload(request: Request) -> Response:
+    async def unload(request: Request) -> Model:
         check_manager(request, context.settings)
         fields = await context.read(request, UnloadRequest)
         model = context.model(fields.model)
         await context.catalog.unload(model, force=fields.force)
-        return JSONResponse(describe(context, model))
+        return describe(context, model)
 
-    documented_post(router, "/models/load", load, LoadRequest, about.LOAD)
-    documented_post(router, "/models/unload", unload, UnloadRequest, about.UNLOAD)
+    documented_post(
+        router,
+        "/models/load",
+        load,
+        LoadRequest,
+        RouteDoc("Load a model and serve it from now on", Model, more_statuses=(409,)),
+    )
+    documented_post(
+        router,
+        "/models/unload",
+        unload,
+        UnloadRequest,
+        RouteDoc("Free a model's memory until the next request for it", Model, more_statuses=(409,)),
+    )
+    _add_generate(router, context)
     return router
 
 
 def check_manager(request: Request, settings: ApiSettings) -> None:
-    """Who asks from another machine must have shown a key: a model may be any folder, or fill the disk.
+    """Check that the client may load and unload models.
+
+    Clients on other machines need an API key, because a model may be any folder, or fill the disk.
 
     Raises:
-        Refused: there are no keys, and the client is not on this machine.
+        Refused: The server has no API keys, and the client is on another machine.
     """
     host = "" if request.client is None else request.client.host
     if not settings.api_keys and not _is_loopback(host):
@@ -89,8 +100,19 @@ class GenerateFields(SamplingFields):
     max_tokens: Annotated[int, Field(ge=1)] = _DEFAULT_MAX_TOKENS
 
 
+class Generated(JsonObject):
+    """Continuation of a prompt."""
+
+    id: str
+    model: str
+    text: str
+    finish_reason: Literal["stop", "length"] | None
+    usage: Usage
+    performance: Performance
+
+
 def _add_generate(router: APIRouter, context: ApiContext) -> None:
-    async def generate(request: Request) -> Response:
+    async def generate(request: Request) -> Generated:
         fields = await context.read(request, GenerateFields)
         service = context.model(fields.model)
         sampling = sampling_params(fields, service, max_tokens=fields.max_tokens, top_logprobs=None)
@@ -105,12 +127,19 @@ def _add_generate(router: APIRouter, context: ApiContext) -> None:
             prompt_field="prompt",
         )
         answers = await while_connected(request.receive, run_task(engine, task))
-        body = {
+        return {
             "id": task.id,
             "model": task.model,
             "text": answers[0].text,
             "finish_reason": finish_reason(answers[0].finish_reason),
+            "usage": usage(answers, 1),
+            "performance": performance(answers),
         }
-        return JSONResponse(body | task.costs(answers))
 
-    documented_post(router, "/generate", generate, GenerateFields, about.GENERATE)
+    documented_post(
+        router,
+        "/generate",
+        generate,
+        GenerateFields,
+        RouteDoc("Continue a prompt", Generated, example={"prompt": "Once upon a time", "max_tokens": 16}),
+    )

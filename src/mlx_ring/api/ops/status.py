@@ -267,26 +267,3 @@ class ClusterParts(_Said):
     nodes: list[NodeStatus] = []
     """Every machine that attends, is left out or has gone since the head started."""
     instances: list[InstanceStatus] = []
-
-
-class ClusterStatus(ClusterParts):
-    """Answer of `/cluster/status`. Fields of single instances are those of the first model's first one."""
-
-    status: Literal["ready", "unavailable"]
-    reason: str | None
-    model: str
-    instance: str | None
-    epoch: int
-    stages: int
-    layers: int
-    world_size: int
-    devices: list[dict[str, object]]
-    """Each worker, as it measured itself last."""
-    scheduling: dict[str, object] | None
-    """How steps are made."""
-    step_times: list[dict[str, object]]
-    """By stage, how the last steps of any size spent their time in the mean."""
-    models: list[dict[str, object]]
-    """Each model with its state, and of its instances what runs and waits."""
-    links: list[dict[str, object]]
-    """Each way between two nodes: round trip, throughput, when it was measured, and whether activations are compressed on it, and why."""

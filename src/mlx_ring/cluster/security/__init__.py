@@ -1,1 +1,1 @@
-"""Who belongs to the cluster: its authority, join tokens, members, and how a machine becomes one."""
+"""Membership of the cluster: its certificate authority, join tokens, members and enrolment."""

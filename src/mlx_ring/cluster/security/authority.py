@@ -1,4 +1,4 @@
-"""The cluster's certificate authority: made at the first start, and the root of all trust between its machines."""
+"""The cluster's certificate authority, created at the first start: the root of trust between its machines."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
 CERTIFICATE_LIFE = timedelta(days=365)
 _AUTHORITY_LIFE = timedelta(days=20 * 365)
 _CLOCK_SLACK = timedelta(hours=1)
-"""A machine whose clock is late by so much still finds a new certificate valid."""
+"""Lag of a machine's clock at which a new certificate is still valid there."""
 _CERTIFICATE_FILE, _KEY_FILE, _HEAD_FOLDER = "ca.pem", "ca.key", "head"
 
 
 class Authority:
-    """The CA's certificate and key, in a folder of the head's machine. The key never leaves it."""
+    """The CA's certificate and key, in a folder of the head's machine that the key never leaves."""
 
     def __init__(self, folder: Path, certificate: x509.Certificate, key: Key) -> None:
         self._folder = folder
@@ -47,35 +47,35 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path) -> Authority:
-        """The CA of this folder, made where there is none.
+        """Open the CA in this folder, or create it if there is none.
 
         Raises:
-            ConfigError: its files cannot be read, or do not belong together.
+            ConfigError: Files that cannot be read or do not match.
         """
         with locked(folder):
             certificate, key = read_private(folder / _CERTIFICATE_FILE), read_private(folder / _KEY_FILE)
             if certificate is None:
-                # The key alone is what a first start left that was cut short; it has signed nothing.
+                # A key alone is left by an interrupted first start; it has signed nothing.
                 return _make(folder)
         if key is None:
             raise ConfigError(
-                f"{folder / _KEY_FILE} is missing: restore it from a backup, or remove {folder} and have every "
+                f"{folder / _KEY_FILE} is missing: restore it from a backup, or remove {folder} and let every "
                 "machine join again."
             )
         return _load(folder, certificate, key)
 
     def sign(self, signing_request: bytes, node: str, now: datetime | None = None) -> x509.Certificate:
-        """A certificate for this node, after its request has been checked.
+        """Check a node's signing request and return a certificate for it.
 
         Raises:
-            PeerRefused: the request is not the node's own: see `check_signing_request`.
-            ConfigError: the id is none.
+            PeerRefused: A request that is not the node's own: see `check_signing_request`.
+            ConfigError: An invalid node ID.
         """
         name = node_name(node)
         return self._issue(check_signing_request(signing_request, name), name, now or datetime.now(UTC))
 
     def head_credentials(self, now: datetime | None = None) -> Credentials:
-        """What the head shows, kept on disk and made anew when it is about to end."""
+        """Return the head's own credentials, stored on disk and renewed shortly before they expire."""
         moment = now or datetime.now(UTC)
         folder = self._folder / _HEAD_FOLDER
         kept = load_credentials(folder)
@@ -83,7 +83,7 @@ class Authority:
             certificate = x509.load_pem_x509_certificate(kept.certificate)
             if not needs_renewal(certificate, moment):
                 return kept
-        # The same key again: a save that is cut short then leaves files that still belong together.
+        # Keep the key, so that the files still match after an interrupted save.
         key = make_key() if kept is None else key_from_pem(kept.key, folder)
         certificate = self._issue(key.public_key(), HEAD_NAME, moment, carries_authority=True)
         credentials = Credentials(self.pem, certificate.public_bytes(Encoding.PEM), key_to_pem(key))
@@ -133,7 +133,9 @@ def _load(folder: Path, certificate_pem: bytes, key_pem: bytes) -> Authority:
     except ValueError as error:
         raise ConfigError(f"{folder / _CERTIFICATE_FILE} cannot be read: {error}.") from error
     if certificate.public_key() != key.public_key():
-        raise ConfigError(f"{_CERTIFICATE_FILE} and {_KEY_FILE} in {folder} do not belong together.")
+        raise ConfigError(
+            f"{_CERTIFICATE_FILE} and {_KEY_FILE} in {folder} do not match: restore both from a backup."
+        )
     return Authority(folder, certificate, key)
 
 

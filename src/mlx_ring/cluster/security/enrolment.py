@@ -1,6 +1,6 @@
-"""How a machine becomes a member, and stays one: the head's side of `Enrol` and `Renew`.
+"""The head's side of `Enrol` and `Renew`, by which a machine becomes and stays a member.
 
-How often a stranger may be wrong: a bucket of tries for each address, which fills up again with time.
+A token bucket for each address limits wrong join requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mlx_ring.rpc.tls.identity import open_identity
 from mlx_ring.rpc.tls.peers import address_of_call, host_of_call, peer_of_call, peer_of_certificate
 
 _IPV6_SUBNET = 64
-"""Bits; below that a single machine chooses its address at will."""
+"""Prefix length in bits; a single machine can choose any address within such a subnet."""
 
 
 @dataclass(slots=True)
@@ -51,21 +51,21 @@ class _Bucket:
 
 
 class TryLimit:
-    """`take` before each try, `give_back` after one that was right. Times are the caller's."""
+    """A limit on wrong tries: call `take` before each try and `give_back` after a right one."""
 
     def __init__(self, *, burst: int = 5, per_second: float = 0.5, addresses: int = 4096) -> None:
-        """Take the limits.
+        """Set the limits.
 
         Args:
-            burst: tries at once.
-            per_second: how fast they come back.
-            addresses: how many are remembered; beyond that, the one that has been silent longest is forgotten.
+            burst: The number of tries at once.
+            per_second: The rate at which tries are refilled.
+            addresses: The number of addresses to remember; beyond that, the least recently seen one is dropped.
         """
         self._burst, self._per_second, self._addresses = burst, per_second, addresses
         self._buckets: dict[str, _Bucket] = {}
 
     def take(self, host: str, now_s: float) -> bool:
-        """Whether this host may try now; that uses up one try."""
+        """Use up one try of this host; return False if it has none left."""
         key = _key(host)
         bucket = self._buckets.pop(key, None) or _Bucket(self._burst, now_s)
         self._buckets[key] = bucket
@@ -79,7 +79,7 @@ class TryLimit:
         return True
 
     def give_back(self, host: str) -> None:
-        """The try was right and counts for nothing."""
+        """Refund a try that was right."""
         if (bucket := self._buckets.get(_key(host))) is not None:
             bucket.tries = min(self._burst, bucket.tries + 1)
 
@@ -105,7 +105,7 @@ Context = grpc.aio.ServicerContext[object, object]
 
 
 class EnrolmentFront:
-    """Gives certificates: to who has a token, and to members whose certificate ends soon."""
+    """The service that issues certificates, to machines with a join token and to members that renew theirs."""
 
     def __init__(
         self,
@@ -122,19 +122,19 @@ class EnrolmentFront:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="enrolment")
 
     def enrolment_handler(self) -> grpc.GenericRpcHandler:
-        """For the enrolment port, where nobody shows a certificate; see `start_enrolment_server`."""
+        """Return the handler for the enrolment port, where clients have no certificate."""
         return service_handler(ENROLMENT_SERVICE, ((ENROL, self.enrol),))
 
     def renewal_handler(self) -> grpc.GenericRpcHandler:
-        """For the head's port, behind a guard that asks `Members.refusal`."""
+        """Return the handler for the head's port, behind a guard that calls `Members.refusal`."""
         return service_handler(RENEWAL_SERVICE, ((RENEW, self.renew),))
 
     async def enrol(self, request: enrol_pb2.EnrolRequest, context: Context) -> enrol_pb2.EnrolReply:
-        """Sign, where the token and the request are right; a refusal is logged with the peer's address."""
+        """Sign a request with a valid token; log a refusal with the peer's address."""
         host = host_of_call(context)
         if not self._tries.take(host, self._clock()):
             return _refuse(
-                context, TokenRefused("Too many wrong join requests came from here: wait a minute.")
+                context, TokenRefused("Too many wrong join requests from this address: wait a minute.")
             )
         try:
             certificate = await self._apart(self._enrol, request, address_of_call(context))
@@ -153,7 +153,7 @@ class EnrolmentFront:
         return certificate
 
     async def renew(self, request: enrol_pb2.RenewRequest, context: Context) -> enrol_pb2.EnrolReply:
-        """A new certificate for the caller's own name and key."""
+        """Return a new certificate for the caller's own name and key."""
         try:
             certificate = await self._apart(self._renew, request, peer_of_call(context).node)
         except RingError as error:
@@ -169,7 +169,7 @@ class EnrolmentFront:
     async def _apart(
         self, sign: Callable[[Request, str], x509.Certificate], request: Request, who: str
     ) -> x509.Certificate:
-        """Files are locked and synced: not on the loop that serves tokens, and one at a time."""
+        """Sign in a thread, one request at a time, because files are locked and synced."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, sign, request, who)
 
     def _reply(self, certificate: x509.Certificate) -> enrol_pb2.EnrolReply:
@@ -184,9 +184,9 @@ def _refuse(context: Context, error: RingError) -> enrol_pb2.EnrolReply:
 
 
 def admit_own_machine(authority: Authority, members: Members, folder: Path) -> Credentials:
-    """Credentials for the node on the head's machine, which needs no token; kept in `folder`, its `node_folder`.
+    """Return credentials for the node on the head's machine, which needs no token, and save them in `folder`.
 
-    What is there is kept too, unless it is of another cluster, was removed, or ends soon.
+    Existing credentials are reused unless they belong to another cluster, are revoked or expire soon.
     """
     kept = load_credentials(folder)
     if kept is not None and kept.authority == authority.pem:
@@ -206,7 +206,7 @@ def admit_own_machine(authority: Authority, members: Members, folder: Path) -> C
 async def start_enrolment_server(
     front: EnrolmentFront, authority: Authority, address: str
 ) -> tuple[grpc.aio.Server, int]:
-    """Listen for machines that want to join: `address` is `HeadAddress.enrolment`. Returns the server and its port."""
+    """Listen for machines that want to join, on `HeadAddress.enrolment`; return the server and its port."""
     server = make_aio_server(max_message_bytes=MAX_MESSAGE_BYTES)
     server.add_generic_rpc_handlers((front.enrolment_handler(), greeting_handler()))
     port = add_secure_port(server, address, authority.head_credentials().for_strangers())

@@ -1,4 +1,4 @@
-"""Which nodes belong to the cluster, and by which certificates."""
+"""The nodes of the cluster and their certificates."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _FILE = "members.json"
 
 
 class Certificate(BaseModel):
-    """A certificate that a node holds or held. Times are seconds since the epoch."""
+    """A node's certificate, current or former. Times are seconds since the epoch."""
 
     serial: str
     expires_s: float
 
 
 class Member(BaseModel):
-    """One node."""
+    """A node of the cluster."""
 
     key_sha256: str
-    """Of its public key: the id is this key's until the node is removed."""
+    """Digest of its public key, to which the node ID belongs until the node is removed."""
     joined_s: float
     certificates: list[Certificate] = []
 
@@ -39,21 +39,21 @@ class _Content(BaseModel):
 
 
 class Members:
-    """The members of a cluster, in its folder. A command beside the running head may remove one at any time."""
+    """The members of a cluster, in its folder; another process may remove one at any time."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._file = StateFile(folder / _FILE, _Content)
         self._clock = clock
 
     def list(self) -> Mapping[str, Member]:
-        """By node id."""
+        """Return the members by node ID."""
         return dict(self._file.read().members)
 
     def admit(self, certificate: x509.Certificate) -> None:
-        """Record a certificate, new node or known one, before it is handed out.
+        """Record a certificate before it is issued, of a new node or a known one.
 
         Raises:
-            PeerRefused: the node's id belongs to another key.
+            PeerRefused: A node ID that belongs to another key.
         """
         peer = peer_of_certificate(certificate)
         with self._file.change() as content:
@@ -63,10 +63,10 @@ class Members:
             self._record(member, peer, certificate)
 
     def renew(self, certificate: x509.Certificate) -> None:
-        """Record another certificate of a node, before it is handed out.
+        """Record another certificate of a node before it is issued.
 
         Raises:
-            PeerRefused: the node is no member any more, or has another key.
+            PeerRefused: A node that is no longer a member, or has another key.
         """
         peer = peer_of_certificate(certificate)
         with self._file.change() as content:
@@ -78,17 +78,17 @@ class Members:
     def _record(self, member: Member, peer: Peer, certificate: x509.Certificate) -> None:
         if member.key_sha256 != key_digest(certificate):
             raise PeerRefused(
-                f"There is a node {peer.node} with another key: if it is the same machine set up anew, run "
+                f"There is a node {peer.node} with another key: if it is the same machine after a new set-up, run "
                 f"`mlx-ring node remove {peer.node}` on the head first."
             )
         issued = Certificate(serial=peer.serial, expires_s=certificate.not_valid_after_utc.timestamp())
         member.certificates = [*_valid(member.certificates, self._clock()), issued]
 
     def remove(self, node: str) -> Member:
-        """From now on every certificate of the node is refused.
+        """Remove a node and revoke all its certificates.
 
         Raises:
-            ConfigError: there is no such node.
+            ConfigError: An unknown node.
         """
         with self._file.change() as content:
             member = content.members.pop(node, None)
@@ -99,11 +99,11 @@ class Members:
         return member
 
     def revoked_serials(self) -> frozenset[str]:
-        """What nodes must refuse too: for their `Revoked`."""
+        """Return the serial numbers that nodes must refuse too, for their `Revoked`."""
         return frozenset(certificate.serial for certificate in self._file.read().revoked)
 
     def refusal(self, peer: Peer) -> str:
-        """A `Refusal` for servers of the head: only members of now are let in."""
+        """Return why the head's servers must refuse this peer; empty for a current member."""
         if peer.is_head:
             return ""
         member = self._file.read().members.get(peer.node)
@@ -113,7 +113,7 @@ class Members:
 
 
 def _no_member(peer: Peer) -> str:
-    return f"{peer} is no member of this cluster, or was removed: join again with a new token."
+    return f"{peer} is not a member of this cluster, or was removed: join again with a new token."
 
 
 def _valid(certificates: Iterable[Certificate], now_s: float) -> list[Certificate]:

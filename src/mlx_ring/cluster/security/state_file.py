@@ -1,4 +1,4 @@
-"""A small JSON file that several processes change: a running head, and commands beside it."""
+"""A small JSON file that several processes change, such as a running head and a command."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _ADVICE = "restore it from a backup, or remove it and have every machine join ag
 
 
 class StateFile(Generic[Content]):
-    """What is read is as fresh as the file; a change is made under a lock, and is whole or not at all."""
+    """A JSON file whose reads are always current and whose changes are locked and atomic."""
 
     def __init__(self, path: Path, kind: type[Content], advice: str = _ADVICE) -> None:
-        """`advice` is what to do with a file that cannot be understood."""
+        """Open the file of this kind; `advice` says what to do if it cannot be parsed."""
         self._path = path
         self._kind = kind
         self._advice = advice
         self._seen: tuple[tuple[int, int, int] | None, Content] | None = None
 
     def read(self) -> Content:
-        """The content now, which is not to be changed; it is parsed again only after the file was.
+        """Return the current content, read-only; parse the file again only after a change.
 
         Raises:
-            ConfigError: the file cannot be read.
+            ConfigError: A file that cannot be parsed.
         """
         mark = _mark(self._path)
         if self._seen is None or self._seen[0] != mark:
@@ -41,7 +41,7 @@ class StateFile(Generic[Content]):
 
     @contextmanager
     def change(self) -> Generator[Content]:
-        """The content to be changed; it is written at the end, unless an error leaves first."""
+        """Yield the content to change, and write it at the end unless an error occurs."""
         with locked(self._path.parent):
             content = self._parse()
             yield content
@@ -55,14 +55,14 @@ class StateFile(Generic[Content]):
             return self._kind.model_validate_json(text)
         except ValidationError as error:
             raise ConfigError(
-                f"{self._path} cannot be understood ({error.error_count()} errors): {self._advice}."
+                f"{self._path} cannot be parsed ({error.error_count()} errors): {self._advice}."
             ) from error
 
 
 def _mark(path: Path) -> tuple[int, int, int] | None:
-    """Differs after every change: each is a new file under the old name."""
+    """Return a mark that differs after every change, because each change creates a new file."""
     try:
-        status = os.stat(path)  # noqa: PTH116 - Path.stat costs twice as much, and every call asks
+        status = os.stat(path)  # noqa: PTH116 - Path.stat costs twice as much, and every RPC calls this
     except FileNotFoundError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size

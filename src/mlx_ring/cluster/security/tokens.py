@@ -1,6 +1,6 @@
-"""Join tokens, as the head keeps them: never the secret, only its SHA-256.
+"""Join tokens as the head stores them, with the SHA-256 of the secret instead of the secret.
 
-The secret is 20 random bytes, so a plain hash is as hard to turn back as the secret is to guess.
+The secret is 20 random bytes, so inverting a plain hash is as hard as guessing the secret.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHOWN_AFTER_END_S = 7 * 24 * 3600.0
 
 
 class TokenRecord(BaseModel):
-    """One token, without its secret. Times are seconds since the epoch."""
+    """A token without its secret. Times are seconds since the epoch."""
 
     id: str
     name: str = ""
@@ -34,14 +34,14 @@ class TokenRecord(BaseModel):
     created_s: float
     expires_s: float
     uses_left: int | None = None
-    """None: any number until it expires."""
+    """Number of uses left; None for any number until the token expires."""
     uses: int = 0
     revoked: bool = False
     nonces: list[str] = []
-    """Of every request that it let in: the same request a second time is refused for as long as it is valid."""
+    """Nonces of all accepted requests, by which a repeated request is refused."""
 
     def state(self, now_s: float) -> str:
-        """In one word or two, as `mlx-ring token list` shows it; "valid" where it opens the cluster."""
+        """Return the state as `mlx-ring token list` shows it; "valid" if the token is accepted."""
         if self.revoked:
             return "revoked"
         if now_s >= self.expires_s:
@@ -68,7 +68,7 @@ class TokenStore:
         life_s: float = DEFAULT_LIFE_S,
         uses: int | None = None,
     ) -> JoinToken:
-        """A new token, whose secret only the returned value has."""
+        """Create a token; only the returned value holds its secret."""
         now_s = self._clock()
         token = JoinToken(fingerprint, secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES))
         record = TokenRecord(
@@ -86,31 +86,33 @@ class TokenStore:
         return token
 
     def list(self) -> Sequence[TokenRecord]:
-        """Every token, the oldest first; one that has expired is shown for another week."""
+        """Return all tokens, oldest first; an expired one is listed for another week."""
         return tuple(self._file.read().tokens)
 
     def revoke(self, wanted: str) -> TokenRecord:
-        """From now on the token of this id or name opens nothing.
+        """Revoke the token of this ID or name.
 
         Raises:
-            ConfigError: there is none, or several have the name.
+            ConfigError: No such token, or several of that name.
         """
         with self._file.change() as content:
             found = [record for record in content.tokens if wanted and wanted in (record.id, record.name)]
             if len(found) != 1:
-                trouble = f"There are {len(found)} tokens" if found else "There is no token"
-                raise ConfigError(f"{trouble} {wanted!r}: `mlx-ring token list` shows the ids.")
+                problem = f"There are {len(found)} tokens" if found else "There is no token"
+                raise ConfigError(f"{problem} {wanted!r}: `mlx-ring token list` shows the IDs.")
             found[0].revoked = True
             return found[0]
 
     def redeem(self, token_id: bytes, secret: bytes, nonce: bytes) -> TokenRecord:
-        """Take one use of a token, or none at all.
+        """Use a token once.
 
         Raises:
-            TokenRefused: with the reason. Who does not know the secret is told nothing of the token.
+            TokenRefused: The reason; without the right secret, it reveals nothing about the token.
         """
         if len(nonce) != NONCE_BYTES:
-            raise TokenRefused(f"A join request's nonce has {len(nonce)} bytes; it must have {NONCE_BYTES}.")
+            raise TokenRefused(
+                f"The join request's nonce has {len(nonce)} bytes; it must have {NONCE_BYTES}."
+            )
         with self._file.change() as content:
             record = _find(content.tokens, token_id.hex(), _digest(secret))
             if reason := _objection(record, nonce.hex(), self._clock()):
@@ -123,25 +125,27 @@ class TokenStore:
 
 
 def _find(records: Sequence[TokenRecord], wanted: str, secret_sha256: str) -> TokenRecord:
-    """The token of this id and secret; the same sentence, after the same work, where either is wrong."""
+    """Return the token of this ID and secret; fail with the same message and work if either is wrong."""
     record = next((record for record in records if record.id == wanted), None)
     known = record.secret_sha256 if record is not None else _digest(b"")
     if not hmac.compare_digest(known, secret_sha256) or record is None:
         raise TokenRefused(
-            "The join token is not known here: create another with `mlx-ring token create` on the head."
+            "The join token is unknown: create another one with `mlx-ring token create` on the head."
         )
     return record
 
 
 def _objection(record: TokenRecord, nonce: str, now_s: float) -> str:
     if nonce in record.nonces:
-        return "The join request was sent a second time: each is taken once. Run `mlx-ring join` again."
+        return "The join request was already used: run `mlx-ring join` again."
     state = record.state(now_s)
     if state == "valid" and len(record.nonces) >= _NONCES_KEPT:
         state = f"used {_NONCES_KEPT} times"
     if state == "valid":
         return ""
-    return f"The join token {record.id} is {state}: create another with `mlx-ring token create` on the head."
+    return (
+        f"The join token {record.id} is {state}: create another one with `mlx-ring token create` on the head."
+    )
 
 
 def _digest(secret: bytes) -> str:

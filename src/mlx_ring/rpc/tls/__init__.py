@@ -1,1 +1,1 @@
-"""Who is at the other end: credentials, names, peers, and what is said when one is refused."""
+"""Identity of peers: credentials, names, and errors of refused connections."""

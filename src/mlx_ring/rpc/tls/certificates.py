@@ -1,8 +1,6 @@
-"""What is read off a certificate or a signing request.
+"""Certificates, signing requests, keys, and the names in them.
 
-The names in certificates. Machines change addresses, so a certificate names the node and nobody checks an address.
-
-Keys, and the requests to have one certified for a name.
+Machines change addresses, so a certificate names the node and nobody checks an address.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from cryptography.x509.oid import NameOID
 from mlx_ring.core.errors import ConfigError, PeerRefused
 
 CARRIED_AUTHORITY = x509.ObjectIdentifier("2.25.288715431019845320967123544087156231021")
-"""An extension of the head's certificate that holds the CA's certificate (DER).
+"""Extension of the head's certificate that holds the CA's certificate (DER).
 
 A machine that joins knows the CA's fingerprint and needs its certificate, and Python's `ssl` shows
 of an unverified peer only the leaf. The arc 2.25 is for numbers drawn at random.
@@ -38,7 +36,7 @@ Key = ec.EllipticCurvePrivateKey
 
 
 def certificate_names(certificate: x509.Certificate | x509.CertificateSigningRequest) -> Sequence[str]:
-    """Every alternative name; one that is no DNS name is given by its class, so that it fits nothing."""
+    """Return every alternative name. One that is no DNS name is replaced by its class, which matches nothing."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
@@ -47,7 +45,7 @@ def certificate_names(certificate: x509.Certificate | x509.CertificateSigningReq
 
 
 def carried_authority(leaf: bytes) -> x509.Certificate:
-    """The CA's certificate that a head's certificate (DER) carries. Nothing of it is verified here.
+    """Return the CA's certificate that a head's certificate (DER) carries. Nothing of it is verified here.
 
     Raises:
         PeerRefused: this is no head's certificate.
@@ -66,18 +64,18 @@ _NO_HEAD = "What answered there is no mlx-ring head: check the address and port.
 
 
 def fingerprint(certificate: x509.Certificate) -> bytes:
-    """SHA-256 of the certificate (DER)."""
+    """Return the SHA-256 of the certificate (DER)."""
     return hashlib.sha256(certificate.public_bytes(Encoding.DER)).digest()
 
 
 def key_digest(certificate: x509.Certificate) -> str:
-    """SHA-256 of the public key, in hexadecimal: the same for every certificate of a machine."""
+    """Return the SHA-256 of the public key, in hexadecimal: the same for every certificate of a machine."""
     public = certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(public).hexdigest()
 
 
 def needs_renewal(certificate: x509.Certificate, now: datetime) -> bool:
-    """Whether less than a third of its life is left."""
+    """Report whether less than a third of its life is left."""
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     return certificate.not_valid_after_utc - now < life * _RENEWED_WITH_LEFT
 
@@ -88,10 +86,10 @@ _NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,46}[a-z0-9])?")
 
 
 def check_node_id(node: str) -> str:
-    """The id itself.
+    """Check a node id, and return it.
 
     Raises:
-        ConfigError: it cannot stand in a host name.
+        ConfigError: it cannot be part of a host name.
     """
     if not _NODE_ID.fullmatch(node):
         raise ConfigError(
@@ -101,18 +99,18 @@ def check_node_id(node: str) -> str:
 
 
 def node_name(node: str) -> str:
-    """The name in a node's certificate, which channels to it expect."""
+    """Return the name in a node's certificate, which channels to it expect."""
     return check_node_id(node) + _NODE_SUFFIX
 
 
 def node_of(name: str) -> str:
-    """The node id of a certificate's name; empty where it is not a node's."""
+    """Return the node id of a certificate's name; empty if it is not a node's."""
     node = name.removesuffix(_NODE_SUFFIX)
     return node if node != name and _NODE_ID.fullmatch(node) else ""
 
 
 def make_key() -> Key:
-    """ECDSA on P-256, which every TLS library speaks."""
+    """Make an ECDSA key on P-256, which every TLS library supports."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
@@ -121,7 +119,7 @@ def key_to_pem(key: Key) -> bytes:
 
 
 def key_from_pem(pem: bytes, where: object) -> Key:
-    """Raises `ConfigError` where this is no key of ours."""
+    """Read a key. Raises `ConfigError` if it is no key on P-256."""
     try:
         key = load_pem_private_key(pem, password=None)
     except (ValueError, TypeError) as error:
@@ -132,14 +130,14 @@ def key_from_pem(pem: bytes, where: object) -> Key:
 
 
 def make_signing_request(key: Key, name: str) -> bytes:
-    """PEM, signed with the key: that is the proof of having it."""
+    """Make a signing request in PEM, signed with the key to prove its possession."""
     builder = x509.CertificateSigningRequestBuilder().subject_name(common_name(name))
     builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
     return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 
 def check_signing_request(pem: bytes, name: str) -> ec.EllipticCurvePublicKey:
-    """The key of a request for exactly this name.
+    """Return the key of a request for exactly this name.
 
     Raises:
         PeerRefused: it cannot be read, is not signed with its own key, is for another name, or of another kind.
@@ -150,7 +148,7 @@ def check_signing_request(pem: bytes, name: str) -> ec.EllipticCurvePublicKey:
         signed = request.is_signature_valid
         names = list(certificate_names(request))
     except Exception as error:
-        # Whatever a stranger's bytes make the parser raise.
+        # The parser may raise anything for a stranger's bytes.
         raise PeerRefused(f"The signing request cannot be read: {error}.") from error
     if not signed:
         raise PeerRefused("The signing request is not signed with its own key.")
@@ -162,5 +160,5 @@ def check_signing_request(pem: bytes, name: str) -> ec.EllipticCurvePublicKey:
 
 
 def common_name(name: str) -> x509.Name:
-    """A subject; nothing is decided by it."""
+    """Return a subject, which decides nothing."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])

@@ -1,4 +1,4 @@
-"""What a machine proves itself with, and the TLS settings made of it.
+"""Credentials of a machine, and TLS settings made of them.
 
 Both sides show a certificate of the cluster's CA, and TLS is 1.2 at least (gRPC's own lower bound).
 """
@@ -26,17 +26,17 @@ CERTIFICATE_FILE, KEY_FILE = "certificate.pem", "key.pem"
 
 
 class ChannelTrust(Protocol):
-    """What a channel needs: whom to believe, and perhaps what to show."""
+    """Trust of a channel: the CA, and perhaps an own certificate."""
 
     def for_channel(self) -> grpc.ChannelCredentials: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """The cluster's CA alone: what a machine trusts that has no certificate of its own yet."""
+    """The cluster's CA alone, for a machine that has no certificate of its own yet."""
 
     authority: bytes
-    """Certificate, PEM."""
+    """Certificate of the CA, in PEM."""
 
     def for_channel(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.authority)
@@ -54,17 +54,17 @@ class Credentials:
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
     def for_server(self) -> grpc.ServerCredentials:
-        """A server that refuses whoever shows no certificate of the cluster."""
+        """Return settings for a server that refuses clients without a certificate of the cluster."""
         return grpc.ssl_server_credentials(
             [(self.key, self.certificate)], self.authority, require_client_auth=True
         )
 
     def for_strangers(self) -> grpc.ServerCredentials:
-        """A server that proves itself and asks nothing back: for enrolment alone."""
+        """Return settings for a server that asks for no certificate: only for enrolment."""
         return grpc.ssl_server_credentials([(self.key, self.certificate)])
 
     def socket_client(self) -> ssl.SSLContext:
-        """As gRPC would use them; raises what is wrong with them, which gRPC tells nobody."""
+        """Check the credentials as gRPC would use them; raise the error that gRPC hides."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_verify_locations(cadata=self.authority.decode())
@@ -73,14 +73,14 @@ class Credentials:
         return context
 
     def save(self, folder: Path) -> None:
-        """Write three files, each whole or not at all. The certificate comes last: with it the set is complete."""
+        """Write three files, each whole or not at all. The certificate comes last, and completes the set."""
         write_private(folder / KEY_FILE, self.key)
         write_private(folder / AUTHORITY_FILE, self.authority)
         write_private(folder / CERTIFICATE_FILE, self.certificate)
 
 
 def load_credentials(folder: Path) -> Credentials | None:
-    """What `save` wrote; None where there is no certificate yet.
+    """Load the credentials that `save` wrote; None if there is no certificate yet.
 
     Raises:
         ConfigError: a file is missing, cannot be read, or does not belong to the others.
@@ -104,7 +104,7 @@ def load_credentials(folder: Path) -> Credentials | None:
 
 
 def serve_from_folder(folder: Path) -> grpc.ServerCredentials:
-    """As `Credentials.for_server`, and a renewed certificate in the folder is shown from the next connection on.
+    """Return server settings that also use renewed certificates in the folder, from the next connection on.
 
     Raises:
         ConfigError: there are no credentials in the folder now.
@@ -112,7 +112,7 @@ def serve_from_folder(folder: Path) -> grpc.ServerCredentials:
     shown = read_private(folder / CERTIFICATE_FILE)
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-        """What has changed; None where nothing has. gRPC asks before each handshake."""
+        """Return the changed configuration; None without changes. gRPC asks before each handshake."""
         nonlocal shown
         try:
             found = read_private(folder / CERTIFICATE_FILE)
@@ -120,7 +120,7 @@ def serve_from_folder(folder: Path) -> grpc.ServerCredentials:
                 return None
             configuration = _configuration(folder)
         except ConfigError as error:
-            log.warning("a renewed certificate cannot be used, the last one is shown on: %s", error)
+            log.warning("a renewed certificate cannot be used, the last one stays in use: %s", error)
             return None
         shown = found
         return configuration
@@ -143,7 +143,7 @@ def _configuration(folder: Path) -> grpc.ServerCertificateConfiguration:
 
 @contextmanager
 def _as_files(credentials: Credentials) -> Generator[Path]:
-    """A private folder with certificate and key, for `ssl`, which reads them from files alone."""
+    """Write certificate and key to a private folder, because `ssl` only reads files."""
     with tempfile.TemporaryDirectory(prefix="mlx-ring-") as name:
         folder = Path(name)
         write_private(folder / CERTIFICATE_FILE, credentials.certificate)

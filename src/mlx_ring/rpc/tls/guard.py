@@ -1,7 +1,7 @@
-"""Asks at every call who calls: a server interceptor, for threads and for an event loop.
+"""Check of the caller at every call: server interceptors, for threads and for an event loop.
 
-TLS itself refuses strangers; this refuses machines that TLS lets in: removed ones, nodes that ask for what only the
-head may, and all that ask for what only this machine may. Over a Unix socket nobody is asked.
+TLS itself refuses strangers. The guard refuses machines that TLS admits: removed ones, nodes that call methods of the
+head alone, and others that call methods of this machine alone. Over a Unix socket it checks nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Behaviour = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """Who calls, asked once, when the call comes: who asks gRPC of a call that has ended may crash the process."""
+    """Caller of a call, read once when the call comes: reading it after the call has ended may crash the process."""
 
     address: str
     peer: Peer | None = None
-    """None: this machine, or a stranger."""
+    """None for this machine, or a stranger."""
     problem: str = ""
-    """Of a stranger."""
+    """Problem of a stranger."""
 
     @classmethod
     def of(cls, context: CallContext) -> _Caller:
@@ -49,24 +49,24 @@ class _Caller:
 
 
 class _Rules:
-    """What both interceptors ask."""
+    """Rules of both interceptors."""
 
     def __init__(
         self, refusal: Refusal, head_only: Collection[str] = (), local_only: Collection[str] = ()
     ) -> None:
-        """Take the rules.
+        """Set the rules.
 
         Args:
-            refusal: asked at each call, such as `Revoked().refusal`.
+            refusal: called for each call, such as `Revoked().refusal`.
             head_only: paths of methods, or services as `/mlx_ring.Agent/`, that nodes may not call.
-            local_only: those that no other machine may call, the head's neither.
+            local_only: methods that no other machine may call, not even the head.
         """
         self._refusal = refusal
         self._head_only = tuple(head_only)
         self._local_only = tuple(local_only)
 
     def objection(self, method: str, caller: _Caller) -> str:
-        """Why this call is refused, logged; empty where it is not."""
+        """Return the reason for refusing this call, and log it; empty if it is admitted."""
         reason, peer = caller.problem, caller.peer
         if peer is not None:
             reason = self._refusal(peer)
@@ -80,19 +80,22 @@ class _Rules:
 
 
 class PeerGuard(_Rules, grpc.ServerInterceptor):
-    """For `make_server`."""
+    """Interceptor for `make_server`."""
 
     def __init__(
         self, refusal: Refusal, head_only: Collection[str] = (), local_only: Collection[str] = ()
     ) -> None:
-        """Take the rules."""
+        """Set the rules."""
         super().__init__(refusal, head_only, local_only)
         self._running: dict[grpc.ServicerContext, tuple[str, _Caller]] = {}
-        """Methods and callers of calls from other machines that go on."""
+        """Methods and callers of running calls from other machines."""
         self._lock = threading.Lock()
 
     def end_refused(self) -> int:
-        """End the running calls of peers that are refused by now, such as a removed node's streams; says how many."""
+        """End the running calls of peers that are refused by now, such as a removed node's streams.
+
+        Return their number.
+        """
         with self._lock:
             running = list(self._running.items())
         refused = [context for context, call in running if self.objection(*call)]
@@ -102,7 +105,7 @@ class PeerGuard(_Rules, grpc.ServerInterceptor):
         return len(refused)
 
     def _remember(self, method: str, caller: _Caller, context: grpc.ServicerContext) -> None:
-        """For as long as the call runs."""
+        """Record the call while it runs."""
         with self._lock:
             self._running[context] = method, caller
         if not context.add_callback(lambda: self._forget(context)):
@@ -135,7 +138,7 @@ class PeerGuard(_Rules, grpc.ServerInterceptor):
 
 @dataclass(slots=True)
 class _Running:
-    """A call that goes on."""
+    """Running call."""
 
     method: str
     caller: _Caller
@@ -143,19 +146,21 @@ class _Running:
 
 
 class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
-    """For `make_aio_server`. The server's functions are coroutines or async generators."""
+    """Interceptor for `make_aio_server`. The server's functions are coroutines or async generators."""
 
     def __init__(
         self, refusal: Refusal, head_only: Collection[str] = (), local_only: Collection[str] = ()
     ) -> None:
-        """Take the rules, as `PeerGuard` does."""
+        """Set the rules, like `PeerGuard`."""
         super().__init__(refusal, head_only, local_only)
         self._running: dict[asyncio.Task[Any], _Running] = {}
 
     def end_refused(self) -> int:
-        """End the running calls of peers that are refused by now, such as a removed node's streams; says how many.
+        """End the running calls of peers that are refused by now, such as a removed node's streams.
 
-        To be called in the server's event loop.
+        Return their number.
+
+        Call it in the server's event loop.
         """
         ended = 0
         for task, call in self._running.items():
@@ -188,7 +193,7 @@ class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _admitted(self, method: str, context: AioContext) -> AsyncGenerator[None]:
-        """Refuse the call, or let `end_refused` know of it for as long as it runs, in this task of its own."""
+        """Refuse the call, or record it for `end_refused` while it runs in its own task."""
         caller = _Caller.of(context)
         if reason := self.objection(method, caller):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
@@ -200,7 +205,7 @@ class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
             yield
         except asyncio.CancelledError:
             if call.ended_for:
-                # gRPC sends nothing to the client when only the task is cancelled.
+                # If only the task is cancelled, gRPC sends nothing to the client.
                 task.uncancel()
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, call.ended_for)
             raise
@@ -209,7 +214,7 @@ class AioPeerGuard(_Rules, grpc.aio.ServerInterceptor):
 
 
 def _rewrap(handler: Handler | None, guard: Callable[[Behaviour], Behaviour]) -> Handler | None:
-    """The handler with its function guarded; None, which gRPC answers itself, stays None."""
+    """Return the handler with its function guarded. None, which gRPC answers itself, stays None."""
     if handler is None:
         return None
     arity = f"{_side(handler.request_streaming)}_{_side(handler.response_streaming)}"

@@ -1,7 +1,7 @@
-"""What a TLS handshake that failed means, on either side.
+"""Errors of failed TLS handshakes, on either side.
 
 A client gets an exception. A server gets nothing: gRPC drops the connection inside its C library,
-which at level INFO writes a line to stderr and tells nobody else. `log_refused_handshakes` reads
+which only writes a line to stderr at level INFO. `log_refused_handshakes` reads
 those lines and makes log lines of them; the peer's address is not in them.
 """
 
@@ -44,15 +44,15 @@ _GRPC_LINE = re.compile(r"(?:[IWEF]\d{4} \d\d:\d\d:|WARNING: All log messages be
 
 
 def handshake_error(error: Exception, peer: str) -> TrustError | None:
-    """The error of the tree for a connection to `peer` that was refused, by it or by us.
+    """Return the error for a connection to `peer` that either side refused.
 
-    None where the error is about something else: `failures.channel_error` then says what.
+    None if the error is about something else: `failures.channel_error` then explains it.
     """
     if isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
             return PeerRefused(f"{peer} refused this machine: {error.details()}")
         text = error.details() or ""
-        # A peer that ends later than in the handshake is lost, and has refused nobody.
+        # A peer that ends after the handshake is lost, and has refused nobody.
         if error.code() is not grpc.StatusCode.UNAVAILABLE or "failed to connect" not in text:
             return None
     elif isinstance(error, ssl.SSLError | ConnectionResetError):
@@ -68,7 +68,7 @@ def _reason(text: str) -> str:
 
 
 def refused_handshake(line: str) -> str:
-    """The sentence for a line of gRPC's C library about a connection that it refused; empty for any other line."""
+    """Return a sentence for a line of gRPC's C library about a refused connection; empty for any other line."""
     found = _SERVER_LINE.search(line)
     if found is None:
         return ""
@@ -77,17 +77,17 @@ def refused_handshake(line: str) -> str:
 
 
 def loggable_line(line: str) -> str:
-    """What is worth a log line of what a process writes that lets gRPC speak: empty for the library's other chatter."""
+    """Return the log line for a child's output with gRPC's lines in it; empty for the library's other output."""
     return refused_handshake(line) or ("" if _GRPC_LINE.match(line) else line)
 
 
 @cache
 def log_refused_handshakes() -> None:
-    """Log every connection that a server of this process refuses; call it once, after `let_grpc_speak`.
+    """Log every connection that a server of this process refuses. Call it once, after `let_grpc_speak`.
 
-    Descriptor 2 becomes a pipe to a thread: what gRPC writes there is read, and what anybody else
-    writes goes on to where stderr was. Not for processes that compute: their last words, when
-    native code aborts, must not wait for a thread. Who starts them reads their lines: `loggable_line`.
+    Descriptor 2 becomes a pipe to a thread. gRPC's lines are read there, and all others
+    are written to the original stderr. It is not for processes that compute: their last lines, when
+    native code aborts, must not wait for a thread. Their parent reads their lines: `loggable_line`.
     """
     original = os.dup(2)
     reading, writing = os.pipe()

@@ -1,4 +1,4 @@
-"""Who this machine is: an id that a person can read and a key, made once and kept on disk."""
+"""Identity of this machine: a readable id and a key, made once and kept on disk."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _LONGEST_NAME = 40
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A node's id and its key. Certificates come and go; these stay."""
+    """A node's id and its key. Certificates change; these stay."""
 
     node: str
     key: Key = field(repr=False)
 
 
 def open_identity(folder: Path, machine: str = "") -> Identity:
-    """The identity kept in this folder, made at the first call: `mini-7f3a` on a machine called Mini.local.
+    """Open the identity in this folder. The first call makes it: `mini-7f3a` on a machine called Mini.local.
 
     Args:
         folder: private to this machine; the credentials lie there too.
-        machine: what a new id begins with; the machine's own name otherwise.
+        machine: start of a new id; by default the machine's own name.
 
     Raises:
-        ConfigError: what is kept there cannot be read.
+        ConfigError: the files cannot be read.
     """
     with locked(folder):
         kept = read_private(folder / _ID_FILE)
@@ -48,6 +48,6 @@ def open_identity(folder: Path, machine: str = "") -> Identity:
 
 
 def _new_id(machine: str) -> str:
-    """The machine's name as far as an id can have it, and four digits, since two machines may be called alike."""
+    """Make an id from the machine's name and four digits, because two machines may have the same name."""
     readable = re.sub(r"[^a-z0-9]+", "-", machine.split(".", 1)[0].lower())[:_LONGEST_NAME].strip("-")
     return f"{readable or 'node'}-{secrets.token_hex(2)}"

@@ -1,4 +1,4 @@
-"""Which machine is at the other end of a call, and whether it has been removed."""
+"""Identity of the machine at the other end of a call, and its revocation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mlx_ring.rpc.tls.certificates import HEAD_NAME, certificate_names, node_of
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who a certificate speaks for."""
+    """Identity in a certificate."""
 
     name: str
     """The one DNS name of the certificate."""
     serial: str
-    """Of the certificate, in hexadecimal."""
+    """Serial of the certificate, in hexadecimal."""
 
     @property
     def is_head(self) -> bool:
@@ -29,7 +29,7 @@ class Peer:
 
     @property
     def node(self) -> str:
-        """The node's id; empty for the head."""
+        """Id of the node; empty for the head."""
         return node_of(self.name)
 
     def __str__(self) -> str:
@@ -37,41 +37,41 @@ class Peer:
 
 
 Refusal = Callable[[Peer], str]
-"""Why a peer may not speak, as one sentence; empty where it may."""
+"""Function that returns why a peer is refused, as one sentence; empty if it is admitted."""
 
 
 class CallContext(Protocol):
-    """What this module asks of gRPC's contexts, sync and asyncio."""
+    """Part of gRPC's contexts that this module uses, sync and asyncio."""
 
     def peer(self) -> str: ...
     def auth_context(self) -> Mapping[str, Any]: ...
 
 
 class Revoked:
-    """Serials of certificates that are refused though the CA signed them. The head says which."""
+    """Serials of certificates that are refused although the CA signed them. The head sets them."""
 
     def __init__(self, serials: Iterable[str] = ()) -> None:
         self._serials = frozenset(serials)
 
     def replace(self, serials: Iterable[str]) -> bool:
-        """From now on these and no others; any thread may call it. Tells whether they were others before."""
+        """Replace the serials; any thread may call it. Return whether they changed."""
         before, self._serials = self._serials, frozenset(serials)
         return before != self._serials
 
     def refusal(self, peer: Peer) -> str:
-        """A `Refusal`."""
+        """Return why the peer is refused; a `Refusal`."""
         if peer.serial not in self._serials:
             return ""
         return f"The certificate of {peer} was revoked: it has been removed from the cluster."
 
 
 def is_local(context: CallContext) -> bool:
-    """Whether the call came over a Unix socket, whose folder says who may use it."""
+    """Report whether the call came over a Unix socket, whose folder's permissions decide who may use it."""
     return context.peer().startswith("unix:")
 
 
 def peer_of_call(context: CallContext) -> Peer:
-    """Whose certificate a gRPC call came with.
+    """Return the owner of the certificate of a gRPC call.
 
     Raises:
         PeerRefused: it came without one, or with one that names no machine of a cluster.
@@ -82,7 +82,7 @@ def peer_of_call(context: CallContext) -> Peer:
 
 
 def peer_of_certificate(certificate: x509.Certificate) -> Peer:
-    """Raises `PeerRefused` where the certificate does not have exactly one name, a machine's."""
+    """Return the owner. Raises `PeerRefused` if the certificate does not have exactly one name, a machine's."""
     names = certificate_names(certificate)
     if len(names) != 1 or not (names[0] == HEAD_NAME or node_of(names[0])):
         raise PeerRefused(
@@ -92,13 +92,13 @@ def peer_of_certificate(certificate: x509.Certificate) -> Peer:
 
 
 def address_of_call(context: CallContext) -> str:
-    """Where a call comes from, readable: `192.168.1.7:51234`, `[fe80::1]:51234`."""
+    """Return the address of a call as text: `192.168.1.7:51234`, `[fe80::1]:51234`."""
     kind, _, address = unquote(context.peer()).partition(":")
     return address if kind in ("ipv4", "ipv6") else f"{kind}:{address}"
 
 
 def host_of_call(context: CallContext) -> str:
-    """The address of a call without its port and brackets."""
+    """Return the address of a call without its port and brackets."""
     return address_of_call(context).rpartition(":")[0].strip("[]")
 
 

@@ -51,7 +51,7 @@ class OutputText(Body):
     annotations: Annotated[list[object], Field(max_length=0)] | None = None
     logprobs: list[object] | None = None
     parsed: object = None
-    """What an SDK read in it."""
+    """Value that an SDK parsed from the text."""
 
 
 class Refusal(Body):
@@ -75,7 +75,7 @@ ItemContent = Annotated[
 
 
 class Item(Body):
-    """What an answer's own items have besides, and nobody needs again."""
+    """Fields of an answer's own items, which have no meaning in a request."""
 
     id: str | None = None
     status: str | None = None
@@ -95,7 +95,7 @@ class FunctionCallItem(Item):
     name: str
     arguments: str
     parsed_arguments: object = None
-    """What an SDK read in them."""
+    """Value that an SDK parsed from the arguments."""
 
 
 class FunctionCallOutputItem(Item):
@@ -113,7 +113,7 @@ class ReasoningItem(Item):
 
     @property
     def text(self) -> str:
-        """What was thought, or a summary of it; empty where another server sealed it."""
+        """Reasoning, or a summary of it; empty where another server sealed it."""
         return _text(self.content or ()) or unseal(self.encrypted_content or "") or _text(self.summary or ())
 
 
@@ -121,7 +121,7 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _named(value: object) -> object:
-    """An item with its type, which messages may leave out, and without the nulls of SDKs."""
+    """Return an item with its type, which messages may leave out, and without the nulls of SDKs."""
     if not isinstance(value, dict):
         return value
     item = {name: given for name, given in cast("Plain", value).items() if given is not None}
@@ -145,68 +145,68 @@ AnyItem = Annotated[
 
 
 def template_messages(items: Iterable[AnyItem]) -> list[Plain]:
-    """As chat templates read them: what is thought, said and called in one turn is one message.
+    """Return the items as chat templates read them: reasoning, text and calls of one turn are one message.
 
-    A thought that was cut off before anything was said is a message of its own.
+    Reasoning that was cut off before any text is a message of its own.
     """
     messages: list[Plain] = []
-    thought = ""
+    reasoning = ""
     for item in items:
-        if thought and not _is_answer(item):
-            messages.append(_with_reasoning({"role": "assistant", "content": ""}, thought))
-            thought = ""
+        if reasoning and not _is_answer(item):
+            messages.append(_with_reasoning({"role": "assistant", "content": ""}, reasoning))
+            reasoning = ""
         match item:
             case ReasoningItem():
-                thought = "\n".join(text for text in (thought, item.text) if text)
+                reasoning = "\n".join(text for text in (reasoning, item.text) if text)
             case FunctionCallOutputItem():
                 messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
             case FunctionCallItem():
-                turn = _turn(messages, thought)
+                turn = _turn(messages, reasoning)
                 calls = cast("list[Plain]", turn.setdefault("tool_calls", []))
                 calls.append(template_call(item.name, arguments_of(item.arguments), item.call_id))
-                thought = ""
+                reasoning = ""
             case MessageItem(role="assistant"):
                 messages.append(
-                    _with_reasoning({"role": "assistant", "content": _text(item.content)}, thought)
+                    _with_reasoning({"role": "assistant", "content": _text(item.content)}, reasoning)
                 )
-                thought = ""
+                reasoning = ""
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": _text(item.content)})
-    if thought:
-        messages.append(_with_reasoning({"role": "assistant", "content": ""}, thought))
+    if reasoning:
+        messages.append(_with_reasoning({"role": "assistant", "content": ""}, reasoning))
     return messages
 
 
 def _is_answer(item: AnyItem) -> bool:
-    """Whether an item is part of what the assistant said, and not what it was told."""
+    """Return True where an item is part of the assistant's own turn."""
     if isinstance(item, MessageItem):
         return item.role == "assistant"
     return not isinstance(item, FunctionCallOutputItem)
 
 
-def _turn(messages: list[Plain], thought: str) -> Plain:
-    """The assistant's message that a call belongs to: what it has just said, or one of its own."""
-    if not messages or messages[-1]["role"] != "assistant" or thought:
-        messages.append(_with_reasoning({"role": "assistant", "content": ""}, thought))
+def _turn(messages: list[Plain], reasoning: str) -> Plain:
+    """Return the assistant's message that a call belongs to: its last one, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant" or reasoning:
+        messages.append(_with_reasoning({"role": "assistant", "content": ""}, reasoning))
     return messages[-1]
 
 
-def _with_reasoning(message: Plain, thought: str) -> Plain:
-    return message | ({"reasoning_content": thought} if thought else {})
+def _with_reasoning(message: Plain, reasoning: str) -> Plain:
+    return message | ({"reasoning_content": reasoning} if reasoning else {})
 
 
 def _text(content: str | Sequence[InputText | OutputText | Refusal]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def seal(thought: str) -> str:
-    """What was thought as the opaque text that clients keep for the next request, where they ask for one."""
-    return _SEAL_PREFIX + base64.b64encode(thought.encode()).decode()
+def seal(reasoning: str) -> str:
+    """Return reasoning as the opaque text that clients keep for the next request."""
+    return _SEAL_PREFIX + base64.b64encode(reasoning.encode()).decode()
 
 
 def unseal(sealed: str) -> str:
-    """What was thought, of our own making; another server's seal cannot be opened."""
+    """Return sealed reasoning of this server; another server's seal cannot be opened."""
     if not sealed.startswith(_SEAL_PREFIX):
         return ""
     try:
@@ -276,7 +276,7 @@ class TextConfig(Body):
 class Reasoning(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
-    """All that was thought is in the answer, which is more than a summary; one of a given length is not made."""
+    """Summary of the reasoning; the answer has all of it, and no summary of a given length is made."""
     generate_summary: Literal["auto"] | None = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
@@ -309,7 +309,7 @@ class ResponsesRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Count | None = None
-    """Of tools that a server runs: this one runs none, and so keeps to any number."""
+    """Limit of calls of the server's own tools, of which there are none."""
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
@@ -342,14 +342,14 @@ class ResponsesRequest(SamplingFields):
 
 
 def conversation_of(fields: ResponsesRequest, format_: ChatFormat) -> Conversation:
-    """The chat so far, and what its next answer should be like.
+    """Return the chat request of a body.
 
     Args:
         fields: the request.
-        format_: what the model's template knows.
+        format_: format of the model's answers.
 
     Raises:
-        RequestError: fields that contradict each other, or that the template cannot heed; names one of them.
+        RequestError: fields that contradict each other, or that the template does not know; names one of them.
     """
     return Conversation(
         messages=_messages(fields),
@@ -366,7 +366,7 @@ def conversation_of(fields: ResponsesRequest, format_: ChatFormat) -> Conversati
 
 
 def _messages(fields: ResponsesRequest) -> list[Plain]:
-    """Instructions, and what stands in for them at the input's beginning, are one message: some templates take no more."""
+    """Return the messages, with instructions and leading system messages joined: some templates accept only one."""
     messages: list[Plain] = []
     if fields.instructions:
         messages.append({"role": "system", "content": fields.instructions})

@@ -58,7 +58,7 @@ def routes(context: ApiContext) -> APIRouter:
 
 
 class ResponseStream:
-    """A response's events as they are sent. What follows the last one is `[DONE]`, which every SDK takes for the end."""
+    """Events of a response as they are sent. Every SDK takes the final `[DONE]` for the end."""
 
     media_type = EVENT_STREAM
     keep_alive = KEEP_ALIVE
@@ -67,7 +67,7 @@ class ResponseStream:
         self._writer = writer
         self._texts = texts
         self._scored: list[Json] = []
-        """Of tokens whose text is still to come."""
+        """Log-probabilities of tokens whose text is still to come."""
 
     def opening(self, answers: Sequence[ChatAnswer]) -> bytes:
         del answers
@@ -85,7 +85,7 @@ class ResponseStream:
         return _sent(self._writer.failing(error_info(error)))
 
     def add(self, update: AnswerUpdate) -> list[Json]:
-        """The events of what has come. Log-probabilities go with the answer's text, and with nothing else."""
+        """Return the events of an update. Log-probabilities go with the answer's text only."""
         self._scored += [self._token(scored) for scored in update.logprobs]
         events: list[Json] = []
         for part in update.parts:

@@ -1,9 +1,4 @@
-"""An answer in the words of `/v1/responses`: its items as events, and as they stand in the end.
-
-The items of an answer while they are written: what each tells as it begins, grows and ends.
-
-The response as a whole: what it repeats of the request, and what it cost.
-"""
+"""Writer of `/v1/responses`: the items of an answer, whole and as events, and the response around them."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ class OpenItem(ABC):
     """One item of an answer, which grows."""
 
     prefix: str
-    """Of its id."""
+    """Prefix of the item's id."""
 
     def __init__(self) -> None:
         self.id = f"{self.prefix}_{secrets.token_hex(16)}"
@@ -41,7 +36,7 @@ class OpenItem(ABC):
 
     @abstractmethod
     def item(self, status: Status) -> Json:
-        """As it stands."""
+        """Return the item as it stands."""
 
     @abstractmethod
     def opens(self) -> Iterator[Event]: ...
@@ -57,7 +52,7 @@ class _TextItem(OpenItem):
     """An item with a single part of text."""
 
     kind: str
-    """Of its text's events."""
+    """Kind of the text's events."""
     at: Json
 
     def __init__(self) -> None:
@@ -66,7 +61,7 @@ class _TextItem(OpenItem):
 
     @abstractmethod
     def part(self) -> Json:
-        """Its text as it stands."""
+        """Return the part with the text so far."""
 
     def opens(self) -> Iterator[Event]:
         yield "response.content_part.added", self.at | {"part": self.part()}
@@ -113,7 +108,7 @@ class ReasoningOutput(_TextItem):
     kind = "reasoning_text"
 
     def __init__(self, *, seals: bool) -> None:
-        """`seals` it for clients that keep nothing else."""
+        """Seal the reasoning, with `seals`, for clients that keep nothing else."""
         super().__init__()
         self._seals = seals
 
@@ -168,7 +163,7 @@ class ResponseWriter:
     """Takes one answer's parts in their order; of each it makes events, and keeps what they add up to."""
 
     def __init__(self, response: Mapping[str, object], *, seals_reasoning: bool = False) -> None:
-        """`response` is what is known of the whole from the start."""
+        """Take the fields of the response that are known from the start."""
         self._response = dict(response)
         self._seals_reasoning = seals_reasoning
         self._numbered = 0
@@ -181,7 +176,7 @@ class ResponseWriter:
             yield self._event(kind, {"response": self._whole()})
 
     def part(self, part: AnswerPart, logprobs: Sequence[Json] = ()) -> Iterator[Json]:
-        """`logprobs` are of the tokens of a text."""
+        """Yield the events of a part; `logprobs` are those of its tokens."""
         match part:
             case CallOpening():
                 yield from self._start(Call(part.id, part.name))
@@ -202,7 +197,7 @@ class ResponseWriter:
         yield self._event(f"response.{end}", {"response": self._whole()})
 
     def failing(self, info: ErrorInfo) -> Iterator[Json]:
-        """What ended the answer: once for who reads events, once as SDKs raise it."""
+        """Yield the events of an error, once for readers of events, and once as SDKs raise it."""
         yield from self._stop("incomplete")
         self._response |= {
             "status": "failed",
@@ -213,7 +208,7 @@ class ResponseWriter:
         yield self._event("error", fields | {"error": fields | {"type": info.type}})
 
     def whole(self, end: End, usage: Json) -> Json:
-        """The response, after its last part."""
+        """Return the response, after its last part."""
         list(self.closing(end, usage))
         return self._whole()
 
@@ -251,7 +246,7 @@ class ResponseWriter:
             yield self._event(kind, place | fields)
 
     def _place(self) -> Json:
-        """Of the item that is open."""
+        """Return the position of the open item."""
         return {"output_index": len(self._output)}
 
     def _event(self, kind: str, fields: Json) -> Json:
@@ -261,18 +256,18 @@ class ResponseWriter:
 
 
 def _failure_code(info: ErrorInfo) -> str:
-    """OpenAI's few."""
+    """Return the nearest of OpenAI's few codes."""
     return {"rate_limit_error": "rate_limit_exceeded", "server_error": "server_error"}.get(
         info.type, "invalid_prompt"
     )
 
 
 def response_of(fields: ResponsesRequest, sampling: SamplingParams, **identity: object) -> Json:
-    """All that is known before the answer.
+    """Return the fields of the response that are known before the answer.
 
     Args:
         fields: the request.
-        sampling: how tokens are drawn, the model's own defaults included.
+        sampling: sampling parameters, with the model's defaults.
         identity: `id`, `model` and `created_at`.
     """
     return identity | {
@@ -309,7 +304,7 @@ def response_of(fields: ResponsesRequest, sampling: SamplingParams, **identity: 
 
 
 def usage_of(prompt: int, cached: int, completion: int, reasoning: int) -> Json:
-    """Tokens: cached ones are of the prompt, those of reasoning of what was generated."""
+    """Return the token counts; cached tokens are part of the prompt, and reasoning is part of the completion."""
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},

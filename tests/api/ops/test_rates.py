@@ -1,4 +1,4 @@
-"""How fast an instance went between two looks."""
+"""Rates between two samples of an instance."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from itertools import pairwise
 
 from tests.engine.engines import PLAIN, ask, collect, make_engine
 
-from mlx_ring.api.ops.events import Look, pace
+from mlx_ring.api.ops.events import Counters, rates_between
 from mlx_ring.core.engine_stats import COUNTS, RankTotals, StepTotals
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.twin import TwinExecutor, hash_token
 
-BEGAN = Look(0.0, 1, 0, StepTotals({}, **dict.fromkeys(COUNTS, 0)))
+BEGAN = Counters(0.0, 1, 0, StepTotals({}, **dict.fromkeys(COUNTS, 0)))
 SECOND_US = 1_000_000
 
 
-def with_rank(look: Look, at_s: float, **spent_us: int) -> Look:
+def with_rank(look: Counters, at_s: float, **spent_us: int) -> Counters:
     """A second later, with what the rank has done by then."""
     totals = replace(look.totals, ranks={RankId(0, 0): RankTotals(**spent_us)})
     return replace(look, at_s=at_s, totals=totals)
@@ -26,7 +26,7 @@ def with_rank(look: Look, at_s: float, **spent_us: int) -> Look:
 def test_a_step_of_several_seconds_is_under_way_until_it_ends_and_never_idle() -> None:
     looks = [with_rank(BEGAN, second, idle_us=SECOND_US) for second in (1.0, 2.0, 3.0)]
     looks.append(with_rank(BEGAN, 4.0, idle_us=SECOND_US, compute_us=3 * SECOND_US))
-    told = [pace(before, now)["stages"] for before, now in pairwise([BEGAN, *looks])]
+    told = [rates_between(before, now)["stages"] for before, now in pairwise([BEGAN, *looks])]
     assert told == [
         [{"stage": 0, "compute": compute, "link": 0.0, "under_way": under_way}]
         for compute, under_way in ((0.0, 0.0), (0.0, 1.0), (0.0, 1.0), (1.0, 0.0))
@@ -35,8 +35,8 @@ def test_a_step_of_several_seconds_is_under_way_until_it_ends_and_never_idle() -
 
 def test_a_look_long_ago_tells_nothing_of_now() -> None:
     now = replace(BEGAN, at_s=3600.0, generated_tokens=7200)
-    assert pace(BEGAN, now)["tokens_per_s"] is None
-    assert pace(replace(now, at_s=3599.0, generated_tokens=7100), now)["tokens_per_s"] == 100
+    assert rates_between(BEGAN, now)["tokens_per_s"] is None
+    assert rates_between(replace(now, at_s=3599.0, generated_tokens=7100), now)["tokens_per_s"] == 100
 
 
 def test_every_token_of_a_prompt_is_told_however_many_steps_follow_it() -> None:
