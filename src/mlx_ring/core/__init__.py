@@ -1,1 +1,1 @@
-"""What every process shares: types, configuration, errors, telemetry."""
+"""Basics that every process shares: types, errors, logs, traces."""

@@ -1,4 +1,4 @@
-"""Where in the state folder a machine keeps what. A head has both folders: its machine is a node too."""
+"""Places of a machine's files in the state folder. A head has both folders, because its machine is also a node."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from pathlib import Path
 AGENT_LOCK = "agent.lock"
 """Name of the lock in the node's folder that its agent holds while it runs."""
 AUTHORITY_FILE = "authority.pem"
-"""Beside a node's certificate: whom it trusts."""
+"""CA's certificate, beside a node's own."""
 
 
 def authority_folder(state: Path) -> Path:
-    """The cluster's CA, tokens and members; only the head's machine has it."""
+    """Return the folder of the cluster's CA, tokens and members, which only the head's machine has."""
     return state / "cluster"
 
 
 def node_folder(state: Path) -> Path:
-    """The machine's own id, key and certificate."""
+    """Return the folder of the machine's own id, key and certificate."""
     return state / "node"
 
 
 def weights_folder(state: Path) -> Path:
-    """The tensors that the machine has fetched from others; what is lost there is fetched again."""
+    """Return the folder of tensors fetched from other machines. Lost ones are fetched again."""
     return state / "weights"
 
 
 def manifests_folder(state: Path) -> Path:
-    """Digests of the models that lie on this machine; what is lost there is computed again."""
+    """Return the folder of digests of local models. Lost ones are computed again."""
     return state / "manifests"
 
 
 def packages_folder(state: Path) -> Path:
-    """Packages that were fetched for machines of other systems; what is lost there is fetched again."""
+    """Return the folder of packages fetched for machines of other systems. Lost ones are fetched again."""
     return state / "packages"
 
 
 def running_folder(state: Path) -> Path:
-    """A note of each head and agent that runs here."""
+    """Return the folder of records of the heads and agents that run here."""
     return state / "running"
 
 
 def logs_folder(state: str) -> str:
-    """Where head and agent of a cluster that was started from one file write, wherever that was."""
+    """Return the folder in which head and agent of a cluster log that was started from one file."""
     return f"{state}/logs"

@@ -1,8 +1,8 @@
-"""What libraries of this process and its children find in the environment. Settings of ours come by `config.py`.
+"""Environment variables that libraries of this process and its children read, and installed versions.
 
-What processes that compute are started with: settings that are read before any argument is.
+Settings of ours come by `config.py`.
 
-Which versions of packages are installed.
+Processes that compute need variables that are read before any argument is.
 """
 
 from __future__ import annotations
@@ -14,44 +14,47 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 _OUR_GRPC_LEVEL = "info"
-"""In small letters, which gRPC reads alike and nobody else writes: so it is known for ours."""
+"""Level in small letters, which gRPC accepts and nobody else writes, so that it is recognised as ours."""
 
 
 def quieten_grpc() -> None:
-    """Keep gRPC's C library from writing its own untagged lines, in this process and in its children.
+    """Keep gRPC's C library from writing untagged lines, in this process and in its children.
 
-    To be called before gRPC is imported. What matters it also tells through its errors.
+    Call it before gRPC is imported. gRPC also reports what matters through its errors.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def let_grpc_speak() -> None:
-    """Have gRPC's C library write why it refused a connection; `rpc/tls/handshakes.py` reads that off.
+    """Let gRPC's C library write why it refused a connection, for `rpc/tls/handshakes.py`.
 
-    It reads its level when it is imported, and writes where there is none: a process that has inherited silence is to be
-    started as `speaking_environment` has it. A level that a person has set stays; children begin quiet again.
+    gRPC reads its level when it is imported, and writes by default. So a process that inherited silence must be
+    started with `speaking_environment`. A level that the user has set stays; children are silent again.
     """
     if os.environ.get("GRPC_VERBOSITY", "NONE") == "NONE":
         os.environ["GRPC_VERBOSITY"] = _OUR_GRPC_LEVEL
 
 
 def quieten_transformers() -> None:
-    """Keep transformers from advising PyTorch, as mlx-lm does when it comes in whole. To be called before it is imported."""
+    """Keep transformers from recommending PyTorch, as mlx-lm does as a whole.
+
+    Call it before transformers is imported.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def library_variable(name: str) -> str:
-    """What a library of this process would read of the environment; empty where nothing is set."""
+    """Return a variable for a library of this process; empty if it is not set."""
     return os.environ.get(name, "")
 
 
 def set_for_libraries(variables: Mapping[str, str]) -> None:
-    """What libraries of this process read of the environment from now on, where they offer no other way."""
+    """Set variables for libraries of this process that offer no other way."""
     os.environ.update(variables)
 
 
 def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process with changes: what a child is started with."""
+    """Return the environment of this process with changes, for a child."""
     inherited = dict(os.environ)
     if inherited.get("GRPC_VERBOSITY") == _OUR_GRPC_LEVEL:
         inherited["GRPC_VERBOSITY"] = "NONE"
@@ -59,7 +62,7 @@ def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def speaking_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """For a child whose lines are read: its gRPC writes why it refused a connection. A level that a person has set stays."""
+    """Return an environment in which gRPC writes why it refused a connection. A level that the user has set stays."""
     told = {} if environment.get("GRPC_VERBOSITY", "NONE") != "NONE" else {"GRPC_VERBOSITY": _OUR_GRPC_LEVEL}
     return dict(environment) | told
 
@@ -68,11 +71,11 @@ _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
 def worker_environment(blas_threads: int) -> dict[str, str]:
-    """The whole environment of a worker whose BLAS has so many threads.
+    """Return the whole environment of a worker whose BLAS has so many threads.
 
-    On Linux it asks for large pages of memory where the system gives them only to who asks (`madvise`, as most
-    distributions have it): weights are then read with one entry of the address tables for 2 MiB instead of 4 KiB.
-    Decoding 130 M parameters in float32 went 5 to 17 % faster with them. What a person has set stays.
+    On Linux it asks for large pages of memory if the system only gives them on request (`madvise`, the default of most
+    distributions). Weights then need one entry of the address tables for 2 MiB instead of 4 KiB.
+    Decoding 130 M parameters in float32 was 5 to 17 % faster with them. A setting of the user stays.
     """
     threads = str(blas_threads)
     environment = inherited_environment({"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads})
@@ -84,7 +87,7 @@ def worker_environment(blas_threads: int) -> dict[str, str]:
 
 @cache
 def package_version(name: str) -> str:
-    """The installed version of a package, "absent" where there is none."""
+    """Return the installed version of a package, "absent" if there is none."""
     try:
         return version(name)
     except PackageNotFoundError:

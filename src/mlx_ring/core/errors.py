@@ -1,19 +1,19 @@
 """The one exception tree.
 
     RingError
-    ├── ConfigError                a setting, a flag, a file: the person who started the program mends it
+    ├── ConfigError                a setting, a flag or a file that the user must correct
     │   └── AddressInUse
     ├── ModelError                 a model folder or hub id
     │   ├── ModelNotFound
     │   ├── ModelCorrupt           files missing, truncated or contradicting each other
-    │   ├── ModelUnsafe            wants code from its folder to be run
+    │   ├── ModelUnsafe            needs code from its folder
     │   └── ModelUnsupported       the architecture cannot be cut, or not that way
-    ├── PlanError                  the model cannot be placed as asked
-    │   └── ContextKept            another one keeps the memory, for a context that was insisted on
-    ├── HostFailed                 a machine of a cluster file cannot be reached, or fails at what it is told
-    ├── TrustError                 machines that must not, or cannot, speak with each other
+    ├── PlanError                  the model cannot be placed as requested
+    │   └── ContextKept            another model keeps the memory for its required context
+    ├── HostFailed                 a machine of a cluster file cannot be reached, or fails at an operation
+    ├── TrustError                 machines that must not, or cannot, talk with each other
     │   ├── TokenRefused           a join token is mistyped, unknown, expired, used up, revoked, or of another cluster
-    │   └── PeerRefused            a peer's certificate was refused, by either side, or a node was
+    │   └── PeerRefused            either side refused a certificate or a node
     ├── RequestError               a client's request; `param` names the field
     │   ├── ContextExceeded
     │   ├── UnknownModel
@@ -21,20 +21,20 @@
     │   ├── Unauthenticated        no API key, or a wrong one
     │   ├── BodyTooLarge
     │   ├── BodyTooSlow            the client stalls while it sends
-    │   ├── Conflict               it would undo what is going on
+    │   ├── Conflict               conflicts with an operation in progress
     │   └── Overloaded             `retry_after_s` says when to try again
-    └── ServingError               the service's own trouble
+    └── ServingError               a failure of the service itself
         ├── WorkerLost             a worker died or its channel broke
-        │   └── NodeLost           its whole machine is gone, and may come back
+        │   └── NodeLost           its whole machine is lost, and may return
         ├── WorkerStuck            no progress before the deadline
         ├── StepFailed             a step raised in a worker
         ├── StaleMessage           of an older epoch or another instance
         ├── VersionMismatch        peers of different versions, models or plans
         ├── DeadlineExceeded       the request took longer than --request-timeout-s allows
-        ├── ProtocolError          a peer sent what the contract does not allow
+        ├── ProtocolError          a peer violated the protocol
         ├── WeightsMissing         no peer gives the tensors that a stage needs
         └── NotReady               no instance can answer now
-            ├── Draining           the server ends, and takes nothing new
+            ├── Draining           the server ends, and accepts nothing new
             └── BodiesFull         requests hold all the memory that their bodies may take
 
 Each message says what happened, with which value, and what to do. Errors cross
@@ -50,10 +50,10 @@ class RingError(Exception):
     """Base of every error that mlx-ring raises on purpose. `str(error)` is one clear sentence."""
 
     node: str = ""
-    """Of a cluster's nodes, whose doing it is; empty where that is not known."""
+    """Node of a cluster at which the error arose; empty if unknown."""
 
     def blamed_on(self, node: str) -> Self:
-        """The same error, on a node unless another one has it already."""
+        """Set the node of the error, unless it has one, and return the error."""
         self.node = self.node or node
         return self
 
@@ -79,27 +79,27 @@ class ModelCorrupt(ModelError):
 
 
 class ModelUnsafe(ModelError):
-    """The folder wants its own code to be run, which is never done."""
+    """The folder needs its own code to be run, which is never done."""
 
 
 class ModelUnsupported(ModelError):
-    """The architecture is not known to be cut exactly, or has not what was asked for."""
+    """The architecture is not known to be cut exactly, or lacks a requested feature."""
 
 
 class PlanError(RingError):
-    """The model cannot be placed as asked."""
+    """The model cannot be placed as requested."""
 
 
 class ContextKept(PlanError):
-    """The memory is there, and kept by models that are loaded, for the context that --max-model-len promises."""
+    """Loaded models keep the memory for the context that --max-model-len promises."""
 
 
 class HostFailed(RingError):
-    """A machine of a cluster file cannot be reached, or fails at what it is told."""
+    """A machine of a cluster file cannot be reached, or an operation on it fails."""
 
 
 class HostUnreached(HostFailed):
-    """It cannot be reached just now, or did not answer in time: what runs there may well go on."""
+    """The machine cannot be reached now, or did not answer in time. Its processes may still run."""
 
 
 class TrustError(RingError):
@@ -107,15 +107,15 @@ class TrustError(RingError):
 
 
 class TokenRefused(TrustError):
-    """A join token opens nothing here."""
+    """A join token is not accepted here."""
 
 
 class PeerRefused(TrustError):
-    """A peer is not whom it should be, or may not do what it asked for."""
+    """A peer is not the expected one, or may not make this call."""
 
 
 class RequestError(RingError):
-    """A client's request is wrong. `param` is the path of the field, where one is at fault."""
+    """A client's request is wrong. `param` is the path of the wrong field, if there is one."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -140,11 +140,11 @@ class Refused(RequestError):
 
 
 class Unauthenticated(RequestError):
-    """The request has no API key, or one that the server does not know."""
+    """The request has no API key, or an unknown one."""
 
 
 class Conflict(RequestError):
-    """What is asked for would undo what is going on."""
+    """The request conflicts with an operation in progress."""
 
 
 class BodyTooLarge(RequestError):
@@ -152,7 +152,7 @@ class BodyTooLarge(RequestError):
 
 
 class BodyTooSlow(RequestError):
-    """The request's body does not come."""
+    """The request's body does not come in time."""
 
 
 class Overloaded(RequestError):
@@ -164,7 +164,7 @@ class Overloaded(RequestError):
 
 
 class ServingError(RingError):
-    """The service itself is in trouble; the request was fine."""
+    """The service itself failed; the request was valid."""
 
 
 class WorkerLost(ServingError):
@@ -172,7 +172,7 @@ class WorkerLost(ServingError):
 
 
 class NodeLost(WorkerLost):
-    """A machine is cut off, off, or has left; it may come back."""
+    """A machine is cut off, off, or has left; it may return."""
 
 
 class WorkerStuck(ServingError):
@@ -180,7 +180,7 @@ class WorkerStuck(ServingError):
 
 
 class DeadlineExceeded(ServingError):
-    """A request took longer than the person who serves allows."""
+    """A request took longer than the operator allows."""
 
 
 class StepFailed(ServingError):
@@ -196,27 +196,27 @@ class VersionMismatch(ServingError):
 
 
 class ProtocolError(ServingError):
-    """A peer sent what the contract does not allow."""
+    """A peer violated the protocol."""
 
 
 class WeightsMissing(ServingError):
-    """No peer gives the tensors that a stage needs, or not as they should be."""
+    """No peer gives the tensors that a stage needs, or they are wrong."""
 
 
 class NotReady(ServingError):
     """No instance can answer now."""
 
     retry_after_s: float = 5.0
-    """When it is worth asking again; the others of its instance's troubles take no longer to pass."""
+    """Time until asking again may succeed; the instance's other failures take no longer to pass."""
 
 
 class BodiesFull(NotReady):
-    """There is no room for a request's body: others' have it, or this client's share is used up."""
+    """There is no room for a request's body: others use it, or this client's share is used up."""
 
     retry_after_s = 2.0
 
 
 class Draining(NotReady):
-    """The server is about to end: it finishes what it has, and takes nothing new."""
+    """The server is about to end: it finishes its requests, and accepts nothing new."""
 
     retry_after_s = 10.0

@@ -1,8 +1,8 @@
-"""The text that lets a machine join: which cluster to trust, and a secret that the cluster trusts.
+"""Token that lets a machine join: it names the cluster to trust, and holds a secret that the cluster trusts.
 
 `mlxring1` and 96 characters of lower-case base32, one word, so that a double click
 selects all of it. They hold 60 bytes: the SHA-256 of the cluster CA's certificate (32), the
-token's id (4), its secret (20), and the CRC-32 of prefix and all before (4), which notices
+token's id (4), its secret (20), and the CRC-32 of prefix and all before (4), which detects
 every single changed character.
 """
 
@@ -22,7 +22,7 @@ _TEXT_LENGTH = len(PREFIX) + (FINGERPRINT_BYTES + ID_BYTES + SECRET_BYTES + _CHE
 
 @dataclass(frozen=True, slots=True)
 class JoinToken:
-    """`str(token)` is the text to hand over; its `repr` keeps the secret out of logs."""
+    """Join token. `str(token)` is its text; its `repr` keeps the secret out of logs."""
 
     fingerprint: bytes
     """SHA-256 of the CA's certificate (DER)."""
@@ -35,10 +35,10 @@ class JoinToken:
 
 
 def parse_token(text: str) -> JoinToken:
-    """Read a token's text. White space in it is what a terminal's line breaks left.
+    """Read a token's text. White space in it comes from a terminal's line breaks.
 
     Raises:
-        TokenRefused: the text is no token, or not all of it, or has a typing error.
+        TokenRefused: the text is no token, or incomplete, or has a typing error.
     """
     word = "".join(text.split())
     if not word.startswith(PREFIX):
@@ -62,7 +62,7 @@ _MISTYPED = "The join token has a typing error: copy it again, as it stands."
 def _split(word: str) -> tuple[bytes, bytes]:
     text = word.removeprefix(PREFIX)
     try:
-        # Not only capitals: some letters outside ASCII have the upper case of one inside.
+        # Not only capitals: some letters outside ASCII have an upper case inside it.
         if not text.isascii() or text != text.lower():
             raise TokenRefused(_MISTYPED)
         decoded = base64.b32decode(text.upper())

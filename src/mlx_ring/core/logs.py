@@ -1,16 +1,12 @@
-"""Log lines: every line of every process says where it comes from.
+"""Log lines, each with its origin, and a buffer of the last ones.
 
     2026-11-20T22:45:08.123 INFO node=mini process=worker-1-0 rank=0 epoch=1 mlx_ring.worker.server: ...
 
-Lines go to stderr and to `<log_dir>/<process>.log`, which rotates; where stderr is a file that nobody
-rotates, to the latter alone. Third-party loggers have no handlers of their own here: whatever they attach is
-dropped, so that their lines take the same way. Each line of a traceback carries the tag too; with `--log-format json`
-a record is one object in one line (`log_formats.py`). What is said before a log is set up goes to stderr at once, and to
-the log's file later. The last lines are kept in memory where that is asked for.
-
-How a record of the log is written: as lines for people, or as one JSON object for programs.
-
-The last lines of a process's log, and of what its children pass on, kept in memory for whoever looks.
+Lines go to stderr and to `<log_dir>/<process>.log`, which rotates. If stderr is a file that nobody
+rotates, they only go to the latter. Third-party loggers have no handlers of their own here: what they attach is
+dropped, so that their lines take the same way. Each line of a traceback carries the tag too. With `--log-format json`
+a record is one object in one line. Lines from before a log is set up go to stderr at once, and to
+the log's file later. On request the last lines of a process and its children are kept in memory.
 """
 
 from __future__ import annotations
@@ -42,11 +38,11 @@ _OWN = frozenset(
         *("message", "asctime", "request_id", "child_process", "child_rank", "color_message"),
     )
 )
-"""Attributes of a record that are not what whoever logged it added by `extra`."""
+"""Attributes of a record that were not added by `extra`."""
 
 
 class TagFormatter(logging.Formatter):
-    """Puts time, level, node, process, rank and epoch before each line of a record."""
+    """Formatter that puts time, level, node, process, rank and epoch before each line of a record."""
 
     def __init__(self, node: str, process: str, rank: int | None) -> None:
         super().__init__()
@@ -65,12 +61,12 @@ class TagFormatter(logging.Formatter):
         return "\n".join(tag + line for line in text.splitlines() or [""])
 
     def origin(self, record: logging.LogRecord) -> tuple[str, str]:
-        """The process and rank that a record comes from: a child's, where it passes on what a child said."""
+        """Return the process and rank of a record: a child's, if the record passes on a child's line."""
         return getattr(record, "child_process", self.process), getattr(record, "child_rank", self.rank)
 
 
 class JsonFormatter(TagFormatter):
-    """One object in one line for a record, its traceback included."""
+    """Formatter that writes a record as one object in one line, with its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         process, rank = self.origin(record)
@@ -106,7 +102,7 @@ def make_formatter(log_format: LogFormat, node: str, process: str, rank: int | N
 
 
 def is_tagged(line: str) -> bool:
-    """Whether a line that a child wrote to its stderr is already one of ours."""
+    """Report whether a line that a child wrote to its stderr has our format."""
     marks = [f'"{tag}": ' for tag in _TAGS] if line.startswith('{"time": ') else [f" {tag}=" for tag in _TAGS]
     return all(mark in line for mark in marks)
 
@@ -117,16 +113,16 @@ def _number(tag: str) -> int | None:
 
 BUFFERED_LINES = 300
 LONGEST_BUFFERED_LINE = 2000
-"""Characters of a line."""
+"""Most characters of a line."""
 _TAGGED = re.compile(r"(\S+) ([A-Z]+) node=\S+ process=(\S+) rank=\S+ epoch=\S+ (\S+?): (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A kept line."""
+    """A buffered line."""
 
     number: int
-    """Counted from 1; those before the first that is there were forgotten."""
+    """Number, counted from 1; lines before the first present one were dropped."""
     unix_time_s: float
     level: str
     process: str
@@ -138,7 +134,7 @@ class LogLine:
 
 
 class LogBuffer(logging.Handler):
-    """Keeps the last lines that it is given."""
+    """Handler that keeps the last lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +149,7 @@ class LogBuffer(logging.Handler):
         self._keep(record.created, record.levelname, process, record.name, text)
 
     def keep_tagged(self, line: str) -> None:
-        """A child's, which says itself where it comes from; as text, or as JSON."""
+        """Keep a child's line, which names its origin itself; as text, or as JSON."""
         fields = _read_json(line) if line.startswith("{") else _read_text(line)
         if fields is not None:
             moment, level, process, logger, text = fields
@@ -167,7 +163,7 @@ class LogBuffer(logging.Handler):
             )
 
     def after(self, number: int) -> list[LogLine]:
-        """Those with a higher number."""
+        """Return the lines with a higher number."""
         if number >= self._last:
             return []
         with self._one_at_a_time:
@@ -175,11 +171,11 @@ class LogBuffer(logging.Handler):
 
 
 LOG_BUFFER = LogBuffer()
-"""This process's. It keeps what `configure_logging` has it given."""
+"""Buffer of this process, which `configure_logging` connects."""
 
 
 def recent_lines(after: int = 0) -> list[LogLine]:
-    """The last lines that came after the one of that number."""
+    """Return the last lines after the one of that number."""
     return LOG_BUFFER.after(after)
 
 
@@ -198,7 +194,7 @@ def _read_json(line: str) -> tuple[str, ...] | None:
 
 
 def _unix_time_s(moment: str) -> float:
-    """Of a line's moment; now where it is none."""
+    """Return the time of a line; now if it has none."""
     try:
         return datetime.fromisoformat(moment).timestamp()
     except ValueError:
@@ -218,18 +214,18 @@ _CHATTY = (
     "urllib3",
     "uvicorn.error",
 )
-"""Loggers whose INFO lines say nothing to whoever runs a server."""
+"""Loggers whose INFO lines do not help an operator."""
 
 
 _GRPC_READS = ("grpc._common", "grpc._cython.cygrpc")
 _OF_PEERS = ("DecodeError", "ExecuteBatchError")
-"""Errors of gRPC's own code about what a peer sent, or about one that is gone."""
+"""Errors of gRPC's own code about a peer's message, or about a lost peer."""
 
 
 class _CentralLogger(logging.Logger):
-    """A logger that leaves its lines to the root's handlers, whatever its library attaches."""
+    """Logger that leaves its lines to the root's handlers, whatever its library attaches."""
 
-    def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802 - logging's own name
+    def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802 - name in logging's interface
         del hdlr
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -237,7 +233,10 @@ class _CentralLogger(logging.Logger):
 
 
 def _without_foreign_traceback(record: logging.LogRecord) -> bool:
-    """A filter: what gRPC could not read of a peer is fields in one line, for the stack is gRPC's own."""
+    """Replace gRPC's traceback of an unreadable message by fields in one line, because the stack is gRPC's own.
+
+    A filter.
+    """
     error = record.exc_info[1] if record.exc_info else None
     if type(error).__name__ in _OF_PEERS:
         record.msg, record.args = f"{record.getMessage()}: {error}", ()
@@ -246,14 +245,14 @@ def _without_foreign_traceback(record: logging.LogRecord) -> bool:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever `sys.stderr` is now: progress bars replace it while they are drawn."""
+    """Handler that writes to the present `sys.stderr`: progress bars replace it while they are drawn."""
 
     def emit(self, record: logging.LogRecord) -> None:
         write_to_stderr(self.format(record))
 
 
 class _EarlyHandler(_StderrHandler):
-    """Shows what is said before a log is set up, and keeps it for the log's file."""
+    """Handler that shows lines from before a log is set up, and keeps them for the log's file."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -265,7 +264,7 @@ class _EarlyHandler(_StderrHandler):
 
 
 def keep_early_records() -> None:
-    """Keep what is logged from now on for the log that `configure_logging` may set up later."""
+    """Keep later records for the log that `configure_logging` may set up."""
     if not logging.getLogger().handlers:
         logging.getLogger().addHandler(_EarlyHandler())
 
@@ -322,21 +321,21 @@ def configure_logging(
 
 
 def set_log_epoch(epoch: int) -> None:
-    """From now on this process's lines carry this epoch."""
+    """Set the epoch of this process's later lines."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, TagFormatter):
             handler.formatter.epoch = str(epoch)
 
 
 def write_to_stderr(line: str) -> None:
-    """Write a line, unless whoever read stderr is gone: a process that cleans up must not end of that."""
+    """Write a line, but survive a closed stderr: a process must still be able to clean up."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
 
 def pass_on(line: str) -> None:
-    """A line of a child's log, which is in the child's own file: it goes where this process's go besides their file."""
+    """Pass on a line of a child's log, which is in the child's own file, to this process's destinations except its file."""
     handlers = logging.getLogger().handlers
     if LOG_BUFFER in handlers:
         LOG_BUFFER.keep_tagged(line)

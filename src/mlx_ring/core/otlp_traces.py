@@ -1,6 +1,8 @@
-"""Traces over OTLP/HTTP by OpenTelemetry's SDK, which the extra `otel` brings. A thread of its own sends them in batches.
+"""Export of traces over OTLP/HTTP by OpenTelemetry's SDK, from the extra `otel`.
 
-Sampling, headers and the service's name are as the SDK reads them of the environment (`OTEL_TRACES_SAMPLER`,
+A separate thread sends them in batches.
+
+The SDK reads sampling, headers and the service's name from the environment (`OTEL_TRACES_SAMPLER`,
 `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME`). By default a client that says whether it records its trace decides,
 and every other request is recorded.
 """
@@ -29,7 +31,7 @@ _CONTEXT = TraceContextTextMapPropagator()
 
 
 class _OpenSpan:
-    """Keeps the contract `Span`."""
+    """Open span that implements `Span`."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
@@ -52,7 +54,7 @@ class _OpenSpan:
 
 
 class OtlpTraces:
-    """Keeps the contract `Tracing`."""
+    """Exporter that implements `Tracing`."""
 
     def __init__(self, endpoint: str, node: str, version: str) -> None:
         path = urlsplit(endpoint).path
@@ -63,7 +65,7 @@ class OtlpTraces:
         self._tracers: dict[TracePlace, trace.Tracer] = {}
 
     def _tracer(self, where: Attributes) -> trace.Tracer:
-        """Each place is a resource of its own, so that what is told of a node's spans is that node."""
+        """Return the tracer of a place. Each place is a separate resource, so that a node's spans carry its name."""
         named = Resource.create({"service.version": self._version, **where})
         if str(named.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
             named = named.merge(Resource({SERVICE_NAME: "mlx-ring"}))
@@ -91,10 +93,10 @@ class OtlpTraces:
         at_ns: int | None = None,
         place: TracePlace | None = None,
     ) -> Span | None:
-        """Open a span; None where its trace is not recorded."""
+        """Open a span; return None if its trace is not recorded."""
         span = self._tracer_at(place).start_span(
             name,
-            # Nothing of what FastAPI or another library may have made current counts.
+            # A context that FastAPI or another library made current does not count.
             _CONTEXT.extract({"traceparent": parent, "tracestate": state}, context=Context()),
             _KINDS[kind],
             dict(attributes),
@@ -103,7 +105,7 @@ class OtlpTraces:
         return _OpenSpan(span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send what is left. A collector that does not answer is not waited for long."""
+        """Send the remaining spans, but do not wait long for a collector that does not answer."""
         closing = threading.Thread(target=self._processor.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(_LAST_BATCH_S)

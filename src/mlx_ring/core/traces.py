@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""As clients read it in `x-request-id`; empty outside of requests."""
+"""Id of the request, as clients read it in `x-request-id`; empty outside of requests."""
 TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
-"""W3C's, of the span that is open for the request; empty where it is not traced."""
+"""W3C `traceparent` of the span that is open for the request; empty if it is not traced."""
 
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
-"""Who asks, as shares go: by an API key, or by an address. Never told; empty outside of requests."""
+"""Client for fair sharing: by its API key, or its address. Never logged; empty outside of requests."""
 
 
 def new_request_id() -> str:
-    """Of a request that brings none of its own."""
+    """Return an id for a request that brings none."""
     return f"req_{secrets.token_hex(12)}"
 
 
@@ -33,7 +33,7 @@ SpanKind = Literal["server", "internal"]
 
 @dataclass(frozen=True, slots=True)
 class TracePlace:
-    """A worker, on whose node a span was made."""
+    """Worker on whose node a span was made."""
 
     node: str
     stage: int
@@ -41,24 +41,24 @@ class TracePlace:
 
 
 class Span(Protocol):
-    """A span that is open. Times are Unix time, nanoseconds; None is now."""
+    """Open span. Times are Unix time, nanoseconds; None is now."""
 
     @property
     def traceparent(self) -> str:
-        """W3C's, for what is done within it."""
+        """W3C `traceparent` for spans within it."""
         ...
 
     def set_attributes(self, attributes: Attributes, *, name: str = "") -> None:
-        """Add to what it tells; a name replaces its own."""
+        """Add attributes; a name replaces the span's own."""
         ...
 
     def end(self, at_ns: int | None = None, *, error: str = "") -> None:
-        """It is over; `error` says with which kind of error."""
+        """End the span; `error` names the kind of error."""
         ...
 
 
 class Tracing(Protocol):
-    """Where spans go."""
+    """Destination of spans."""
 
     def start(
         self,
@@ -71,19 +71,19 @@ class Tracing(Protocol):
         at_ns: int | None = None,
         place: TracePlace | None = None,
     ) -> Span | None:
-        """Open a span; None where its trace is not recorded.
+        """Open a span; return None if its trace is not recorded.
 
         Args:
-            name: what is done.
-            attributes: what is known of it.
-            parent: a `traceparent`, a client's perhaps; a trace of its own begins where that is empty or nonsense.
+            name: name of the operation.
+            attributes: initial attributes.
+            parent: a `traceparent`, perhaps a client's; an empty or invalid one starts a new trace.
             state: the `tracestate` that came with it.
-            kind: whether it is what a client asked for.
-            at_ns: when it began.
-            place: where, if not in the head.
+            kind: "server" for a client's request.
+            at_ns: time of its beginning.
+            place: place of the operation, if not in the head.
         """
         ...
 
     def close(self) -> None:
-        """Send what is left, within seconds."""
+        """Send the remaining spans within seconds."""
         ...
