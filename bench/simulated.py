@@ -22,7 +22,7 @@ def steady_throughput(stages: Sequence[MeasuredCost], *, streams: int, hop_us: f
     `hop_us` is the one-way delay between stages, and between the head and stages.
     """
     ranks = [RankId(stage, 0) for stage in range(len(stages))]
-    policy = Policy(prefix_cache=False, draft_tokens=0, max_num_seqs=streams)
+    policy = Policy(prefix_cache=False, num_speculative_tokens=0, max_num_seqs=streams)
     scheduler = Scheduler(ranks, instance="simulated", epoch=1, policy=policy)
     times = Times(StageCosts(stages), hop_us / 1e6, hop_us / 1e6)
     step_s = sum(stage.decode_us for stage in stages) / 1e6

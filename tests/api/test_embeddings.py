@@ -19,7 +19,7 @@ from mlx_ring.core.types import PoolingKind
 
 
 def service_with(kind: PoolingKind, *, normalize: bool = False, **changes: bool) -> TwinService:
-    service = TwinService(policy=Policy(max_num_seqs=2, max_waiting=2, prefill_chunk=4))
+    service = TwinService(policy=Policy(max_num_seqs=2, max_queued_requests=2, prefill_chunk=4))
     service.pooling = replace(service.pooling, kind=kind, normalize=normalize, **changes)
     return service
 

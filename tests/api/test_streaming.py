@@ -129,7 +129,7 @@ def test_a_request_in_time_is_not_ended_later() -> None:
 
 
 def test_over_the_places_to_wait_429_says_when_to_come_again_until_one_is_free() -> None:
-    service = TwinService(automatic=False, policy=Policy(max_num_seqs=1, max_waiting=1))
+    service = TwinService(automatic=False, policy=Policy(max_num_seqs=1, max_queued_requests=1))
     with serving(service) as url, httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         chat = partial(client.stream, "POST", "/v1/chat/completions", json=CHAT)
         with chat(), chat() as second:

@@ -180,7 +180,7 @@ def hold_to_reference(demo: Demo, masked: Masked, logs: Path, *, drafts: int = 8
     """Greedy answers side by side with one that is free. Returns how many draft tokens were accepted."""
 
     async def run() -> tuple[list[tuple[list[int], str]], int]:
-        policy = Policy(draft_tokens=drafts)
+        policy = Policy(num_speculative_tokens=drafts)
         async with running_engine(demo.folder, log_dir=logs, policy=policy, **options) as (engine, _):
             free = SamplingParams(max_tokens=60, ignore_eos=True)
             *answers, _ = await asyncio.gather(

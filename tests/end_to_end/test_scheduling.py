@@ -30,7 +30,7 @@ from mlx_ring.worker.sampler.draw import gumbel, keys
 
 GREEDY = SamplingParams()
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=77, presence_penalty=0.3)
-ALONE = Policy(max_num_seqs=1, steps_ahead=1, prefix_cache=False, draft_tokens=0)
+ALONE = Policy(max_num_seqs=1, steps_ahead=1, prefix_cache=False, num_speculative_tokens=0)
 LANES = 6
 MODELS: dict[str, dict[str, Any] | None] = {
     "demo": None,
@@ -156,7 +156,7 @@ def hold_all(
         max_num_seqs=numbers.randint(3, LANES),
         prefill_chunk=numbers.choice([16, 48, 512]),
         steps_ahead=numbers.randint(2, 3),
-        draft_tokens=numbers.randint(2, 8),
+        num_speculative_tokens=numbers.randint(2, 8),
     )
 
     async def run() -> Agreement:
@@ -224,7 +224,7 @@ def test_sequences_that_are_put_back_go_on_with_the_same_tokens(tmp_path: Path) 
     prompts = [tuple(numbers.randrange(2, 320) for _ in range(length)) for length in (230, 200, 170, 210)]
 
     async def run() -> list[list[int]]:
-        policy = Policy(draft_tokens=0)
+        policy = Policy(num_speculative_tokens=0)
         async with running_engine(folder, 2, tmp_path, policy=policy, kv_blocks=6) as (engine, _):
             answers = await asyncio.gather(*(generate(engine, prompt, 420) for prompt in prompts))
             assert engine.stats().scheduler.num_preemptions > 0

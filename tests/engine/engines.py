@@ -34,7 +34,7 @@ def ask(prompt: int = 3, *, prompt_logprobs: int | None = None, **sampling: obje
     return GenerateRequest("r", tokens, replace(SamplingParams(), **sampling), prompt_logprobs)
 
 
-PLAIN = Policy(prefix_cache=False, draft_tokens=0)
+PLAIN = Policy(prefix_cache=False, num_speculative_tokens=0)
 
 
 def make_engine(twin: TwinExecutor, policy: Policy = PLAIN) -> Engine:

@@ -29,7 +29,9 @@ VOCABULARY = 50
 EOS = 0
 CONTEXT = 64
 NEXT_TOKEN = hash_token(VOCABULARY)
-PLAIN = Policy(max_num_seqs=8, prefill_chunk=4, draft_tokens=0, prefix_cache=False, step_deadline_s=5.0)
+PLAIN = Policy(
+    max_num_seqs=8, prefill_chunk=4, num_speculative_tokens=0, prefix_cache=False, step_deadline_s=5.0
+)
 
 
 def budget(tp_sizes: tuple[int, ...], blocks: int, **traits: Any) -> dict[RankId, RankKv]:
@@ -185,7 +187,7 @@ class Pipeline:
             self.decode_steps.add(step.step)
         for row in step.rows:
             self.sampling_rows[row.sequence] += bool(row.wants)
-            assert len(row.draft) <= self.policy.draft_tokens
+            assert len(row.draft) <= self.policy.num_speculative_tokens
 
     def _check_budget(self) -> None:
         for place, use in self.scheduler.cache_stats().ranks.items():

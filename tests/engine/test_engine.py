@@ -92,7 +92,7 @@ def test_each_token_has_its_piece_of_the_text() -> None:
 def test_an_answer_that_its_reader_ends_ends_well_and_is_kept() -> None:
     async def run() -> tuple[list[Delta], Engine, TwinExecutor]:
         twin = TwinExecutor((1,), next_token=says(b"x" * 20, prompt=30))
-        engine = make_engine(twin, Policy(draft_tokens=0))
+        engine = make_engine(twin, Policy(num_speculative_tokens=0))
         stream = engine.submit(ask(30))
         await anext(stream)
         stream.stop()
@@ -165,7 +165,7 @@ def test_a_request_that_no_worker_could_take_is_refused_and_leaves_nothing() -> 
 def test_a_full_line_takes_no_more() -> None:
     async def run() -> None:
         twin = TwinExecutor(automatic=False)
-        engine = make_engine(twin, replace(PLAIN, max_num_seqs=1, max_waiting=2))
+        engine = make_engine(twin, replace(PLAIN, max_num_seqs=1, max_queued_requests=2))
         streams = [engine.submit(ask()) for _ in range(3)]
         with pytest.raises(Overloaded) as refused:
             engine.submit(ask())
@@ -179,7 +179,7 @@ def test_a_full_line_takes_no_more() -> None:
 def test_requests_that_belong_together_are_taken_as_a_whole_or_not_at_all() -> None:
     async def run() -> None:
         twin = TwinExecutor(automatic=False)
-        engine = make_engine(twin, replace(PLAIN, max_num_seqs=2, max_waiting=3))
+        engine = make_engine(twin, replace(PLAIN, max_num_seqs=2, max_queued_requests=3))
         engine.submit_all(ask(), ask())
         with pytest.raises(Overloaded, match="asks for 4 answers"):
             engine.submit_all(*(ask() for _ in range(4)))
@@ -194,7 +194,9 @@ def test_requests_that_belong_together_are_taken_as_a_whole_or_not_at_all() -> N
 
 def test_without_a_line_those_are_taken_who_need_not_wait() -> None:
     async def run() -> None:
-        engine = make_engine(TwinExecutor(automatic=False), replace(PLAIN, max_num_seqs=2, max_waiting=0))
+        engine = make_engine(
+            TwinExecutor(automatic=False), replace(PLAIN, max_num_seqs=2, max_queued_requests=0)
+        )
         for _ in range(2):
             engine.submit(ask())
         with pytest.raises(Overloaded):

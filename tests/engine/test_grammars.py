@@ -150,7 +150,9 @@ def test_a_grammar_that_is_not_there_in_time_is_given_up(monkeypatch: pytest.Mon
 
 def test_a_request_that_awaits_its_grammar_takes_no_place_in_the_line_while_there_is_room() -> None:
     async def run() -> None:
-        engine, _ = waiting_engine(Policy(prefix_cache=False, draft_tokens=0, max_num_seqs=2, max_waiting=0))
+        engine, _ = waiting_engine(
+            Policy(prefix_cache=False, num_speculative_tokens=0, max_num_seqs=2, max_queued_requests=0)
+        )
         engine.submit(ask(grammar=DIGITS))
         assert await text_of(engine.submit(ask())) == "abc"
         engine.submit(ask(grammar=DIGITS))

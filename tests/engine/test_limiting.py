@@ -28,7 +28,7 @@ def blocks(count: int) -> int:
 class Served:
     """An engine over one rank, with room for twelve blocks at first."""
 
-    def __init__(self, policy: Policy = Policy(draft_tokens=0)) -> None:  # noqa: B008 - frozen
+    def __init__(self, policy: Policy = Policy(num_speculative_tokens=0)) -> None:  # noqa: B008 - frozen
         self.twin = TwinExecutor([1])
         vocabulary = Vocabulary(lambda tokens: bytes(tokens).decode("latin-1"), frozenset(), 256)
         limits = Limits(context_length=8 * BLOCK, vocab_size=256, eos=frozenset({0}))

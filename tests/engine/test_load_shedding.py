@@ -60,7 +60,9 @@ def failed(streams: list[RequestStream]) -> list[bool]:
 
 def test_a_client_that_has_the_whole_queue_gives_way_to_another_until_both_have_as_much() -> None:
     async def run() -> None:
-        engine = make_engine(TwinExecutor(automatic=False), replace(PLAIN, max_num_seqs=2, max_waiting=4))
+        engine = make_engine(
+            TwinExecutor(automatic=False), replace(PLAIN, max_num_seqs=2, max_queued_requests=4)
+        )
         greedy = [stream for _ in range(6) for stream in by("greedy", engine, ask())]
         with pytest.raises(Overloaded):
             by("greedy", engine, ask())
@@ -78,7 +80,9 @@ def test_a_client_that_has_the_whole_queue_gives_way_to_another_until_both_have_
 
 def test_for_what_the_model_cannot_take_nobody_gives_way() -> None:
     async def run() -> None:
-        engine = make_engine(TwinExecutor(automatic=False), replace(PLAIN, max_num_seqs=1, max_waiting=2))
+        engine = make_engine(
+            TwinExecutor(automatic=False), replace(PLAIN, max_num_seqs=1, max_queued_requests=2)
+        )
         greedy = [stream for _ in range(3) for stream in by("greedy", engine, ask())]
         with pytest.raises(RequestError):
             by("modest", engine, GenerateRequest("r", (), SamplingParams()))

@@ -73,7 +73,7 @@ def test_a_first_token_counts_once_and_every_other_by_its_share_of_a_step() -> N
             return now
 
         twin = TwinExecutor((1, 1), next_token=says(b"abababababababab"))
-        policy = replace(PLAIN, draft_tokens=4)
+        policy = replace(PLAIN, num_speculative_tokens=4)
         engine = Engine(
             twin, BYTES, LIMITS, instance="demo", epoch=1, policy=policy, clock=clock, meter=meter
         )
@@ -138,7 +138,7 @@ def test_requests_that_are_refused_are_counted_by_the_reason() -> None:
             LIMITS,
             instance="full",
             epoch=1,
-            policy=Policy(max_num_seqs=1, max_waiting=0),
+            policy=Policy(max_num_seqs=1, max_queued_requests=0),
         )
         router = Router(lambda: [full])
         router.submit_all(ask())

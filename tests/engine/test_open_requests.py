@@ -14,7 +14,7 @@ def test_each_request_waits_reads_or_answers_until_it_has_ended() -> None:
     async def run() -> None:
         twin = TwinExecutor((1,), automatic=False)
         engine = make_engine(
-            twin, Policy(max_num_seqs=2, prefill_chunk=8, prefix_cache=False, draft_tokens=0)
+            twin, Policy(max_num_seqs=2, prefill_chunk=8, prefix_cache=False, num_speculative_tokens=0)
         )
         streams = [engine.submit(ask(prompt, max_tokens=4)) for prompt in (3, 30, 5)]
         told = engine.requests()

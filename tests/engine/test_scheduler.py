@@ -362,7 +362,7 @@ def test_the_rank_that_everybody_waits_for_is_known_with_how_long() -> None:
     )
 
 
-ALL_ON = Policy(prefill_chunk=5, draft_tokens=4, step_deadline_s=5.0)
+ALL_ON = Policy(prefill_chunk=5, num_speculative_tokens=4, step_deadline_s=5.0)
 SHARED = tuple(Random(0).randrange(1, 50) for _ in range(300))
 REACHES: dict[str, Reach] = {
     "plain": lambda _present, _reached, _length: True,

@@ -25,7 +25,7 @@ from mlx_ring.rpc.protos import step_pb2
 
 LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())
 DECODE_S, TOKEN_S = 0.02, 0.0005
-PLAIN = Policy(prefix_cache=False, draft_tokens=0, max_num_seqs=64)
+PLAIN = Policy(prefix_cache=False, num_speculative_tokens=0, max_num_seqs=64)
 
 
 class Bench:
@@ -159,7 +159,7 @@ def test_nobody_starves(
     policy = Policy(
         max_num_seqs=places,
         prefix_cache=data.draw(st.booleans()),
-        draft_tokens=data.draw(st.sampled_from([0, 4])),
+        num_speculative_tokens=data.draw(st.sampled_from([0, 4])),
         prefill_chunk=data.draw(st.sampled_from([16, 512])),
     )
     bench = Bench(stages, policy, kv_blocks=data.draw(st.integers(4, 12) | st.none()))

@@ -15,12 +15,12 @@ from mlx_ring.core.types import FinishReason, RankId
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Configuration of a scheduler."""
+    """Configuration of a scheduler. Fields that a person sets have the names of their settings."""
 
     max_num_seqs: int = 16
     """Most sequences that run at the same time."""
-    max_waiting: int = 256
-    """Most requests that wait; more are refused."""
+    max_queued_requests: int = 256
+    """Most requests in the queue; further ones are refused."""
     prefill_chunk: int = 512
     """Most tokens of one prompt in one step."""
     max_itl_ratio: float = 2.5
@@ -29,7 +29,7 @@ class Policy:
     """Decode steps of one micro-batch that are in flight at once; 1 waits for every result."""
     prefix_cache: bool = True
     """True if KV is kept after a sequence's end and reused."""
-    draft_tokens: int = 8
+    num_speculative_tokens: int = 8
     """Most tokens that prompt lookup proposes in one step; 0: no speculative decoding."""
     step_deadline_s: float = 0.0
     """Shortest time after which a rank without an answer counts as stuck; 0: never."""

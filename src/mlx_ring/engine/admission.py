@@ -30,11 +30,11 @@ def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> N
         RequestError: the server never admits so many.
         Overloaded: it cannot admit so many now.
     """
-    most = policy.max_num_seqs + policy.max_waiting
+    most = policy.max_num_seqs + policy.max_queued_requests
     if requests > most:
         raise RequestError(
             f"This request asks for {requests} answers (its prompts times n), and the server takes {most} at once "
-            f"(--max-num-seqs {policy.max_num_seqs}, --max-queued-requests {policy.max_waiting}): ask for fewer.",
+            f"(--max-num-seqs {policy.max_num_seqs}, --max-queued-requests {policy.max_queued_requests}): ask for fewer.",
             param="n",
         )
     if requests > free:

@@ -118,7 +118,7 @@ class Decoding(MicroBatches):
         return [(sequence, row) for sequence, row in rows if sequence.id in self]
 
     def _draft(self, sequence: Sequence, step: DraftedStep) -> tuple[int, ...]:
-        most = min(self._policy.draft_tokens, sequence.max_length - 2 - sequence.scheduled)
+        most = min(self._policy.num_speculative_tokens, sequence.max_length - 2 - sequence.scheduled)
         if most <= 0 or not self._kv.can_draft:
             return ()
         draft = sequence.lookup.propose(sequence.tokens, sequence.unanswered, most, step)

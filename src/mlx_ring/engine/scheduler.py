@@ -92,7 +92,7 @@ class Scheduler:
         """How many sequences may come now: to be computed at once, or to wait."""
         in_line = any(not sequence.awaits_grammar for sequence in self._waiting.values())
         free = 0 if in_line else self._policy.max_num_seqs - len(self._running)
-        return max(0, self._policy.max_waiting - len(self._waiting) + free)
+        return max(0, self._policy.max_queued_requests - len(self._waiting) + free)
 
     @property
     def capacity_tokens(self) -> int | None:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import Site, WorkerPlace, deploy
@@ -401,17 +401,11 @@ def predict_by(forecast: Forecast | None) -> Predict | None:
 
 
 def policy_of(settings: Settings) -> Policy:
-    """What the settings say about scheduling."""
-    return Policy(
-        max_num_seqs=settings.max_num_seqs,
-        max_waiting=settings.max_queued_requests,
-        prefill_chunk=settings.prefill_chunk,
-        max_itl_ratio=settings.max_itl_ratio,
-        prefix_cache=settings.prefix_cache == "on",
-        draft_tokens=settings.num_speculative_tokens,
-        request_timeout_s=settings.request_timeout_s,
-        step_deadline_s=settings.step_deadline_s,
-    )
+    """Return the scheduler's configuration: the settings that it has fields for, by name."""
+    given = {
+        each.name: getattr(settings, each.name) for each in fields(Policy) if hasattr(settings, each.name)
+    }
+    return Policy(**given | {"prefix_cache": settings.prefix_cache == "on"})
 
 
 def _head_hello(assignment: worker_pb2.StageAssignment, node: str) -> hello_pb2.Hello:

@@ -247,12 +247,12 @@ def _instance(instance: ServedInstance) -> ServedInstanceStatus:
 def _scheduling(policy: Policy, instance: InstanceInfo) -> SchedulingStatus:
     return {
         "max_num_seqs": policy.max_num_seqs,
-        "max_waiting": policy.max_waiting,
+        "max_waiting": policy.max_queued_requests,
         "prefill_chunk": policy.prefill_chunk,
         "max_itl_ratio": policy.max_itl_ratio,
         "steps_ahead": policy.steps_ahead,
         "prefix_cache": policy.prefix_cache,
-        "draft_tokens": policy.draft_tokens,
+        "draft_tokens": policy.num_speculative_tokens,
         "step_deadline_s": policy.step_deadline_s,
         "request_timeout_s": policy.request_timeout_s,
         "kv_bits": instance.kv_bits or None,
