@@ -113,7 +113,7 @@ def documented_get(
     endpoint: Callable[..., Awaitable[AnswerT | Response]],
     doc: RouteDoc[AnswerT],
 ) -> None:
-    """Add a GET route. What the endpoint returns is written as JSON, unless it is a response."""
+    """Add a GET route. A returned value that is not a response is written as JSON."""
     _add(router, path, endpoint, "GET", doc, None)
 
 
